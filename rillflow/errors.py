@@ -1,0 +1,77 @@
+"""Errors: every one says what is wrong (with the value), why it cannot be, and what to do.
+
+An error is a record of three sentences, so that a command line can print it as three lines, a
+service can send it as JSON, and a process can hand it to another unharmed (they survive pickling).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RillflowError(Exception):
+    """The root of every error a user can cause or meet.
+
+    Example:
+        raise ConfigError("policy.lr is -1.0", why="a learning rate is positive", fix="try 1e-5")
+    """
+
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        super().__init__(what, why, fix)
+        self.what = what
+        self.why = why
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigError(RillflowError):
+    """A recipe or a command-line setting that cannot be run."""
+
+
+class DataError(RillflowError):
+    """A prompts file or a task whose rows cannot be used."""
+
+
+class ModelError(RillflowError):
+    """A model or tokeniser that cannot be loaded, or cannot do what is asked of it."""
+
+
+class RecordError(RillflowError):
+    """A batch or rollout asked for something it does not hold."""
+
+
+class RolloutError(RillflowError):
+    """Generation that cannot go on."""
+
+
+class RewardError(RillflowError):
+    """A reward function that cannot be used, or that fails too often to be trusted."""
+
+
+class TrainingError(RillflowError):
+    """An update that must not be applied: non-finite numbers, a broken on-policy ratio."""
+
+
+class RunDirectoryError(RillflowError):
+    """A run directory that cannot be written, resumed or read."""
+
+
+class Interrupted(RillflowError):
+    """The user asked the run to stop; the checkpoint named in the message resumes it."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``did you mean 'x'?`` for the nearest known spelling, or the list of what is known."""
+    choices = sorted(known)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(choices)}" if choices else "none is known"

@@ -1,0 +1,238 @@
+"""Batch: rows x fields, the only thing that travels between stages.
+
+Legend: B rows, T = values of a ragged field, L = the longest row of a ragged field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rillflow.errors import RecordError, nearest
+from rillflow.records.ragged import Ragged, concatenate_ragged
+from rillflow.records.row import RowId
+
+Field = Tensor | Ragged
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """A ragged token field as a model without padding reads it: one long row and its seams."""
+
+    tokens: Tensor
+    """[1, T] the rows laid end to end."""
+    positions: Tensor
+    """[1, T] int64 the place of each token within its row."""
+    lengths: Tensor
+    """[B] int64 the rows' lengths."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Padded:
+    """A ragged field side by side, for a model that cannot read packed rows."""
+
+    values: Tensor
+    """[B, L, ...] the rows, filled up at the end."""
+    mask: Tensor
+    """[B, L] bool where a value is real."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Rows with stable ids, and fields that are dense [B, ...] or ragged.
+
+    Example:
+        Batch(ids=row_ids([RowId(0, 0, 0)]), fields={"reward": torch.tensor([1.0])})
+
+    Raises:
+        RecordError: a field has another number of rows than there are ids.
+    """
+
+    ids: Tensor
+    """[B, 3] int64 (epoch, prompt, sample) of every row."""
+    fields: Mapping[str, Field]
+    """The columns by name."""
+
+    def __post_init__(self) -> None:
+        if self.ids.dim() != 2 or self.ids.shape[1] != 3 or self.ids.dtype != torch.int64:
+            raise RecordError(
+                f"row ids have shape {list(self.ids.shape)} and type {self.ids.dtype}",
+                why="a row id is three int64: epoch, prompt, sample",
+            )
+        for name, field in self.fields.items():
+            rows = len(field) if isinstance(field, Ragged) or field.dim() else 0
+            if rows != len(self):
+                raise RecordError(
+                    f"field {name!r} has {rows} rows but the batch has {len(self)}",
+                    why="every field has one entry a row",
+                )
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and fields together."""
+        return self.ids.nbytes + sum(field.nbytes for field in self.fields.values())
+
+    def row_id(self, index: int) -> RowId:
+        """The id of one row."""
+        return RowId(*self.ids[index].tolist())
+
+    def row_ids(self) -> list[RowId]:
+        """The ids of all rows, in order."""
+        return [RowId(*row) for row in self.ids.tolist()]
+
+    def field(self, name: str) -> Field:
+        """A field of either kind; RecordError names the nearest one when there is none."""
+        if name not in self.fields:
+            raise RecordError(
+                f"the batch has no field {name!r}",
+                why=f"it has {', '.join(sorted(self.fields)) or 'no fields'}",
+                fix=nearest(name, self.fields),
+            )
+        return self.fields[name]
+
+    def dense(self, name: str) -> Tensor:
+        """[B, ...] a dense field."""
+        field = self.field(name)
+        if isinstance(field, Ragged):
+            raise RecordError(f"field {name!r} is ragged", why="a dense field was asked for")
+        return field
+
+    def ragged(self, name: str) -> Ragged:
+        """A ragged field."""
+        field = self.field(name)
+        if not isinstance(field, Ragged):
+            raise RecordError(f"field {name!r} is dense", why="a ragged field was asked for")
+        return field
+
+    def with_fields(self, **fields: Field) -> Batch:
+        """The same rows with fields added or replaced."""
+        return Batch(ids=self.ids, fields={**self.fields, **fields})
+
+    def only(self, *names: str) -> Batch:
+        """The same rows with these fields alone."""
+        return Batch(ids=self.ids, fields={name: self.field(name) for name in names})
+
+    def select(self, index: Tensor | Sequence[int]) -> Batch:
+        """The rows at ``index`` [N], in that order."""
+        where = torch.as_tensor(index, dtype=torch.int64, device=self.ids.device)
+        return Batch(
+            ids=self.ids[where],
+            fields={
+                name: field.select(where) if isinstance(field, Ragged) else field[where]
+                for name, field in self.fields.items()
+            },
+        )
+
+    def slice(self, start: int, stop: int) -> Batch:
+        """Rows ``start`` to ``stop`` (excluded), without a copy."""
+        return Batch(
+            ids=self.ids[start:stop],
+            fields={
+                name: field.slice(start, stop) if isinstance(field, Ragged) else field[start:stop]
+                for name, field in self.fields.items()
+            },
+        )
+
+    def split(self, parts: int) -> list[Batch]:
+        """``parts`` runs of neighbouring rows, whose sizes differ by at most one; some may be empty."""
+        if parts < 1:
+            raise RecordError(f"a batch cannot be split into {parts} parts", why="the least is 1")
+        cuts = [len(self) * part // parts for part in range(parts + 1)]
+        return [self.slice(start, stop) for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+
+    def split_by_tokens(self, budget: int, field: str = "tokens") -> list[Batch]:
+        """Parts of at most ``budget`` tokens of a ragged field each, rows of like length together.
+
+        Rows are taken longest first; a row longer than the budget stands alone. Every row is in
+        exactly one part, and an empty batch has no parts.
+        """
+        if budget < 1:
+            raise RecordError(f"a token budget of {budget} holds no row", why="the least is 1")
+        lengths = self.ragged(field).lengths
+        order = torch.argsort(lengths, descending=True, stable=True)
+        cuts, held = [0], 0
+        for place, length in enumerate(lengths[order].tolist()):
+            if place > cuts[-1] and held + length > budget:
+                cuts.append(place)
+                held = 0
+            held += length
+        cuts.append(len(self))
+        return [self.select(order[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]
+
+    def join(self, other: Batch) -> Batch:
+        """Add the other batch's fields to these rows, matched by row id; the other may be in any order.
+
+        Raises:
+            RecordError: a row is missing from the other batch, stands twice in it, or both have a
+                field of one name.
+        """
+        both = set(self.fields) & set(other.fields)
+        if both:
+            raise RecordError(
+                f"both batches have a field {min(both)!r}",
+                why="a join would have to drop one of them",
+                fix="keep one with Batch.only",
+            )
+        places: dict[tuple[int, ...], int] = {}
+        for place, row in enumerate(other.ids.tolist()):
+            if places.setdefault(tuple(row), place) != place:
+                raise RecordError(f"row ({RowId(*row)}) stands twice in the joined batch", why="ids are unique")
+        try:
+            index = [places[tuple(row)] for row in self.ids.tolist()]
+        except KeyError as missing:
+            raise RecordError(
+                f"row ({RowId(*missing.args[0])}) is missing from the joined batch",
+                why="every row needs a partner of the same id",
+            ) from None
+        return self.with_fields(**other.select(index).fields)
+
+    def packed(self, name: str = "tokens") -> Packed:
+        """The model view without padding."""
+        field = self.ragged(name)
+        return Packed(tokens=field.values[None], positions=field.positions[None], lengths=field.lengths)
+
+    def padded(self, name: str = "tokens", fill: float = 0) -> Padded:
+        """The model view with padding at the end."""
+        field = self.ragged(name)
+        mask = field.with_values(torch.ones(field.values.shape[0], dtype=torch.bool, device=field.values.device))
+        return Padded(values=field.padded(fill), mask=mask.padded(False))
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return Batch(ids=self.ids.to(device), fields={name: field.to(device) for name, field in self.fields.items()})
+
+
+def row_ids(rows: Sequence[RowId]) -> Tensor:
+    """[B, 3] int64 the ids as a batch holds them."""
+    return torch.tensor([list(row) for row in rows], dtype=torch.int64).reshape(len(rows), 3)
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """The rows of every batch, in order.
+
+    Raises:
+        RecordError: there is no batch, or the batches differ in their fields.
+    """
+    if not batches:
+        raise RecordError("no batch to concatenate", why="the fields of an empty list are unknown")
+    first = batches[0]
+    for batch in batches[1:]:
+        if set(batch.fields) != set(first.fields):
+            odd = sorted(set(batch.fields) ^ set(first.fields))
+            raise RecordError(f"field {odd[0]!r} is in one batch and not in another", why="rows share their fields")
+    return Batch(
+        ids=torch.cat([batch.ids for batch in batches]),
+        fields={name: _concatenate_field(name, batches) for name in first.fields},
+    )
+
+
+def _concatenate_field(name: str, batches: Sequence[Batch]) -> Field:
+    if isinstance(batches[0].fields[name], Ragged):
+        return concatenate_ragged([batch.ragged(name) for batch in batches])
+    return torch.cat([batch.dense(name) for batch in batches])

@@ -1,0 +1,156 @@
+"""Ragged columns: rows of different lengths as flat values and lengths.
+
+Legend: B rows, T = sum(lengths) values, L = the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rillflow.errors import RecordError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ragged:
+    """A column of B rows of different lengths, stored without padding.
+
+    Example:
+        Ragged.from_rows([[1, 2], [], [3]]).values.tolist() == [1, 2, 3]
+
+    Raises:
+        RecordError: lengths are negative, not one-dimensional, or do not add up to the values.
+    """
+
+    values: Tensor
+    """[T, ...] the rows laid end to end."""
+    lengths: Tensor
+    """[B] int64 how many values each row has."""
+
+    def __post_init__(self) -> None:
+        if self.lengths.dim() != 1 or self.lengths.dtype != torch.int64:
+            raise RecordError(
+                f"ragged lengths have shape {list(self.lengths.shape)} and type {self.lengths.dtype}",
+                why="lengths are one int64 per row",
+            )
+        total = int(self.lengths.sum())
+        if self.lengths.numel() and int(self.lengths.min()) < 0:
+            raise RecordError(f"a ragged row has length {int(self.lengths.min())}", why="lengths are not negative")
+        if self.values.dim() == 0 or self.values.shape[0] != total:
+            raise RecordError(
+                f"ragged values have shape {list(self.values.shape)} but the lengths add up to {total}",
+                why="values are the rows laid end to end",
+            )
+
+    @staticmethod
+    def from_rows(rows: Sequence[Sequence[float] | Tensor], dtype: torch.dtype = torch.int64) -> Ragged:
+        """Lay rows (lists or one-dimensional tensors) end to end."""
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        parts = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        values = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+        return Ragged(values=values, lengths=lengths)
+
+    @staticmethod
+    def from_text(texts: Iterable[str]) -> Ragged:
+        """Store text as UTF-8 bytes: text travels like any other ragged column."""
+        encoded = [text.encode("utf-8") for text in texts]
+        lengths = torch.tensor([len(data) for data in encoded], dtype=torch.int64)
+        joined = bytearray(b"".join(encoded))
+        values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+        return Ragged(values=values, lengths=lengths)
+
+    def to_text(self) -> list[str]:
+        """Read back what ``from_text`` stored."""
+        data = self.values.cpu().numpy().tobytes()
+        bounds = self.bounds.tolist()
+        return [data[start:stop].decode("utf-8") for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    def __len__(self) -> int:
+        return self.lengths.shape[0]
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """[B + 1] int64 where each row starts; the last entry is T."""
+        bounds = torch.zeros(len(self) + 1, dtype=torch.int64, device=self.lengths.device)
+        torch.cumsum(self.lengths, 0, out=bounds[1:])
+        return bounds
+
+    @property
+    def starts(self) -> Tensor:
+        """[B] int64 the index of each row's first value."""
+        return self.bounds[:-1]
+
+    @cached_property
+    def row_of(self) -> Tensor:
+        """[T] int64 which row each value belongs to."""
+        rows = torch.arange(len(self), device=self.lengths.device)
+        return torch.repeat_interleave(rows, self.lengths)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64 the place of each value within its row, from 0."""
+        return torch.arange(self.values.shape[0], device=self.lengths.device) - self.starts[self.row_of]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and lengths."""
+        return self.values.nbytes + self.lengths.nbytes
+
+    def row(self, index: int) -> Tensor:
+        """[lengths[index], ...] one row, without a copy."""
+        return self.values[int(self.bounds[index]) : int(self.bounds[index + 1])]
+
+    def rows(self) -> list[Tensor]:
+        """Every row, without a copy."""
+        return list(torch.split(self.values, self.lengths.tolist()))
+
+    def select(self, index: Tensor) -> Ragged:
+        """The rows at ``index`` [N] int64, in that order, repeats allowed."""
+        lengths = self.lengths[index]
+        ends = torch.cumsum(lengths, 0)
+        total = int(ends[-1]) if len(ends) else 0
+        shift = torch.repeat_interleave(self.starts[index] - (ends - lengths), lengths, output_size=total)
+        return Ragged(values=self.values[torch.arange(total, device=shift.device) + shift], lengths=lengths)
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Rows ``start`` to ``stop`` (excluded), without a copy."""
+        values = self.values[int(self.bounds[start]) : int(self.bounds[stop])]
+        return Ragged(values=values, lengths=self.lengths[start:stop])
+
+    def with_values(self, values: Tensor) -> Ragged:
+        """Other values [T, ...] of the same lengths."""
+        return Ragged(values=values, lengths=self.lengths)
+
+    def padded(self, fill: float = 0) -> Tensor:
+        """[B, L, ...] the rows side by side, short ones filled up at the end with ``fill``."""
+        longest = int(self.lengths.max()) if len(self) else 0
+        shape = (len(self), longest, *self.values.shape[1:])
+        out = torch.full(shape, fill, dtype=self.values.dtype, device=self.values.device)
+        out[self.row_of, self.positions] = self.values
+        return out
+
+    def sums(self) -> Tensor:
+        """[B, ...] the sum of each row's values; 0 for an empty row."""
+        dtype = torch.int64 if not self.values.dtype.is_floating_point else self.values.dtype
+        out = torch.zeros(len(self), *self.values.shape[1:], dtype=dtype, device=self.values.device)
+        return out.index_add_(0, self.row_of, self.values.to(dtype))
+
+    def expand(self, per_row: Tensor) -> Tensor:
+        """[T, ...] each row's entry of ``per_row`` [B, ...] repeated over the row's values."""
+        return per_row[self.row_of]
+
+    def to(self, device: torch.device | str) -> Ragged:
+        """The same column on another device."""
+        return Ragged(values=self.values.to(device), lengths=self.lengths.to(device))
+
+
+def concatenate_ragged(parts: Sequence[Ragged]) -> Ragged:
+    """Rows of every part, in order."""
+    return Ragged(
+        values=torch.cat([part.values for part in parts]),
+        lengths=torch.cat([part.lengths for part in parts]),
+    )

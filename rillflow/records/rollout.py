@@ -1,0 +1,148 @@
+"""Rollouts: append-only token trajectories, as single records and as the fields of a batch.
+
+    field               kind            aligned to    content
+    tokens              ragged int64    itself        prompt and everything sampled or inserted after it
+    loss_mask           ragged bool     tokens        True where the policy sampled the token
+    sampler_logprobs    ragged float32  tokens        log probability at sampling, 0 where not sampled
+    versions            ragged int32    tokens        weight version that sampled the token, -1 elsewhere
+    finish              dense int8 [B]                why the row ended (Finish)
+    columns             ragged uint8                  the prompt's other columns, as JSON text
+
+A log probability at place t is that of token t given the tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from rillflow.errors import RecordError
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
+
+
+class Finish(IntEnum):
+    """Why a rollout ended."""
+
+    STOP = 0
+    """A stop token was sampled; it is the last token."""
+    LENGTH = 1
+    """The limit of new tokens, or of the model's context, was reached."""
+    ABORTED = 2
+    """The row was taken out while it ran; its tokens are kept and it can be resumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One trajectory.
+
+    Example:
+        start = Rollout.start(RowId(0, 0, 0), [5, 6])
+        start.sampled([7], [-0.3], version=2).loss_mask == (False, False, True)
+    """
+
+    row: RowId
+    """The row's stable id."""
+    tokens: tuple[int, ...]
+    """Prompt and everything after it."""
+    loss_mask: tuple[bool, ...]
+    """True where the policy sampled the token."""
+    logprobs: tuple[float, ...]
+    """The sampler's log probability of each sampled token, after temperature; 0 elsewhere."""
+    versions: tuple[int, ...]
+    """The weight version that sampled each token; -1 elsewhere."""
+    finish: Finish
+    """Why it ended; ABORTED as long as it has not."""
+    columns: str = "{}"
+    """The prompt's other columns, as JSON text."""
+
+    @staticmethod
+    def start(row: RowId, prompt: Sequence[int], columns: str = "{}") -> Rollout:
+        """A trajectory that holds its prompt alone."""
+        count = len(prompt)
+        return Rollout(
+            row=row,
+            tokens=tuple(prompt),
+            loss_mask=(False,) * count,
+            logprobs=(0.0,) * count,
+            versions=(-1,) * count,
+            finish=Finish.ABORTED,
+            columns=columns,
+        )
+
+    def sampled(
+        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, finish: Finish = Finish.ABORTED
+    ) -> Rollout:
+        """The trajectory with sampled tokens appended."""
+        if len(tokens) != len(logprobs):
+            raise RecordError(f"{len(tokens)} sampled tokens but {len(logprobs)} log probabilities")
+        return replace(
+            self,
+            tokens=(*self.tokens, *tokens),
+            loss_mask=(*self.loss_mask, *([True] * len(tokens))),
+            logprobs=(*self.logprobs, *logprobs),
+            versions=(*self.versions, *([version] * len(tokens))),
+            finish=finish,
+        )
+
+    def inserted(self, tokens: Sequence[int]) -> Rollout:
+        """The trajectory with tokens appended that the policy did not sample (a tool's answer, the next turn)."""
+        count = len(tokens)
+        return replace(
+            self,
+            tokens=(*self.tokens, *tokens),
+            loss_mask=(*self.loss_mask, *([False] * count)),
+            logprobs=(*self.logprobs, *([0.0] * count)),
+            versions=(*self.versions, *([-1] * count)),
+            finish=Finish.ABORTED,
+        )
+
+
+def rollout_batch(rollouts: Sequence[Rollout]) -> Batch:
+    """The rollouts as a batch with the fields of this module's table."""
+    return Batch(
+        ids=row_ids([rollout.row for rollout in rollouts]),
+        fields={
+            "tokens": Ragged.from_rows([rollout.tokens for rollout in rollouts]),
+            "loss_mask": Ragged.from_rows([rollout.loss_mask for rollout in rollouts], torch.bool),
+            "sampler_logprobs": Ragged.from_rows([rollout.logprobs for rollout in rollouts], torch.float32),
+            "versions": Ragged.from_rows([rollout.versions for rollout in rollouts], torch.int32),
+            "finish": torch.tensor([int(rollout.finish) for rollout in rollouts], dtype=torch.int8),
+            "columns": Ragged.from_text([rollout.columns for rollout in rollouts]),
+        },
+    )
+
+
+def rollouts_of(batch: Batch) -> list[Rollout]:
+    """The batch's rows as single records: the inverse of ``rollout_batch``."""
+    columns = [batch.ragged(name).rows() for name in ("tokens", "loss_mask", "sampler_logprobs", "versions")]
+    return [
+        Rollout(
+            row=row,
+            tokens=tuple(tokens.tolist()),
+            loss_mask=tuple(mask.tolist()),
+            logprobs=tuple(logprobs.tolist()),
+            versions=tuple(versions.tolist()),
+            finish=Finish(finish),
+            columns=text,
+        )
+        for row, tokens, mask, logprobs, versions, finish, text in zip(
+            batch.row_ids(),
+            *columns,
+            batch.dense("finish").tolist(),
+            batch.ragged("columns").to_text(),
+            strict=True,
+        )
+    ]
+
+
+def completions(batch: Batch) -> Ragged:
+    """The sampled tokens alone, as a ragged field [B]."""
+    tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
+    lengths: Tensor = mask.sums()
+    return Ragged(values=tokens.values[mask.values], lengths=lengths)

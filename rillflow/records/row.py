@@ -1,0 +1,23 @@
+"""The stable identity of one training sample."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class RowId(NamedTuple):
+    """(epoch, prompt, sample): the same row has the same id in every process and after every resume.
+
+    Example:
+        RowId(epoch=0, prompt=17, sample=3)
+    """
+
+    epoch: int
+    """How many times the task had been gone through when the row was drawn; -1 for held-out rows."""
+    prompt: int
+    """The prompt's index in its task."""
+    sample: int
+    """Which of the prompt's samples this is, from 0."""
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch} prompt {self.prompt} sample {self.sample}"

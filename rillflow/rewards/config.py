@@ -1,0 +1,21 @@
+"""Settings of the reward."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rillflow.config.section import Section
+
+
+class RewardConfig(Section):
+    """A function of named columns, run in killable children."""
+
+    function: str | None = Field(
+        None, description="file.py:name, relative to the recipe; without it the task's own function scores."
+    )
+    timeout_s: float = Field(10.0, gt=0, description="Longest time for one call.")
+    memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")
+    workers: int = Field(1, gt=0, description="Children that score side by side.")
+    max_failures: float = Field(
+        0.5, ge=0, le=1, description="Share of rows of one step with a time-out or error above which the run stops."
+    )

@@ -1,0 +1,26 @@
+"""Settings of generation: how a token is drawn, and how the engine works."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rillflow.config.section import Section
+
+
+class SamplingConfig(Section):
+    """How a token is drawn. Log probabilities are those of the whole vocabulary, after temperature."""
+
+    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token.")
+    top_k: int = Field(0, ge=0, description="Draw from the k likeliest tokens; 0 from all.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the least set of tokens with this probability.")
+    max_tokens: int = Field(256, gt=0, description="New tokens of one row at most.")
+    stop: tuple[str, ...] = Field((), description="Texts of one token each that end a row, besides the model's own.")
+
+
+class RolloutConfig(SamplingConfig):
+    """Sampling, and the native engine's size."""
+
+    max_rows: int = Field(256, gt=0, description="Rows that run at once.")
+    deterministic: bool = Field(
+        False, description="Fixed shapes: a row's bits are the same whatever runs beside it. Slower."
+    )

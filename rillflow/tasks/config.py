@@ -1,0 +1,26 @@
+"""Settings of a task: where prompts come from and which are held out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rillflow.config.section import Section
+
+
+class TaskConfig(Section):
+    """Prompts to train on, prompts held out to judge by."""
+
+    source: str = Field(
+        "arithmetic",
+        description="arithmetic, reasoning-gym:NAME, or a .jsonl or .parquet file relative to the recipe.",
+    )
+    held_out_source: str | None = Field(None, description="A file of held-out prompts instead of a share of the source.")
+    held_out: int = Field(500, ge=0, description="Prompts held out of training; 0 for none.")
+    size: int = Field(10_000, gt=0, description="Prompts to make, where the source makes them.")
+    digits: int = Field(2, ge=1, le=6, description="Digits of the built-in arithmetic task's numbers.")
+    operators: str = Field("+-", min_length=1, description="Operators of the built-in arithmetic task.")
+    too_long: Literal["error", "drop"] = Field(
+        "error", description="What happens to a prompt that leaves no room in the context; drops are counted."
+    )

@@ -1,0 +1,31 @@
+"""Settings of the training engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rillflow.config.section import Section
+
+
+class OptimizerConfig(Section):
+    """AdamW, its schedule and its clipping."""
+
+    lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first decay.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second decay.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
+    final_lr: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of lr.")
+    warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+
+
+class TrainConfig(OptimizerConfig):
+    """The optimiser, and how a minibatch is cut."""
+
+    tokens_per_micro_batch: int = Field(
+        16384, gt=0, description="Tokens of one forward and backward pass; a longer row stands alone."
+    )
+    gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
