@@ -48,6 +48,10 @@ class RecordError(RillflowError):
     """A batch or rollout asked for something it does not hold."""
 
 
+class FormulaError(RillflowError):
+    """Tensors or options that a formula is not defined for."""
+
+
 class RolloutError(RillflowError):
     """Generation that cannot go on."""
 

@@ -6,11 +6,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A frozen group of settings; an unknown key is an error.
+    """A frozen group of settings; an unknown key or a value of another type is an error.
 
     Example:
         class Optimizer(Section):
             lr: float = Field(1e-5, gt=0, description="Learning rate.")
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

@@ -17,10 +17,14 @@ class PolicyLossConfig(Section):
     dual_clip: float = Field(3.0, ge=0, description="Bound c on the loss of negative advantages; 0 for none.")
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean",
-        description="Mean over all tokens; mean over rows of each row's token mean; sum over rows x constant.",
+        description="Mean over tokens; mean over rows of each row's token mean; sum over rows x constant.",
     )
-    constant: int = Field(0, ge=0, description="Divisor a row of the constant aggregation; 0 means max_tokens.")
-    kl: float = Field(0.0, ge=0, description="Weight of the divergence from the reference; 0 needs no reference.")
+    constant: int = Field(
+        0, ge=0, description="Divisor a row of the constant aggregation; 0 means max_tokens."
+    )
+    kl: float = Field(
+        0.0, ge=0, description="Weight of the divergence from the reference; 0 needs no reference."
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the divergence.")
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the divergence is paid.")
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")

@@ -55,7 +55,7 @@ def uniform(seed: int, ids: Tensor, positions: Tensor) -> Tensor:
         [...] float64 with 53 random bits each.
     """
     epoch, prompt, sample = ids.unbind(-1)
-    words = torch.broadcast_tensors(positions, sample, prompt, epoch)
+    words = torch.broadcast_tensors(positions, sample, prompt, epoch)  # type: ignore[no-untyped-call]
     bits = philox(torch.stack(words, dim=-1), (seed & _MASK, (seed >> 32) & _MASK))
     high, low = bits[..., 0] >> 5, bits[..., 1] >> 6
     return (high * 2.0**26 + low) * 2.0**-53

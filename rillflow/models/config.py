@@ -31,4 +31,6 @@ class ModelConfig(Section):
 
     path: str | None = Field(None, description="A directory with a Hugging Face model, or a hub name.")
     new: NewModel | None = Field(None, description="A small new model instead.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the weights and the arithmetic.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Type of the weights and the arithmetic."
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -144,7 +145,7 @@ class Batch:
         if parts < 1:
             raise RecordError(f"a batch cannot be split into {parts} parts", why="the least is 1")
         cuts = [len(self) * part // parts for part in range(parts + 1)]
-        return [self.slice(start, stop) for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+        return [self.slice(start, stop) for start, stop in pairwise(cuts)]
 
     def split_by_tokens(self, budget: int, field: str = "tokens") -> list[Batch]:
         """Parts of at most ``budget`` tokens of a ragged field each, rows of like length together.
@@ -163,7 +164,7 @@ class Batch:
                 held = 0
             held += length
         cuts.append(len(self))
-        return [self.select(order[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]
+        return [self.select(order[a:b]) for a, b in pairwise(cuts) if b > a]
 
     def join(self, other: Batch) -> Batch:
         """Add the other batch's fields to these rows, matched by row id; the other may be in any order.
@@ -179,10 +180,14 @@ class Batch:
                 why="a join would have to drop one of them",
                 fix="keep one with Batch.only",
             )
+        if torch.equal(self.ids, other.ids):
+            return self.with_fields(**other.fields)
         places: dict[tuple[int, ...], int] = {}
         for place, row in enumerate(other.ids.tolist()):
             if places.setdefault(tuple(row), place) != place:
-                raise RecordError(f"row ({RowId(*row)}) stands twice in the joined batch", why="ids are unique")
+                raise RecordError(
+                    f"row ({RowId(*row)}) stands twice in the joined batch", why="ids are unique"
+                )
         try:
             index = [places[tuple(row)] for row in self.ids.tolist()]
         except KeyError as missing:
@@ -200,12 +205,16 @@ class Batch:
     def padded(self, name: str = "tokens", fill: float = 0) -> Padded:
         """The model view with padding at the end."""
         field = self.ragged(name)
-        mask = field.with_values(torch.ones(field.values.shape[0], dtype=torch.bool, device=field.values.device))
+        mask = field.with_values(
+            torch.ones(field.values.shape[0], dtype=torch.bool, device=field.values.device)
+        )
         return Padded(values=field.padded(fill), mask=mask.padded(False))
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        return Batch(ids=self.ids.to(device), fields={name: field.to(device) for name, field in self.fields.items()})
+        return Batch(
+            ids=self.ids.to(device), fields={name: field.to(device) for name, field in self.fields.items()}
+        )
 
 
 def row_ids(rows: Sequence[RowId]) -> Tensor:
@@ -225,7 +234,9 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     for batch in batches[1:]:
         if set(batch.fields) != set(first.fields):
             odd = sorted(set(batch.fields) ^ set(first.fields))
-            raise RecordError(f"field {odd[0]!r} is in one batch and not in another", why="rows share their fields")
+            raise RecordError(
+                f"field {odd[0]!r} is in one batch and not in another", why="rows share their fields"
+            )
     return Batch(
         ids=torch.cat([batch.ids for batch in batches]),
         fields={name: _concatenate_field(name, batches) for name in first.fields},
@@ -236,3 +247,13 @@ def _concatenate_field(name: str, batches: Sequence[Batch]) -> Field:
     if isinstance(batches[0].fields[name], Ragged):
         return concatenate_ragged([batch.ragged(name) for batch in batches])
     return torch.cat([batch.dense(name) for batch in batches])
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The rows of the first batch with the fields of all of them, matched by row id."""
+    if not batches:
+        raise RecordError("no batch to join", why="the rows of an empty list are unknown")
+    rows = batches[0]
+    for other in batches[1:]:
+        rows = rows.join(other)
+    return rows

@@ -86,7 +86,7 @@ def _merge(name: str, one: Metric, other: Metric) -> Metric:
             return one.merge(other)  # type: ignore[arg-type]
         case _:
             raise RecordError(
-                f"metric {name!r} is a {type(one).__name__} in one part and a {type(other).__name__} in another",
+                f"metric {name!r} is a {type(one).__name__} in one part, a {type(other).__name__} in another",
                 why="parts of one metric merge by one reduction",
                 fix="give the two metrics different names",
             )

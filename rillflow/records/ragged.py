@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -39,7 +40,9 @@ class Ragged:
             )
         total = int(self.lengths.sum())
         if self.lengths.numel() and int(self.lengths.min()) < 0:
-            raise RecordError(f"a ragged row has length {int(self.lengths.min())}", why="lengths are not negative")
+            raise RecordError(
+                f"a ragged row has length {int(self.lengths.min())}", why="lengths are not negative"
+            )
         if self.values.dim() == 0 or self.values.shape[0] != total:
             raise RecordError(
                 f"ragged values have shape {list(self.values.shape)} but the lengths add up to {total}",
@@ -67,7 +70,7 @@ class Ragged:
         """Read back what ``from_text`` stored."""
         data = self.values.cpu().numpy().tobytes()
         bounds = self.bounds.tolist()
-        return [data[start:stop].decode("utf-8") for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [data[start:stop].decode("utf-8") for start, stop in pairwise(bounds)]
 
     def __len__(self) -> int:
         return self.lengths.shape[0]

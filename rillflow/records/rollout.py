@@ -91,7 +91,7 @@ class Rollout:
         )
 
     def inserted(self, tokens: Sequence[int]) -> Rollout:
-        """The trajectory with tokens appended that the policy did not sample (a tool's answer, the next turn)."""
+        """The trajectory with tokens appended that the policy did not sample, such as a tool's answer."""
         count = len(tokens)
         return replace(
             self,

@@ -17,5 +17,8 @@ class RewardConfig(Section):
     memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")
     workers: int = Field(1, gt=0, description="Children that score side by side.")
     max_failures: float = Field(
-        0.5, ge=0, le=1, description="Share of rows of one step with a time-out or error above which the run stops."
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of rows of one step with a time-out or error above which the run stops.",
     )

@@ -16,7 +16,9 @@ class TaskConfig(Section):
         "arithmetic",
         description="arithmetic, reasoning-gym:NAME, or a .jsonl or .parquet file relative to the recipe.",
     )
-    held_out_source: str | None = Field(None, description="A file of held-out prompts instead of a share of the source.")
+    held_out_source: str | None = Field(
+        None, description="A file of held-out prompts instead of a share of the source."
+    )
     held_out: int = Field(500, ge=0, description="Prompts held out of training; 0 for none.")
     size: int = Field(10_000, gt=0, description="Prompts to make, where the source makes them.")
     digits: int = Field(2, ge=1, le=6, description="Digits of the built-in arithmetic task's numbers.")

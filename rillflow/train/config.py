@@ -16,7 +16,9 @@ class OptimizerConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first decay.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second decay.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Shape after the warm-up."
+    )
     final_lr: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of lr.")
     warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
@@ -29,3 +31,29 @@ class TrainConfig(OptimizerConfig):
         16384, gt=0, description="Tokens of one forward and backward pass; a longer row stands alone."
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
+
+
+class PassesConfig(Section):
+    """How often a batch is gone through, and in how many optimiser steps."""
+
+    epochs: int = Field(1, gt=0, description="Passes over each iteration's rows.")
+    minibatches: int = Field(1, gt=0, description="Optimiser steps of one pass.")
+
+    @property
+    def reuses_rows(self) -> bool:
+        """Whether the policy changes between two uses of one iteration's rows."""
+        return self.epochs * self.minibatches > 1
+
+
+class UpdateConfig(PassesConfig):
+    """How sampled rows are used: what the ratio is taken against, and how exact it has to be."""
+
+    old_logprobs: Literal["trainer", "sampler"] = Field(
+        "trainer",
+        description="Whose log probabilities the ratio is taken against when a batch is used more than once.",
+    )
+    ratio_tolerance: float = Field(
+        1e-5,
+        gt=0,
+        description="Largest |trainer/sampler ratio - 1| of an on-policy float32 token; else the run stops.",
+    )

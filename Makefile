@@ -1,0 +1,61 @@
+# Every target does all its set-up itself: a virtual environment in .venv with the versions of
+# constraints.txt, made once and again when they change.
+#
+#   make quickstart   a small model learns to calculate (minutes, two cores, no network but pip's)
+#   make test         the everyday tests             make test-all    the slow ones too
+#   make lint         ruff and mypy                  make benchmark   what benchmarks/ measures
+#   make clean        removes .venv and caches; runs/ stays
+
+# The first Python of 3.11 or newer; choose another with: make test PYTHON=/path/to/python
+CANDIDATES := python3 python3.13 python3.12 python3.11 python3.14
+SUITABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for name in $(CANDIDATES); do \
+	"$$name" -c '$(SUITABLE)' 2>/dev/null && { command -v "$$name"; break; }; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+LEAN := $(VENV)/.lean
+FULL := $(VENV)/.full
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: quickstart test test-all lint benchmark setup clean
+
+quickstart: $(LEAN)
+	$(BIN)/rillflow run recipes/arithmetic/run.toml
+
+test: $(FULL)
+	$(PYTEST) -m "not slow"
+
+test-all: $(FULL)
+	$(PYTEST)
+
+lint: $(FULL)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+benchmark: $(FULL)
+	$(BIN)/python -m benchmarks
+
+setup: $(FULL)
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python of 3.11 or newer with venv and ensurepip among $(CANDIDATES);" \
+		"install one (Debian: python3-venv), or name it: make PYTHON=/path/to/python" >&2; exit 2; }
+	@"$(PYTHON)" -c '$(SUITABLE)' || { echo "$(PYTHON) is older than 3.11 or lacks ensurepip" >&2; exit 2; }
+	"$(PYTHON)" -m venv $(VENV)
+
+$(LEAN): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV): once, a few minutes"
+	$(PIP) -e .
+	@touch $@
+
+$(FULL): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) with the tests' tools: once, a few minutes"
+	$(PIP) -e '.[dev,parquet,gym]'
+	@touch $@ $(LEAN)

@@ -1,0 +1,43 @@
+"""Settings every algorithm shares; each algorithm's own file adds to them."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
+
+
+class AlgorithmConfig(PassesConfig):
+    """What one phase of training does a step, and how often."""
+
+    name: str = Field(description="The algorithm.")
+    steps: int = Field(gt=0, description="Iterations.")
+    prompts_per_step: int = Field(64, gt=0, description="Prompts of one iteration.")
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps of the whole phase."""
+        return self.steps * self.epochs * self.minibatches
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows one iteration trains on."""
+        return self.prompts_per_step
+
+
+class OnlineConfig(AlgorithmConfig, UpdateConfig):
+    """Algorithms that sample from the policy they train."""
+
+    samples_per_prompt: int = Field(8, gt=0, description="Rows sampled for each prompt: the group.")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows one iteration trains on."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+class WarmStartConfig(TrainConfig):
+    """Supervised steps before the algorithm, with an optimiser of their own."""
+
+    steps: int = Field(gt=0, description="Optimiser steps.")
+    prompts_per_step: int = Field(256, gt=0, description="Rows of one step.")

@@ -1,0 +1,15 @@
+"""The one place that lists the algorithms by name."""
+
+from __future__ import annotations
+
+from rillflow.algorithms import grpo, sft
+from rillflow.algorithms.algorithm import Algorithm
+from rillflow.algorithms.config import AlgorithmConfig, WarmStartConfig
+
+ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.ALGORITHM, "sft": sft.ALGORITHM}
+
+
+def warm_start(config: WarmStartConfig) -> tuple[Algorithm, AlgorithmConfig]:
+    """The algorithm and settings that a recipe's ``[warm_start]`` section stands for."""
+    settings = sft.SFTConfig(name="sft", steps=config.steps, prompts_per_step=config.prompts_per_step)
+    return sft.ALGORITHM, settings

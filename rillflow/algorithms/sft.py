@@ -1,0 +1,37 @@
+"""SFT: supervised fine-tuning, the mean negative log probability of the answers' tokens.
+
+demonstrations ─ update ─> publish
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from rillflow.dataflow.flow import Flow
+    from rillflow.records.batch import Batch
+    from rillflow.records.metrics import Metrics
+
+
+class SFTConfig(AlgorithmConfig):
+    """SFT adds nothing to what every algorithm has."""
+
+    name: Literal["sft"]
+
+
+def step(flow: Flow, demonstrations: Batch, config: SFTConfig) -> Metrics:
+    """One iteration: raise the probability of the demonstrated answers."""
+    report: Metrics = flow.policy.imitate(demonstrations, passes=config)
+    flow.publish(flow.policy)
+    return report
+
+
+def roles(_: SFTConfig) -> tuple[str, ...]:
+    """The policy learns alone."""
+    return ("policy",)
+
+
+ALGORITHM = Algorithm(config=SFTConfig, step=step, data=Data.DEMONSTRATIONS, roles=roles)

@@ -1,0 +1,51 @@
+"""Arithmetic: how many prompts, rows, optimiser steps and tokens a recipe comes to, each as the sum it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig
+
+if TYPE_CHECKING:
+    from rillflow.assembly.recipe import Recipe
+
+
+def step_rows(config: AlgorithmConfig) -> str:
+    """Rows of one step. Example: ``64 prompts x 8 samples = 512 rows``."""
+    if isinstance(config, OnlineConfig):
+        prompts, samples = config.prompts_per_step, config.samples_per_prompt
+        return f"{prompts:,} prompts x {samples:,} samples = {config.rows_per_step:,} rows"
+    return _many(config.rows_per_step, "row")
+
+
+def batch_lines(recipe: Recipe) -> list[str]:
+    """The whole run's arithmetic, a line a fact."""
+    config = recipe.algorithm
+    lines = []
+    if recipe.warm_start is not None:
+        steps, rows = recipe.warm_start.steps, recipe.warm_start.prompts_per_step
+        lines.append(f"warm start: {_many(steps, 'step')} x {rows:,} rows = {_many(steps * rows, 'row')}")
+    lines.append(f"a step: {step_rows(config)}, trained in {_minibatches(config)}")
+    passes = f"{_many(config.epochs, 'epoch')} x {_many(config.minibatches, 'minibatch', 'es')}"
+    lines.append(
+        f"the run: {_many(config.steps, 'step')} x {passes} = {_many(config.updates, 'optimiser step')} "
+        f"on {_many(config.steps * config.rows_per_step, 'row')}"
+    )
+    if isinstance(config, OnlineConfig):
+        longest = recipe.rollout.max_tokens
+        rows = config.steps * config.rows_per_step
+        lines.append(
+            f"sampled: {rows:,} rows x {_many(longest, 'token')} = {rows * longest:,} tokens at most"
+        )
+    return lines
+
+
+def _minibatches(config: AlgorithmConfig) -> str:
+    """How one pass over a step's rows is cut. Example: ``3 minibatches of 171 or 170 rows``."""
+    small, larger = divmod(config.rows_per_step, config.minibatches)
+    rows = f"{small + 1:,} or {small:,} rows" if larger else _many(small, "row")
+    return f"{_many(config.minibatches, 'minibatch', 'es')} of {rows}"
+
+
+def _many(count: int, word: str, plural: str = "s") -> str:
+    return f"{count:,} {word if count == 1 else word + plural}"

@@ -1,0 +1,127 @@
+"""Ask: a conversation with what a run has trained so far.
+
+run directory ─ checkpoint ─> model ─> engine ─┐
+prompt ─ tokens ───────────────────────────────┴─ generate ─> answer
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from rillflow.config.load import validate
+from rillflow.dataflow.checkpoint import latest_checkpoint
+from rillflow.errors import RunDirectoryError
+from rillflow.models.config import ModelConfig
+from rillflow.models.language_model import choose_device, load_model
+from rillflow.observe import layout
+from rillflow.observe.json_lines import read_lines
+from rillflow.observe.reader import read_config
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.rollout import completions
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.native.engine import NativeEngine
+
+ASKED_EPOCH = -2
+"""The epoch in the row ids of asked prompts: their random numbers are no other row's."""
+
+
+class Respondent:
+    """The model of a run, ready to answer.
+
+    Args:
+        run: the run directory.
+        step: of which checkpoint; the newest one if None.
+        temperature: 0 takes the likeliest token.
+        max_tokens: longest answer; as in training if None.
+
+    Raises:
+        RunDirectoryError: it is no run directory, or has no such checkpoint.
+        ConfigError: a value is out of range.
+    """
+
+    def __init__(
+        self, run: Path, *, step: int | None = None, temperature: float = 0.0, max_tokens: int | None = None
+    ) -> None:
+        config = cast(dict[str, Any], read_config(run))
+        rollout = validate(RolloutConfig, config["rollout"], str(run / layout.CONFIG))
+        sampling = {
+            "temperature": temperature,
+            "stop": rollout.stop,
+            "max_tokens": max_tokens or rollout.max_tokens,
+        }
+        self._sampling = validate(SamplingConfig, sampling, "the question")
+        self._policy = policy_directory(run, step)
+        self._model = load_model(
+            ModelConfig(path=str(self._policy), dtype=config["policy"]["model"]["dtype"]),
+            seed=0,
+            device=choose_device("auto"),
+            base=Path(),
+        )
+        stop = {self._model.tokenizer.token_of(text) for text in rollout.stop}
+        self._engine = NativeEngine(
+            self._model.module,
+            RolloutConfig(max_rows=1),
+            stop_tokens=frozenset(stop | self._model.tokenizer.stop_tokens),
+            seed=config["run"]["seed"],
+            context=self._model.context,
+        )
+        self._is_chat = asks_in_chat(run)
+        self._asked = 0
+
+    def answer(self, prompt: str) -> str:
+        """What the model writes after a prompt; each question has its own random numbers.
+
+        Raises:
+            ModelError: the tokeniser lacks a character.
+            RolloutError: the prompt leaves no room in the context.
+        """
+        tokenizer = self._model.tokenizer
+        message = [{"role": "user", "content": prompt}]
+        tokens = tokenizer.encode_chat(message) if self._is_chat else tokenizer.encode(prompt)
+        prompts = Batch(
+            ids=row_ids([RowId(ASKED_EPOCH, self._asked, 0)]),
+            fields={"tokens": Ragged.from_rows([tokens], torch.int64), "columns": Ragged.from_text(["{}"])},
+        )
+        self._asked += 1
+        rollouts = self._engine.generate(prompts, samples=1, sampling=self._sampling)
+        return tokenizer.decode(completions(rollouts).row(0).tolist())
+
+
+def policy_directory(run: Path, step: int | None = None) -> Path:
+    """The Hugging Face directory of a checkpoint: of the newest whole one if ``step`` is None.
+
+    Raises:
+        RunDirectoryError: there is none.
+    """
+    folder = run / layout.CHECKPOINTS
+    if step is None:
+        newest = latest_checkpoint(folder)
+        if newest is None:
+            raise RunDirectoryError(
+                f"{run} has no checkpoint",
+                why="the first one is written when a phase ends or the run is interrupted",
+                fix="wait for it, or set run.checkpoint_every",
+            )
+        return newest.policy
+    chosen = folder / f"step-{step:06d}" / "policy"
+    if not chosen.is_dir():
+        there = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+        raise RunDirectoryError(
+            f"{run} has no checkpoint of step {step}",
+            why=f"it has those of steps {', '.join(map(str, there))}" if there else "it has none",
+            fix=f"--checkpoint {there[-1]}" if there else "wait for the first one",
+        )
+    return chosen
+
+
+def asks_in_chat(run: Path) -> bool:
+    """Whether the run's own prompts are chat messages rather than texts."""
+    for file in layout.rollout_files(run).values():
+        for line in read_lines(file).lines[:1]:
+            return isinstance(line.data["prompt"], list)
+    return False

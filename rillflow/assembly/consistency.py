@@ -1,0 +1,117 @@
+"""Consistency: settings that are each valid and cannot go together, with the arithmetic that shows it.
+
+Everything here follows from the recipe alone; files and data are looked at by ``check``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rillflow.algorithms.config import OnlineConfig
+from rillflow.assembly.arithmetic import step_rows
+from rillflow.errors import ConfigError
+from rillflow.models.config import NewModel
+from rillflow.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from rillflow.assembly.recipe import Recipe
+
+
+def inconsistencies(recipe: Recipe) -> list[ConfigError]:
+    """Every contradiction between the recipe's settings."""
+    return [*_model(recipe), *_context(recipe), *_batch(recipe), *_schedule(recipe), *_sampling(recipe)]
+
+
+def _model(recipe: Recipe) -> Iterator[ConfigError]:
+    model = recipe.policy.model
+    if model.path is not None and model.new is not None:
+        yield ConfigError(
+            f'policy.model has both path = "{model.path}" and new',
+            why="a run starts from one model",
+            fix="remove one, or --set policy.model.new=none (or policy.model.path=none)",
+        )
+    if model.path is None and model.new is None:
+        yield ConfigError(
+            "policy.model has neither path nor new",
+            why="a run starts from a model",
+            fix='write model.path = "a/directory", or model.new = { hidden = 128, layers = 4 }',
+        )
+    if model.new is not None:
+        yield from _new_model(model.new)
+
+
+def _new_model(new: NewModel) -> Iterator[ConfigError]:
+    if new.hidden % new.heads:
+        yield ConfigError(
+            f"policy.model.new.heads is {new.heads} and hidden is {new.hidden}",
+            why=f"heads divide the hidden size; {new.hidden} / {new.heads} leaves {new.hidden % new.heads}",
+            fix=f"try heads = {_divisor(new.hidden, new.heads)}",
+        )
+    elif new.hidden // new.heads % 2:
+        yield ConfigError(
+            f"policy.model.new.hidden is {new.hidden} and heads is {new.heads}",
+            why=f"rotary positions need an even head size, not {new.hidden // new.heads}",
+            fix=f"try hidden = {2 * new.hidden}",
+        )
+    if new.heads % new.kv_heads:
+        yield ConfigError(
+            f"policy.model.new.kv_heads is {new.kv_heads} and heads is {new.heads}",
+            why=f"one divides the other; {new.heads} / {new.kv_heads} leaves {new.heads % new.kv_heads}",
+            fix=f"try kv_heads = {_divisor(new.heads, new.kv_heads)}",
+        )
+
+
+def _divisor(whole: int, wish: int) -> int:
+    """The divisor of ``whole`` nearest to ``wish``, the smaller one of two."""
+    return min((part for part in range(1, whole + 1) if whole % part == 0), key=lambda part: abs(part - wish))
+
+
+def _context(recipe: Recipe) -> Iterator[ConfigError]:
+    new, limit = recipe.policy.model.new, recipe.rollout.max_tokens
+    if new is not None and limit >= new.context:
+        yield ConfigError(
+            f"rollout.max_tokens is {limit} and policy.model.new.context is {new.context}",
+            why=f"the context holds prompt and answer; the prompt would have {new.context - limit} tokens",
+            fix="lower rollout.max_tokens or raise policy.model.new.context",
+        )
+
+
+def _batch(recipe: Recipe) -> Iterator[ConfigError]:
+    config = recipe.algorithm
+    if config.minibatches > config.rows_per_step:
+        yield ConfigError(
+            f"algorithm.minibatches is {config.minibatches}",
+            why=f"a step has {step_rows(config)}, and every minibatch needs one",
+            fix=f"at most {config.rows_per_step}; usual are 1 to 8",
+        )
+
+
+def _schedule(recipe: Recipe) -> Iterator[ConfigError]:
+    updates = recipe.algorithm.updates
+    phases: list[tuple[str, TrainConfig, int]] = [("policy", recipe.policy, updates)]
+    if recipe.warm_start is not None:
+        phases.append(("warm_start", recipe.warm_start, recipe.warm_start.steps))
+    for name, train, total in phases:
+        if train.final_lr and train.schedule == "constant":
+            yield ConfigError(
+                f"{name}.final_lr is {train.final_lr:g} and {name}.schedule is constant",
+                why="a constant schedule has no end to go to",
+                fix=f'set {name}.schedule = "cosine" or "linear", or leave {name}.final_lr out',
+            )
+        if total <= train.warmup_steps and train.schedule != "constant":
+            yield ConfigError(
+                f"{name}.warmup_steps is {train.warmup_steps}",
+                why=f"the phase has {total} optimiser steps, so its {train.schedule} schedule never begins",
+                fix=f"fewer than {total}",
+            )
+
+
+def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
+    config = recipe.algorithm
+    if isinstance(config, OnlineConfig) and recipe.rollout.temperature == 0:
+        yield ConfigError(
+            "rollout.temperature is 0",
+            why="all answers to a prompt would be the same one, so none is better than another",
+            fix="0.7 to 1.0 are usual; evaluate.temperature is apart and may be 0",
+        )

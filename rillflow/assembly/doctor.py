@@ -1,0 +1,247 @@
+"""Doctor: what this machine offers, what is in the way, and what to do about it.
+
+    Python, packages ─┐
+    processor, memory ├─ one probe each ─> Finding(ok | warn | fail, what, fix)
+    disk, limits ─────┘
+
+A probe looks and changes nothing, but for one small file it writes into the folder and removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+from rillflow.observe.wording import size
+
+GIB = 1024**3
+LEAST_MEMORY_BYTES = 2 * GIB
+LEAST_DISK_BYTES = 2 * GIB
+LEAST_FILES = 256
+LEAST_PROCESSES = 64
+OLDEST_PYTHON = (3, 11)
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+class Health(StrEnum):
+    """How a probe ended."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What one probe found.
+
+    Example:
+        Finding(name="memory", health=Health.WARN, what="1.2 GiB are free", fix="close something large")
+    """
+
+    name: str
+    """What was looked at."""
+    health: Health
+    """Whether it is in the way."""
+    what: str
+    """What is there, with the number."""
+    fix: str = ""
+    """What to do, where something is to be done."""
+
+
+def examine(folder: Path) -> list[Finding]:
+    """Every finding; ``folder`` is where runs would be written."""
+    probes: Sequence[Callable[[], list[Finding]]] = (
+        python,
+        packages,
+        extras,
+        torch_and_device,
+        processor,
+        memory,
+        lambda: disk(folder),
+        lambda: writing(folder),
+        limits,
+    )
+    return [finding for probe in probes for finding in probe()]
+
+
+def python() -> list[Finding]:
+    """The interpreter's version."""
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < OLDEST_PYTHON:
+        fix = "make a virtual environment with Python 3.11 or newer"
+        return [Finding(name="python", health=Health.FAIL, what=found, fix=fix)]
+    return [Finding(name="python", health=Health.OK, what=found)]
+
+
+def packages() -> list[Finding]:
+    """The packages a run needs, as far as their metadata tell."""
+    return [_package(name) for name in ("transformers", "safetensors", "numpy", "pydantic", "rich")]
+
+
+def _package(name: str) -> Finding:
+    version = _version(name)
+    if version is None:
+        fix = f"pip install {name}, or install rillflow again"
+        return Finding(name=name, health=Health.FAIL, what="not installed", fix=fix)
+    return Finding(name=name, health=Health.OK, what=version)
+
+
+def extras() -> list[Finding]:
+    """Packages that only some recipes need."""
+    found = []
+    for package, extra, use in (
+        ("pyarrow", "parquet", "prompts in Parquet files"),
+        ("reasoning-gym", "gym", "reasoning-gym tasks"),
+    ):
+        version = _version(package)
+        what = version or f"not installed; only {use} need it: pip install 'rillflow[{extra}]'"
+        found.append(Finding(name=package, health=Health.OK, what=what))
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_and_device() -> list[Finding]:
+    """Whether torch loads, which device ``auto`` means, and how many threads it would use."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        fix = "pip install 'torch>=2.10'; a library that is missing is named above"
+        return [Finding(name="torch", health=Health.FAIL, what=f"cannot be loaded: {error}", fix=fix)]
+    found = [Finding(name="torch", health=Health.OK, what=torch.__version__)]
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found.append(Finding(name="device", health=Health.OK, what=f"cuda: {', '.join(names)}"))
+    elif Path("/dev/nvidia0").exists():
+        what = f"a GPU is there, and torch {torch.__version__} does not see it"
+        fix = "install a CUDA build of torch that fits the driver"
+        found.append(Finding(name="device", health=Health.WARN, what=what, fix=fix))
+    else:
+        found.append(Finding(name="device", health=Health.OK, what="cpu"))
+    threads, cores = torch.get_num_threads(), usable_cores()
+    found.append(_threads(threads, cores))
+    return found
+
+
+def _threads(threads: int, cores: float) -> Finding:
+    what = f"torch would use {threads} of {cores:g} cores"
+    if threads > cores:
+        fix = f"set run.threads = {max(1, int(cores))}: more threads than cores wait for each other"
+        return Finding(name="threads", health=Health.WARN, what=what, fix=fix)
+    return Finding(name="threads", health=Health.OK, what=what)
+
+
+def usable_cores() -> float:
+    """Cores this process may use: its affinity, or a container's share where that is less."""
+    cores = float(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
+    quota = _words(CONTROL_GROUP / "cpu.max")
+    if len(quota) == 2 and quota[0].isdigit():
+        return min(cores, int(quota[0]) / int(quota[1]))
+    return cores
+
+
+def processor() -> list[Finding]:
+    """Whether the processor computes in bfloat16, which torch otherwise emulates."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text("ascii", "replace")
+    except OSError:
+        return []
+    wide = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if f" {name}" in flags]
+    what = (
+        f"bfloat16 by {wide[0]}"
+        if wide
+        else "no bfloat16 arithmetic: on the CPU, float32 is the faster dtype"
+    )
+    return [Finding(name="processor", health=Health.OK, what=what)]
+
+
+def memory() -> list[Finding]:
+    """Memory that is free, within a container's limit."""
+    free = available_memory()
+    if free is None:
+        return []
+    what = f"{size(free)} free"
+    if free < LEAST_MEMORY_BYTES:
+        fix = "close something large; a small model needs about 1 GiB"
+        return [Finding(name="memory", health=Health.WARN, what=what, fix=fix)]
+    return [Finding(name="memory", health=Health.OK, what=what)]
+
+
+def available_memory() -> int | None:
+    """Bytes this process may still take; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return None
+    entries = dict(line.split(":", 1) for line in lines if ":" in line)
+    free = int(entries["MemAvailable"].split()[0]) * 1024
+    limit, used = _words(CONTROL_GROUP / "memory.max"), _words(CONTROL_GROUP / "memory.current")
+    if limit and limit[0].isdigit() and used:
+        return min(free, int(limit[0]) - int(used[0]))
+    return free
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text("ascii").split()
+    except OSError:
+        return []
+
+
+def disk(folder: Path) -> list[Finding]:
+    """Free space where runs would be written."""
+    free = shutil.disk_usage(folder).free
+    what = f"{size(free)} free in {folder.resolve()}"
+    if free < LEAST_DISK_BYTES:
+        fix = "make room, or choose a run directory on another disk with --dir"
+        return [Finding(name="disk", health=Health.WARN, what=what, fix=fix)]
+    return [Finding(name="disk", health=Health.OK, what=what)]
+
+
+def writing(folder: Path) -> list[Finding]:
+    """Whether files can be written and locked there, as a run directory's must."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".rillflow-doctor-") as file:
+            file.write(b"x")
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        what = f"no: {error.strerror} in {folder.resolve()}"
+        fix = "choose a run directory on a local disk that you may write, with --dir"
+        return [Finding(name="writing", health=Health.FAIL, what=what, fix=fix)]
+    return [Finding(name="writing", health=Health.OK, what="files can be written and locked")]
+
+
+def limits() -> list[Finding]:
+    """Limits of this process that a run could meet."""
+    return [
+        _limit("open files", resource.RLIMIT_NOFILE, LEAST_FILES, "ulimit -n 1024"),
+        _limit("processes", resource.RLIMIT_NPROC, LEAST_PROCESSES, "ulimit -u 1024"),
+        _limit("address space", resource.RLIMIT_AS, 4 * GIB, "ulimit -v unlimited"),
+    ]
+
+
+def _limit(name: str, kind: int, least: int, fix: str) -> Finding:
+    soft = resource.getrlimit(kind)[0]
+    if soft == resource.RLIM_INFINITY:
+        return Finding(name=name, health=Health.OK, what="no limit")
+    if soft < least:
+        what = f"{soft:,} allowed, at least {least:,} are wanted"
+        return Finding(name=name, health=Health.WARN, what=what, fix=fix)
+    return Finding(name=name, health=Health.OK, what=f"{soft:,} allowed")

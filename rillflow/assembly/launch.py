@@ -1,0 +1,94 @@
+"""Launch: from a checked recipe to a finished run directory.
+
+    recipe ─> task, run directory ─> build: model, roles, phases ─ loop ─> summary, report
+
+Nothing heavy is imported before the data and the run directory are known to be good.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow.assembly.recipe import Recipe
+from rillflow.observe.progress import Progress
+from rillflow.observe.run_directory import RunDirectory, set_aside
+from rillflow.tasks.task import Task, open_task
+from rillflow.view.report import write_report
+from rillflow.view.summary import Summary, render_text, summarise
+
+_FREE_TO_CHANGE = ("run.checkpoint_every", "run.keep_checkpoints", "run.dir", "run.threads")
+"""Settings a resumed run may change: they say where and how often, not what is computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """How a run ended."""
+
+    run: Path
+    """Its directory."""
+    summary: Summary
+    """What came of it."""
+
+
+def launch(recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = False) -> Launched:
+    """Run a recipe to its end, from the newest checkpoint where there is one.
+
+    Args:
+        recipe: the checked settings.
+        base: the recipe's folder; paths in it are relative to it.
+        fresh: move an older run of the same directory aside instead of resuming it.
+        quiet: show nothing but errors.
+
+    Raises:
+        RillflowError: anything a user can mend, with what, why and what to do.
+        Interrupted: the user asked to stop; the same command goes on.
+    """
+    task = open_task(recipe.task, base=base, seed=recipe.run.seed)
+    path = Path(recipe.run.dir or "runs/run")
+    if fresh:
+        set_aside(path)
+    settings = recipe.model_dump(mode="json")
+    with ExitStack() as stack:
+        run = RunDirectory.open(path, {**settings, "data": task.digest}, ignore=_FREE_TO_CHANGE)
+        stack.callback(run.close)
+        if finished(path):
+            Progress.say(f"{path} is finished; --fresh sets it aside and starts again")
+        else:
+            progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet))
+            _train(recipe, base, task, run, progress, stack)
+            run.write_json("finished.json", {"steps": recipe.total_steps})
+            summary = summarise(path)
+            run.write_json("summary.json", summary.as_json())
+            write_report(path)
+        summary = summarise(path)
+    if not quiet:
+        Progress.say(render_text(summary))
+    return Launched(run=path, summary=summary)
+
+
+def finished(path: Path) -> bool:
+    """Whether the run of this directory reached its last step."""
+    return (path / "finished.json").is_file()
+
+
+def _steps(recipe: Recipe) -> dict[str, int]:
+    """The steps of every phase, by its name."""
+    first = {} if recipe.warm_start is None else {"warm_start": recipe.warm_start.steps}
+    return {**first, recipe.algorithm.name: recipe.algorithm.steps}
+
+
+def _train(
+    recipe: Recipe, base: Path, task: Task, run: RunDirectory, progress: Progress, stack: ExitStack
+) -> None:
+    from rillflow.assembly.build import Build
+    from rillflow.dataflow.checkpoint import latest_checkpoint
+    from rillflow.pipeline.interrupt import Interruption
+
+    with Interruption() as interruption:
+        checkpoint = latest_checkpoint(run.checkpoints)
+        run.rewind(checkpoint.step if checkpoint else -1)
+        if checkpoint:
+            progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+        Build(recipe, base, task, run, checkpoint, stack).train(progress, interruption)

@@ -1,0 +1,118 @@
+"""Memory: what a run will hold, from the model's sizes alone.
+
+    NewModel ─────────────────────┐
+    directory: headers and config ┴─> ModelSizes ─ with the recipe ─> bytes of every part
+
+An estimate to decide by before launch: activations and the libraries' own memory come on top.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.assembly.recipe import Recipe
+from rillflow.errors import ModelError
+from rillflow.models.config import NewModel
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_FLOAT32_BYTES = 4
+_NAMES = (
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "num_layers"),
+    ("num_attention_heads", "n_head", "num_heads"),
+    ("vocab_size",),
+    ("max_position_embeddings", "n_positions"),
+)
+"""What model types call hidden size, layers, heads, vocabulary and context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """The sizes of a decoder that decide how much memory it takes."""
+
+    parameters: int
+    """Numbers to train."""
+    layers: int
+    """Decoder layers."""
+    kv_width: int
+    """Numbers of one token's keys in one layer; its values are as many."""
+    vocabulary: int
+    """Tokens it knows."""
+    context: int
+    """Longest row in tokens."""
+
+
+def sizes_of_new(new: NewModel) -> ModelSizes:
+    """The sizes of a model still to be made, counted as a tied Qwen2; others differ little."""
+    vocabulary = len(set(new.alphabet)) + 1
+    kv_width = new.hidden // new.heads * new.kv_heads
+    inner = new.intermediate or 3 * new.hidden
+    attention = 2 * new.hidden**2 + 2 * new.hidden * kv_width + new.hidden + 2 * kv_width
+    layer = attention + 3 * new.hidden * inner + 2 * new.hidden
+    return ModelSizes(
+        parameters=vocabulary * new.hidden + new.layers * layer + new.hidden,
+        layers=new.layers,
+        kv_width=kv_width,
+        vocabulary=vocabulary,
+        context=new.context,
+    )
+
+
+def sizes_of_directory(directory: Path) -> ModelSizes | None:
+    """The sizes of a Hugging Face directory, from its config and the headers of its weights.
+
+    Returns:
+        None where the config names its sizes in an unusual way.
+
+    Raises:
+        ModelError: the config or a header cannot be read.
+    """
+    try:
+        config: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
+        found = [_first(config, names) for names in _NAMES]
+        parameters = sum(_numbers_in(file) for file in sorted(directory.glob("*.safetensors")))
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ModelError(f"the model {directory} cannot be read", why=str(error)) from error
+    if not all(found):
+        return None
+    hidden, layers, heads, vocabulary, context = found
+    kv_heads = _first(config, ("num_key_value_heads",)) or heads
+    head = _first(config, ("head_dim",)) or hidden // heads
+    return ModelSizes(
+        parameters=parameters, layers=layers, kv_width=kv_heads * head, vocabulary=vocabulary, context=context
+    )
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The size under the first of these names that the config has; 0 where it has none."""
+    return next((config[name] for name in names if name in config and isinstance(config[name], int)), 0)
+
+
+def _numbers_in(file: Path) -> int:
+    with safe_open(file, framework="np") as weights:
+        return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+
+
+def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:
+    """Bytes by what they are for."""
+    item = _ITEM_BYTES[recipe.policy.model.dtype]
+    weights = sizes.parameters * item
+    rows = min(recipe.rollout.max_rows, recipe.algorithm.rows_per_step)
+    parts = {
+        "weights": weights,
+        "gradients": weights,
+        "optimiser": 2 * sizes.parameters * _FLOAT32_BYTES,
+        "KV cache": 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item,
+        "logits": 2 * recipe.policy.tokens_per_micro_batch * sizes.vocabulary * _FLOAT32_BYTES,
+    }
+    if "reference" in ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm):
+        parts["reference"] = weights
+    return parts

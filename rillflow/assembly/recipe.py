@@ -1,0 +1,145 @@
+"""Recipe: every setting of a run, one record; what `rillflow run` reads and a run directory keeps.
+
+run.toml + --set ─ load_recipe ─> LoadedRecipe ─┬─ recipe  ─> launch
+                                                ├─ base    ─> what its paths are relative to
+                                                └─ given   ─> which settings are not defaults
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
+
+from pydantic import Field, model_validator
+
+from rillflow.algorithms.config import AlgorithmConfig, WarmStartConfig
+from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.assembly.consistency import inconsistencies
+from rillflow.config.load import read_toml, validate
+from rillflow.config.overrides import apply_overrides, parse_override
+from rillflow.config.problems import together
+from rillflow.config.section import Section
+from rillflow.models.config import ModelConfig
+from rillflow.rewards.config import RewardConfig
+from rillflow.rollout.config import RolloutConfig
+from rillflow.tasks.config import TaskConfig
+from rillflow.train.config import TrainConfig
+
+RECIPE_FILE = "run.toml"
+"""The usual name of a recipe; a run is then called after its folder."""
+
+if TYPE_CHECKING:
+    AnyAlgorithm: TypeAlias = AlgorithmConfig
+else:
+    AnyAlgorithm = Union[tuple(algorithm.config for algorithm in ALGORITHMS.values())]  # noqa: UP007  made at run time
+
+
+class RunConfig(Section):
+    """Where a run lives, and what it runs on."""
+
+    dir: str | None = Field(
+        None,
+        min_length=1,
+        description="The run directory, relative to where the command is given; runs/NAME if left out.",
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="Every random number of the run follows from it.")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
+    threads: int = Field(0, ge=0, description="Processor threads; 0 leaves the choice to torch.")
+    checkpoint_every: int = Field(
+        0, ge=0, description="Steps between checkpoints; 0 for the end and interruptions only."
+    )
+    keep_checkpoints: int = Field(2, gt=0, description="Checkpoints that stay on the disk.")
+
+
+class PolicyConfig(TrainConfig):
+    """The model that is trained, and how."""
+
+    model: ModelConfig
+
+
+class EvaluateConfig(Section):
+    """How the policy is judged on held-out prompts."""
+
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 for before and after only.")
+    problems: int = Field(500, gt=0, description="Held-out prompts that are answered, at most.")
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature of the answers; 0 is greedy.")
+
+
+class Recipe(Section):
+    """A whole run.
+
+    Example:
+        load_recipe(Path("recipes/arithmetic/run.toml"), ["policy.lr=1e-5"]).recipe
+
+    Raises:
+        ConfigError: two settings cannot go together.
+    """
+
+    run: RunConfig = RunConfig()
+    task: TaskConfig = TaskConfig()
+    policy: PolicyConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    warm_start: WarmStartConfig | None = None
+    algorithm: AnyAlgorithm = Field(discriminator="name")
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        problems = inconsistencies(self)
+        if problems:
+            raise together(problems, "the recipe")
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all phases."""
+        return self.algorithm.steps + (self.warm_start.steps if self.warm_start is not None else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRecipe:
+    """A recipe with where it came from."""
+
+    recipe: Recipe
+    """The checked settings."""
+    path: Path
+    """The file."""
+    base: Path
+    """Its folder; paths in the recipe are relative to it."""
+    given: Mapping[str, str]
+    """Where each setting that was given came from: the file's name or ``--set``, by dotted key."""
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read a recipe and lay ``--set`` texts over it.
+
+    Raises:
+        ConfigError: every reason why it cannot be run, as far as the settings alone tell.
+    """
+    data = read_toml(path)
+    settings = [parse_override(text) for text in overrides]
+    recipe = validate(Recipe, apply_overrides(data, settings), str(path))
+    if recipe.run.dir is None:
+        run = recipe.run.model_copy(update={"dir": str(Path("runs") / run_name(path))})
+        recipe = recipe.model_copy(update={"run": run})
+    given = dict.fromkeys(leaves(data), path.name)
+    given |= dict.fromkeys(leaves(apply_overrides({}, settings)), "--set")
+    return LoadedRecipe(recipe=recipe, path=path, base=path.parent, given=given)
+
+
+def run_name(path: Path) -> str:
+    """What a recipe's run is called: its folder, or the file where it is not ``run.toml``."""
+    folder = path.absolute().parent.name
+    return folder if path.name == RECIPE_FILE and folder else path.stem
+
+
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of all values in nested tables."""
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

@@ -1,0 +1,124 @@
+"""Commands: one function each; arguments in, exit code out.
+
+Every import stands in the command that needs it, so that ``--help`` is there at once and a wrong
+setting is found before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rillflow.cli.failure import DONE, FAILED
+
+if TYPE_CHECKING:
+    from rillflow.assembly.check import Report
+    from rillflow.assembly.recipe import LoadedRecipe
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``rillflow run``: look at what can be seen at once, then run to the end."""
+    from rillflow.assembly.preflight import require_ready
+
+    loaded = _load(arguments)
+    require_ready(loaded)
+    from rillflow.assembly.launch import launch
+
+    launch(loaded.recipe, loaded.base, fresh=arguments.fresh, quiet=arguments.quiet)
+    return DONE
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """``rillflow check``: everything that can be known before a run."""
+    loaded = _load(arguments)
+    from rillflow.assembly.check import check as examine_recipe
+
+    report = examine_recipe(loaded)
+    _show_report(report)
+    if report.problems:
+        from rillflow.config.problems import together
+
+        raise together(report.problems, str(loaded.path))
+    print("\nready")
+    return DONE
+
+
+def ask(arguments: argparse.Namespace) -> int:
+    """``rillflow ask``: answer one prompt, or one a line of the input."""
+    from rillflow.assembly.ask import Respondent
+
+    respondent = Respondent(
+        arguments.run,
+        step=arguments.checkpoint,
+        temperature=arguments.temperature,
+        max_tokens=arguments.max_tokens,
+    )
+    prompts = _typed() if arguments.prompt is None else iter([arguments.prompt])
+    for prompt in prompts:
+        print(respondent.answer(prompt), flush=True)
+    return DONE
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """``rillflow report``: write the report of a run again."""
+    from rillflow.view.report import write_report
+
+    print(write_report(arguments.run))
+    return DONE
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """``rillflow doctor``: this machine, as a run would find it."""
+    from rillflow.assembly.doctor import Health, examine
+
+    del arguments
+    findings = examine(Path())
+    for finding in findings:
+        print(f"{finding.health:<5} {finding.name:<14} {finding.what}")
+        if finding.fix:
+            print(f"      {'':<14} fix: {finding.fix}")
+    return FAILED if any(finding.health is Health.FAIL for finding in findings) else DONE
+
+
+def _load(arguments: argparse.Namespace) -> LoadedRecipe:
+    from rillflow.assembly.recipe import load_recipe
+
+    overrides = list(arguments.set)
+    if arguments.dir is not None:
+        overrides.append(f"run.dir={_quoted(arguments.dir)}")
+    return load_recipe(arguments.recipe, overrides)
+
+
+def _quoted(text: str) -> str:
+    """The text as a TOML string, which is a JSON string."""
+    import json
+
+    return json.dumps(text)
+
+
+def _show_report(report: Report) -> None:
+    for topic in report.topics:
+        print(topic.title)
+        for line in topic.lines:
+            print(f"  {line}")
+    for note in report.notes:
+        print(f"note: {note}")
+    sys.stdout.flush()
+
+
+def _typed() -> Iterator[str]:
+    """Prompts from the input: with a sign to type after on a terminal, else every line that is not empty."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+        return
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return
+        if prompt:
+            yield prompt

@@ -1,0 +1,37 @@
+"""Failure: what the command line says, and which code it ends with, when a command raises."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from rillflow.errors import ConfigError, DataError, Interrupted, RillflowError
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: done; the run failed; the recipe, its data or the command is wrong; the user stopped it."""
+
+
+def explain_failure(error: BaseException, *, debug: bool) -> int:
+    """Say on stderr why a command ended; return its exit code."""
+    expected = isinstance(error, RillflowError | KeyboardInterrupt)
+    if debug or not expected:
+        traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, RillflowError):
+        mark = "" if isinstance(error, Interrupted) else "error: "
+        print(f"{mark}{error}", file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        print("interrupted; what was written before the last checkpoint is kept", file=sys.stderr)
+    else:
+        print(
+            f"error: {type(error).__name__} is not an error Rillflow expects, so it is a fault in it\n"
+            "  fix: report it with the lines above; the same command resumes from the last checkpoint",
+            file=sys.stderr,
+        )
+    return exit_code(error)
+
+
+def exit_code(error: BaseException) -> int:
+    """The code a command ends with."""
+    if isinstance(error, KeyboardInterrupt | Interrupted):
+        return INTERRUPTED
+    return USAGE if isinstance(error, ConfigError | DataError) else FAILED

@@ -1,0 +1,141 @@
+"""Main: the arguments of every command, and the one place where errors become exit codes.
+
+    argv ─ parser ─> command ─> its function ─┬─ returns ──────────> its exit code
+                                              └─ raises ─ failure ─> what, why, fix on stderr; 1, 2 or 130
+
+Importing this imports little more than the standard library; a command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow import __version__
+from rillflow.cli import commands
+from rillflow.cli.failure import FAILED, explain_failure
+
+EPILOG = "exit codes: 0 done, 1 failed, 2 the recipe, its data or the command cannot be used, 130 interrupted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One word after ``rillflow``."""
+
+    help: str
+    """What it does, in a line."""
+    run: Callable[[argparse.Namespace], int]
+    """Does it; returns the exit code."""
+    arguments: Callable[[argparse.ArgumentParser], None]
+    """Adds its arguments to a parser."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    arguments = build_parser().parse_args(argv)
+    level = logging.DEBUG if arguments.debug else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        code = COMMANDS[arguments.command].run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of our output went away; the interpreter's own flush at exit must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the supervision boundary of the command line
+        return explain_failure(error, debug=arguments.debug)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="rillflow",
+        description="RL post-training of language models, written as one dataflow.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"rillflow {__version__}")
+    words = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        inner = words.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        command.arguments(inner)
+        inner.add_argument("--debug", action="store_true", help="show log messages and tracebacks")
+    return parser
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a recipe's TOML file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a setting, such as policy.lr=1e-5; again for more; the value none takes a setting away",
+    )
+    parser.add_argument("--dir", metavar="DIR", help="the run directory, as --set run.dir=DIR")
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe_arguments(parser)
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="begin anew: an older run in the directory is moved aside, not deleted",
+    )
+    parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
+
+
+def _ask_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="left out: one prompt a line of the input"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="longest answer; as in training if left out"
+    )
+    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="the newest if left out")
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    del parser
+
+
+COMMANDS = {
+    "run": Command(
+        help="run a recipe to its end, or go on with it from its last checkpoint",
+        run=commands.run,
+        arguments=_run_arguments,
+    ),
+    "check": Command(
+        help="say everything about a recipe that can be known before it runs",
+        run=commands.check,
+        arguments=_recipe_arguments,
+    ),
+    "ask": Command(
+        help="let the trained model of a run answer a prompt", run=commands.ask, arguments=_ask_arguments
+    ),
+    "report": Command(
+        help="write the report of a run again", run=commands.report, arguments=_report_arguments
+    ),
+    "doctor": Command(
+        help="look at this machine and say what would be in the way",
+        run=commands.doctor,
+        arguments=_no_arguments,
+    ),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

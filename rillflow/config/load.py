@@ -1,0 +1,115 @@
+"""Load: a TOML file and ``--set`` settings made into a checked record, or into every reason why not.
+
+file ─ read_toml ─> data ─ apply_overrides ─> data ─ validate ─> record
+       line, column                                  all problems at once
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from rillflow.config.problems import explain, together
+from rillflow.config.schema import Data
+from rillflow.config.section import Section
+from rillflow.errors import ConfigError, nearest
+
+S = TypeVar("S", bound=Section)
+_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: there is no such file, it is no file, no UTF-8 or no TOML; with line and column.
+    """
+    text = _decoded(path, _content(path))
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(path, text, str(error)) from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path} is not a recipe", why="its lists or tables are nested too deeply"
+        ) from error
+
+
+def validate(schema: type[S], data: Data, title: str) -> S:
+    """The data as a record.
+
+    Args:
+        schema: the record's class.
+        data: plain data.
+        title: what the data is called in an error.
+
+    Raises:
+        ConfigError: everything that is wrong with the data.
+    """
+    frozen = _with_tuples(data)
+    try:
+        return schema.model_validate(frozen)
+    except ValidationError as error:
+        problems = [explain(detail, schema, frozen) for detail in error.errors(include_url=False)]
+        raise together(problems, title) from error
+
+
+def _with_tuples(value: Any) -> Any:
+    """TOML's lists as the tuples that frozen records hold."""
+    if isinstance(value, Mapping):
+        return {name: _with_tuples(entry) for name, entry in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+def _content(path: Path) -> bytes:
+    if path.is_dir():
+        inside = sorted(path.glob("*.toml"))
+        raise ConfigError(
+            f"{path} is a directory",
+            why="a recipe is a TOML file",
+            fix=f"give {inside[0]}" if inside else "give the TOML file's path",
+        )
+    if not path.exists():
+        beside = [other.name for other in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise ConfigError(
+            f"{path} does not exist",
+            why=f"{path.absolute().parent} has no {path.name!r}",
+            fix=f"in that folder: {nearest(path.name, beside)}" if beside else "give the path of a recipe",
+        )
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a regular file", why="a recipe is a TOML file")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}", why=str(error.strerror)) from error
+
+
+def _decoded(path: Path, content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        raise ConfigError(
+            f"{path} line {line}, byte {column}: 0x{content[error.start]:02x} is not UTF-8",
+            why="TOML is written in UTF-8",
+            fix=f"save the file as UTF-8, for example: iconv -f latin1 -t utf-8 {path}",
+        ) from error
+
+
+def _syntax_error(path: Path, text: str, message: str) -> ConfigError:
+    match = _PLACE.search(message)
+    reason = message[: match.start()] if match else message
+    lines = text.splitlines() or [""]
+    line, column = (int(match[1]), int(match[2])) if match and match[1] else (len(lines), len(lines[-1]) + 1)
+    shown = lines[line - 1] if line <= len(lines) else ""
+    return ConfigError(
+        f"{path} line {line}, column {column}: {reason}",
+        why=f"the line is: {shown.strip()[:100]}",
+        fix='a setting reads key = value, with texts in "quotes" and sections in [brackets]',
+    )

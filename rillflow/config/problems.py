@@ -1,0 +1,168 @@
+"""Problems: what a validator found, in sentences a user can act on.
+
+pydantic's error ─ explain ─> ConfigError(key and value, why, fix) ─ together ─> one error that names them all
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from rillflow.config.schema import Data, Place, at, subsections, tags, walk
+from rillflow.config.section import Section
+from rillflow.errors import ConfigError, RillflowError, nearest
+
+_LONGEST_VALUE = 60
+
+_RULES = {
+    "greater_than": "it must be greater than {gt:g}",
+    "greater_than_equal": "it must be at least {ge:g}",
+    "less_than": "it must be less than {lt:g}",
+    "less_than_equal": "it must be at most {le:g}",
+    "finite_number": "it must be a finite number",
+    "literal_error": "it must be {expected}",
+    "string_pattern_mismatch": "it must match {pattern}",
+    "string_too_short": "it must have at least {min_length} characters",
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_type": "it must be a number",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be a text in quotes",
+    "tuple_type": "it must be a list in brackets",
+}
+
+
+def together(problems: Sequence[RillflowError], title: str) -> ConfigError:
+    """One error for one problem, or one that lists them all under ``title``."""
+    if len(problems) == 1:
+        only = problems[0]
+        return ConfigError(only.what, only.why, only.fix)
+    lines = [f"{title} has {len(problems)} problems"]
+    for number, problem in enumerate(problems, 1):
+        lines.append(f"{number}. " + str(problem).replace("\n", "\n   "))
+    return ConfigError("\n".join(lines))
+
+
+def explain(error: ErrorDetails, schema: type[Section], data: Data) -> ConfigError:
+    """What one of pydantic's errors says about the data it was given."""
+    place = at(schema, error["loc"], data)
+    kind, context = error["type"], error.get("ctx", {})
+    if place.field is None:
+        return _unknown(place, error["input"], schema)
+    if kind == "missing":
+        return _missing(place.dotted, place.field)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return _unchosen(place.dotted, place.field, error["input"])
+    if subsections(place.field):
+        return _not_a_section(place.dotted, place.field, error["input"])
+    rule = _RULES[kind].format(**context) if kind in _RULES else error["msg"]
+    what = f"{place.dotted} is {shown(error['input'])}"
+    return ConfigError(what, why=_because(rule, place.field), fix=_remedy(place.field, kind, error["input"]))
+
+
+def shown(value: object) -> str:
+    """A value as a recipe has it, cut where it is long. Example: ``shown(True) == "true"``."""
+    if isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key} = {shown(entry)}" for key, entry in value.items()) + "}"
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(map(shown, value)) + "]"
+    elif isinstance(value, bool | str):
+        text = json.dumps(value, ensure_ascii=False)
+    else:
+        text = "none" if value is None else str(value)
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
+
+
+def _because(rule: str, field: FieldInfo) -> str:
+    return f"{rule} ({field.description})" if field.description else rule
+
+
+def _remedy(field: FieldInfo, kind: str, value: object) -> str:
+    if isinstance(value, str):
+        if kind in ("int_type", "float_type", "bool_type") and _is_literal(value):
+            return f"write {value} without quotes"
+        if kind == "literal_error":
+            return nearest(value, get_args(field.annotation))
+    if kind == "string_type":
+        return f'write "{value}", with quotes' if isinstance(value, int | float) else "write it in quotes"
+    if field.is_required():
+        return "give another value"
+    return f"leave it out for the default, {shown(field.get_default())}"
+
+
+def _is_literal(text: str) -> bool:
+    if text in ("true", "false"):
+        return True
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _unknown(place: Place, value: object, schema: type[Section]) -> ConfigError:
+    parent, _, name = place.dotted.rpartition(".")
+    kind = "section" if isinstance(value, Mapping) else "key"
+    inside = f"[{parent}]" if parent else "a recipe"
+    known = place.section.model_fields
+    what = f"{place.dotted} = {shown(value)}: {inside} has no {kind} {name!r}"
+    why = f"it has {', '.join(known)}"
+    return ConfigError(what, why=why, fix=_meant(name, known, schema))
+
+
+def _meant(name: str, known: Mapping[str, FieldInfo], schema: type[Section]) -> str:
+    """What an unknown key stands for: another spelling, another section, or a key described by its words."""
+    spelling = nearest(name, known)
+    if spelling.startswith("did you mean"):
+        return spelling
+    elsewhere = sorted({key.dotted for key in walk(schema) if key.path[-1] == name})
+    if elsewhere:
+        return f"{name!r} stands elsewhere: {' or '.join(elsewhere)}"
+    words = name.replace("_", " ").lower()
+    described = [key for key, field in known.items() if words in (field.description or "").lower()]
+    return f"did you mean {described[0]!r}?" if described else "remove it"
+
+
+def _missing(dotted: str, field: FieldInfo) -> ConfigError:
+    parent, _, name = dotted.rpartition(".")
+    what = f"{dotted} is missing"
+    if subsections(field):
+        first = subsections(field)[0].model_fields
+        needed = [key for key, inner in first.items() if inner.is_required()]
+        keys = f" with {', '.join(needed)}" if needed else ""
+        return ConfigError(what, why="a recipe cannot do without this section", fix=f"add [{dotted}]{keys}")
+    return ConfigError(
+        what,
+        why=_because("it has no default", field),
+        fix=f"add {name} = ... to [{parent}], or --set {dotted}=...",
+    )
+
+
+def _unchosen(dotted: str, field: FieldInfo, value: object) -> ConfigError:
+    """A section that is chosen by name, with a wrong name or none."""
+    tag = str(field.discriminator)
+    names = [name for one in subsections(field) for name in tags(one, tag)]
+    if isinstance(value, Mapping) and tag in value:
+        return ConfigError(
+            f"{dotted}.{tag} is {shown(value[tag])}",
+            why=f"it must be one of {', '.join(map(shown, names))}",
+            fix=nearest(str(value[tag]), names),
+        )
+    return ConfigError(
+        f"{dotted}.{tag} is missing",
+        why=f"it chooses what [{dotted}] holds: {', '.join(map(shown, names))}",
+        fix=f"add {tag} = {shown(names[0])} to [{dotted}]",
+    )
+
+
+def _not_a_section(dotted: str, field: FieldInfo, value: object) -> ConfigError:
+    known = sorted({name for one in subsections(field) for name in one.model_fields})
+    return ConfigError(
+        f"{dotted} is {shown(value)}",
+        why=f"{dotted} is a section with the keys {', '.join(known)}",
+        fix=f"write [{dotted}] and its keys below it, or --set {dotted}.{known[0]}=...",
+    )

@@ -1,0 +1,200 @@
+"""Checkpoints: everything a resumed run needs, complete or not there at all.
+
+    checkpoints/step-000040/
+      policy/               plain Hugging Face directory
+      optimizer.safetensors training state by logical tensor name
+      state.json            step, phase, versions, places in the data
+      manifest.json         size and SHA-256 of every other file, written last
+
+Written beside its final place, flushed to the disk and renamed; a reader takes the newest one
+whose manifest holds, and says which ones did not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rillflow.errors import RunDirectoryError
+from rillflow.models.checkpoint import save_model
+from rillflow.models.language_model import LanguageModel
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{6,})")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was verified."""
+
+    path: Path
+    """Its directory."""
+    step: int
+    """Steps of the whole run that are in it."""
+    state: Mapping[str, Any]
+    """What ``save_checkpoint`` was given as state."""
+
+    @property
+    def policy(self) -> Path:
+        """The Hugging Face directory inside it."""
+        return self.path / "policy"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The training state's tensors."""
+        tensors: dict[str, Tensor] = load_file(self.path / "optimizer.safetensors")
+        return tensors
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: LanguageModel,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Write a checkpoint, then remove all but the newest ``keep``.
+
+    Raises:
+        RunDirectoryError: the disk is full or cannot be written; earlier checkpoints are untouched.
+    """
+    final, draft = folder / f"step-{step:06d}", folder / f".step-{step:06d}.draft"
+    try:
+        _require_space(folder, model, tensors)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        save_model(model, draft / "policy")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, draft / "optimizer.safetensors"
+        )
+        (draft / "state.json").write_text(json.dumps(dict(state), indent=1))
+        manifest = {"format": FORMAT, "step": step, "files": _digests(draft)}
+        (draft / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        _flush(draft)
+        if final.exists():
+            shutil.rmtree(final)
+        draft.rename(final)
+        _flush_directory(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise RunDirectoryError(
+            f"the checkpoint {final} could not be written: {error}",
+            why=f"{_free_bytes(folder):,} bytes are free there",
+            fix="make room, then give the same command: it resumes from the last checkpoint",
+        ) from error
+    for old in _found(folder)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def latest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint whose every file is as its manifest says, or None when there is none.
+
+    Raises:
+        RunDirectoryError: there are checkpoints, and none of them holds.
+    """
+    found = _found(folder)
+    problems = []
+    for path in found:
+        problem = _problem(path)
+        if problem is None:
+            state = json.loads((path / "state.json").read_text())
+            return Checkpoint(path=path, step=_step(path), state=state)
+        problems.append(f"{path.name}: {problem}")
+        _log.warning("checkpoint %s is left out: %s", path, problem)
+    if problems:
+        raise RunDirectoryError(
+            f"no checkpoint in {folder} is whole: {'; '.join(problems)}",
+            why="training state that differs from what was written must not be trained on",
+            fix="restore the files, or start again with --fresh",
+        )
+    return None
+
+
+def _found(folder: Path) -> list[Path]:
+    """Checkpoint directories, newest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def _problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        if manifest["format"] > FORMAT:
+            return f"it has format {manifest['format']}, newer than this version's {FORMAT}"
+        if manifest["step"] != _step(path):
+            return f"its manifest is that of step {manifest['step']}"
+        files: dict[str, dict[str, Any]] = manifest["files"]
+        for name, expected in files.items():
+            if _digest(_inside(path, name)) != expected:
+                return f"{name} is not what was written"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A regular file below the folder; anything else in a manifest is refused."""
+    path = folder / name
+    if ".." in Path(name).parts or Path(name).is_absolute() or path.is_symlink() or not path.is_file():
+        raise ValueError(f"{name!r} is not a plain file of the checkpoint")
+    return path
+
+
+def _digests(folder: Path) -> dict[str, dict[str, Any]]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in files}
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _require_space(folder: Path, model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = sum(p.nbytes for p in model.module.parameters()) + sum(t.nbytes for t in tensors.values())
+    if _free_bytes(folder) < needed * 1.05:
+        raise OSError(f"it needs {needed:,} bytes")
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        _flush_directory(path)
+
+
+def _flush_directory(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

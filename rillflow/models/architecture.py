@@ -1,0 +1,110 @@
+"""Architecture: is this a decoder that Rillflow's attention can drive? Found out by trying it.
+
+    config ── causal_class ──> class of the module          known to transformers, attention replaceable?
+    module ── check_attention: 8 tokens through an attention plan, the same through the module's own attention
+                 every layer asked the plan once?  the logits agree?
+
+What the trial cannot show, a long context would: attention in chunks is refused by its name.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from rillflow.errors import ModelError
+from rillflow.models.attention import ATTENTION, causal
+
+_TRIAL_TOKENS = 8
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest difference of the logits, over their largest; rounding stays a tenth below it or less."""
+_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class _Witness:
+    """An attention plan that attends plainly and remembers which layers asked."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        self.layers.append(layer)
+        return causal(query, key, value, scaling, window).transpose(1, 2)
+
+
+def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The module class of a config.
+
+    Raises:
+        ModelError: no causal language model, or one whose attention cannot be replaced.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"a model of type {config.model_type!r} is no causal language model",
+            why="transformers has no decoder of this type that continues a text",
+            fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
+        )
+    found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not found.is_backend_compatible():
+        raise _not_replaceable(found.__name__, "it does not use transformers' attention interface")
+    settings = config.get_text_config().to_dict()
+    odd = sorted(set(settings.get("layer_types") or ()) - _LAYERS)
+    if odd:
+        raise _not_replaceable(found.__name__, f"it has layers of {odd[0]!r}")
+    return found
+
+
+def check_attention(module: PreTrainedModel) -> None:
+    """Show that the module, built with Rillflow's attention, computes what it computes with its own.
+
+    Raises:
+        ModelError: it does not, or a layer computes its attention elsewhere.
+    """
+    text = module.config.get_text_config()
+    tokens = min(_TRIAL_TOKENS, context_of(module))
+    ids = torch.arange(tokens, device=module.device)[None] % text.vocab_size
+    positions = torch.arange(tokens, device=module.device)[None]
+    name, witness = type(module).__name__, _Witness()
+    try:
+        with torch.no_grad():
+            ours = module(
+                input_ids=ids, position_ids=positions, use_cache=False, attention_plan=witness
+            ).logits
+            module.set_attn_implementation("eager")
+            own = module(input_ids=ids, use_cache=False).logits
+            module.set_attn_implementation(ATTENTION)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise _not_replaceable(name, f"a trial ended in {type(error).__name__}: {error}") from error
+    if sorted(witness.layers) != list(range(text.num_hidden_layers)):
+        asked = len(set(witness.layers))
+        raise _not_replaceable(name, f"{asked} of its {text.num_hidden_layers} layers asked for it")
+    difference = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-30))
+    if not difference <= _TOLERANCE[module.dtype]:
+        raise ModelError(
+            f"{name} computes other logits with Rillflow's attention, by {difference:.2g} of the largest",
+            why="its own attention is not causal, adds a bias to the scores, or its weights are not finite",
+            fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
+        )
+
+
+def context_of(module: PreTrainedModel) -> int:
+    """The longest row a module has positions for, in tokens."""
+    try:
+        return int(module.config.get_text_config().max_position_embeddings)
+    except AttributeError:
+        raise ModelError(
+            f"the config of {type(module).__name__} does not say how long a text may be",
+            why="it has no max_position_embeddings",
+            fix="add it to the model's config.json",
+        ) from None
+
+
+def _not_replaceable(name: str, why: str) -> ModelError:
+    return ModelError(
+        f"the attention of {name} cannot be replaced",
+        why=f"{why}; sampling and training need every layer's, full or sliding",
+        fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
+    )

@@ -1,0 +1,55 @@
+"""Checkpoint: a model on the disk, as the plain directory everybody's ``from_pretrained`` loads.
+
+    module, tokeniser ─> .NAME.draft ─ fsync ─ rename ─> NAME     an older NAME: aside, then away
+
+A reader finds the old directory, or the new one whole; never a mixture.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from rillflow.models.language_model import LanguageModel
+from rillflow.models.quiet import quiet
+
+
+def save_model(model: LanguageModel, directory: Path) -> None:
+    """Write config, generation config, weights (safetensors) and tokeniser files.
+
+    Raises:
+        OSError: the directory cannot be written; what was there before still is.
+    """
+    draft, old = (
+        directory.with_name(f".{directory.name}.draft"),
+        directory.with_name(f".{directory.name}.old"),
+    )
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    draft.mkdir()
+    try:
+        with quiet():
+            model.module.save_pretrained(draft)
+            model.tokenizer.save(draft)
+        for path in draft.rglob("*"):
+            _flush(path)
+        _flush(draft)
+        if directory.exists():
+            directory.rename(old)
+        draft.rename(directory)
+        _flush(directory.parent)
+    except OSError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

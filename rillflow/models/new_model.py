@@ -1,0 +1,138 @@
+"""A small new decoder: any causal type of transformers, random weights, a tokeniser of single characters.
+
+    NewModel ─┬─ alphabet ──> tokeniser: byte-level BPE that merges no two characters, one end token
+              └─ sizes ─────> config, by the type's own names ─ seed ─> module
+
+The tokeniser is byte-level because ``AutoTokenizer`` rebuilds a Qwen2 directory's tokeniser as
+byte-level BPE whatever its files say; another kind would come back as one that encodes to nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from rillflow.errors import ModelError, nearest
+from rillflow.models.architecture import causal_class, check_attention
+from rillflow.models.attention import ATTENTION
+from rillflow.models.config import NewModel
+
+END = "<|end|>"
+"""The end token's text. Its id is 0; others pad with it too: lengths decide where a row ends, not values."""
+
+_FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+"""What the types call the feed-forward size; the first that a type knows is used."""
+
+
+def character_tokenizer(alphabet: str, context: int) -> PreTrainedTokenizerFast:
+    """A tokeniser with one token for every character of the alphabet, and the end token."""
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocabulary = {END: 0}
+    merges: list[tuple[str, str]] = []
+    for character in dict.fromkeys(alphabet):
+        symbols = pre_tokenizer.pre_tokenize_str(character)[0][0]
+        for symbol in symbols:
+            vocabulary.setdefault(symbol, len(vocabulary))
+        for cut in range(1, len(symbols)):
+            if symbols[: cut + 1] not in vocabulary:
+                vocabulary[symbols[: cut + 1]] = len(vocabulary)
+                merges.append((symbols[:cut], symbols[cut]))
+    backend = Backend(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=END, model_max_length=context
+    )
+
+
+def new_module(new: NewModel, *, vocabulary: int, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """A module on the CPU whose weights depend on settings, vocabulary and seed alone, rounded to the type.
+
+    Raises:
+        ModelError: the type is unknown or no decoder we can drive, or its sizes do not fit together.
+    """
+    config = _config(new, vocabulary)
+    causal_class(config)
+    with torch.no_grad():
+        torch.default_generator.manual_seed(seed)
+        module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+    check_attention(module.eval())
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)  # buffers, such as rotary frequencies, stay exact
+    return module
+
+
+def _config(new: NewModel, vocabulary: int) -> PreTrainedConfig:
+    if new.architecture not in CONFIG_MAPPING:
+        raise ModelError(
+            f"policy.model.new.architecture is {new.architecture!r}",
+            why="transformers has no model type of this name",
+            fix=nearest(new.architecture, CONFIG_MAPPING.keys()),
+        )
+    kind = CONFIG_MAPPING[new.architecture]
+    try:
+        return kind(**_settings(new, vocabulary, kind))
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"a {new.architecture} cannot have hidden {new.hidden}, layers {new.layers}, heads {new.heads}",
+            why=str(error).strip().splitlines()[-1].strip(),
+            fix="change the sizes, or choose another architecture",
+        ) from error
+
+
+def _settings(new: NewModel, vocabulary: int, kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The config's arguments, for those a type knows under these names or by its ``attribute_map``."""
+    _check_heads(new)
+    known = set(kind().to_dict()) | set(kind.attribute_map)
+    settings: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": new.hidden,
+        "num_hidden_layers": new.layers,
+        "num_attention_heads": new.heads,
+        "max_position_embeddings": new.context,
+    }
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ModelError(
+            f"policy.model.new.architecture is {new.architecture!r}",
+            why=f"its config has no {unknown[0]}, so it is no plain decoder",
+            fix="choose qwen2, llama, qwen3, gpt2 or another decoder",
+        )
+    settings |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    for name in [name for name in _FEED_FORWARD if name in known][:1]:
+        settings[name] = new.intermediate or 3 * new.hidden
+    if "head_dim" in known:
+        settings["head_dim"] = new.hidden // new.heads
+    if "num_key_value_heads" in known:
+        settings["num_key_value_heads"] = new.kv_heads
+    elif new.kv_heads != new.heads:
+        raise ModelError(
+            f"policy.model.new.kv_heads is {new.kv_heads} and heads is {new.heads}",
+            why=f"every head of a {new.architecture} has its own keys and values",
+            fix=f"set kv_heads = {new.heads}",
+        )
+    return settings
+
+
+def _check_heads(new: NewModel) -> None:
+    if new.hidden % new.heads:
+        raise ModelError(
+            f"policy.model.new.heads is {new.heads} and hidden is {new.hidden}",
+            why=f"heads divide the hidden size, and {new.hidden} / {new.heads} leaves a rest",
+        )
+    if new.heads % new.kv_heads:
+        raise ModelError(
+            f"policy.model.new.kv_heads is {new.kv_heads} and heads is {new.heads}",
+            why=f"key/value heads divide heads, and {new.heads} / {new.kv_heads} leaves a rest",
+        )

@@ -1,0 +1,109 @@
+"""Durable: the two ways a file of a run is written, and what a failed write says.
+
+append   one line at the end: it is there whole, or the file is as it was
+replace  a new content: temporary file ─ fsync ─> rename: the old one or the new one, never a mixture
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from rillflow.errors import RunDirectoryError
+from rillflow.observe.wording import size
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def append(path: Path, line: bytes) -> None:
+    """Add a line at the end of a file, at once and unbuffered, so that a killed process loses none.
+
+    Raises:
+        RunDirectoryError: the line could not be written; what stood in the file before still does.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            before = os.fstat(descriptor).st_size
+            try:
+                _write_all(descriptor, line)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, before)
+                raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def replace(path: Path, chunks: Iterable[bytes]) -> None:
+    """Give a file a new content, atomically, also across a loss of power.
+
+    Raises:
+        RunDirectoryError: it could not be written; the file has its old content.
+    """
+    temporary = temporary_of(path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            for chunk in chunks:
+                _write_all(descriptor, chunk)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def temporary_of(path: Path) -> Path:
+    """The name a file has until it is complete."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_error(path: Path, error: OSError) -> RunDirectoryError:
+    """What a failed write says: the file, the reason, the free space, the way on."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in _FULL:
+        fix = (
+            "make room (old checkpoints and rollouts are the largest), then run the same command: it resumes"
+        )
+    elif error.errno in _FORBIDDEN:
+        fix = "choose a run directory that you may write"
+    else:
+        fix = "check the disk, then run the same command: it resumes"
+    return RunDirectoryError(f"cannot write {path}: {reason}", why=_free_space(path), fix=fix)
+
+
+def _free_space(path: Path) -> str:
+    for folder in path.absolute().parents:
+        try:
+            return f"{size(shutil.disk_usage(folder).free)} are free on its disk"
+        except OSError:
+            continue
+    return "the free space of its disk is unknown"
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    # A nearly full disk takes a part first and reports the error at the next write.
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,63 @@
+"""What a run ran on: enough to explain a number, nothing secret, no environment variable."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+from rillflow.observe.json_lines import JSON
+
+_PACKAGES = (
+    "rillflow",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pydantic",
+    "vllm",
+    "ray",
+)
+
+
+def environment(*, device: str, command: Sequence[str] | None = None) -> dict[str, JSON]:
+    """One start of a run: when, by which command (this process's by default), where, on what."""
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": list(sys.argv if command is None else command),
+        "folder": str(Path.cwd()),
+        "device": device,
+        "cores": len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": installed_versions(),
+        "git_revision": git_revision(Path.cwd()),
+    }
+
+
+def installed_versions() -> Mapping[str, JSON]:
+    """The versions of the packages that can change a result, read without importing one."""
+    versions: dict[str, JSON] = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_revision(folder: Path) -> str | None:
+    """The commit checked out in the folder, with ``-dirty`` when files differ; None without git."""
+    ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(ask, cwd=folder, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None

@@ -1,0 +1,51 @@
+"""Layout: which file of a run directory holds what; the one place that knows the names.
+
+RUN/
+  run.lock             who is writing now
+  config.json          the resolved config            environment.json   each start of the run
+  metrics.jsonl        one line a step                spans.jsonl        one line a stage and step
+  evaluations.jsonl    one line an evaluation         rollouts/          one file a step
+  checkpoints/         written by another package     summary.json, report.html
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+FORMAT = 1
+"""The version of this layout; a directory of a higher one is refused."""
+LOCK = "run.lock"
+CONFIG = "config.json"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+SPANS = "spans.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+ROLLOUTS = "rollouts"
+CHECKPOINTS = "checkpoints"
+SUMMARY = "summary.json"
+REPORT = "report.html"
+FINISHED = "finished.json"
+LINE_FILES = (METRICS, SPANS, EVALUATIONS)
+
+_ROLLOUT_FILE = re.compile(r"step-(\d{6,})\.jsonl")
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether a driver made this directory; a model's directory also has a config.json, but no lock."""
+    return (path / LOCK).is_file() or ((path / ENVIRONMENT).is_file() and (path / CONFIG).is_file())
+
+
+def rollout_file(run: Path, step: int) -> Path:
+    """Where the rollouts of one step lie."""
+    return run / ROLLOUTS / f"step-{step:06d}.jsonl"
+
+
+def rollout_files(run: Path) -> Mapping[int, Path]:
+    """The rollout files there are, by step, in order; anything else in the folder is not ours."""
+    folder = run / ROLLOUTS
+    if not folder.is_dir():
+        return {}
+    found = [(match, entry) for entry in folder.iterdir() if (match := _ROLLOUT_FILE.fullmatch(entry.name))]
+    return dict(sorted((int(match[1]), entry) for match, entry in found))

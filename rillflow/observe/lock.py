@@ -1,0 +1,75 @@
+"""The lock of a run directory: one driver at a time, and the second is told about the first.
+
+The system frees the lock when its holder ends, however it ends, so there is no stale lock to remove.
+The file's content only words the refusal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from datetime import datetime
+from pathlib import Path
+
+from rillflow.errors import RunDirectoryError
+from rillflow.observe.durable import write_error
+from rillflow.observe.json_lines import JSON, encode, read_json
+
+
+class Lock:
+    """An exclusive lock on a file, held until ``release`` or the end of the process.
+
+    Raises:
+        RunDirectoryError: another driver holds it (its process and start time are named), or the
+            file system has no locks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise write_error(path, error) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise _held(path) from None
+        except OSError as error:
+            os.close(self._descriptor)
+            raise RunDirectoryError(
+                f"cannot lock {path}: {os.strerror(error.errno or 0)}",
+                why="without a lock, a second driver could write over this one's files",
+                fix="choose a run directory on a local disk",
+            ) from error
+        self._write_holder(path)
+
+    def _write_holder(self, path: Path) -> None:
+        holder: dict[str, JSON] = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, encode(holder), 0)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise write_error(path, error) from error
+
+    def release(self) -> None:
+        """Let the next driver in; the file stays, since removing it would let two in at once."""
+        os.close(self._descriptor)
+
+
+def _held(path: Path) -> RunDirectoryError:
+    who = "another process"
+    with contextlib.suppress(RunDirectoryError, KeyError):
+        holder = read_json(path)
+        who = f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
+    return RunDirectoryError(
+        f"run directory {path.parent} is in use by {who}",
+        why="two drivers would write over each other",
+        fix="wait for it, stop it, or choose another run directory",
+    )

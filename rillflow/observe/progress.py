@@ -1,0 +1,135 @@
+"""Progress: what a person sees while a run goes on.
+
+on a terminal     one bar a phase, redrawn in place, with the time left; notes scroll by above
+anywhere else     one plain line a step, so that a log file can be read and searched
+quiet             nothing
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+
+from rillflow.observe.time_left import Estimate, TimeLeft
+from rillflow.observe.wording import duration, number
+from rillflow.records.metrics import Metrics
+
+HEADLINE = {
+    "reward/score/mean": "reward",
+    "supervised/nll/mean": "nll",
+    "supervised/accuracy/mean": "token accuracy",
+    "policy/loss/mean": "loss",
+    "policy/entropy/mean": "entropy",
+    "rollout/length/mean": "length",
+}
+"""The metrics a step's line shows, where the step has them."""
+
+
+class Progress:
+    """Shows a run's steps on a stream. Use it in a ``with`` statement.
+
+    Example:
+        with Progress(total_steps={"sft": 350, "grpo": 60}, stream=sys.stdout) as progress:
+            progress.step("sft", 1, metrics, seconds=0.1)
+
+    Args:
+        total_steps: the steps of every phase, in order. A step's number counts from 1 over all phases.
+        stream: where to; the standard output when it is not given.
+        quiet: show nothing.
+    """
+
+    def __init__(
+        self, *, total_steps: Mapping[str, int], stream: TextIO | None = None, quiet: bool = False
+    ) -> None:
+        self._left = TimeLeft(total_steps)
+        self._quiet = quiet
+        self._console = Console(
+            file=sys.stdout if stream is None else stream,
+            quiet=quiet,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        self._bars: Bars | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal and not self._console.is_dumb_terminal and not self._quiet:
+            self._bars = _bars(self._console)
+            for phase, total in self._left.total_steps.items():
+                self._tasks[phase] = self._bars.add_task(phase, total=total, left="", numbers="")
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def step(self, phase: str, step: int, metrics: Metrics, seconds: float) -> None:
+        """A step ended: move the bar, or write the step's line."""
+        self._left.observe(phase, step, seconds)
+        numbers = _numbers(metrics)
+        if self._bars is None:
+            total = sum(self._left.total_steps.values())
+            parts = [
+                f"{phase} {step}/{total}",
+                *numbers,
+                duration(seconds),
+                _left_text(self._left.estimate()),
+            ]
+            self._write("  ".join(parts))
+            return
+        for name, task in self._tasks.items():
+            self._bars.update(task, completed=self._left.done(name), left=self._phase_text(name))
+        self._bars.update(self._tasks[phase], numbers="  ".join(numbers))
+
+    def note(self, text: str) -> None:
+        """A line that stays: an evaluation, a resume."""
+        self._write(text)
+
+    @staticmethod
+    def say(text: str) -> None:
+        """Write a text to the standard output, after the progress has ended."""
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+    def _phase_text(self, phase: str) -> str:
+        seconds = self._left.of_phase(phase)
+        if self._left.done(phase) == self._left.total_steps[phase]:
+            return "done"
+        return "" if seconds is None else f"{duration(seconds)} left"
+
+    def _write(self, text: str) -> None:
+        # A console would fold a long line at its width; in a log a line is a line.
+        self._console.print(text, soft_wrap=True)
+
+
+def _bars(console: Console) -> Bars:
+    return Bars(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}", markup=False),
+        TextColumn("{task.fields[left]}", markup=False),
+        TextColumn("{task.fields[numbers]}", markup=False),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def _numbers(metrics: Metrics) -> list[str]:
+    return [f"{label} {number(metrics[name].value)}" for name, label in HEADLINE.items() if name in metrics]
+
+
+def _left_text(estimate: Estimate) -> str:
+    if estimate.is_complete:
+        return f"{duration(estimate.seconds)} left" if estimate.seconds else "done"
+    return f"more than {duration(estimate.seconds)} left"

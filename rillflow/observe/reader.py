@@ -1,0 +1,271 @@
+"""Reading a run directory back, while it is written or years later.
+
+    metrics.jsonl ─> MetricsRecord     spans.jsonl ─> SpanRecord
+    evaluations.jsonl ─> EvaluationRecord     rollouts/step-N.jsonl ─> RolloutRecord
+
+A last line that is cut off is left out. Anything else that is not what it should be is an error that
+names file, line and field. A field this version does not know is no error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+from rillflow.errors import RunDirectoryError
+from rillflow.observe import layout
+from rillflow.observe.fields import Fields
+from rillflow.observe.json_lines import JSON, read_json, read_lines
+from rillflow.records.metrics import Max, Mean, Metric, Min, Sum
+from rillflow.records.row import RowId
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsRecord:
+    """One step's metrics."""
+
+    step: int
+    """The step, from 1 over all phases."""
+    phase: str
+    """The phase it belongs to."""
+    time_s: float
+    """When it ended, in seconds of the run."""
+    metrics: Mapping[str, Metric]
+    """The metrics by name, with their reductions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanRecord:
+    """One stage of one step."""
+
+    step: int
+    """The step it belongs to."""
+    stage: str
+    """The stage's name."""
+    start_s: float
+    """When it began, in seconds of the run."""
+    duration_s: float
+    """How long it took."""
+    rows: int
+    """Rows it worked on, 0 when unknown."""
+    tokens: int
+    """Tokens it worked on, 0 when unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    """One look at the held-out rows."""
+
+    step: int
+    """The step after which it was made; 0 is before the first update."""
+    correct: int
+    """Rows that were right."""
+    count: int
+    """Rows looked at."""
+    mean_reward: float
+    """The mean of their rewards."""
+    interval: tuple[float, float] | None
+    """The interval of the accuracy, as it was computed when it was made; None when it was not."""
+    more: Mapping[str, JSON]
+    """What else was written."""
+
+    @property
+    def accuracy(self) -> float:
+        """correct / count, NaN when no row was there."""
+        return self.correct / self.count if self.count else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRecord:
+    """One row of one step. The per-token tuples are aligned to ``tokens``; see ``sampled``."""
+
+    row: RowId
+    """The row's stable id."""
+    prompt: str
+    """The prompt's text; of chat messages, one paragraph each."""
+    completion: str
+    """The text of what was sampled."""
+    tokens: tuple[int, ...]
+    """Token ids: the prompt's and all after it."""
+    token_texts: tuple[str, ...]
+    """The text of each token; empty when it was not written."""
+    logprobs: tuple[float, ...]
+    """The sampler's log probability of each token, 0 where it was not sampled."""
+    versions: tuple[int, ...]
+    """The weight version that sampled each token, -1 where none did."""
+    finish: str
+    """Why it ended: stop, length or aborted."""
+    reward: float | None
+    """Its reward; None when the outcome is not a score."""
+    outcome: str
+    """What scoring gave: score, abstain, timeout or error; empty when nothing scored it."""
+    message: str
+    """What scoring said about an outcome that is not a score."""
+    advantage: float | None
+    """Its advantage; None when it has none."""
+    columns: Mapping[str, JSON]
+    """The prompt's other columns."""
+
+    @property
+    def sampled(self) -> tuple[int, ...]:
+        """The places of the sampled tokens."""
+        return tuple(place for place, version in enumerate(self.versions) if version >= 0)
+
+
+def read_config(run: Path) -> Mapping[str, JSON]:
+    """The resolved config."""
+    require_run(run)
+    return read_json(run / layout.CONFIG)
+
+
+def read_starts(run: Path) -> list[Mapping[str, JSON]]:
+    """What each start of the run ran on, the first one first; none when the run never got that far."""
+    require_run(run)
+    file = run / layout.ENVIRONMENT
+    starts = read_json(file).get("starts") if file.exists() else []
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise RunDirectoryError(f"{file} has no list of starts", why="it was written by something else")
+    return cast(list[Mapping[str, JSON]], starts)
+
+
+def read_metrics(run: Path) -> list[MetricsRecord]:
+    """The metrics of every step, in the order they were written."""
+    return _read(run / layout.METRICS, _metrics_record)
+
+
+def read_spans(run: Path) -> list[SpanRecord]:
+    """Every stage of every step, in the order they ended."""
+    return _read(run / layout.SPANS, _span_record)
+
+
+def read_evaluations(run: Path) -> list[EvaluationRecord]:
+    """Every evaluation, in the order they were made."""
+    return _read(run / layout.EVALUATIONS, _evaluation_record)
+
+
+def read_rollouts(run: Path, step: int) -> list[RolloutRecord]:
+    """The rollouts of one step.
+
+    Raises:
+        RunDirectoryError: the step has no file (the message names the steps that have), or a line is garbage.
+    """
+    file = layout.rollout_file(run, step)
+    if not file.exists():
+        known = list(layout.rollout_files(run))
+        have = f"there are files of steps {known[0]} to {known[-1]}" if known else "there are none at all"
+        raise RunDirectoryError(f"{run} has no rollouts of step {step}", why=have)
+    return _read(file, _rollout_record)
+
+
+def require_run(run: Path) -> None:
+    """Refuse a path that is no run directory.
+
+    Raises:
+        RunDirectoryError: it is missing, or another kind of directory.
+    """
+    if not run.is_dir():
+        raise RunDirectoryError(f"there is no run directory {run}", why="the path is missing or is a file")
+    if not layout.is_run_directory(run):
+        raise RunDirectoryError(f"{run} is not a run directory", why=f"it has no {layout.LOCK}")
+
+
+def _read(file: Path, make: Callable[[Fields], Record]) -> list[Record]:
+    return [make(Fields(file, line)) for line in read_lines(file).lines]
+
+
+def _metrics_record(fields: Fields) -> MetricsRecord:
+    metrics = {name: _metric(fields, name, parts) for name, parts in fields.mapping("metrics").items()}
+    return MetricsRecord(
+        step=fields.integer("step"),
+        phase=fields.text("phase"),
+        time_s=fields.number("time_s"),
+        metrics=metrics,
+    )
+
+
+def _metric(fields: Fields, name: str, parts: JSON) -> Metric:
+    match parts:
+        case {"mean": int() | float() | None as value, "count": int() | float() as count}:
+            mean = fields.note(f"metrics.{name}.mean") if value is None else value
+            return Mean(total=mean * count if count else 0.0, count=count)
+        case {"sum": int() | float() | None as value}:
+            return Sum(value=fields.note(f"metrics.{name}.sum") if value is None else value)
+        case {"max": int() | float() | None as value}:
+            return Max(value=fields.note(f"metrics.{name}.max") if value is None else value)
+        case {"min": int() | float() | None as value}:
+            return Min(value=fields.note(f"metrics.{name}.min") if value is None else value)
+    raise fields.refusal(
+        f"metric {name!r} is {parts!r}", "it should be a mean with its count, a sum, a max or a min"
+    )
+
+
+def _span_record(fields: Fields) -> SpanRecord:
+    return SpanRecord(
+        step=fields.integer("step"),
+        stage=fields.text("stage"),
+        start_s=fields.number("start_s"),
+        duration_s=fields.number("duration_s"),
+        rows=fields.integer("rows"),
+        tokens=fields.integer("tokens"),
+    )
+
+
+def _evaluation_record(fields: Fields) -> EvaluationRecord:
+    interval = fields.numbers("interval") if fields.has("interval") else ()
+    if len(interval) not in (0, 2):
+        raise fields.refusal(f"interval has {len(interval)} ends", "an interval is a low and a high end")
+    return EvaluationRecord(
+        step=fields.integer("step"),
+        correct=fields.integer("correct"),
+        count=fields.integer("count"),
+        mean_reward=fields.number("mean_reward"),
+        interval=(interval[0], interval[1]) if interval else None,
+        more=fields.others("step", "correct", "count", "mean_reward", "interval", "notes"),
+    )
+
+
+def _rollout_record(fields: Fields) -> RolloutRecord:
+    record = RolloutRecord(
+        row=RowId(fields.integer("epoch"), fields.integer("prompt_id"), fields.integer("sample")),
+        prompt=_prompt_text(fields.value("prompt")),
+        completion=fields.text("completion") if fields.has("completion") else "",
+        tokens=fields.integers("tokens"),
+        token_texts=fields.texts("token_texts"),
+        logprobs=fields.numbers("logprobs"),
+        versions=fields.integers("versions"),
+        finish=fields.text("finish"),
+        reward=fields.number("reward") if fields.has("reward") else None,
+        outcome=fields.text("outcome") if fields.has("outcome") else "",
+        message=fields.text("message") if fields.has("message") else "",
+        advantage=fields.number("advantage") if fields.has("advantage") else None,
+        columns=fields.mapping("columns") if fields.has("columns") else {},
+    )
+    for name, values in (("logprobs", record.logprobs), ("versions", record.versions)):
+        if len(values) != len(record.tokens):
+            raise fields.refusal(
+                f"{len(values)} {name} of {len(record.tokens)} tokens", "every token has one"
+            )
+    return record
+
+
+def _prompt_text(prompt: JSON) -> str:
+    match prompt:
+        case str():
+            return prompt
+        case [*messages]:
+            return "\n\n".join(_message_text(message) for message in messages)
+        case _:
+            return "" if prompt is None else json.dumps(prompt, ensure_ascii=False)
+
+
+def _message_text(message: JSON) -> str:
+    match message:
+        case {"role": str() as role, "content": str() as content}:
+            return f"{role}: {content}"
+        case _:
+            return json.dumps(message, ensure_ascii=False)

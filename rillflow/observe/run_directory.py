@@ -1,0 +1,320 @@
+"""The run directory: what a run leaves behind, so written that a crash at any point loses a line at most.
+
+    open ─ lock ─> new? ─ yes ─> config.json
+                     └─── no ──> same config? torn lines mended ─ rewind(step of the checkpoint) ─┐
+    every step: log_metrics, spans, log_rollouts, sometimes log_evaluation <──────────────────────┘
+
+The caller resumes from a checkpoint of step s by ``rewind(s)``: what the lost steps had written goes,
+and is written again. Steps count from 1 over all phases; step 0 is before the first update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+
+from rillflow.errors import RunDirectoryError
+from rillflow.observe import durable, layout
+from rillflow.observe.fields import Fields
+from rillflow.observe.json_lines import JSON, encode, read_json, read_lines
+from rillflow.observe.lock import Lock
+from rillflow.observe.reader import read_metrics, read_spans, read_starts
+from rillflow.observe.spans import Span, Spans
+from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum
+
+
+class RunDirectory:
+    """An open run directory, locked against every other driver. Make one with ``RunDirectory.open``.
+
+    Example:
+        with RunDirectory.open(Path("runs/first"), config) as run:
+            with run.spans.span("policy.update", step=1, rows=512):
+                ...
+            run.log_metrics(1, "grpo", {"reward/score/mean": Mean(total=3.0, count=4)})
+    """
+
+    def __init__(self, path: Path, lock: Lock, *, is_new: bool, clock: Callable[[], float]) -> None:
+        self.path = path
+        """The directory."""
+        self.is_new = is_new
+        """Whether this call made it; False when a run is resumed."""
+        self.checkpoints = path / layout.CHECKPOINTS
+        """The folder of checkpoints, which another package fills."""
+        self.spans = Spans(clock=self.elapsed_s, write=self._log_span)
+        """Measures stages; each goes to spans.jsonl when it ends."""
+        self._lock: Lock | None = lock
+        self._clock = clock
+        self._set_clock()
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        config: Mapping[str, JSON],
+        *,
+        ignore: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> RunDirectory:
+        """Create the directory, or reopen it to go on with the same run.
+
+        ``ignore`` names settings, or groups of them, that a resumed run may change (dotted keys).
+
+        Raises:
+            RunDirectoryError: the path is a file, holds something else, cannot be written, is in use
+                by another driver, or belongs to a run with another config.
+        """
+        _require_ours_or_empty(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise durable.write_error(path, error) from error
+        lock = Lock(path / layout.LOCK)
+        try:
+            is_new = not (path / layout.CONFIG).exists()
+            if not is_new:
+                _require_format(path)
+                _require_same_config(path, config, ignore)
+                _mend(path)
+            durable.replace(path / layout.CONFIG, [encode(config, indent=2)])
+            return cls(path, lock, is_new=is_new, clock=clock)
+        except BaseException:
+            lock.release()
+            raise
+
+    def elapsed_s(self) -> float:
+        """Seconds this run has been worked on, over all its starts."""
+        return self._before_s + self._clock() - self._opened_s
+
+    def log_start(self, start: Mapping[str, JSON]) -> None:
+        """Add what this start of the run runs on to environment.json; the earlier starts stay."""
+        self._require_open()
+        starts = [*read_starts(self.path), start]
+        self.write_json(layout.ENVIRONMENT, {"format": layout.FORMAT, "starts": starts})
+
+    def log_metrics(self, step: int, phase: str, metrics: Metrics) -> None:
+        """Add one step's metrics, each with its reduction, to metrics.jsonl."""
+        values = {name: metric_json(metric) for name, metric in metrics.items()}
+        line: dict[str, JSON] = {
+            "step": step,
+            "phase": phase,
+            "time_s": round(self.elapsed_s(), 6),
+            "metrics": values,
+        }
+        self._append(layout.METRICS, line)
+
+    def log_evaluation(
+        self,
+        step: int,
+        *,
+        correct: int,
+        count: int,
+        mean_reward: float,
+        interval: tuple[float, float],
+        more: Mapping[str, JSON] | None = None,
+    ) -> None:
+        """Add one look at the held-out rows to evaluations.jsonl.
+
+        ``correct`` of ``count`` rows were solved, and ``interval`` holds that share; ``more`` adds fields.
+        """
+        line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6), "correct": correct}
+        line |= {"count": count, "mean_reward": mean_reward, "interval": interval, **(more or {})}
+        self._append(layout.EVALUATIONS, line)
+
+    def log_rollouts(self, step: int, rows: Iterable[Mapping[str, JSON]]) -> None:
+        """Write the file of one step's rollouts, one line a row; it is there whole or not at all.
+
+        A step that sampled nothing has no file.
+        """
+        self._require_open()
+        lines = (encode(row) for row in rows)
+        first = next(lines, None)
+        if first is None:
+            return
+        file = layout.rollout_file(self.path, step)
+        try:
+            file.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise durable.write_error(file, error) from error
+        durable.replace(file, chain([first], lines))
+
+    def write_json(self, name: str, data: Mapping[str, JSON]) -> None:
+        """Write a file of one record, atomically. ``name`` is a plain file name."""
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise RunDirectoryError(
+                f"{name!r} is not a file name", why="it would lie outside the run directory"
+            )
+        self._require_open()
+        durable.replace(self.path / name, [encode(data, indent=2)])
+
+    def rewind(self, step: int) -> None:
+        """Drop what steps after ``step`` wrote, as a resume from the checkpoint of ``step`` needs it.
+
+        Each file is replaced atomically; rewinding again after a crash in between does the rest.
+        """
+        self._require_open()
+        for name in layout.LINE_FILES:
+            file = self.path / name
+            lines = read_lines(file).lines
+            kept = [line.text for line in lines if Fields(file, line).integer("step") <= step]
+            if len(kept) < len(lines):
+                durable.replace(file, kept)
+        for written, file in layout.rollout_files(self.path).items():
+            if written > step:
+                file.unlink()
+        self._set_clock()
+
+    def close(self) -> None:
+        """Release the lock; closing twice does nothing."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _log_span(self, span: Span) -> None:
+        times = {"start_s": round(span.start_s, 6), "duration_s": round(span.duration_s, 6)}
+        self._append(layout.SPANS, {**asdict(span), **times})
+
+    def _append(self, name: str, record: Mapping[str, JSON]) -> None:
+        self._require_open()
+        durable.append(self.path / name, encode(record))
+
+    def _require_open(self) -> None:
+        if self._lock is None:
+            raise RunDirectoryError(f"run directory {self.path} is closed", why="its lock has been released")
+
+    def _set_clock(self) -> None:
+        # A resumed run goes on from its last record, so that times never run backwards in a file.
+        ends = [record.time_s for record in read_metrics(self.path)]
+        ends += [span.start_s + span.duration_s for span in read_spans(self.path)]
+        self._before_s = max(ends, default=0.0)
+        self._opened_s = self._clock()
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a run directory to the first free of ``NAME.old-1``, ``NAME.old-2`` ..., to make room.
+
+    Returns the new name, or None when there is nothing at ``path``. Nothing is deleted.
+
+    Raises:
+        RunDirectoryError: it is not a run directory, is in use, or cannot be renamed.
+    """
+    _require_ours_or_empty(path)
+    if not layout.is_run_directory(path):
+        return None
+    lock = Lock(path / layout.LOCK)
+    try:
+        count = 1
+        while (kept := path.with_name(f"{path.name}.old-{count}")).exists():
+            count += 1
+        return path.rename(kept)
+    except OSError as error:
+        raise durable.write_error(path, error) from error
+    finally:
+        lock.release()
+
+
+def metric_json(metric: Metric) -> dict[str, JSON]:
+    """A metric with its reduction, as metrics.jsonl holds it."""
+    match metric:
+        case Mean():
+            return {"mean": metric.value, "count": metric.count}
+        case Sum():
+            return {"sum": metric.value}
+        case Max():
+            return {"max": metric.value}
+        case Min():
+            return {"min": metric.value}
+
+
+def _require_ours_or_empty(path: Path) -> None:
+    """Refuse a path where creating a run would mix with something that is not one."""
+    if path.is_dir():
+        try:
+            first = next((entry.name for entry in path.iterdir()), None)
+        except OSError as error:
+            raise durable.write_error(path, error) from error
+        if first is not None and not layout.is_run_directory(path):
+            raise RunDirectoryError(
+                f"{path} is not empty and is not a run directory: it holds {first!r}",
+                why="nothing that a run did not make is ever mixed with it or deleted",
+                fix="choose a run directory that does not exist yet",
+            )
+    elif path.is_symlink() or path.exists():
+        kind = "a file" if path.is_file() else "not a directory"
+        raise RunDirectoryError(
+            f"{path} is {kind}", why="a run directory is made there", fix="choose another name"
+        )
+
+
+def _require_format(path: Path) -> None:
+    found = (
+        read_json(path / layout.ENVIRONMENT)["format"]
+        if (path / layout.ENVIRONMENT).exists()
+        else layout.FORMAT
+    )
+    if found != layout.FORMAT:
+        raise RunDirectoryError(
+            f"{path} has format {found}, and this version of rillflow writes format {layout.FORMAT}",
+            why="it would misread what the other version wrote",
+            fix="use the version that made it, or another run directory",
+        )
+
+
+def _require_same_config(path: Path, config: Mapping[str, JSON], ignore: Sequence[str]) -> None:
+    old = _flat(read_json(path / layout.CONFIG))
+    new = _flat(json.loads(encode(config)))
+    keys = [
+        key for key in {**old, **new} if not any(key == name or key.startswith(f"{name}.") for name in ignore)
+    ]
+    differing = [key for key in keys if old.get(key, "(not set)") != new.get(key, "(not set)")]
+    if differing:
+        changes = "; ".join(
+            f"{key}: {old.get(key, '(not set)')!r} -> {new.get(key, '(not set)')!r}" for key in differing
+        )
+        raise RunDirectoryError(
+            f"{path} holds a run with another config: {changes}",
+            why="its numbers would come from two configs, and no one could tell which from which",
+            fix="choose another run directory, or add --fresh to set the old one aside",
+        )
+
+
+def _flat(value: JSON, prefix: str = "") -> dict[str, JSON]:
+    """The leaves of nested mappings and lists by dotted key; empty ones are leaves too."""
+    inner: Iterable[tuple[str, JSON]]
+    if isinstance(value, dict):
+        inner = value.items()
+    elif isinstance(value, list):
+        inner = ((str(index), entry) for index, entry in enumerate(value))
+    else:
+        return {prefix: value}
+    leaves: dict[str, JSON] = {}
+    for key, entry in inner:
+        leaves |= _flat(entry, f"{prefix}.{key}" if prefix else key)
+    return leaves or {prefix: value}
+
+
+def _mend(path: Path) -> None:
+    """Cut off what a killed driver left half written."""
+    for name in layout.LINE_FILES:
+        torn_at = read_lines(path / name).torn_at
+        if torn_at is not None:
+            try:
+                os.truncate(path / name, torn_at)
+            except OSError as error:
+                raise durable.write_error(path / name, error) from error
+    for folder in (path, path / layout.ROLLOUTS):
+        for temporary in folder.glob(".*.tmp"):
+            temporary.unlink()

@@ -1,0 +1,182 @@
+"""The loop: one thread, one step after the other (freshness 0).
+
+          ┌──────────────────────── for every step of every phase ───────────────────────┐
+stream ── take ──> step(flow, data, config) ──> record ──> evaluate ──> checkpoint ──> interrupted?
+
+consumes      prompts or demonstrations, in the stream's order
+waits for     nothing but the stages themselves
+produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
+              evaluation and a checkpoint
+shutdown      healthy: after the last step, with a checkpoint. First signal: after the present step,
+              with a checkpoint. Second signal or crash: at once; the last checkpoint resumes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rillflow.dataflow.checkpoint import save_checkpoint
+from rillflow.dataflow.flow import Flow
+from rillflow.errors import Interrupted
+from rillflow.observe.progress import Progress
+from rillflow.observe.run_directory import RunDirectory
+from rillflow.pipeline.evaluate import Evaluation
+from rillflow.pipeline.interrupt import Interruption
+from rillflow.pipeline.telemetry import rollout_rows, step_metrics
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Max, Mean, Metrics
+from rillflow.roles.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Where a phase's data comes from, and where it stands."""
+
+    take: Callable[[int], Batch]
+    """The next rows."""
+    state: Callable[[], Mapping[str, int]]
+    """The place in the data, for a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Some steps of one algorithm."""
+
+    name: str
+    """What the records call it."""
+    steps: int
+    """Iterations."""
+    rows: int
+    """Prompts or demonstrations of one iteration."""
+    step: Callable[[Flow, Batch, Any], Metrics]
+    """The algorithm."""
+    config: Any
+    """Its settings."""
+    flow: Flow
+    """Its roles."""
+    policy: Policy
+    """The policy it trains; checkpoints hold it."""
+    stream: Stream
+    """Its data."""
+    evaluated: bool
+    """Whether the policy is judged before, after and during this phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """How often the loop does what is not training; 0 means never between first and last."""
+
+    evaluate_every: int
+    """Steps between two evaluations."""
+    checkpoint_every: int
+    """Steps between two checkpoints."""
+    keep_checkpoints: int
+    """Checkpoints that stay on the disk."""
+
+
+class Loop:
+    """Runs one phase from where it stands to its end.
+
+    Args:
+        run: where everything is recorded.
+        progress: what the user sees.
+        cadence: how often to evaluate and to checkpoint.
+        judge: evaluates a policy; None where nothing is held out.
+        interruption: the user's wish to stop.
+        total_steps: steps of all phases; after the last one there is nothing left to interrupt.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        progress: Progress,
+        cadence: Cadence,
+        judge: Callable[[Policy], Evaluation] | None,
+        interruption: Interruption,
+        total_steps: int,
+    ) -> None:
+        self._run = run
+        self._progress = progress
+        self._cadence = cadence
+        self._judge = judge
+        self._interruption = interruption
+        self._total_steps = total_steps
+
+    def run_phase(self, phase: Phase, index: int, first: int, start: int) -> None:
+        """Do the phase's steps ``start`` .. ``phase.steps``; ``first`` is the run's step before the phase.
+
+        Raises:
+            Interrupted: the user asked to stop; a checkpoint was written.
+        """
+        if phase.evaluated and start == 0:
+            self._evaluate(phase, first)
+        for done in range(start + 1, phase.steps + 1):
+            step, last = first + done, done == phase.steps
+            self._step(phase, step)
+            if phase.evaluated and (last or _due(done, self._cadence.evaluate_every)):
+                self._evaluate(phase, step)
+            stopping = self._interruption.requested and step < self._total_steps
+            if last or stopping or _due(done, self._cadence.checkpoint_every):
+                path = self._checkpoint(phase, index, step, done)
+                if stopping:
+                    raise Interrupted(
+                        f"stopped after step {step}, as asked",
+                        why=f"everything up to it is in {path}",
+                        fix="give the same command to go on from there",
+                    )
+
+    def _step(self, phase: Phase, step: int) -> None:
+        began = time.monotonic()
+        phase.flow.begin(step)
+        data = phase.stream.take(phase.rows)
+        report = phase.step(phase.flow, data, phase.config)
+        seconds = time.monotonic() - began
+        metrics = {**step_metrics(phase.flow), **report}
+        metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
+        metrics["policy/version/max"] = Max(value=phase.policy.version)
+        self._run.log_rollouts(step, rollout_rows(phase.flow, phase.policy.model.tokenizer.pieces))
+        self._run.log_metrics(step, phase.name, metrics)
+        self._progress.step(phase.name, step, metrics, seconds)
+
+    def _evaluate(self, phase: Phase, step: int) -> None:
+        if self._judge is None:
+            return
+        found = self._judge(phase.policy)
+        self._run.log_evaluation(
+            step,
+            correct=found.correct,
+            count=found.count,
+            mean_reward=found.mean_reward,
+            interval=found.interval,
+            more={"accuracy": found.accuracy, "length_mean": found.length_mean},
+        )
+        low, high = found.interval
+        self._progress.note(
+            f"held-out accuracy after step {step}: {found.accuracy:.3f} "
+            f"[{low:.3f}, {high:.3f}] ({found.correct} of {found.count})"
+        )
+
+    def _checkpoint(self, phase: Phase, index: int, step: int, done: int) -> Any:
+        saved = phase.policy.trainer.state()
+        state = {
+            "phase": index,
+            "done": done,
+            "version": phase.policy.version,
+            "stream": dict(phase.stream.state()),
+            "trainer": saved.counters,
+        }
+        return save_checkpoint(
+            self._run.checkpoints,
+            step,
+            phase.policy.model,
+            saved.tensors,
+            state,
+            self._cadence.keep_checkpoints,
+        )
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0

@@ -1,0 +1,126 @@
+"""What one step's journal says: metrics of the sampled rows, and the rows themselves for the disk.
+
+Reads fields, not algorithms: whatever an algorithm calls, rows that were generated are recorded with
+whatever scores and advantages were computed for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rillflow.dataflow.flow import Flow
+from rillflow.records.batch import Batch, Field
+from rillflow.records.metrics import Max, Mean, Metric, Sum
+from rillflow.records.rollout import Finish
+from rillflow.roles.reward import OUTCOMES
+
+
+def step_metrics(flow: Flow) -> dict[str, Metric]:
+    """Metrics of everything generated and scored in the present step."""
+    metrics: dict[str, Metric] = {}
+    for rollouts in flow.journal("policy.generate"):
+        metrics |= rollout_metrics(rollouts)
+    for scores in flow.journal("reward.score"):
+        metrics |= reward_metrics(scores)
+    return metrics
+
+
+def rollout_metrics(rollouts: Batch) -> dict[str, Metric]:
+    """Lengths and endings of sampled rows."""
+    lengths = rollouts.ragged("loss_mask").sums().double()
+    ended = rollouts.dense("finish") == Finish.STOP
+    return {
+        "rollout/length/mean": _mean(lengths),
+        "rollout/length/max": Max(value=float(lengths.max())),
+        "rollout/stopped/share": _mean(ended.double()),
+        "rollout/tokens/sum": Sum(value=float(lengths.sum())),
+        "rollout/rows/sum": Sum(value=float(len(rollouts))),
+    }
+
+
+def reward_metrics(scores: Batch) -> dict[str, Metric]:
+    """Scores of the rows that have one, what the others got instead, and groups without a difference."""
+    valid = scores.dense("valid")
+    rewards = scores.dense("rewards")[valid].double()
+    groups = scores.dense("groups")[valid]
+    metrics: dict[str, Metric] = {
+        "reward/score/mean": _mean(rewards),
+        "reward/solved/share": _mean((rewards >= 1.0).double()),
+        "reward/flat_groups/share": _mean(_flat(groups, rewards)),
+    }
+    if len(rewards):
+        metrics["reward/score/max"] = Max(value=float(rewards.max()))
+    for index, outcome in enumerate(OUTCOMES):
+        metrics[f"reward/{outcome}/share"] = _mean((scores.dense("outcome") == index).double())
+    return metrics
+
+
+def rollout_rows(flow: Flow, decode: Callable[[list[int]], list[str]]) -> Iterator[dict[str, Any]]:
+    """One JSON record a row sampled in the present step, with whatever was computed for it.
+
+    ``decode`` gives each token's text. Lists are aligned to the row's tokens, prompt included.
+    """
+    batches = flow.batches()
+    for rollouts in flow.journal("policy.generate"):
+        known: dict[str, Field] = {}
+        for batch in batches:
+            if torch.equal(batch.ids, rollouts.ids):
+                known |= batch.fields
+        yield from _rows(Batch(ids=rollouts.ids, fields=known), decode)
+
+
+def _rows(batch: Batch, decode: Callable[[list[int]], list[str]]) -> Iterator[dict[str, Any]]:
+    columns = [json.loads(text) for text in batch.ragged("columns").to_text()]
+    names = ("tokens", "sampler_logprobs", "versions")
+    lists = {name: [row.tolist() for row in batch.ragged(name).rows()] for name in names}
+    for index, row in enumerate(batch.row_ids()):
+        prompt = columns[index].pop("prompt")
+        yield {
+            "epoch": row.epoch,
+            "prompt_id": row.prompt,
+            "sample": row.sample,
+            "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False),
+            "columns": columns[index],
+            "tokens": lists["tokens"][index],
+            "token_texts": decode(lists["tokens"][index]),
+            "logprobs": lists["sampler_logprobs"][index],
+            "versions": lists["versions"][index],
+            "finish": Finish(int(batch.dense("finish")[index])).name.lower(),
+            **_verdict(batch, index),
+        }
+
+
+def _verdict(batch: Batch, index: int) -> dict[str, Any]:
+    """What was computed for a row after it was sampled."""
+    found: dict[str, Any] = {}
+    for name in ("completion", "message"):
+        if name in batch.fields:
+            field = batch.ragged(name)
+            found[name] = bytes(field.row(index).tolist()).decode("utf-8")
+    if "outcome" in batch.fields:
+        outcome = OUTCOMES[int(batch.dense("outcome")[index])]
+        found |= {"outcome": str(outcome), "reward": None}
+        if bool(batch.dense("valid")[index]):
+            found["reward"] = float(batch.dense("rewards")[index])
+    if "advantages" in batch.fields:
+        found["advantage"] = float(batch.dense("advantages")[index])
+    return found
+
+
+def _mean(values: Tensor) -> Mean:
+    return Mean(total=float(values.sum()), count=float(values.numel()))
+
+
+def _flat(groups: Tensor, rewards: Tensor) -> Tensor:
+    """[G] float64: 1 where all rewards of a group are equal."""
+    names, index = torch.unique(groups, return_inverse=True)
+    low = torch.full((len(names),), torch.inf, dtype=rewards.dtype).scatter_reduce(0, index, rewards, "amin")
+    high = torch.full((len(names),), -torch.inf, dtype=rewards.dtype).scatter_reduce(
+        0, index, rewards, "amax"
+    )
+    return (low == high).double()

@@ -1,0 +1,194 @@
+"""Inside the child: load the user's file, call the function, judge what it returns.
+
+    load frame ── limits, import, signature ──> ready | refused
+    call frame ── function(**columns) ── one verdict a row ──> scores | raised | malformed
+
+    consumes      frames from the request pipe
+    waits for     the next frame; the supervisor ends this process when the driver goes
+    unblocked by  a frame, or the end of the pipe
+    produces      exactly one frame for each
+    shuts down    healthy: killed while it waits; crash: the supervisor tells how the process ended
+
+Standard library only, so that a reward function starts in the time an interpreter takes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import os
+import reprlib
+import resource
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from rillflow.rewards.frames import Frame, encode, read_frame, write_all
+
+MESSAGE_CHARACTERS = 2000
+"""Longest text about one exception."""
+
+_VALUE_CHARACTERS = 200
+
+_LARGEST_FLOAT32 = 3.4028234663852886e38
+_NOT_ROWS = (str, bytes, bytearray, Mapping, Set)
+
+Verdict = float | str | None
+"""A score, what is wrong with it, or an abstention."""
+
+
+class Refused(Exception):
+    """The file cannot be loaded, or the name is no function that takes columns by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    function: Callable[..., Any]
+    """The user's function."""
+    file: Path
+    """The file it was loaded from."""
+
+
+def serve(requests: int, answers: int, shortcomings: list[str]) -> None:
+    """Answer every frame until the request pipe ends.
+
+    Args:
+        requests: the descriptor frames come from.
+        answers: the descriptor answers go to.
+        shortcomings: what does not hold on this machine, told to the driver.
+    """
+    process = os.getpid()
+
+    def answer(frame: Frame) -> None:
+        if os.getpid() != process:
+            os._exit(0)  # a fork that came back from the user's code must not answer a second time
+        write_all(answers, encode(frame))
+
+    load = read_frame(requests)
+    if load is None:
+        return
+    try:
+        shortcomings = [*shortcomings, *_limit(load["memory_bytes"])]
+        loaded = _load(load)
+        answer({"type": "ready", "shortcomings": "; ".join(shortcomings), **_parameters(loaded.function)})
+    except Refused as refusal:
+        answer({"type": "refused", "what": str(refusal)})
+        return
+    while (request := read_frame(requests)) is not None:
+        answer(_call(loaded, request))
+
+
+def _limit(memory_bytes: int) -> list[str]:
+    """Limit this process; return what the platform refuses."""
+    try:
+        for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, memory_bytes)):
+            hard = resource.getrlimit(limit)[1]
+            least = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(limit, (least, least))
+    except (ValueError, OSError) as error:
+        return [f"memory is not limited: {error}"]
+    return []
+
+
+def _load(request: Frame) -> _Loaded:
+    file = Path(request["file"])
+    sys.argv = [str(file)]
+    sys.path.insert(0, str(file.parent))
+    sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
+    module_name = file.stem if file.stem not in sys.modules else f"reward_{file.stem}"
+    loader = SourceFileLoader(module_name, str(file))
+    spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
+    assert spec is not None, "a spec made with a loader is never None"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        loader.exec_module(module)
+    except BaseException as error:  # noqa: BLE001  the supervision boundary: the user's file may raise anything
+        raise Refused(f"cannot be loaded: {describe(error, file)}") from None
+    function = vars(module).get(request["name"])
+    if not callable(function):
+        raise Refused(f"is {_shown(function)}, which cannot be called")
+    return _Loaded(function=function, file=file)
+
+
+def _parameters(function: Callable[..., Any]) -> Frame:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise Refused(f"does not tell its parameters: {error}") from None
+    for each in parameters:
+        if each.kind is each.POSITIONAL_ONLY and each.default is each.empty:
+            raise Refused(f"takes {each.name!r} by position, and columns are passed by name")
+    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return {
+        "accepted": [each.name for each in named],
+        "required": [each.name for each in named if each.default is each.empty],
+        "takes_any": any(each.kind is each.VAR_KEYWORD for each in parameters),
+    }
+
+
+def _call(loaded: _Loaded, request: Frame) -> Frame:
+    try:
+        result = loaded.function(**request["columns"])
+        if inspect.iscoroutine(result):
+            import asyncio  # only here: it doubles the time a child needs to start
+
+            result = asyncio.run(result)
+        values = _entries(result)
+        if values is None:
+            return {"type": "malformed", "what": f"returned {_shown(result)}"}
+        verdicts = [judge(value) for value in values]
+    except BaseException as error:  # noqa: BLE001  the supervision boundary: the user's function may raise anything
+        return {"type": "raised", "what": f"raised {describe(error, loaded.file)}"}
+    if len(verdicts) != request["rows"]:
+        return {"type": "malformed", "what": f"returned {len(verdicts)} scores for {request['rows']} rows"}
+    return {"type": "scores", "scores": verdicts}
+
+
+def _entries(result: Any) -> Iterator[Any] | None:
+    """One entry a row; None for what has no rows."""
+    if isinstance(result, _NOT_ROWS):
+        return None
+    try:
+        entries: Iterator[Any] = iter(result)
+    except TypeError:  # also an array without dimensions, which has the method
+        return None
+    return entries
+
+
+def judge(value: Any) -> Verdict:
+    """Say what one returned value is: a finite float, None, or a sentence on what is wrong with it."""
+    if value is None:
+        return None
+    if isinstance(value, str | bytes | bytearray):
+        return f"the score is {_shown(value)}, not a number"
+    try:
+        number = float(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        return f"the score is {_shown(value)}, not a number: {str(error)[:_VALUE_CHARACTERS]}"
+    if not math.isfinite(number):
+        return f"the score is {number}, not a finite number"
+    if abs(number) > _LARGEST_FLOAT32:
+        return f"the score is {number}, beyond float32"
+    return number
+
+
+def _shown(value: Any) -> str:
+    return f"{reprlib.repr(value)[:_VALUE_CHARACTERS]} ({type(value).__name__})"
+
+
+def describe(error: BaseException, file: Path) -> str:
+    """The error's type and message, and the last line of the user's file it came through."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    if len(text) > MESSAGE_CHARACTERS:
+        text = f"{text[:MESSAGE_CHARACTERS]}... ({len(text)} characters)"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    if not own:
+        return text
+    line = (own[-1].line or "")[:_VALUE_CHARACTERS]
+    return f"{text} ({file.name}, line {own[-1].lineno}, in {own[-1].name}: {line})"

@@ -1,0 +1,310 @@
+"""The driver's end of one child: start it, give it one call at a time, read what comes back, end it.
+
+    STARTING ─ ready ─> IDLE ─ send ─> BUSY ─ answer ─> IDLE
+        └───────────────┴── death, stop() ──┴─────────> ENDED
+
+    consumes      four pipes: answers, status (how the process ended), output (its prints), room for requests
+    waits for     nothing: ``advance`` moves the bytes there are; the caller polls ``events`` to ``deadline``
+    produces      one Answer for each call
+    shuts down    ``stop``: SIGTERM to the supervisor, which ends everything below it; SIGKILL if it does not
+
+The caller, ``RewardWorkers``, polls all its children at once; nothing here blocks but ``stop``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+from rillflow.errors import RewardError
+from rillflow.rewards.columns import Parameters
+from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.supervisor import Containment
+
+START_LIMIT_S = 60.0
+"""Longest time to load the user's file: imports may be heavy."""
+STOP_LIMIT_S = 2.0
+"""Longest time a supervisor has to end what is below it before it is killed itself."""
+
+_OUTPUT_BYTES = 1000
+_CHUNK_BYTES = 1 << 16
+_CHUNKS_PER_TURN = 64
+_PACKAGE_ROOT = Path(__file__).parents[2]
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from rillflow.rewards import supervisor; supervisor.main()"
+
+
+class State(Enum):
+    """What a child is doing."""
+
+    STARTING = auto()
+    IDLE = auto()
+    BUSY = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A call that gave no scores."""
+
+    outcome: Outcome
+    """TIMEOUT or ERROR."""
+    message: str
+    """What happened, as the rest of a sentence, with the last of what the function printed."""
+
+
+Answer = list[Score] | Failure
+
+
+class Child:
+    """One process of the user's function.
+
+    Args:
+        function: what it loads.
+        memory_bytes: its address space.
+        containment: the strongest way to hold its processes together that is tried.
+
+    Raises:
+        RewardError: the system starts no more processes.
+    """
+
+    def __init__(self, function: FunctionPath, *, memory_bytes: int, containment: Containment) -> None:
+        self.state = State.STARTING
+        self.parameters: Parameters | None = None
+        self.shortcomings = ""
+        self.start_s = 0.0
+        self._started = time.monotonic()
+        self.deadline = self._started + START_LIMIT_S
+        self._function = function
+        self._memory_bytes = memory_bytes
+        self._num_rows = 0
+        self._limit_s = START_LIMIT_S
+        self._reader = FrameReader()
+        self._output = b""
+        try:
+            self._spawn(containment)
+        except OSError as error:
+            raise RewardError(f"no process can be started for {function}", why=str(error)) from None
+        load = {
+            "type": "load",
+            "file": str(function.file),
+            "name": function.name,
+            "memory_bytes": memory_bytes,
+        }
+        self._unsent = memoryview(encode({**load, "path": [entry for entry in sys.path if entry]}))
+
+    def _spawn(self, containment: Containment) -> None:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            requests, self._requests = _pipe(read=theirs, write=ours)
+            self._answers, answers = _pipe(read=ours, write=theirs)
+            self._status, status = _pipe(read=ours, write=theirs)
+            self._printed, printed = _pipe(read=ours, write=theirs)
+            numbers = [str(number) for number in (requests, answers, status, os.getpid())]
+            self._watched = {self._answers, self._status, self._printed}
+            for descriptor in (self._requests, *self._watched):
+                os.set_blocking(descriptor, False)
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-u", "-c", _BOOT, str(_PACKAGE_ROOT), *numbers, containment],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                pass_fds=(requests, answers, status),
+                start_new_session=True,
+            )
+            self._pipes = ours.pop_all()
+
+    def send(self, call: bytes, *, num_rows: int, limit_s: float) -> None:
+        """Begin a call; ``advance`` gives its answer, or ``expire`` ends it after ``deadline``."""
+        assert self.state is State.IDLE, f"a child that is {self.state.name} takes no call"
+        self.state = State.BUSY
+        self.deadline = time.monotonic() + limit_s
+        self._limit_s = limit_s
+        self._num_rows = num_rows
+        self._unsent = memoryview(call)
+        self._output = b""
+
+    def events(self) -> dict[int, int]:
+        """What to poll for: descriptor and event mask."""
+        events = dict.fromkeys(self._watched, select.POLLIN)
+        if self._unsent:
+            events[self._requests] = select.POLLOUT
+        return events
+
+    def advance(self) -> Answer | None:
+        """Move the bytes that can move now; return the answer if it has come.
+
+        Raises:
+            RewardError: the function cannot be loaded, or returned something else than one entry a row.
+        """
+        ended = self._read(self._status)  # first: what was answered before the end still counts
+        self._send_some()
+        answered = self._read(self._answers) or b""
+        self._output = (self._output + (self._read(self._printed) or b""))[-_OUTPUT_BYTES:]
+        try:
+            answer = self._interpret(self._reader.feed(answered))
+        except FrameError as error:
+            self.stop()
+            return self._ended(f"wrote to the descriptor of the answers: {error}")
+        if ended is None:
+            return answer
+        self.stop()
+        return answer or self._ended(
+            ended.decode(errors="replace") or "was killed together with its supervisor"
+        )
+
+    def expire(self) -> Failure:
+        """End a child that is past its deadline.
+
+        Raises:
+            RewardError: it has not even loaded the user's file.
+        """
+        loading = self.state is State.STARTING
+        self.stop()
+        if loading:
+            raise RewardError(
+                f"{self._function} was not loaded within {START_LIMIT_S:g} s{self._last_output()}",
+                why=f"{self._function.file} works or waits at its top level",
+                fix="move the work into the function",
+            )
+        return self._failure(Outcome.TIMEOUT, f"gave no answer within {self._limit_s:.3g} s")
+
+    def stop(self) -> None:
+        """End the child and everything it started; a second time does nothing.
+
+        Raises:
+            RewardError: the kernel does not end the supervisor.
+        """
+        if self.state is State.ENDED:
+            return
+        self.state = State.ENDED
+        self.deadline = math.inf
+        self._pipes.close()
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_LIMIT_S)
+            return
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_LIMIT_S)
+            return
+        raise RewardError(
+            f"process {self._process.pid} of {self._function} does not end",
+            why=f"it was killed {STOP_LIMIT_S:g} s ago; the kernel waits for a device or a file system",
+        )
+
+    def _interpret(self, frames: list[Frame]) -> Answer | None:
+        if not frames:
+            return None
+        if len(frames) > 1 or self.state is State.IDLE:
+            raise FrameError("an answer nobody asked for")
+        loading = self.state is State.STARTING
+        self.state = State.IDLE
+        self.deadline = math.inf
+        if loading:
+            self._loaded(frames[0])
+            return None
+        return self._called(frames[0])
+
+    def _loaded(self, frame: Frame) -> None:
+        match frame:
+            case {
+                "type": "ready",
+                "shortcomings": str(told),
+                "accepted": list(accepted),
+                "required": list(required),
+            }:
+                self.shortcomings = told
+                self.start_s = time.monotonic() - self._started
+                self.parameters = Parameters(
+                    accepted=frozenset(accepted),
+                    required=tuple(required),
+                    takes_any=frame["takes_any"] is True,
+                )
+            case {"type": "refused", "what": str(what)}:
+                raise self._unusable(what)
+            case _:
+                raise FrameError(f"an answer of type {frame['type']!r}")
+
+    def _called(self, frame: Frame) -> Answer:
+        match frame:
+            case {"type": "scores", "scores": list(verdicts)} if len(verdicts) == self._num_rows:
+                return [_score(verdict) for verdict in verdicts]
+            case {"type": "raised", "what": str(what)}:
+                return self._failure(Outcome.ERROR, what)
+            case {"type": "malformed", "what": str(what)}:
+                raise RewardError(
+                    f"{self._function} {what}",
+                    why="it returns one entry, a number or None, for every completion",
+                    fix="return a list; a score that holds for all rows is [score] * len(completions)",
+                )
+        raise FrameError(f"an answer of type {frame['type']!r}")
+
+    def _ended(self, how: str) -> Failure:
+        """What it means that the process ended by itself."""
+        if self.parameters is None:
+            raise self._unusable(f"cannot be loaded: the process {how}")
+        return self._failure(Outcome.ERROR, how)
+
+    def _unusable(self, what: str) -> RewardError:
+        return RewardError(
+            f"{self._function} {what}{self._last_output()}",
+            why=f"every child loads {self._function.file} anew, in {self._memory_bytes} bytes of memory",
+            fix="mend the file, or raise reward.memory_bytes if memory ran out",
+        )
+
+    def _failure(self, outcome: Outcome, what: str) -> Failure:
+        return Failure(outcome=outcome, message=what + self._last_output())
+
+    def _last_output(self) -> str:
+        text = self._output.decode(errors="replace").strip()
+        return f"; the last it printed: {text}" if text else ""
+
+    def _send_some(self) -> None:
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._requests, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._unsent = memoryview(b"")  # the status pipe tells why
+
+    def _read(self, descriptor: int) -> bytes | None:
+        """What a pipe holds, some megabytes at most; None when it holds nothing yet, b"" at its end."""
+        pieces: list[bytes] = []
+        while descriptor in self._watched and len(pieces) < _CHUNKS_PER_TURN:
+            try:
+                piece = os.read(descriptor, _CHUNK_BYTES)
+            except BlockingIOError:
+                return b"".join(pieces) if pieces else None
+            if not piece:
+                self._watched.discard(descriptor)
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def _pipe(*, read: contextlib.ExitStack, write: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe, its end to read from and its end to write to, each closed by its stack."""
+    reading, writing = os.pipe()
+    read.callback(os.close, reading)
+    write.callback(os.close, writing)
+    return reading, writing
+
+
+def _score(verdict: object) -> Score:
+    match verdict:
+        case None:
+            return Score(outcome=Outcome.ABSTAIN)
+        case str():
+            return Score(outcome=Outcome.ERROR, message=verdict)
+        case float() if math.isfinite(verdict):
+            return Score(outcome=Outcome.SCORE, value=verdict)
+    raise FrameError(f"a verdict {verdict!r}")

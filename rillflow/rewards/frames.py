@@ -1,0 +1,100 @@
+"""Frames: JSON with its length in front, over a pipe. Never pickle.
+
+    driver ── [length, 4 bytes big-endian][JSON, UTF-8] ──> child, and back the same way
+
+Both ends are strict: whatever is no frame is a FrameError, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import Any
+
+MAX_FRAME_BYTES = 1 << 30
+"""A longer frame is garbage, or a batch that belongs in several calls."""
+
+_LENGTH = struct.Struct(">I")
+
+Frame = dict[str, Any]
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame."""
+
+
+def encode(frame: Frame) -> bytes:
+    """The bytes of a frame.
+
+    Raises:
+        TypeError, ValueError: a value is not JSON.
+        FrameError: the frame is too long.
+    """
+    body = json.dumps(frame).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(body)} bytes is longer than {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_frame(descriptor: int) -> Frame | None:
+    """Wait for one frame; None when the writer is gone."""
+    head = _read_exactly(descriptor, _LENGTH.size)
+    if head is None:
+        return None
+    body = _read_exactly(descriptor, _LENGTH.unpack(head)[0])
+    return None if body is None else _decode(body)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write everything, however many writes it takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+class FrameReader:
+    """Puts frames together from whatever pieces arrive."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that are complete with this piece.
+
+        Raises:
+            FrameError: the bytes are no frame.
+        """
+        self._held += data
+        frames = []
+        while len(self._held) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._held)
+            if length > MAX_FRAME_BYTES:
+                raise FrameError(f"a frame announces {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._held) < end:
+                break
+            frames.append(_decode(bytes(self._held[_LENGTH.size : end])))
+            del self._held[:end]
+        return frames
+
+
+def _read_exactly(descriptor: int, size: int) -> bytes | None:
+    pieces: list[bytes] = []
+    while size:
+        piece = os.read(descriptor, min(size, 1 << 20))
+        if not piece:
+            return None
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
+def _decode(body: bytes) -> Frame:
+    try:
+        frame = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a frame is not JSON: {error}") from None
+    if not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
+        raise FrameError("a frame is not an object with a type")
+    return frame

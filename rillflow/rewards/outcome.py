@@ -1,0 +1,31 @@
+"""What came of scoring one row: a score, an abstention, a time-out or an error, never a silent 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """The four things a reward function can do with a row."""
+
+    SCORE = "score"
+    ABSTAIN = "abstain"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One row's outcome.
+
+    Example:
+        Score(outcome=Outcome.SCORE, value=1.0)
+    """
+
+    outcome: Outcome
+    """Which of the four."""
+    value: float | None = None
+    """The score, finite also in float32; None for every other outcome."""
+    message: str = ""
+    """What went wrong, a few thousand characters at most; on a score, why the row was scored alone."""

@@ -1,0 +1,276 @@
+"""RewardWorkers: rows in, scores out, whatever the function does in between.
+
+    rows ── shares, one a worker ──> one call each ──┬── scores ───────────────────────────> done
+                                                     └── raised, died, silent ──> its rows apart:
+         each row alone, a short limit ──┬── score, error ─────────────────────────────> done
+                                         └── silent ──> again, the full limit ──> score, error or time-out
+
+    consumes      the answers of the children
+    waits for     poll over every child's pipes, up to the nearest deadline
+    unblocked by  an answer, the end of a child, a deadline
+    produces      one Score a row, in order
+    bound         start of the first children (60 s at most) + timeout_s + RETRIES x (timeout_s + start_s),
+                  where start_s is what loading the file took, + the end of a child (4 s at most)
+    shuts down    ``close``; the driver's death ends every child, kill -9 included
+
+A function that must see the whole batch sees it with one worker; see docs/design/rewards.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from rillflow.errors import RewardError
+from rillflow.rewards.child import Answer, Child, Failure, State
+from rillflow.rewards.columns import Columns, Parameters, Text, choose, encode_call, gather
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.supervisor import Containment
+
+RETRIES = 4
+"""Time-outs, with the restarts they cost, that the rows of failed calls have together."""
+
+_LEAST_LIMIT_S = 0.05
+_REASON_CHARACTERS = 300
+_NOT_TRIED = Failure(
+    outcome=Outcome.TIMEOUT,
+    message=f"no time was left: {RETRIES} time-outs are kept for the rows of failed calls",
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    rows: Sequence[int]
+    """Which rows it scores."""
+    limit_s: float
+    """How long it may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reply:
+    rows: Sequence[int]
+    """Which rows were asked for."""
+    answer: Answer
+    """Their scores, or why there are none."""
+
+    def by_row(self) -> dict[int, Score]:
+        """A score for every row; all rows share a failure."""
+        if isinstance(self.answer, Failure):
+            return dict.fromkeys(self.rows, Score(outcome=self.answer.outcome, message=self.answer.message))
+        return dict(zip(self.rows, self.answer, strict=True))
+
+
+class RewardWorkers:
+    """Children that score rows; a context manager, used from one thread.
+
+    Args:
+        function: what every child loads.
+        config: time limit, memory and number of children.
+        containment: the strongest way to hold a child's processes together that is tried.
+
+    Example:
+        with RewardWorkers(parse_function("rewards.py:exact", base), config.reward) as workers:
+            scores = workers.score(prompts, completions, {"answer": answers})
+    """
+
+    def __init__(
+        self,
+        function: FunctionPath,
+        config: RewardConfig,
+        *,
+        containment: Containment = Containment.NAMESPACE,
+    ) -> None:
+        self._function = function
+        self._config = config
+        self._containment = containment
+        self._parameters: Parameters | None = None
+        self._children: list[Child] = []
+        self._closed = False
+        try:
+            for _ in range(config.workers):
+                self._children.append(self._start())
+        except RewardError:
+            self.close()
+            raise
+
+    def __enter__(self) -> RewardWorkers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every child; a second time does nothing."""
+        self._closed = True
+        with contextlib.ExitStack() as stack:
+            for child in self._children:
+                stack.callback(child.stop)
+
+    @property
+    def shortcomings(self) -> str:
+        """Which of the guarantees do not hold on this machine, and why; known after the first score."""
+        return next((child.shortcomings for child in self._children if child.shortcomings), "")
+
+    def score(self, prompts: Sequence[Text], completions: Sequence[Text], columns: Columns) -> list[Score]:
+        """Score every row, in order; the function gets copies of the arguments.
+
+        Args:
+            prompts: [B].
+            completions: [B]; for chat prompts each a list of one assistant message.
+            columns: JSON values by name, each [B]; the function gets those it has a parameter for.
+
+        Raises:
+            RewardError: the function cannot be loaded, needs a column that is not there, or returned
+                something else than one entry a row; the columns differ in length or are not JSON.
+        """
+        if self._closed:
+            raise RewardError(f"{self._function} was asked to score after close", why="its children are gone")
+        everything = gather(prompts, completions, columns)
+        if not prompts:
+            return []
+        try:
+            return self._score(len(prompts), choose(everything, self._load(), self._function))
+        finally:
+            for child in self._children:
+                if child.state is State.BUSY:
+                    child.stop()
+
+    def _score(self, num_rows: int, columns: Columns) -> list[Score]:
+        scores: dict[int, Score] = {}
+        failed: dict[int, str] = {}
+        for reply in self._run(self._shares(num_rows), columns):
+            if isinstance(reply.answer, Failure) and len(reply.rows) > 1:
+                reason = f"the call of {len(reply.rows)} rows {reply.answer.message}"[:_REASON_CHARACTERS]
+                logger.warning("%s: %s; its rows are tried apart", self._function, reason)
+                failed.update(dict.fromkeys(reply.rows, reason))
+            else:
+                scores.update(reply.by_row())
+        if failed:
+            for row, score in self._apart(sorted(failed), columns).items():
+                told = replace(score, message=f"scored alone: {failed[row]}")
+                scores[row] = told if score.outcome is Outcome.SCORE else score
+            for slot in range(len(self._children)):
+                self._alive(slot)  # whoever had to end is back before the next batch
+        return [scores[row] for row in range(num_rows)]
+
+    def _shares(self, num_rows: int) -> list[_Call]:
+        """One call a worker, of neighbouring rows, with the rows spread evenly."""
+        shares = min(self._config.workers, num_rows)
+        cuts = [num_rows * share // shares for share in range(shares + 1)]
+        return [
+            _Call(rows=range(start, stop), limit_s=self._config.timeout_s)
+            for start, stop in itertools.pairwise(cuts)
+        ]
+
+    def _apart(self, rows: Sequence[int], columns: Columns) -> dict[int, Score]:
+        """Score each row alone, all with a short limit first: slow rows leave the others their time."""
+        timeout_s = self._config.timeout_s
+        until = time.monotonic() + RETRIES * (timeout_s + max(child.start_s for child in self._children))
+        short_s = min(timeout_s, max(_LEAST_LIMIT_S, RETRIES * timeout_s / 2 / len(rows)))
+        scores = self._alone(rows, columns, limit_s=short_s, until=until)
+        if short_s < timeout_s:
+            silent = [row for row, score in scores.items() if score.outcome is Outcome.TIMEOUT]
+            scores.update(self._alone(silent, columns, limit_s=timeout_s, until=until))
+        return scores
+
+    def _alone(
+        self, rows: Sequence[int], columns: Columns, *, limit_s: float, until: float
+    ) -> dict[int, Score]:
+        scores: dict[int, Score] = {}
+        for reply in self._run([_Call(rows=(row,), limit_s=limit_s) for row in rows], columns, until):
+            scores.update(reply.by_row())
+        return scores
+
+    def _run(self, calls: Sequence[_Call], columns: Columns, until: float = math.inf) -> list[_Reply]:
+        """Give the calls to whichever child is free; those not begun by ``until`` time out."""
+        waiting = deque(calls)
+        running: dict[Child, _Call] = {}
+        replies: list[_Reply] = []
+        while waiting or running:
+            if time.monotonic() >= until:
+                replies.extend(_Reply(rows=call.rows, answer=_NOT_TRIED) for call in waiting)
+                waiting.clear()
+            for slot in range(len(self._children) if waiting else 0):
+                child = self._alive(slot)
+                if waiting and child.state is State.IDLE:
+                    call = running[child] = waiting.popleft()
+                    limit_s = min(call.limit_s, until - time.monotonic())
+                    child.send(encode_call(columns, call.rows), num_rows=len(call.rows), limit_s=limit_s)
+            for child, answer in self._turn(until):
+                if child in running:
+                    replies.append(_Reply(rows=running.pop(child).rows, answer=answer))
+        return replies
+
+    def _turn(self, until: float) -> list[tuple[Child, Answer]]:
+        """Wait for the next thing to happen; return the calls it brought to an end."""
+        children = [child for child in self._children if child.state is not State.ENDED]
+        poller = select.poll()
+        owners: dict[int, Child] = {}
+        for child in children:
+            for descriptor, mask in child.events().items():
+                poller.register(descriptor, mask)
+                owners[descriptor] = child
+        wait_s = min([until, *(child.deadline for child in children)]) - time.monotonic()
+        moved = {owners[descriptor] for descriptor, _ in poller.poll(max(0, math.ceil(wait_s * 1000)))}
+        ended = [(child, answer) for child in moved if (answer := child.advance()) is not None]
+        late = [child for child in children if child.deadline <= time.monotonic()]
+        return [*ended, *((child, child.expire()) for child in late)]
+
+    def _alive(self, slot: int) -> Child:
+        """The child of this slot, started anew if it has ended."""
+        if self._children[slot].state is State.ENDED:
+            self._children[slot] = self._start()
+        return self._children[slot]
+
+    def _start(self) -> Child:
+        return Child(self._function, memory_bytes=self._config.memory_bytes, containment=self._containment)
+
+    def _load(self) -> Parameters:
+        """Notice what happened since the last batch, and wait until a child has loaded the file."""
+        self._turn(until=time.monotonic())
+        while self._parameters is None:
+            for slot in range(len(self._children)):
+                self._alive(slot)
+            self._turn(until=math.inf)
+            self._parameters = next((child.parameters for child in self._children if child.parameters), None)
+            if self.shortcomings:
+                logger.warning("%s: %s", self._function, self.shortcomings)
+        return self._parameters
+
+
+def check_function(
+    function: FunctionPath,
+    config: RewardConfig,
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
+    columns: Columns,
+) -> list[Score]:
+    """Score a few rows as a run would, but let no failure pass.
+
+    Raises:
+        RewardError: whatever ``RewardWorkers.score`` raises, and a row that timed out or failed.
+    """
+    with RewardWorkers(function, config) as workers:
+        scores = workers.score(prompts, completions, columns)
+    for row, score in enumerate(scores):
+        if score.outcome in (Outcome.TIMEOUT, Outcome.ERROR):
+            raise RewardError(
+                f"{function} failed on row {row} of {len(scores)}: {score.message}",
+                why=f"a run would count the row as {score.outcome}, and learn nothing from it",
+                fix=f"mend {function.file}, or raise reward.timeout_s if {config.timeout_s:g} s are too few",
+            )
+    return scores

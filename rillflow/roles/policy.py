@@ -1,0 +1,108 @@
+"""The policy: the model that is sampled from and trained.
+
+    prompts ─ generate ─> rollouts                 (rollout engine)
+    rollouts ─ logprobs ─> old_logprobs            (training engine)
+    rollouts + advantages ─ update ─> metrics      (training engine)
+    publish: what was trained is what is sampled next, under the next version
+
+Both engines work on the same parameters, so publishing moves no byte here.
+"""
+
+from __future__ import annotations
+
+from rillflow.formulas.config import PolicyLossConfig
+from rillflow.models.language_model import LanguageModel
+from rillflow.records.batch import Batch, joined
+from rillflow.records.metrics import Metric, merge_metrics
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.native.engine import NativeEngine
+from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
+from rillflow.train.loss import PolicyLoss, SupervisedLoss
+from rillflow.train.minibatches import minibatches
+from rillflow.train.trainer import Trainer
+
+
+class Policy:
+    """A language model with a rollout engine and a training engine over one set of parameters.
+
+    Args:
+        model: the module and its tokeniser.
+        train: the optimiser's settings.
+        rollout: how it is sampled.
+        seed: the run's seed; every random number follows from it and from row ids.
+        updates: optimiser steps of the whole phase, for the schedule.
+        version: publishes so far.
+    """
+
+    endpoints: tuple[str, ...] = ("generate", "logprobs", "update", "imitate", "publish")
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        train: TrainConfig,
+        rollout: RolloutConfig,
+        seed: int,
+        updates: int,
+        version: int = 0,
+    ) -> None:
+        self.model = model
+        self.version = version
+        self.trainer = Trainer(model.module, train, total_steps=updates)
+        self._rollout = rollout
+        self._seed = seed
+        stop = {model.tokenizer.token_of(text) for text in rollout.stop}
+        self._engine = NativeEngine(
+            model.module,
+            rollout,
+            stop_tokens=frozenset(stop | model.tokenizer.stop_tokens),
+            seed=seed,
+            context=model.context,
+            version=version,
+        )
+
+    def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
+        """Rollouts of ``samples`` answers to every prompt, ordered by prompt and sample."""
+        return self._engine.generate(prompts, samples, sampling)
+
+    def logprobs(self, rollouts: Batch) -> Batch:
+        """The field ``old_logprobs``: what the present weights give every sampled token."""
+        found = self.trainer.logprobs(rollouts, temperature=self._temperature)
+        return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
+
+    def update(self, *known: Batch, loss: PolicyLossConfig, reuse: UpdateConfig) -> dict[str, Metric]:
+        """Optimiser steps on rows joined from ``known``: rollouts, advantages and what the loss asks for.
+
+        Raises:
+            TrainingError: a number is not finite, or the first minibatch is not on-policy.
+        """
+        rows = joined(known)
+        if reuse.reuses_rows and reuse.old_logprobs == "sampler":
+            rows = rows.with_fields(old_logprobs=rows.ragged("sampler_logprobs"))
+        objective = PolicyLoss(loss, max_tokens=self._rollout.max_tokens)
+        parts: list[dict[str, Metric]] = []
+        for minibatch in minibatches(rows, reuse.epochs, reuse.minibatches, self._seed, self.version):
+            tolerance = None if parts or not self._exact else reuse.ratio_tolerance
+            metrics = self.trainer.update(minibatch, objective, self._temperature, ratio_tolerance=tolerance)
+            parts.append(metrics)
+        return merge_metrics(parts)
+
+    def imitate(self, demonstrations: Batch, passes: PassesConfig) -> dict[str, Metric]:
+        """Optimiser steps that raise the probability of the demonstrations' loss tokens."""
+        cut = minibatches(demonstrations, passes.epochs, passes.minibatches, self._seed, self.version)
+        return merge_metrics([self.trainer.update(part, SupervisedLoss()) for part in cut])
+
+    def publish(self) -> int:
+        """Make the trained weights those that are sampled; return their version."""
+        self.version += 1
+        self._engine.version = self.version
+        return self.version
+
+    @property
+    def _temperature(self) -> float:
+        return self._rollout.temperature
+
+    @property
+    def _exact(self) -> bool:
+        """Whether the weights are wide enough for the on-policy contract; else metrics tell."""
+        return bool(self.model.module.dtype.itemsize >= 4)

@@ -1,0 +1,143 @@
+"""Sampling: from logits to one token a row, by the inverse of the cumulative distribution.
+
+    logits [n, V] ─ / temperature ─ log_softmax ─┬─> weights ─ top-k, top-p ─ u falls where? ─> token [n]
+                                                 └───────────── at the token ────────────────> logprob [n]
+
+A row's token depends on its own logits, settings and uniform number alone: nothing here looks across
+rows, and what is kept by top-k or top-p is decided by values, never by the order a sort gave ties.
+
+Legend: n rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rillflow.rollout.config import SamplingConfig
+
+_BLOCK = 512
+"""A vocabulary longer than two of these is searched block by block."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Settings:
+    """How each of n rows is drawn; a part is None where no row asks for it, and is not computed then."""
+
+    divisor: Tensor | None
+    """[n, 1] float32 temperature, 1 for greedy rows; None when all are 1."""
+    greedy: Tensor | None
+    """[n] bool rows of temperature 0."""
+    filtered: Tensor | None
+    """[f] int64 the rows with a top-k or top-p."""
+    top_k: Tensor | None
+    """[f] int64 their top-k; one as large as the vocabulary, or larger, keeps all."""
+    top_p: Tensor | None
+    """[f] float64 their top-p."""
+    most: int
+    """The largest top-k of the filtered rows; 0 when one of them has none."""
+
+    @staticmethod
+    def of(rows: Sequence[SamplingConfig], device: torch.device) -> Settings:
+        """The settings of n rows, in order."""
+        divisors = [row.temperature or 1.0 for row in rows]
+        greedy = [row.temperature == 0 for row in rows]
+        asking = [
+            index for index, row in enumerate(rows) if row.temperature and (row.top_k or row.top_p < 1)
+        ]
+        unlimited = any(rows[index].top_k == 0 for index in asking)
+        top_k = [rows[index].top_k or torch.iinfo(torch.int64).max for index in asking]
+        return Settings(
+            divisor=torch.tensor(divisors, device=device)[:, None] if set(divisors) - {1.0} else None,
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            filtered=torch.tensor(asking, device=device) if asking else None,
+            top_k=torch.tensor(top_k, device=device) if asking else None,
+            top_p=torch.tensor([rows[i].top_p for i in asking], dtype=torch.float64, device=device)
+            if asking
+            else None,
+            most=0 if unlimited else max((rows[index].top_k for index in asking), default=0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawn:
+    """One token a row."""
+
+    tokens: Tensor
+    """[n] int64."""
+    logprobs: Tensor
+    """[n] float32 of the token in the whole vocabulary, after temperature; NaN where the logits are not finite."""
+
+
+def draw(logits: Tensor, settings: Settings, uniforms: Tensor) -> Drawn:
+    """Draw one token a row.
+
+    Args:
+        logits: [n, V] float32; -inf forbids a token.
+        settings: of the n rows.
+        uniforms: [n] float64 in [0, 1).
+    """
+    scaled = logits if settings.divisor is None else logits / settings.divisor
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    tokens = _inverse(_filtered(scaled, logprobs.exp(), settings), uniforms)
+    if settings.greedy is not None:
+        tokens = torch.where(settings.greedy, scaled.argmax(-1), tokens)
+    return Drawn(tokens=tokens, logprobs=logprobs.gather(1, tokens[:, None])[:, 0])
+
+
+def _filtered(scaled: Tensor, weights: Tensor, settings: Settings) -> Tensor:
+    """[n, V] the weights, 0 where top-k or top-p excludes a token."""
+    if settings.filtered is None or settings.top_k is None or settings.top_p is None:
+        return weights
+    asked = scaled[settings.filtered]
+    least = _threshold(asked, settings.top_k, settings.top_p, settings.most)
+    weights[settings.filtered] = weights[settings.filtered].masked_fill_(asked < least, 0.0)
+    return weights
+
+
+def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, most: int) -> Tensor:
+    """[n, 1] the smallest score that stays: of the k likeliest, and of the fewest of those with p of their mass."""
+    vocabulary = scaled.shape[1]
+    count = min(most or vocabulary, vocabulary)
+    best = scaled.topk(count, dim=-1).values if count < vocabulary else scaled.sort(-1, descending=True).values
+    mass = (best - best[:, :1]).to(torch.float64).exp()
+    running = mass.cumsum(-1)
+    total = running.gather(1, (top_k.clamp(max=count) - 1)[:, None])
+    wanted = top_p[:, None] * total
+    ranks = torch.arange(count, device=scaled.device)
+    # A token stays while those before it have less than p; with p = 1 rounding must not drop the last ones.
+    stays = ((running - mass < wanted) | (top_p[:, None] == 1)) & (ranks < top_k[:, None])
+    return best.gather(1, stays.sum(-1, keepdim=True) - 1)
+
+
+def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """[n] the token under which each uniform number falls; never one of weight 0."""
+    rows, vocabulary = weights.shape
+    if vocabulary <= 2 * _BLOCK:
+        return _falls(weights, uniforms).token
+    weights = torch.nn.functional.pad(weights, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
+    block = _falls(weights.sum(-1, dtype=torch.float64), uniforms)
+    inside = _falls(weights[torch.arange(rows, device=weights.device), block.token], block.rest)
+    return block.token * _BLOCK + inside.token
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Fall:
+    token: Tensor
+    """[n] int64 the place."""
+    rest: Tensor
+    """[n] float64 in [0, 1) how far into the place's own share the number fell."""
+
+
+def _falls(weights: Tensor, uniforms: Tensor) -> _Fall:
+    """Where ``uniforms`` [n] of the mass of ``weights`` [n, W] is reached."""
+    running = weights.cumsum(-1, dtype=torch.float64)
+    wanted = uniforms[:, None] * running[:, -1:]
+    token = torch.searchsorted(running, wanted, right=True).clamp_(max=weights.shape[1] - 1)
+    above = running.gather(1, token)
+    share = weights.gather(1, token)
+    rest = 1 - ((above - wanted) / share).clamp(2**-53, 1)
+    return _Fall(token=token[:, 0], rest=rest[:, 0])

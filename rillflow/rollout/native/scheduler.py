@@ -1,0 +1,261 @@
+"""Scheduler: which rows run in the next step, and in which slot. Events in, instructions out; no torch.
+
+    add ─> waiting ─ admit ─> slots 0 .. n-1, without a hole ─ leave ─> free slots
+              ^                                │                          │ taken by the next waiting row,
+              └────────── requeue ─────────────┘                          └ else by the last running one
+
+Rows are admitted first come, first served. A row that shares its prefix with one that is in a slot
+takes the keys and values from there, so a prompt is read once for all of its samples: samples of one
+prompt wait one behind the other, so the slot of the last admitted one still holds them.
+
+A step feeds one token of every running row, and beside them the prefixes of the rows that are new in
+this step; a new row reads its prefix and its first own token in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from rillflow.errors import RolloutError
+from rillflow.records.row import RowId
+from rillflow.rollout.native.sequence import Sequence
+
+PREFILL_TOKENS = 8192
+"""How many prefix tokens one step reads at most, padding counted; one prefix always fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """Take the beginning of a cache row over into another slot, before the pass."""
+
+    source: int
+    """The slot to read."""
+    target: int
+    """The slot to write."""
+    length: int
+    """How many positions."""
+
+
+@dataclass(kw_only=True)
+class Prefill:
+    """Read these tokens in this pass, for all of these slots."""
+
+    tokens: tuple[int, ...]
+    """The prefix."""
+    slots: list[int] = field(default_factory=list)
+    """Every slot that holds the prefix afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one pass does."""
+
+    clock: int
+    """The step's number."""
+    rows: tuple[Sequence, ...]
+    """The running rows by slot; each is fed one token."""
+    admitted: tuple[Sequence, ...]
+    """Those of them that are new in this step."""
+    copies: tuple[Copy, ...]
+    """Prefixes taken over from another slot; done first, in this order."""
+    moves: tuple[Copy, ...]
+    """Rows that change their slot, with all that belongs to them; done after the copies."""
+    prefills: tuple[Prefill, ...]
+    """Prefixes to read."""
+    longest: int
+    """Cache positions that the longest row sees."""
+
+
+class _Intake:
+    """The rows a step admits, and where their prefixes come from."""
+
+    def __init__(self) -> None:
+        self.admitted: list[Sequence] = []
+        self.copies: list[Copy] = []
+        self.prefills: list[Prefill] = []
+        self._by_slot: dict[int, Prefill] = {}
+        self._longest = 0
+
+    def fits(self, sequence: Sequence, prefill_tokens: int) -> bool:
+        """Whether the step can read this prefix too; prefixes lie side by side, so the longest one counts."""
+        longest = max(self._longest, len(sequence.prefix))
+        return not self.prefills or not sequence.prefix or longest * (len(self.prefills) + 1) <= prefill_tokens
+
+    def admit(self, sequence: Sequence, home: int | None) -> None:
+        """``home`` is a slot that holds the prefix, or will once this step's prefixes are read."""
+        slot, prefix = sequence.slot, sequence.prefix
+        self.admitted.append(sequence)
+        if home in self._by_slot:
+            prefill = self._by_slot[home]
+            prefill.slots.append(slot)
+            self._by_slot[slot] = prefill
+        elif home is not None:
+            if home != slot:
+                self.copies.append(Copy(source=home, target=slot, length=len(prefix)))
+        elif prefix:
+            self._by_slot[slot] = Prefill(tokens=prefix, slots=[slot])
+            self.prefills.append(self._by_slot[slot])
+            self._longest = max(self._longest, len(prefix))
+
+
+class Scheduler:
+    """The state machine.
+
+    Args:
+        max_rows: rows that run at once.
+        prefill_tokens: see ``PREFILL_TOKENS``.
+    """
+
+    def __init__(self, max_rows: int, prefill_tokens: int = PREFILL_TOKENS) -> None:
+        self._max_rows = max_rows
+        self._prefill_tokens = prefill_tokens
+        self._clock = 0
+        self._waiting: deque[Sequence] = deque()
+        self._rows: dict[RowId, Sequence] = {}
+        self._slots: list[Sequence] = []  # a free slot keeps who left it: its prefix is still in the cache
+        self._free: set[int] = set()
+        self._homes: dict[tuple[int, int], int] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a row waits or runs."""
+        return bool(self._rows)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The running rows, by slot."""
+        return [sequence for slot, sequence in enumerate(self._slots) if slot not in self._free]
+
+    def waiting(self, most: int) -> list[Sequence]:
+        """The next waiting rows, at most so many."""
+        return list(islice(self._waiting, most))
+
+    def add(self, sequence: Sequence) -> None:
+        """A row is to run.
+
+        Raises:
+            RolloutError: a row of this id waits or runs already.
+        """
+        row = sequence.rollout.row
+        if row in self._rows:
+            raise RolloutError(
+                f"row ({row}) is in the engine already",
+                why="a row's random numbers and results are found by its id, so an id is there once",
+                fix="give every row of a batch its own (epoch, prompt, sample)",
+            )
+        self._rows[row] = sequence
+        self._waiting.append(sequence)
+
+    def leave(self, sequences: Iterable[Sequence]) -> None:
+        """Rows have ended or were taken out; their slots are free."""
+        for sequence in sequences:
+            del self._rows[sequence.rollout.row]
+            if sequence.slot < 0:
+                self._waiting.remove(sequence)
+            else:
+                self._free.add(sequence.slot)
+                sequence.wait()
+        if len(self._free) == len(self._slots) and not self._waiting:
+            self._forget()
+
+    def find(self, row: RowId) -> Sequence:
+        """The waiting or running row of this id.
+
+        Raises:
+            RolloutError: there is none.
+        """
+        if row not in self._rows:
+            raise RolloutError(
+                f"row ({row}) is not in the engine",
+                why="it was never added, or has finished and was handed back",
+            )
+        return self._rows[row]
+
+    def requeue(self) -> None:
+        """Every running row waits again, before those that waited: what the cache holds has become void."""
+        running = self.running
+        for sequence in running:
+            sequence.wait()
+        self._waiting.extendleft(reversed(running))
+        self._forget()
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self._waiting.clear()
+        self._rows.clear()
+        self._forget()
+
+    def schedule(self) -> Step:
+        """The next step; the clock moves on with it."""
+        clock = self._clock
+        self._clock += 1
+        intake = _Intake()
+        while self._waiting and (self._free or len(self._slots) < self._max_rows):
+            sequence = self._waiting[0]
+            home = self._home(sequence)
+            if home is None and not intake.fits(sequence, self._prefill_tokens):
+                break
+            self._waiting.popleft()
+            sequence.start(self._take(sequence), clock)
+            intake.admit(sequence, home)
+        moves = self._close_holes(clock)
+        return Step(
+            clock=clock,
+            rows=tuple(self._slots),
+            admitted=tuple(intake.admitted),
+            copies=tuple(intake.copies),
+            moves=moves,
+            prefills=tuple(intake.prefills),
+            longest=max((clock - sequence.origin for sequence in self._slots), default=-1) + 1,
+        )
+
+    def _home(self, sequence: Sequence) -> int | None:
+        """A slot whose cache row begins with the sequence's prefix."""
+        slot = self._homes.get(sequence.group)
+        if slot is None or not sequence.prefix or not self._slots[slot].shares(sequence):
+            return None
+        return slot
+
+    def _take(self, sequence: Sequence) -> int:
+        """The lowest free slot, or a new one."""
+        if self._free:
+            slot = min(self._free)
+            self._free.remove(slot)
+            self._drop_home(slot)
+            self._slots[slot] = sequence
+        else:
+            slot = len(self._slots)
+            self._slots.append(sequence)
+        self._homes[sequence.group] = slot
+        return slot
+
+    def _close_holes(self, clock: int) -> tuple[Copy, ...]:
+        moves = []
+        while self._free:
+            last = len(self._slots) - 1
+            self._drop_home(last)
+            sequence = self._slots.pop()
+            if last in self._free:
+                self._free.remove(last)
+                continue
+            slot = min(self._free)
+            self._free.remove(slot)
+            self._drop_home(slot)
+            moves.append(Copy(source=last, target=slot, length=clock - sequence.origin))
+            sequence.slot = slot
+            self._slots[slot] = sequence
+            self._homes[sequence.group] = slot
+        return tuple(moves)
+
+    def _drop_home(self, slot: int) -> None:
+        group = self._slots[slot].group
+        if self._homes.get(group) == slot:
+            del self._homes[group]
+
+    def _forget(self) -> None:
+        self._slots.clear()
+        self._free.clear()
+        self._homes.clear()

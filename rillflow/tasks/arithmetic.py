@@ -1,0 +1,51 @@
+"""Arithmetic: the built-in task, two numbers and an operator, made without any dependency.
+
+seed, digits, operators ─> problems drawn without repetition ─> "17+25=" with the answer "42"
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+from rillflow.errors import DataError
+from rillflow.tasks.example import Example
+
+REWARD = f"{Path(__file__).resolve().with_name('arithmetic_reward.py')}:reward"
+"""The task's own scorer."""
+
+_OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def arithmetic_examples(*, size: int, digits: int, operators: str, seed: int) -> list[Example]:
+    """``size`` different problems of numbers with exactly ``digits`` digits, or all that there are.
+
+    Raises:
+        DataError: an operator is unknown or stands twice.
+    """
+    for place, symbol in enumerate(operators):
+        if symbol not in _OPERATORS or symbol in operators[:place]:
+            raise DataError(
+                f"task.operators is {operators!r}",
+                why=f"{symbol!r} stands twice"
+                if symbol in _OPERATORS
+                else f"{symbol!r} is no operator of this task",
+                fix=f"known: {' '.join(_OPERATORS)}, each at most once",
+            )
+    least = 10 ** (digits - 1) if digits > 1 else 0
+    span = 10**digits - least
+    space = span * span * len(operators)
+    drawn = Random(seed).sample(range(space), min(size, space))
+    return [_problem(index, number, least, span, operators) for index, number in enumerate(drawn)]
+
+
+def _problem(index: int, number: int, least: int, span: int, operators: str) -> Example:
+    pair, kind = divmod(number, len(operators))
+    left, right = (least + part for part in divmod(pair, span))
+    symbol = operators[kind]
+    answer = str(_OPERATORS[symbol](left, right))
+    return Example(
+        index=index, prompt=f"{left}{symbol}{right}=", completion=answer, columns={"answer": answer}
+    )

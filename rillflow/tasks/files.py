@@ -1,0 +1,189 @@
+"""Files: rows of a .jsonl or .parquet file as examples.
+
+    path ─ by its ending ─┬─ .jsonl ──> an object a line ────┬─> same columns? ids unique? ─> examples
+                          └─ .parquet > a row of plain values ┘
+
+A file is read whole; it is data and is never executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rillflow.errors import DataError
+from rillflow.tasks.example import Example, check_names, example_of
+
+ENDINGS = (".jsonl", ".parquet")
+_MARK = b"\xef\xbb\xbf"
+
+
+def read_examples(path: Path) -> list[Example]:
+    """The examples of a file, in its order.
+
+    Raises:
+        DataError: the file is not there, is no such file, has no rows, or has a row that cannot be used;
+            the message names the file, the line or row, and the value.
+    """
+    _check_path(path)
+    if path.suffix == ".jsonl":
+        return _examples(_json_lines(path), str(path), "line")
+    return _examples(_parquet_rows(path), str(path), "row")
+
+
+def _check_path(path: Path) -> None:
+    if path.is_dir():
+        raise DataError(f"the prompts file {path} is a directory", why="prompts are in one file")
+    if path.suffix not in ENDINGS:
+        raise DataError(
+            f"the prompts file {path} ends in {path.suffix!r}",
+            why=f"files of prompts end in {' or '.join(ENDINGS)}",
+            fix="write one JSON object a line, with the column 'prompt', into a .jsonl file",
+        )
+    if not path.exists():
+        raise DataError(
+            f"the prompts file {path} is not there",
+            why=f"there is no {path.resolve()}",
+            fix="paths are relative to the recipe",
+        )
+
+
+def _examples(rows: Iterable[tuple[int, dict[str, Any]]], source: str, unit: str) -> list[Example]:
+    examples: list[Example] = []
+    names: frozenset[str] = frozenset()
+    ids: dict[str | int, int] = {}
+    start = 0
+    for number, row in rows:
+        try:
+            if not examples:
+                start, names = number, frozenset(row)
+                check_names(names)
+            elif row.keys() != names:
+                raise _mixed(row, names, f"{unit} {start}")
+            if "id" in row:
+                _check_id(row["id"], number, unit, ids)
+            examples.append(example_of(row, len(examples)))
+        except DataError as error:
+            raise DataError(f"{source}, {unit} {number}: {error.what}", error.why, error.fix) from None
+    if not examples:
+        raise DataError(f"{source} has no rows", why="a task needs at least one prompt")
+    return examples
+
+
+def _mixed(row: Mapping[str, Any], names: frozenset[str], first: str) -> DataError:
+    missing, extra = sorted(names - row.keys()), sorted(row.keys() - names)
+    what = (
+        f"there is no column {missing[0]!r}, which {first} has"
+        if missing
+        else f"there is a column {extra[0]!r}, which {first} has not"
+    )
+    return DataError(
+        what,
+        why="a reward gets every column as a list over all rows",
+        fix="write null where a row has no value",
+    )
+
+
+def _check_id(value: object, number: int, unit: str, ids: dict[str | int, int]) -> None:
+    if not isinstance(value, str | int):
+        raise DataError(f"the id is {json.dumps(value)}", why="an id is text or a whole number")
+    earlier = ids.setdefault(value, number)
+    if earlier != number:
+        raise DataError(
+            f"the id {value!r} stands at {unit} {earlier} too",
+            why="an id names one row",
+            fix="remove one of the two rows, or the column 'id'",
+        )
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read", why=str(error)) from None
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+    for number, line in enumerate(data.removeprefix(_MARK).split(b"\n"), 1):
+        if not line or line.isspace():
+            continue
+        try:
+            row = decoder.decode(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise _broken(f"{path}, line {number}", line, error) from None
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{path}, line {number}: there is {_excerpt(line)}",
+                why="a row is a JSON object: names in quotes, with values",
+            )
+        yield number, row
+
+
+def _broken(where: str, line: bytes, error: Exception) -> DataError:
+    if isinstance(error, UnicodeDecodeError):
+        return DataError(
+            f"{where}: byte {error.start + 1} is 0x{line[error.start]:02x}, which is not UTF-8",
+            why="prompts files are UTF-8",
+            fix="convert the file, for example with iconv -f latin1 -t utf-8",
+        )
+    if isinstance(error, json.JSONDecodeError):
+        at = line.decode("utf-8")[max(0, error.pos - 20) : error.pos + 20]
+        return DataError(f"{where}: this is not JSON, at column {error.colno}: {at!r}", why=error.msg)
+    if isinstance(error, RecursionError):
+        return DataError(f"{where}: the row is nested too deeply: {_excerpt(line)}", why="it cannot be read")
+    return DataError(f"{where}: {error}", why="JSON has no such number, and no reward could use it")
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"there is the number {name}")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text} is too large")
+    return value
+
+
+def _excerpt(line: bytes) -> str:
+    text = line[:60].decode("utf-8", "replace")
+    return f"{text!r}..." if len(line) > 60 else repr(text)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        # Only those who have Parquet files need it.
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise DataError(
+            f"{path} is a Parquet file", why="pyarrow is not installed", fix="pip install rillflow[parquet]"
+        ) from None
+    try:
+        with ParquetFile(path) as file:
+            rows = [row for batch in file.iter_batches() for row in batch.to_pylist()]
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet", why=str(error).split("\n")[0]) from None
+    for number, row in enumerate(rows, 1):
+        for name, value in row.items():
+            _check_plain(value, f"{path}, row {number}: column {name!r}")
+        yield number, row
+
+
+def _check_plain(value: object, where: str) -> None:
+    """Refuse what JSON cannot hold: dates, bytes, decimals, numbers that are not finite."""
+    if isinstance(value, list):
+        for item in value:
+            _check_plain(item, where)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _check_plain(item, where)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"{where} has {value}", why="JSON has no such number, and no reward could use it")
+    elif value is not None and not isinstance(value, str | int | float):
+        raise DataError(
+            f"{where} has a {type(value).__name__}, {value!r}",
+            why="a column holds text, numbers, true or false, null, and lists and structs of them",
+            fix="convert the column to text",
+        )

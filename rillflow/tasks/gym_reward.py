@@ -1,0 +1,37 @@
+"""The scorer of reasoning-gym tasks: what the data set itself says of an answer.
+
+Runs in a child process that has nothing of Rillflow imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import reasoning_gym
+
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What some data sets raise for an answer of a form they do not expect; such an answer is wrong."""
+
+
+def reward(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answer: Sequence[str | None],
+    metadata: Sequence[dict[str, Any]],
+    **columns: object,
+) -> list[float]:
+    """One score a completion, from 0 to 1; blanks around it do not count."""
+    del columns
+    return [
+        _score(text.strip(), {"question": prompt, "answer": right, "metadata": about})
+        for prompt, text, right, about in zip(prompts, completions, answer, metadata, strict=True)
+    ]
+
+
+def _score(text: str, entry: dict[str, Any]) -> float:
+    score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
+    try:
+        return float(score(text, entry))
+    except _UNREADABLE:
+        return 0.0

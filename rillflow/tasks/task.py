@@ -1,0 +1,132 @@
+"""Task: what a run trains on, and what it is judged by.
+
+    source ─ made or read ─> examples ─ split by prompt ─┬─> train
+    held_out_source ───────────────────────────────────> └─> held_out
+
+No prompt is in both: a training row whose prompt is held out is left out of training, and counted.
+Opening a task imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from rillflow.errors import DataError, nearest
+from rillflow.tasks import arithmetic, gym
+from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.example import Example
+from rillflow.tasks.files import read_examples
+
+_DIGEST_ROWS = 1000
+"""Rows written to the digest at once: quicker than one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Prompts to train on and prompts held out.
+
+    Example:
+        open_task(TaskConfig(source="arithmetic", size=100, held_out=10), base=Path(), seed=0).train[0].prompt
+    """
+
+    name: str
+    """What the source is called."""
+    train: tuple[Example, ...]
+    """Rows to train on."""
+    held_out: tuple[Example, ...]
+    """Rows to judge by; any first part of them is as good a sample as another."""
+    left_out: int
+    """Training rows left out because their prompt is held out."""
+    reward: str | None
+    """The task's own scorer, ``/absolute/file.py:name``; None where the recipe must name one."""
+    digest: str
+    """SHA-256 of all rows: a resumed run refuses other data."""
+
+
+def open_task(config: TaskConfig, *, base: Path, seed: int) -> Task:
+    """Make or read a task's rows and hold some of them out.
+
+    Args:
+        config: the recipe's section.
+        base: what relative files are relative to.
+        seed: decides made problems, and which rows are held out.
+
+    Raises:
+        DataError: the source is unknown or its data cannot be used; nothing is left to train on.
+    """
+    examples, reward = _rows(config, base, seed)
+    if config.held_out_source is not None:
+        held_out = tuple(read_examples(_file("held_out_source", config.held_out_source, base)))
+    else:
+        held_out = _drawn(examples, config.held_out, seed, config.source)
+    apart = {example.key for example in held_out}
+    train = tuple(example for example in examples if example.key not in apart)
+    if not train:
+        raise DataError(
+            f"nothing of {config.source!r} is left to train on",
+            why=f"every one of its {len(examples)} rows has a prompt that is held out",
+            fix="hold out other prompts",
+        )
+    left_out = len(examples) - len(train) - (0 if config.held_out_source else len(held_out))
+    return Task(
+        name=config.source,
+        train=train,
+        held_out=held_out,
+        left_out=left_out,
+        reward=reward,
+        digest=_digest([train, held_out]),
+    )
+
+
+def _rows(config: TaskConfig, base: Path, seed: int) -> tuple[list[Example], str | None]:
+    """The source's rows, and its own scorer."""
+    source = config.source
+    if source == "arithmetic":
+        made = arithmetic.arithmetic_examples(
+            size=config.size, digits=config.digits, operators=config.operators, seed=seed
+        )
+        return made, arithmetic.REWARD
+    if source.startswith(gym.PREFIX):
+        return gym.gym_examples(source, size=config.size, seed=seed), gym.REWARD
+    return read_examples(_file("source", source, base)), None
+
+
+def _file(setting: str, source: str, base: Path) -> Path:
+    path = Path(source).expanduser()
+    if not path.suffix and not (base / path).exists():
+        raise DataError(
+            f"task.{setting} is {source!r}",
+            why="that is no built-in task, and no file has this name",
+            fix=f"{nearest(source, ['arithmetic', gym.PREFIX])}; a file ends in .jsonl or .parquet",
+        )
+    return base / path
+
+
+def _drawn(examples: Sequence[Example], count: int, seed: int, source: str) -> tuple[Example, ...]:
+    """The first row of each of ``count`` prompts, drawn by the seed."""
+    first: dict[str, Example] = {}
+    for example in examples:
+        first.setdefault(example.key, example)
+    if count >= len(first):
+        raise DataError(
+            f"task.held_out is {count} and {source!r} has {len(first)} different prompts",
+            why="at least one must be left to train on",
+            fix=f"hold out fewer than {len(first)}",
+        )
+    return tuple(Random(seed).sample(list(first.values()), count))
+
+
+def _digest(parts: Iterable[Sequence[Example]]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        for start in range(0, len(part), _DIGEST_ROWS):
+            rows = part[start : start + _DIGEST_ROWS]
+            plain = [[row.index, row.prompt, row.completion, row.columns] for row in rows]
+            digest.update(json.dumps(plain).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()

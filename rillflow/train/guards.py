@@ -1,0 +1,96 @@
+"""Guards: numbers that must not be trained on are refused by the name of their row and token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rillflow.errors import TrainingError
+from rillflow.records.batch import Batch
+from rillflow.records.ragged import Ragged
+
+
+def loss_tokens(batch: Batch) -> Batch:
+    """The batch with its ragged fields cut down to the loss tokens, and their ``places`` in their rows added.
+
+    Every ragged field of the batch must be aligned to ``tokens``.
+
+    Raises:
+        TrainingError: a row's first token is a loss token.
+    """
+    mask = batch.ragged("loss_mask")
+    index = mask.values.nonzero().squeeze(1)
+    lengths: Tensor = mask.sums()
+    places = mask.positions[index]
+    if places.numel() and int(places.min()) == 0:
+        row = int(mask.row_of[index[places == 0][0]])
+        raise TrainingError(
+            f"the first token of row ({batch.row_id(row)}) is a loss token",
+            why="a token is predicted from those before it, and there is none",
+            fix="begin every row with at least one prompt token",
+        )
+    cut = {
+        name: Ragged(values=field.values[index], lengths=lengths) if isinstance(field, Ragged) else field
+        for name, field in batch.fields.items()
+    }
+    return Batch(ids=batch.ids, fields={**cut, "places": Ragged(values=places, lengths=lengths)})
+
+
+def describe_token(tokens: Batch, index: int) -> str:
+    """Which token entry ``index`` [N] of a ``loss_tokens`` batch is."""
+    places = tokens.ragged("places")
+    row = tokens.row_id(int(places.row_of[index]))
+    token = int(tokens.ragged("tokens").values[index])
+    return f"token {int(places.values[index])} (id {token}) of row ({row})"
+
+
+def check_finite(tokens: Batch, *names: str) -> None:
+    """Refuse fields of a ``loss_tokens`` batch, dense or ragged, that hold NaN or infinity.
+
+    Raises:
+        TrainingError: it names the field, the value, and the first row and token that has it.
+    """
+    for name in names:
+        field = tokens.field(name)
+        values = field.values if isinstance(field, Ragged) else field
+        finite = torch.isfinite(values)
+        if bool(finite.all()):
+            continue
+        index = int((~finite).nonzero()[0])
+        if isinstance(field, Ragged):
+            where = describe_token(tokens, index)
+        else:
+            where = f"row ({tokens.row_id(index)})"
+        raise TrainingError(
+            f"{name} is {float(values[index])} at {where}",
+            why="no step can be made with a number that is not finite; the weights are unchanged",
+            fix="look at that row: what made the number came before the update",
+        )
+
+
+def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
+    """Refuse a batch that was not sampled by the policy that is about to be trained.
+
+    Contract on-policy-ratio: |exp(trainer - sampler) - 1| <= tolerance for every loss token.
+
+    Args:
+        tokens: a ``loss_tokens`` batch with ``sampler_logprobs``.
+        logprobs: [N] the trainer's.
+        tolerance: the largest deviation.
+
+    Raises:
+        TrainingError: it names the worst token, its row and both log probabilities.
+    """
+    if not logprobs.numel():
+        return
+    sampled = tokens.ragged("sampler_logprobs").values
+    deviation = torch.expm1(logprobs.detach() - sampled).abs()
+    worst = int(deviation.argmax())
+    if not float(deviation[worst]) <= tolerance:
+        raise TrainingError(
+            f"the first minibatch is not on-policy: at {describe_token(tokens, worst)} the trainer's "
+            f"log probability is {float(logprobs[worst]):.7g} and the sampler's {float(sampled[worst]):.7g}",
+            why=f"their ratio differs from 1 by {float(deviation[worst]):.3g}, more than {tolerance:g}: "
+            "the sampler ran other weights, another temperature or other arithmetic",
+            fix="raise ratio_tolerance only if the arithmetic is meant to differ",
+        )

@@ -1,0 +1,187 @@
+"""Optimizer: AdamW over float32 masters, global-norm clipping, the schedule, and the state to go on from.
+
+    module parameter ── float32 or wider ──> is its own master
+                     └─ bfloat16 ──> float32 master; gradients are added up in float32,
+                                     the stepped master is rounded back into the module
+
+A small learning rate moves a bfloat16 weight by less than its last bit: without masters such steps
+would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rillflow.errors import TrainingError, nearest
+from rillflow.train.config import OptimizerConfig
+from rillflow.train.schedule import lr_factor
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """What training goes on from, besides the weights; every tensor can be stored as safetensors."""
+
+    tensors: dict[str, Tensor]
+    """``kind/parameter name``: moments, and masters where they are not the weights. Not copies."""
+    counters: dict[str, int]
+    """``step``: optimiser steps made."""
+
+
+class Optimizer:
+    """AdamW over the trainable parameters of a module.
+
+    Args:
+        module: whose parameters are trained.
+        config: rates, decay, schedule, clipping.
+        total_steps: optimiser steps of the whole phase, for the schedule.
+
+    Raises:
+        TrainingError: the module has no trainable parameter.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimizerConfig, *, total_steps: int) -> None:
+        self._config = config
+        self._total_steps = total_steps
+        self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self._weights:
+            raise TrainingError(
+                "the module has no parameter that requires a gradient",
+                why="there is nothing to train",
+                fix="call requires_grad_(True) on what should be trained",
+            )
+        self._masters = {name: _master(weight) for name, weight in self._weights.items()}
+        self._narrow = [name for name, weight in self._weights.items() if self._masters[name] is not weight]
+        matrices = [master for master in self._masters.values() if master.dim() >= 2]
+        vectors = [master for master in self._masters.values() if master.dim() < 2]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            fused=True,
+        )
+        self.steps = 0
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self._config.lr * lr_factor(self.steps, self._total_steps, self._config)
+
+    def collect(self) -> None:
+        """Move the gradients of narrow parameters to their masters; call it after every backward pass."""
+        for name in self._narrow:
+            weight, master = self._weights[name], self._masters[name]
+            if weight.grad is not None:
+                if master.grad is None:
+                    master.grad = weight.grad.to(master.dtype)
+                else:
+                    master.grad += weight.grad
+                weight.grad = None
+
+    def step(self) -> float:
+        """Clip the gathered gradients and apply them.
+
+        Returns:
+            Their global norm before clipping.
+
+        Raises:
+            TrainingError: the norm is not finite; nothing was changed.
+        """
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        length = float(norm)
+        if not length < float("inf"):
+            raise self._not_finite(length)
+        if length > self._config.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.max_grad_norm, norm)
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr
+        self._adamw.step()
+        self._publish()
+        self.steps += 1
+        return length
+
+    def discard(self) -> None:
+        """Drop all gradients."""
+        for parameter in (*self._weights.values(), *self._masters.values()):
+            parameter.grad = None
+
+    def state(self) -> TrainerState:
+        """The present state, by parameter name."""
+        tensors = {f"master/{name}": self._masters[name].detach() for name in self._narrow}
+        for name, master in self._masters.items():
+            if master in self._adamw.state:
+                moments = self._adamw.state[master]
+                tensors |= {f"{kind}/{name}": moments[kind] for kind in _MOMENTS}
+        return TrainerState(tensors=tensors, counters={"step": self.steps})
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
+        """Go on from a state; the module's weights are those of the same moment.
+
+        Raises:
+            TrainingError: the state is another module's.
+        """
+        self._check_state(tensors)
+        with torch.no_grad():
+            for name in self._narrow:
+                self._masters[name].copy_(tensors[f"master/{name}"])
+        self._adamw.state.clear()
+        for name, master in self._masters.items():
+            if f"step/{name}" in tensors:
+                moments = {kind: tensors[f"{kind}/{name}"] for kind in _MOMENTS}
+                self._adamw.state[master] = {k: v.to(master.device, copy=True) for k, v in moments.items()}
+        self._publish()
+        self.steps = counters["step"]
+
+    def _publish(self) -> None:
+        with torch.no_grad():
+            for name in self._narrow:
+                self._weights[name].copy_(self._masters[name])
+
+    def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
+        stepped = [name for name in self._masters if f"step/{name}" in tensors]
+        expected = {f"master/{name}": self._masters[name].shape for name in self._narrow}
+        for name in stepped:
+            shape = self._masters[name].shape
+            expected |= {f"step/{name}": torch.Size(), f"exp_avg/{name}": shape, f"exp_avg_sq/{name}": shape}
+        for name in sorted(set(expected) ^ set(tensors)):
+            known = "lacks" if name in expected else "has"
+            raise TrainingError(
+                f"the training state {known} {name!r}",
+                why="it was saved from another module, or from one of another type",
+                fix=nearest(name, expected),
+            )
+        for name, shape in expected.items():
+            stored = tensors[name].shape
+            if stored != shape:
+                raise TrainingError(
+                    f"{name!r} has shape {list(stored)} in the training state and {list(shape)} here",
+                    why="it was saved from another module",
+                )
+
+    def _not_finite(self, norm: float) -> TrainingError:
+        names = [
+            name
+            for name, master in self._masters.items()
+            if master.grad is not None and not bool(torch.isfinite(master.grad).all())
+        ]
+        where = f"first in {names[0]}" if names else "the sum of finite ones overflows"
+        return TrainingError(
+            f"the gradient's norm is {norm}: {where}",
+            why="the step would have destroyed the weights; it was not applied",
+            fix="lower the learning rate, or look for extreme log ratios in the metrics before this step",
+        )
+
+
+def _master(weight: nn.Parameter) -> nn.Parameter:
+    if weight.dtype in (torch.float32, torch.float64):
+        return weight
+    return nn.Parameter(weight.detach().float())

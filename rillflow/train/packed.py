@@ -1,0 +1,182 @@
+"""Packed rows: a micro-batch as one long row, in which rows that begin alike are computed once.
+
+    rows      a b c d        packed tokens [U]    a b c d | e | x y        one for every distinct beginning
+              a b c e        positions            0 1 2 3 | 3 | 0 1
+              x y            places of the rows   0 1 2 3, 0 1 2 4, 5 6
+
+Rows sampled from one prompt share it, and equal answers share themselves. Everything a decoder does
+to one token at a time runs on U tokens; attention alone sees whole rows, gathered side by side
+with rows of like length, and hands each packed token's result back once.
+
+Legend: B rows, T tokens of all rows, U packed tokens, L longest row; H, K heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rillflow.models.attention import causal
+from rillflow.records.ragged import Ragged
+
+_FILL = 0.75
+"""A row joins a bucket when it is at least this share of the bucket's longest row."""
+_SHORT = 16
+"""Rows this short are not worth a bucket of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedRows:
+    """Rows as a model reads them.
+
+    Example:
+        packed = pack(Ragged.from_rows([[1, 2], [1, 3]]))
+        packed.tokens.tolist() == [1, 2, 3] and packed.places.values.tolist() == [0, 1, 0, 2]
+    """
+
+    tokens: Tensor
+    """[U] int64."""
+    positions: Tensor
+    """[U] int64 the place of each packed token within its rows."""
+    places: Ragged
+    """int64, for every token of every row its place among the packed tokens."""
+
+
+def pack(rows: Ragged) -> PackedRows:
+    """Lay rows end to end, each beginning that several share only once.
+
+    Rows are sorted, so that a row's neighbour is the one it shares most with; how far the two agree
+    decides which of the row's tokens are new.
+    """
+    padded = rows.padded(-1)
+    order = torch.tensor(_sorted(rows), dtype=torch.int64)
+    padded, lengths = padded[order], rows.lengths[order]
+    steps = torch.arange(padded.shape[1])
+    common = torch.zeros_like(lengths)
+    alike = (padded[1:] == padded[:-1]) & (padded[1:] >= 0)
+    common[1:] = alike.cumprod(1).sum(1)
+    fresh = steps >= common[:, None]
+    owner = torch.where(fresh, torch.arange(len(rows))[:, None], 0).cummax(0).values
+    shift = torch.cumsum(lengths - common, 0) - lengths
+    places = torch.empty_like(padded)
+    places[order] = steps + shift[owner]
+    new = fresh & (steps < lengths[:, None])
+    return PackedRows(
+        tokens=padded[new],
+        positions=steps.expand_as(padded)[new],
+        places=rows.with_values(places[rows.row_of, rows.positions]),
+    )
+
+
+def _sorted(rows: Ragged) -> list[int]:
+    texts = [row.tolist() for row in rows.rows()]
+    return sorted(range(len(rows)), key=texts.__getitem__)
+
+
+class PackedAttention:
+    """The attention plan of packed rows (see models.attention.AttentionPlan).
+
+    Args:
+        rows: the packed rows.
+        device: where the module computes.
+    """
+
+    def __init__(self, rows: PackedRows, device: torch.device) -> None:
+        self.layers: set[int] = set()
+        self._buckets: list[_Bucket] = []
+        home = torch.empty_like(rows.tokens)
+        num_seats = 0
+        for members in _like_length(rows.places.lengths):
+            bucket = rows.places.select(members)
+            longest = int(bucket.lengths.max())
+            seats = num_seats + bucket.row_of * longest + bucket.positions
+            home[bucket.values] = seats  # any row's copy of a packed token has the same result
+            index = bucket.padded(0)
+            pick = _Pick.of(index.flatten(), real=seats - num_seats, sources=len(rows.tokens), device=device)
+            self._buckets.append(_Bucket(pick=pick, rows=len(members), longest=longest))
+            num_seats += index.numel()
+        self._home = _Pick.of(home, real=torch.arange(len(home)), sources=num_seats, device=device)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """[1, U, H, D] each packed token attends to the beginning of its rows; see AttentionPlan."""
+        self.layers.add(layer)
+        found = []
+        for bucket in self._buckets:
+            rows_query, rows_key, rows_value = (bucket.rows_of(states) for states in (query, key, value))
+            seen = causal(rows_query, rows_key, rows_value, scaling, window)
+            found.append(seen.transpose(1, 2).flatten(0, 1).flatten(1))
+        everything = found[0] if len(found) == 1 else torch.cat(found)
+        return _gather(everything, self._home).view(1, query.shape[2], query.shape[1], -1)
+
+
+def _like_length(lengths: Tensor) -> list[Tensor]:
+    """Indices of the rows that are not empty, cut where lengths fall by a quarter: little padding."""
+    order = torch.argsort(lengths, descending=True, stable=True)
+    cuts, bound = [0], 0.0
+    for place, length in enumerate(lengths[order].tolist()):
+        if place == 0 or (length < bound and length > _SHORT):
+            cuts += [place] if place else []
+            bound = length * _FILL
+    filled = int((lengths > 0).sum())
+    return [order[a:b] for a, b in zip(cuts, [*cuts[1:], filled], strict=True) if b > a]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pick:
+    """Rows of a matrix chosen by index, and for each row of the matrix who chose it."""
+
+    index: Tensor
+    """[M] int64 the source of each result."""
+    order: Tensor
+    """[R] int64 the results that count, by source."""
+    offsets: Tensor
+    """[sources] int64 where each source's results begin in ``order``."""
+
+    @staticmethod
+    def of(index: Tensor, *, real: Tensor, sources: int, device: torch.device) -> _Pick:
+        """The pick of ``index`` of which the places ``real`` [R] are not padding."""
+        chosen = index[real]
+        by_source = torch.argsort(chosen, stable=True)
+        offsets = torch.searchsorted(chosen[by_source], torch.arange(sources))
+        parts = (part.to(device) for part in (index, real[by_source], offsets))
+        return _Pick(**dict(zip(("index", "order", "offsets"), parts, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Bucket:
+    pick: _Pick
+    """From packed tokens [U] to seats [rows x longest]."""
+    rows: int
+    longest: int
+
+    def rows_of(self, states: Tensor) -> Tensor:
+        """[rows, heads, longest, size] the bucket's rows of packed states [1, heads, U, size]."""
+        flat = states[0].transpose(0, 1).flatten(1)
+        return _gather(flat, self.pick).view(self.rows, self.longest, -1, states.shape[3]).transpose(1, 2)
+
+
+def _gather(values: Tensor, pick: _Pick) -> Tensor:
+    found: Tensor = _Gather.apply(values, pick)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Gather(torch.autograd.Function):
+    """values[index], whose gradient is summed source by source: on a CPU many times faster than scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, pick: _Pick) -> Tensor:
+        ctx.pick = pick
+        return values.index_select(0, pick.index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        pick: _Pick = ctx.pick
+        summed = torch.nn.functional.embedding_bag(
+            pick.order, gradients[0].contiguous(), pick.offsets, mode="sum"
+        )
+        return summed, None

@@ -1,0 +1,293 @@
+"""Chart: a curve over steps as one SVG of our own; no library draws it.
+
+    Series ─ smooth ─ thin ─ scale ─> polylines     phases ─> bands behind them
+
+A chart fills its card at any width. The page's script reads a value back from the polyline that is
+marked ``track``, with the ranges in the svg's data attributes, so that no number is written twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from rillflow.observe.wording import number
+from rillflow.view.html import Html, el
+from rillflow.view.run_data import PhaseSpan
+
+WIDTH, HEIGHT = 480, 240
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 20, 26
+MAX_POINTS = 400
+_SMOOTHED_FROM = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One value at one step; a value that cannot be drawn leaves a gap."""
+
+    x: float
+    """The step."""
+    y: float
+    """The value."""
+    low: float | None = None
+    """The lower end of its interval, where it has one."""
+    high: float | None = None
+    """The upper end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve."""
+
+    label: str
+    """What it shows; empty where the chart's title says it."""
+    points: Sequence[Point]
+    """Its values by step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """What is drawn in one pair of axes."""
+
+    series: Sequence[Series]
+    """The curves; the first is the main one."""
+    phases: Sequence[PhaseSpan] = ()
+    """The phases behind the curves."""
+    is_share: bool = False
+    """Whether the values are shares, so that the axis is 0 to 1."""
+    is_log: bool = False
+    """Whether the axis counts powers of ten."""
+    has_marks: bool = False
+    """Whether every value has a dot and a line goes straight from one to the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Axis:
+    low: float
+    high: float
+    start: float
+    length: float
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * self.length
+
+
+def draw(chart: Chart) -> Html:
+    """The chart as an svg element; an empty one says so."""
+    scaled = _log_chart(chart) if chart.is_log else chart
+    values = [point for series in scaled.series for point in series.points if _is_drawable(point.y)]
+    if not values:
+        return el("p", "No finite value was recorded.", class_="empty")
+    x = _x_axis(values)
+    y = _y_axis(scaled, values)
+    parts = [*_phase_bands(scaled, x), *_y_grid(scaled, y), *_x_labels(x)]
+    for index, series in reversed(list(enumerate(scaled.series))):
+        parts += _curve(series, index, scaled, x, y)
+    parts.append(el("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM))
+    parts.append(el("circle", class_="dot", r=4))
+    ranges = {"data_x0": x.low, "data_x1": x.high, "data_y0": y.low, "data_y1": y.high}
+    box = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "class_": "chart", "role": "img"}
+    return el("svg", *parts, **box, **ranges, data_log=chart.is_log)
+
+
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """At most ``limit`` points: of neighbouring ones their mean."""
+    return [_middle(part) for part in _parts(points, limit)]
+
+
+def pick(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """At most ``limit`` of the points: of neighbouring ones the furthest from their mean; spikes stay."""
+    return [_furthest(part) for part in _parts(points, limit)]
+
+
+def _parts(points: Sequence[Point], limit: int) -> list[Sequence[Point]]:
+    count = min(len(points), limit)
+    cuts = [len(points) * part // count for part in range(count + 1)] if count else []
+    return [points[start:stop] for start, stop in pairwise(cuts)]
+
+
+def _furthest(points: Sequence[Point]) -> Point:
+    """A point that is not finite is further than any other: it shows as a gap."""
+    middle = _middle(points).y
+    return max(points, key=lambda point: abs(point.y - middle) if _is_drawable(point.y) else math.inf)
+
+
+def smooth(points: Sequence[Point], phases: Sequence[PhaseSpan]) -> list[Point]:
+    """A line fitted around every point, over a fortieth of the curve; none crosses a gap or a phase's end.
+
+    A running mean would pull the ends of a rising curve in; a fitted line does not.
+    """
+    half = max(2, len(points) // 80)
+    smoothed: list[Point] = []
+    for run in _unbroken(points, phases):
+        for place, point in enumerate(run):
+            near = run[max(0, place - half) : place + half + 1]
+            smoothed.append(Point(x=point.x, y=_fitted(near, point.x)))
+    return smoothed
+
+
+def _fitted(points: Sequence[Point], at: float) -> float:
+    """The value at ``at`` of the line with the least squared distance to the points."""
+    middle = _middle(points)
+    spread = sum((point.x - middle.x) ** 2 for point in points)
+    slope = sum((point.x - middle.x) * (point.y - middle.y) for point in points) / spread if spread else 0.0
+    return middle.y + slope * (at - middle.x)
+
+
+def _unbroken(points: Sequence[Point], phases: Sequence[PhaseSpan]) -> Iterator[list[Point]]:
+    """Runs of finite points within one phase."""
+    run: list[Point] = []
+    borders = {phase.first for phase in phases}
+    previous = -math.inf
+    for point in points:
+        crossed = any(previous < border <= point.x for border in borders)
+        if run and (crossed or not _is_drawable(point.y)):
+            yield run
+            run = []
+        if _is_drawable(point.y):
+            run.append(point)
+        previous = point.x
+    if run:
+        yield run
+
+
+def _middle(points: Sequence[Point]) -> Point:
+    finite = [point.y for point in points if _is_drawable(point.y)]
+    return Point(
+        x=sum(point.x for point in points) / len(points), y=sum(finite) / len(finite) if finite else math.nan
+    )
+
+
+def _curve(series: Series, index: int, chart: Chart, x: _Axis, y: _Axis) -> list[Html]:
+    points = pick(series.points)
+    many = len(points) > _SMOOTHED_FROM and not chart.has_marks
+    phases = () if chart.has_marks else chart.phases
+    parts = [_band(points, x, y)] if any(point.low is not None for point in points) else []
+    track = "track" if index == 0 else None
+    if many:
+        parts += [_line(run, x, y, f"raw c{index}", track) for run in _unbroken(points, phases)]
+        middle = smooth(thin(series.points), phases)
+        parts += [_line(run, x, y, f"line c{index}") for run in _unbroken(middle, phases)]
+    else:
+        parts += [_line(run, x, y, f"line c{index}", track) for run in _unbroken(points, phases)]
+    if chart.has_marks and len(points) <= _SMOOTHED_FROM:
+        parts += [
+            el("circle", class_=f"mark c{index}", r=3.5, cx=f"{x(point.x):.1f}", cy=f"{y(point.y):.1f}")
+            for point in points
+            if _is_drawable(point.y)
+        ]
+    return parts
+
+
+def _line(points: Sequence[Point], x: _Axis, y: _Axis, kind: str, track: str | None = None) -> Html:
+    # A line of one point is drawn as a dot only if it goes somewhere, be it to where it is.
+    ends = points if len(points) > 1 else [*points, *points]
+    places = " ".join(f"{x(point.x):.1f},{y(point.y):.2f}" for point in ends)
+    return el("polyline", class_=f"{kind} {track}" if track else kind, points=places)
+
+
+def _band(points: Sequence[Point], x: _Axis, y: _Axis) -> Html:
+    known = [point for point in points if point.low is not None and point.high is not None]
+    above = [f"{x(point.x):.1f},{y(point.high or 0.0):.2f}" for point in known]
+    below = [f"{x(point.x):.1f},{y(point.low or 0.0):.2f}" for point in reversed(known)]
+    return el("polygon", class_="band", points=" ".join([*above, *below]))
+
+
+def _x_axis(values: Sequence[Point]) -> _Axis:
+    low, high = min(point.x for point in values), max(point.x for point in values)
+    if low == high:
+        low, high = low - 1, high + 1
+    return _Axis(low=low, high=high, start=LEFT, length=WIDTH - LEFT - RIGHT)
+
+
+def _y_axis(chart: Chart, values: Sequence[Point]) -> _Axis:
+    ends = [end for point in values for end in (point.y, point.low, point.high) if end is not None]
+    low, high = min(ends), max(ends)
+    if chart.is_share:
+        low, high = min(0.0, low), max(1.0, high)
+    elif chart.is_log:
+        low, high = math.floor(low), math.ceil(high)
+    elif low > 0 and low < 0.4 * high:
+        low = 0.0
+    if high - low < 1e-9 * max(1.0, abs(high)):
+        room = 1.0 if chart.is_log else abs(high) * 0.1 or 1.0
+        low, high = low - room, high + room
+    room = 0.0 if chart.is_share or chart.is_log else 0.04 * (high - low)
+    start = HEIGHT - BOTTOM
+    return _Axis(low=low if low == 0 else low - room, high=high + room, start=start, length=TOP - start)
+
+
+def ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """Round values between two ends, about ``count`` of them."""
+    rough = (high - low) / max(1, count - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
+    return [round(place * step, 12) for place in range(first, last + 1)]
+
+
+def _y_grid(chart: Chart, axis: _Axis) -> list[Html]:
+    parts = []
+    for value in ticks(axis.low, axis.high):
+        if chart.is_log and value != round(value):
+            continue
+        place = axis(value)
+        parts.append(
+            el("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=f"{place:.1f}", y2=f"{place:.1f}")
+        )
+        label = f"1e{value:.0f}" if chart.is_log else _tick_label(value)
+        parts.append(el("text", label, class_="tick end", x=LEFT - 7, y=f"{place + 4:.1f}"))
+    return parts
+
+
+def _x_labels(axis: _Axis) -> list[Html]:
+    places = [value for value in ticks(axis.low, axis.high) if value == round(value)]
+    labels = [
+        el("text", f"{value:,.0f}", class_="tick middle", x=f"{axis(value):.1f}", y=HEIGHT - 8)
+        for value in places
+    ]
+    return [
+        *labels,
+        el("line", class_="base", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM),
+    ]
+
+
+def _phase_bands(chart: Chart, axis: _Axis) -> list[Html]:
+    """One band a phase, named at its top, where the chart shows more than one."""
+    shown = [phase for phase in chart.phases if phase.last > axis.low and phase.first < axis.high]
+    parts: list[Html] = []
+    for index, phase in enumerate(shown if len(shown) > 1 else ()):
+        start = axis(max(axis.low, phase.first - 0.5))
+        end = axis(min(axis.high, phase.last + 0.5))
+        box = {"x": f"{start:.1f}", "width": f"{end - start:.1f}"}
+        parts.append(el("rect", class_=f"phase p{index % 2}", y=TOP, height=HEIGHT - BOTTOM - TOP, **box))
+        is_wide = end - start > 7.5 * len(phase.name)
+        if is_wide or index == len(shown) - 1:
+            kind, place = ("phasename", start + 3) if is_wide else ("phasename end", end)
+            parts.append(el("text", phase.name, class_=kind, x=f"{place:.1f}", y=TOP - 6))
+    return parts
+
+
+def _log_chart(chart: Chart) -> Chart:
+    """The chart with the logarithms of its values; a zero stands at the least other value."""
+    values = [point.y for series in chart.series for point in series.points if 0 < point.y < math.inf]
+    least = min(values, default=1e-9)
+
+    def log(point: Point) -> Point:
+        return replace(point, y=math.log10(max(point.y, least)) if _is_drawable(point.y) else point.y)
+
+    series = [replace(one, points=[log(point) for point in one.points]) for one in chart.series]
+    return replace(chart, series=series)
+
+
+def _is_drawable(value: float) -> bool:
+    """Neither NaN nor so large that arithmetic with it overflows."""
+    return abs(value) < 1e100
+
+
+def _tick_label(value: float) -> str:
+    if 0 < abs(value) < 1e-3:
+        return number(value)
+    return f"{value:,.12g}" if abs(value) < 1e6 else f"{value:.3g}"

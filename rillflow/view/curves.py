@@ -1,0 +1,240 @@
+"""Curves: which metrics the report draws, under which title, and what each should look like.
+
+    RunData ─ cards ─> one card a curve that was recorded, then one for every metric not named here
+
+A run that lacks a metric has no card for it; docs/metrics.md defines the metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rillflow.observe.wording import number
+from rillflow.view.chart import Chart, Point, Series, draw
+from rillflow.view.html import Html, el
+from rillflow.view.run_data import PhaseSpan, RunData
+
+RECENT = 20
+"""Steps that a plain-words verdict looks at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A limit on a curve's last values, and what it means to keep it or not."""
+
+    limit: float
+    """The largest value that is well."""
+    kept: str
+    """What to say when the largest of the last values is at most this."""
+    broken: str
+    """What to say when it is above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A card of the report."""
+
+    title: str
+    """Its heading."""
+    hint: str
+    """What it shows and what it should look like."""
+    metrics: Mapping[str, str]
+    """The metrics it draws, with the label of each; the first is the main one."""
+    is_share: bool = False
+    """Whether the values are shares."""
+    is_log: bool = False
+    """Whether the axis counts powers of ten."""
+    is_apart: bool = False
+    """Whether every phase has axes of its own, its values being of another kind."""
+    verdict: Verdict | None = None
+    """What the last values mean in plain words."""
+
+
+CURVES = (
+    Curve(
+        title="Reward",
+        hint="Mean score of the sampled answers. It should rise, with noise, and flatten out.",
+        metrics={"reward/score/mean": ""},
+    ),
+    Curve(
+        title="Supervised loss",
+        hint="Mean negative log probability of an example's token, in nats. It falls, fast at first.",
+        metrics={"supervised/nll/mean": ""},
+    ),
+    Curve(
+        title="Likeliest tokens",
+        hint="Share of the examples' tokens that the model thinks likeliest. It rises.",
+        metrics={"supervised/accuracy/mean": ""},
+        is_share=True,
+    ),
+    Curve(
+        title="Policy loss",
+        hint="Near 0 and noisy, it is no measure of progress; only a large or growing size says something.",
+        metrics={"policy/loss/mean": ""},
+    ),
+    Curve(
+        title="Entropy",
+        hint="How undecided the policy is, in nats a token. It falls slowly; a plunge to 0 ends exploring.",
+        metrics={"policy/entropy/mean": ""},
+    ),
+    Curve(
+        title="Divergence from the reference",
+        hint="How far the policy has moved, in nats a token. It grows slowly; a jump means it ran away.",
+        metrics={"policy/kl/mean": ""},
+    ),
+    Curve(
+        title="Clipped tokens",
+        hint="Share of tokens where the clip binds. Above 0.3, there are too many epochs or too large steps.",
+        metrics={"policy/clipped/share": ""},
+    ),
+    Curve(
+        title="Gradient norm",
+        hint="Before it is scaled down. It settles; spikes that come more often announce a collapse.",
+        metrics={"train/grad_norm/mean": ""},
+        is_apart=True,
+    ),
+    Curve(
+        title="Sampler against trainer",
+        hint="Largest gap between their log probabilities of one token: rounding, and nothing else.",
+        metrics={"mismatch/logprob_gap/max": ""},
+        is_log=True,
+        verdict=Verdict(
+            limit=1e-3,
+            kept="They agree.",
+            broken="More than float32 rounds; bfloat16 may give 0.1. See loss.importance_cap.",
+        ),
+    ),
+    Curve(
+        title="Answer length",
+        hint="Sampled tokens of a row. Growth without more reward is rambling; a fall to 1 is giving up.",
+        metrics={"rollout/length/mean": "mean", "rollout/length/max": "longest"},
+    ),
+    Curve(
+        title="Finished answers",
+        hint="Share that ended by themselves. If it falls, read the longest samples or raise max_tokens.",
+        metrics={"rollout/stopped/share": ""},
+        is_share=True,
+    ),
+    Curve(
+        title="Groups without a difference",
+        hint="All answers of a prompt scored alike and teach nothing. Near 1, prompts are too easy or hard.",
+        metrics={"reward/flat_groups/share": ""},
+        is_share=True,
+    ),
+    Curve(
+        title="Learning rate",
+        hint="What the schedule gave.",
+        metrics={"train/lr/mean": ""},
+    ),
+)
+
+
+def cards(data: RunData) -> list[Html]:
+    """The named curves that the run recorded, held-out accuracy first, speed last."""
+    found = [_accuracy_card(data)] if data.evaluations else []
+    for curve in CURVES:
+        series = [_series(data, name, label) for name, label in curve.metrics.items()]
+        series = [one for one in series if one.points]
+        if series and curve.is_apart:
+            found += [_card(curve, part, (phase,)) for phase, part in _by_phase(series, data.phases)]
+        elif series:
+            found.append(_card(curve, series, data.phases))
+    return [*found, *_speed_card(data)]
+
+
+def other_cards(data: RunData) -> list[Html]:
+    """One card for every metric that no named curve draws."""
+    named = {name for curve in CURVES for name in curve.metrics}
+    names = sorted({name for record in data.steps for name in record.metrics} - named)
+    return [
+        _card(Curve(title=name, hint="", metrics={}), [_series(data, name, "")], data.phases)
+        for name in names
+    ]
+
+
+def _series(data: RunData, name: str, label: str) -> Series:
+    points = [
+        Point(x=record.step, y=record.metrics[name].value) for record in data.steps if name in record.metrics
+    ]
+    return Series(label=label, points=points)
+
+
+def _by_phase(series: Sequence[Series], phases: Sequence[PhaseSpan]) -> list[tuple[PhaseSpan, list[Series]]]:
+    parts = []
+    for phase in phases:
+        cut = [
+            Series(
+                label=one.label,
+                points=[point for point in one.points if phase.first <= point.x <= phase.last],
+            )
+            for one in series
+        ]
+        if any(one.points for one in cut):
+            parts.append((phase, cut))
+    return parts
+
+
+def _accuracy_card(data: RunData) -> Html:
+    points = []
+    for evaluation in data.evaluations:
+        low, high = evaluation.interval or (None, None)
+        points.append(Point(x=evaluation.step, y=evaluation.accuracy, low=low, high=high))
+    last = data.evaluations[-1]
+    chart = Chart(series=[Series(label="", points=points)], phases=data.phases, is_share=True, has_marks=True)
+    hint = (
+        f"Share of {last.count:,} problems, never trained on, that were solved. The band is the 95% interval."
+    )
+    return _frame("Held-out accuracy", hint, draw(chart), number(last.accuracy))
+
+
+def _speed_card(data: RunData) -> list[Html]:
+    """Sampled tokens of a step over the time its generation took."""
+    seconds: dict[int, float] = {}
+    for span in data.spans:
+        if span.stage.endswith(".generate"):
+            seconds[span.step] = seconds.get(span.step, 0.0) + span.duration_s
+    points = [
+        Point(x=record.step, y=record.metrics["rollout/tokens/sum"].value / seconds[record.step])
+        for record in data.steps
+        if "rollout/tokens/sum" in record.metrics and seconds.get(record.step, 0.0) > 0
+    ]
+    if not points:
+        return []
+    curve = Curve(title="Generation speed", hint="Sampled tokens a second, while generating.", metrics={})
+    return [_card(curve, [Series(label="", points=points)], data.phases)]
+
+
+def _card(curve: Curve, series: Sequence[Series], phases: Sequence[PhaseSpan]) -> Html:
+    chart = Chart(series=series, phases=phases, is_share=curve.is_share, is_log=curve.is_log)
+    title = f"{curve.title}: {phases[0].name}" if curve.is_apart else curve.title
+    values = [point.y for point in series[0].points]
+    notes = [_legend(series)] if len(series) > 1 else []
+    bad = [point.x for point in series[0].points if not math.isfinite(point.y)]
+    if bad:
+        notes.append(
+            el("p", f"{len(bad)} values are not finite, the first at step {bad[0]:,.0f}.", class_="bad")
+        )
+    if curve.verdict is not None:
+        notes.append(_verdict(curve.verdict, values[-RECENT:]))
+    return _frame(title, curve.hint, [draw(chart), *notes], number(values[-1]))
+
+
+def _verdict(verdict: Verdict, recent: Sequence[float]) -> Html:
+    # A value that is not finite is above every limit.
+    worst = max((value if math.isfinite(value) else math.inf for value in recent), default=0.0)
+    is_kept = worst <= verdict.limit
+    text = f"{verdict.kept if is_kept else verdict.broken} Largest lately: {number(worst)}."
+    return el("p", text, class_="good" if is_kept else "bad")
+
+
+def _legend(series: Sequence[Series]) -> Html:
+    entries = [el("span", one.label, class_=f"key c{index}") for index, one in enumerate(series)]
+    return el("p", entries, class_="legend")
+
+
+def _frame(title: str, hint: str, body: Html | list[Html], last: str) -> Html:
+    head = el("header", el("h3", title), el("output", last, data_last=last))
+    note = [el("p", hint, class_="hint")] if hint else []
+    return el("section", head, note, body, class_="card")

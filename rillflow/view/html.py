@@ -1,0 +1,64 @@
+"""HTML in which text cannot become markup: every plain string is escaped where it is put in.
+
+el("p", "1 < 2", class_="note") == '<p class="note">1 &lt; 2</p>'
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+
+_VOID = frozenset({"meta", "br"})
+
+
+class Html(str):
+    """Text that is markup already, made by ``el`` or written by us."""
+
+    __slots__ = ()
+
+
+Child = str | Iterable["Child"]
+Attribute = str | float | bool | None
+
+
+def el(tag: str, *children: Child, **attributes: Attribute) -> Html:
+    """An element.
+
+    ``class_`` is the attribute class, ``data_x`` is data-x; one that is None or False is left out, and
+    one that is True has no value. Children are markup (Html), text, or iterables of these.
+    """
+    opening = "".join(f" {_attribute(name, value)}" for name, value in attributes.items() if _is_set(value))
+    if tag in _VOID:
+        return Html(f"<{tag}{opening}>")
+    return Html(f"<{tag}{opening}>{markup(children)}</{tag}>")
+
+
+def markup(children: Child) -> Html:
+    """Children joined to markup; what is not Html is escaped."""
+    if isinstance(children, Html):
+        return children
+    if isinstance(children, str):
+        return Html(html.escape(visible(children)))
+    return Html("".join(markup(child) for child in children))
+
+
+def visible(text: str) -> str:
+    """Control characters as the pictures that stand for them; they would be invisible or invalid."""
+    return text.translate(_PICTURES)
+
+
+def cut(text: str, limit: int) -> str:
+    """At most ``limit`` characters, and how many are missing."""
+    return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
+
+
+def _is_set(value: Attribute) -> bool:
+    return value is not None and value is not False
+
+
+def _attribute(name: str, value: Attribute) -> str:
+    plain = name.rstrip("_").replace("_", "-")
+    return plain if value is True else f'{plain}="{html.escape(visible(str(value)))}"'
+
+
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}

@@ -1,0 +1,172 @@
+"""The report: a run as one HTML file that needs no network, no library and no server.
+
+RunData ─┬─ header      what was run, accuracy before and after
+         ├─ curves      one card a metric, phases marked
+         ├─ stages      where the time went
+         ├─ outcomes    what the reward said, and how often it said nothing
+         ├─ samples     then and now; best, worst, longest
+         └─ details     other metrics, environment, config
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from rillflow.observe import durable, layout
+from rillflow.observe.json_lines import JSON
+from rillflow.observe.wording import duration
+from rillflow.view import chart, curves
+from rillflow.view.html import Html, cut, el
+from rillflow.view.outcomes import draw_outcomes
+from rillflow.view.run_data import RunData, load
+from rillflow.view.samples import draw_comparison, draw_groups, read_samples, shade_key
+from rillflow.view.stages import draw_stages
+from rillflow.view.style import SCRIPT, STYLE
+from rillflow.view.summary import Score, Summary, summary_of, verdict
+
+
+def write_report(run: Path) -> Path:
+    """Write report.html into a run directory, finished or not, and return its path.
+
+    Raises:
+        RunDirectoryError: it is not a run directory, one of its files is damaged, or it cannot be written.
+    """
+    file = run / layout.REPORT
+    durable.replace(file, [render(load(run)).encode("utf-8", "replace")])
+    return file
+
+
+def render(data: RunData) -> str:
+    """The whole page."""
+    read = read_samples(data.path)
+    body = [
+        _hero(data, summary_of(data)),
+        *_section("Curves", [el("div", curves.cards(data), class_="grid-cards")] if data.steps else []),
+        *_section(
+            "Where the time went", [el("div", draw_stages(data), class_="stack")] if data.spans else []
+        ),
+        *_section("What the reward said", draw_outcomes(data)),
+        *_section("Then and now", draw_comparison(read)),
+        *_section("Samples", [shade_key(), el("div", draw_groups(read), class_="pair")] if read else []),
+        *_details(data),
+        el(
+            "footer",
+            "Made by Rillflow from the files of the run directory; docs/metrics.md defines every metric.",
+        ),
+    ]
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("title", f"{data.path.resolve().name}: Rillflow"),
+        el("style", Html(STYLE)),
+    )
+    page = el("html", head, el("body", el("main", body), el("script", Html(_script()))), lang="en")
+    return f"<!doctype html>\n{page}\n"
+
+
+def _script() -> str:
+    return SCRIPT % {
+        "left": chart.LEFT,
+        "right": chart.WIDTH - chart.RIGHT,
+        "top": chart.TOP,
+        "bottom": chart.HEIGHT - chart.BOTTOM,
+        "width": chart.WIDTH,
+    }
+
+
+def _section(title: str, body: list[Html]) -> list[Html]:
+    return [el("h2", title), *body] if body else []
+
+
+def _hero(data: RunData, summary: Summary) -> Html:
+    made = sum(phase.steps for phase in summary.phases)
+    status = "finished" if summary.is_finished else f"not finished: {made:,} steps" if made else "no step yet"
+    title = el("h1", data.path.resolve().name, el("span", status, class_="status"))
+    steps = ", ".join(f"{one.name} {one.steps:,}" for one in summary.phases)
+    facts = {
+        "task": _text(data.setting("task.source")),
+        "model": _model(data),
+        "steps": steps,
+        "time": duration(summary.seconds) if summary.seconds else "",
+        "machine": _machine(data),
+        "command": shlex.join(summary.command),
+        "checkpoint": summary.checkpoint or "",
+    }
+    listed = el("dl", ([el("dt", name), el("dd", cut(value, 300))] for name, value in facts.items() if value))
+    return el("section", el("div", title, listed), _result(summary), class_="card hero")
+
+
+def _result(summary: Summary) -> Html:
+    before, after = summary.before, summary.after
+    if before is None:
+        return el("p", "No held-out accuracy was measured.", class_="hint")
+    if after is None:
+        shown = el("p", f"{before.accuracy:.3f}", class_="change")
+        return el("div", el("small", "Held-out accuracy"), shown, _intervals([before]))
+    change = el("p", f"{before.accuracy:.3f} ", el("span", "→"), f" {after.accuracy:.3f}", class_="change")
+    kind = "good" if after.accuracy > before.accuracy else "bad"
+    words = el("p", verdict(before, after), class_=kind)
+    head = el("small", f"Held-out accuracy on {after.count:,} problems, before and after")
+    return el("div", head, change, words, _intervals([before, after]))
+
+
+def _intervals(scores: list[Score]) -> Html:
+    """The intervals on one scale from 0 to 1."""
+    parts = []
+    for index, score in enumerate(scores):
+        y = 14 + 22 * index
+        low, high = score.interval or (score.accuracy, score.accuracy)
+        parts.append(el("line", class_="grid", x1=90, x2=410, y1=y, y2=y, stroke_width=6))
+        ends = {"x1": 90 + 320 * low, "x2": 90 + 320 * high}
+        parts.append(el("line", class_=f"c{1 - index}", y1=y, y2=y, stroke_width=6, **ends))
+        parts.append(el("circle", class_=f"mark c{1 - index}", cx=90 + 320 * score.accuracy, cy=y, r=5))
+        parts.append(el("text", f"step {score.step:,}", class_="end", x=78, y=y + 4))
+        ends_text = "" if score.interval is None else f"{low:.3f} to {high:.3f}"
+        parts.append(el("text", ends_text, x=422, y=y + 4))
+    return el("svg", parts, class_="intervals", viewBox=f"0 0 520 {22 * len(scores) + 6}", role="img")
+
+
+def _details(data: RunData) -> list[Html]:
+    others = curves.other_cards(data)
+    parts = []
+    if others:
+        parts.append(
+            el(
+                "details",
+                el("summary", f"Other metrics ({len(others)})"),
+                el("div", others, class_="grid-cards"),
+            )
+        )
+    if data.starts:
+        title = "Environment" if len(data.starts) == 1 else f"Environment, {len(data.starts)} starts"
+        parts.append(el("details", el("summary", title), el("pre", _pretty(list(data.starts)))))
+    parts.append(el("details", el("summary", "Config"), el("pre", _pretty(data.config))))
+    return parts
+
+
+def _pretty(value: JSON) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _text(value: JSON) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _model(data: RunData) -> str:
+    """The model's directory, or the size of the new one."""
+    path = _text(data.setting("policy.model.path"))
+    if path:
+        return path
+    parts = [f"{name} {data.setting(f'policy.model.new.{name}')}" for name in ("layers", "hidden", "heads")]
+    architecture = _text(data.setting("policy.model.new.architecture"))
+    return f"new {architecture}: {', '.join(parts)}" if architecture else ""
+
+
+def _machine(data: RunData) -> str:
+    if not data.starts:
+        return ""
+    start = data.starts[-1]
+    return f"{start.get('device')}, {start.get('cores')} cores, {start.get('platform')}"

@@ -1,0 +1,110 @@
+"""RunData: everything a view shows, read once.
+
+metrics.jsonl ─> steps, phases     spans.jsonl ─> spans     evaluations.jsonl ─> evaluations
+config.json, environment.json ─> what was run, on what
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow.observe import layout
+from rillflow.observe.json_lines import JSON
+from rillflow.observe.reader import (
+    EvaluationRecord,
+    MetricsRecord,
+    SpanRecord,
+    read_config,
+    read_evaluations,
+    read_metrics,
+    read_spans,
+    read_starts,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSpan:
+    """The steps of one phase that were made."""
+
+    name: str
+    """The phase."""
+    first: int
+    """Its first step."""
+    last: int
+    """Its last step so far."""
+    start_s: float
+    """When the phase before it ended, in seconds of the run."""
+    end_s: float
+    """When its last step ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """A run as it stands on the disk."""
+
+    path: Path
+    """The run directory."""
+    config: Mapping[str, JSON]
+    """The resolved config."""
+    starts: Sequence[Mapping[str, JSON]]
+    """What each start of the run ran on."""
+    steps: Sequence[MetricsRecord]
+    """The metrics of every step."""
+    spans: Sequence[SpanRecord]
+    """Every stage of every step."""
+    evaluations: Sequence[EvaluationRecord]
+    """Every look at the held-out rows."""
+    phases: Sequence[PhaseSpan]
+    """The phases in order."""
+    is_finished: bool
+    """Whether the run reached its last step."""
+
+    def setting(self, dotted: str) -> JSON:
+        """A setting of the resolved config; None when this config has no such one."""
+        value: JSON = self.config
+        for part in dotted.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return None
+            value = value[part]
+        return value
+
+    def phase_of(self, step: int) -> PhaseSpan | None:
+        """The phase whose result a step shows; step 0, before the first update, is of none."""
+        return next((phase for phase in self.phases if phase.first <= step <= phase.last), None)
+
+
+def load(run: Path) -> RunData:
+    """Read a run directory, finished or not.
+
+    Raises:
+        RunDirectoryError: it is not a run directory, or one of its files is damaged.
+    """
+    config = read_config(run)
+    steps = read_metrics(run)
+    return RunData(
+        path=run,
+        config=config,
+        starts=read_starts(run),
+        steps=steps,
+        spans=read_spans(run),
+        evaluations=read_evaluations(run),
+        phases=_phases(steps),
+        is_finished=(run / layout.FINISHED).is_file(),
+    )
+
+
+def _phases(steps: Sequence[MetricsRecord]) -> list[PhaseSpan]:
+    phases: list[PhaseSpan] = []
+    for record in steps:
+        before = phases[-1] if phases else None
+        if before is not None and before.name == record.phase:
+            start = phases.pop()
+            first, start_s = start.first, start.start_s
+        else:
+            first, start_s = record.step, before.end_s if before else 0.0
+        phases.append(
+            PhaseSpan(name=record.phase, first=first, last=record.step, start_s=start_s, end_s=record.time_s)
+        )
+    return phases

@@ -1,0 +1,234 @@
+"""Samples: which rollouts the report shows, and how a row is drawn token by token.
+
+    rollouts/ ─ a few files, from the first to the last step ─> best, worst, longest
+                                 first and last file alone ─> the same task, then and now
+
+A token's shade says how unlikely the sampler thought it, so that a reader sees where a row was decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow.observe.layout import rollout_files
+from rillflow.observe.reader import RolloutRecord, read_rollouts
+from rillflow.view.html import Html, cut, el
+
+MAX_FILES = 8
+NUM_SHOWN = 5
+NUM_COMPARED = 8
+MAX_TOKENS = 300
+MAX_CHARACTERS = 1500
+SHADES = (0.9, 0.7, 0.5, 0.25, 0.1, 0.03)
+"""Probabilities below which a token is one shade darker."""
+END = "■"
+"""Stands for the token that ends a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A row and the step it was sampled in."""
+
+    step: int
+    """The step."""
+    rollout: RolloutRecord
+    """The row."""
+
+    @property
+    def confidence(self) -> float:
+        """The mean log probability of its tokens; 0 where there are none."""
+        finite = [value for value in self.logprobs if math.isfinite(value)]
+        return sum(finite) / len(finite) if finite else 0.0
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The log probabilities of the sampled tokens."""
+        return [self.rollout.logprobs[place] for place in self.rollout.sampled]
+
+
+def read_samples(run: Path) -> list[list[Sample]]:
+    """The rows of up to MAX_FILES steps, evenly from the first to the last, one list a step."""
+    steps = list(rollout_files(run))
+    if len(steps) > MAX_FILES:
+        steps = [steps[place * (len(steps) - 1) // (MAX_FILES - 1)] for place in range(MAX_FILES)]
+    read = ([Sample(step=step, rollout=row) for row in read_rollouts(run, step)] for step in steps)
+    return [samples for samples in read if samples]
+
+
+def best(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
+    """The highest rewards; among equals the ones the policy was least sure of, which teach the most."""
+    above = _unequal(_scored(samples), min)
+    return _distinct(sorted(above, key=lambda one: (-_reward(one), one.confidence)), count)
+
+
+def worst(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
+    """The lowest rewards; among equals the ones the policy was surest of, which are its firmest mistakes."""
+    below = _unequal(_scored(samples), max)
+    return _distinct(sorted(below, key=lambda one: (_reward(one), -one.confidence)), count)
+
+
+def longest(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
+    """The rows with the most sampled tokens."""
+    return _distinct(sorted(samples, key=lambda one: -len(one.rollout.sampled)), count)
+
+
+def draw_groups(read: Sequence[Sequence[Sample]]) -> list[Html]:
+    """Best and worst of the last step that was read, and the longest of all."""
+    every = [sample for samples in read for sample in samples]
+    last = read[-1] if read else []
+    step = f" of step {last[0].step}" if last else ""
+    groups = (
+        (f"Best{step}", "Highest reward; of equals, the ones the policy was least sure of.", best(last)),
+        (f"Worst{step}", "Lowest reward; of equals, the ones the policy was surest of.", worst(last)),
+        ("Longest", "The most tokens, over the steps that were looked at.", longest(every)),
+    )
+    return [_group(title, hint, chosen) for title, hint, chosen in groups if chosen]
+
+
+def draw_comparison(read: Sequence[Sequence[Sample]]) -> list[Html]:
+    """A few rows of the first and of the last step, side by side; nothing when there is one step alone."""
+    if len(read) < 2:
+        return []
+    return [el("div", (_column(samples) for samples in (read[0], read[-1])), class_="pair")]
+
+
+def draw_sample(sample: Sample) -> Html:
+    """One row: its verdict, its prompt, its answer with every token shaded."""
+    row = sample.rollout
+    facts = [
+        *_badges(row),
+        el("span", f"step {sample.step}"),
+        el("span", f"{len(row.sampled):,} tokens"),
+        *([el("span", "cut off at the limit", class_="warn")] if row.finish == "length" else []),
+        el("span", str(row.row)),
+    ]
+    message = [el("p", cut(row.message, 300), class_="bad")] if row.message else []
+    answer = el("div", _answer(sample), class_="answer")
+    return el(
+        "article",
+        el("p", facts, class_="facts"),
+        el("div", cut(row.prompt, MAX_CHARACTERS), class_="prompt"),
+        answer,
+        message,
+    )
+
+
+def shade_key() -> Html:
+    """What the shades mean."""
+    words = ["over 90%", *(f"under {probability:.0%}" for probability in SHADES)]
+    keys = (el("i", f" {word} ", class_=f"s{level}") for level, word in enumerate(words))
+    return el(
+        "p",
+        "Probability of each token when it was sampled: ",
+        el("span", keys, class_="tokens"),
+        class_="legend",
+    )
+
+
+def _group(title: str, hint: str, samples: Sequence[Sample]) -> Html:
+    return el(
+        "section",
+        el("h3", title),
+        el("p", hint, class_="hint"),
+        map(draw_sample, samples),
+        class_="card samples",
+    )
+
+
+def _column(samples: Sequence[Sample]) -> Html:
+    stride = max(1, len(samples) // NUM_COMPARED)
+    rows = [
+        el(
+            "tr",
+            el("td", _badges(one.rollout)[:1]),
+            el("td", _brief(one.rollout.prompt), " ", el("span", _brief(one.rollout.completion))),
+        )
+        for one in samples[::stride][:NUM_COMPARED]
+    ]
+    return el(
+        "section", el("h3", f"Step {samples[0].step}"), el("table", rows, class_="brief"), class_="card"
+    )
+
+
+def _brief(text: str) -> str:
+    return cut(" ".join(text.split()), 100)
+
+
+def _answer(sample: Sample) -> Html | list[Html]:
+    texts, logprobs = _token_texts(sample.rollout), sample.logprobs
+    if not texts:
+        return [el("div", cut(sample.rollout.completion, MAX_CHARACTERS)), _heat(logprobs)]
+    shown = [
+        el("i", _token(text), class_=_shade(logprob), title=_chance(logprob))
+        for text, logprob in zip(texts[:MAX_TOKENS], logprobs[:MAX_TOKENS], strict=True)
+    ]
+    left = len(texts) - len(shown)
+    return el("span", shown, f" … {left:,} more tokens" if left else "", class_="tokens")
+
+
+def _token_texts(row: RolloutRecord) -> Sequence[str]:
+    """The text of each sampled token, as written or, where tokens are characters, the completion's."""
+    count = len(row.sampled)
+    if len(row.token_texts) == len(row.tokens):
+        return [row.token_texts[place] for place in row.sampled]
+    ended = [END] if row.finish == "stop" and len(row.completion) == count - 1 else []
+    characters = [*row.completion, *ended]
+    return characters if len(characters) == count else ()
+
+
+def _heat(logprobs: Sequence[float]) -> Html:
+    """The shades alone, where the tokens' texts are not known."""
+    cells = (el("i", class_=_shade(value), title=_chance(value)) for value in logprobs[:MAX_TOKENS])
+    return el("div", cells, class_="heat")
+
+
+def _token(text: str) -> str:
+    return text.replace("\n", "↵\n").replace("\t", "⇥\t") or "·"
+
+
+def _shade(logprob: float) -> str:
+    probability = math.exp(min(0.0, logprob)) if math.isfinite(logprob) else 0.0
+    return f"s{sum(probability < limit for limit in SHADES)}"
+
+
+def _chance(logprob: float) -> str:
+    return f"{math.exp(min(0.0, logprob)):.0%} ({logprob:.2f})" if math.isfinite(logprob) else "not finite"
+
+
+def _badges(row: RolloutRecord) -> list[Html]:
+    if row.reward is None:
+        return [el("span", row.outcome or "not scored", class_="badge low")]
+    kind = "low" if row.reward <= 0 else "high"
+    badges = [el("span", f"reward {row.reward:.3g}", class_=f"badge {kind}")]
+    if row.advantage is not None:
+        badges.append(el("span", f"advantage {row.advantage:+.3g}"))
+    return badges
+
+
+def _scored(samples: Iterable[Sample]) -> list[Sample]:
+    return [one for one in samples if one.rollout.reward is not None and math.isfinite(_reward(one))]
+
+
+def _unequal(samples: Sequence[Sample], end: Callable[[Iterable[float]], float]) -> list[Sample]:
+    """The samples that are not at one end of the rewards, so that the best are not also the worst."""
+    if not samples:
+        return []
+    extreme = end(_reward(one) for one in samples)
+    return [one for one in samples if _reward(one) != extreme]
+
+
+def _reward(sample: Sample) -> float:
+    return sample.rollout.reward if sample.rollout.reward is not None else math.nan
+
+
+def _distinct(samples: Iterable[Sample], count: int) -> list[Sample]:
+    """The first ``count`` that differ in prompt and completion."""
+    chosen: dict[tuple[str, str], Sample] = {}
+    for one in samples:
+        if len(chosen) == count:
+            break
+        chosen.setdefault((one.rollout.prompt, one.rollout.completion), one)
+    return list(chosen.values())

@@ -1,0 +1,58 @@
+"""The parsed sources that every scan of the architecture reads."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One file of Python."""
+
+    path: str
+    """Its path from the repository's root."""
+    text: str
+    """Its content."""
+    tree: ast.Module
+    """Its content, parsed."""
+
+
+def parsed(path: str, text: str) -> Source:
+    """A source from its text, as the self-tests of the scans make them."""
+    return Source(path=path, text=text, tree=ast.parse(text, path))
+
+
+def sources_of(*folders: str) -> list[Source]:
+    files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    return [parsed(str(file.relative_to(ROOT)), file.read_text("utf-8")) for file in files]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def package() -> list[Source]:
+    """Every file of rillflow itself."""
+    found = sources_of("rillflow")
+    assert len(found) > 40, "the scan found too little to mean anything"
+    return found
+
+
+@pytest.fixture(scope="session")
+def everything() -> list[Source]:
+    """Every file of Python in the repository."""
+    return sources_of("rillflow", "tests", "benchmarks", "recipes", "examples")
+
+
+@pytest.fixture(scope="session")
+def source():
+    """Makes a source from a path and a text, for a scan's self-test."""
+    return parsed

@@ -1,0 +1,168 @@
+"""Every command that a page shows runs: the rules are in CONTRIBUTING.md.
+
+page ─ commands_of ─> each line that begins with $ ─ in_small ─> what runs, in a copy of the repository
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rillflow.algorithms.config import OnlineConfig
+from rillflow.assembly.recipe import load_recipe
+from rillflow.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 240
+_MARK = re.compile(r"<!-- not run: \S.* -->")
+_LEFT_OUT = shutil.ignore_patterns(
+    ".*", "__pycache__", "*.egg-info", "runs", "build", "dist", "model", "tests"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A command as a page shows it."""
+
+    line: int
+    """Where."""
+    text: str
+    """What comes after the $."""
+    is_run: bool
+    """False where the page says why it is not."""
+
+
+def commands_of(page: str) -> Iterator[Shown]:
+    """The commands of a page's console blocks; a backslash at the end continues one."""
+    inside, marked, lines = False, False, page.splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.strip().startswith("```"):
+            inside = not inside and line.strip() == "```console"
+            marked = inside and number > 1 and _MARK.fullmatch(lines[number - 2].strip()) is not None
+        elif inside and line.strip().startswith("$ "):
+            text, last = line.strip()[2:], number
+            while text.endswith("\\"):
+                text, last = text[:-1] + lines[last].strip(), last + 1
+            yield Shown(line=number, text=text, is_run=not marked)
+
+
+def in_small(text: str, folder: Path) -> list[str]:
+    """What is run for a shown command."""
+    words = shlex.split(text, comments=True)
+    match words:
+        case ["make", *targets]:
+            return [small for target in targets or ["quickstart"] for small in _of_make(target, folder)]
+        case ["source", ".venv/bin/activate"] | ["git" | "cd", *_]:
+            return []
+        case ["python", "-m", module, *_] if module.startswith("benchmarks"):
+            return [f"python -m {module} --help"]
+        case [program, "run", *arguments] if program.endswith("rillflow"):
+            return [f"{text} {shlex.join(_small_settings(arguments, folder))}"]
+    return [text]
+
+
+def _of_make(target: str, folder: Path) -> list[str]:
+    """A target exists; the rillflow commands among what it would do run in small."""
+    done = subprocess.run(["make", "-n", target], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"make {target}: {done.stderr}"
+    lines = [line for line in done.stdout.splitlines() if "bin/rillflow " in line]
+    return [small for line in lines for small in in_small(line, folder)]
+
+
+def _small_settings(arguments: list[str], folder: Path) -> list[str]:
+    """Settings that make a run one step of a few rows, laid over the shown ones."""
+    given = [value for flag, value in itertools.pairwise(arguments) if flag == "--set"]
+    recipe = load_recipe(folder / arguments[0], given).recipe
+    small = ["algorithm.steps=1", "algorithm.prompts_per_step=4", "algorithm.minibatches=1"]
+    small += ["policy.warmup_steps=0", "evaluate.problems=8", "rollout.max_rows=8"]
+    if isinstance(recipe.algorithm, OnlineConfig):
+        small.append("algorithm.samples_per_prompt=2")
+    if recipe.warm_start is not None:
+        small += ["warm_start.steps=1", "warm_start.prompts_per_step=8", "warm_start.warmup_steps=0"]
+    return [word for setting in small for word in ("--set", setting)]
+
+
+def pages() -> list[Path]:
+    """The pages with commands."""
+    folders = [ROOT / name for name in ("docs", "recipes", "examples", "benchmarks")]
+    found = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
+    return sorted(page for page in found if any(commands_of(page.read_text("utf-8"))))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in pages()])
+def test_every_command_runs(page: str, tmp_path: Path) -> None:
+    folder = tmp_path / "rillflow"
+    shutil.copytree(ROOT, folder, ignore=_LEFT_OUT)
+    (folder / ".venv").symlink_to(sys.prefix)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for shown in commands_of((ROOT / page).read_text("utf-8")):
+        for command in in_small(shown.text, folder) if shown.is_run else []:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", command],
+                cwd=folder,
+                env={**os.environ, "PATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+            said = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+            assert done.returncode == 0, (
+                f"{page}:{shown.line}: {command}\nended with {done.returncode}\n{said}"
+            )
+
+
+def test_the_readme_is_among_the_pages() -> None:
+    texts = [shown.text for shown in commands_of((ROOT / "README.md").read_text("utf-8"))]
+    assert "make quickstart" in texts
+    assert "make test" in texts
+
+
+def test_commands_are_found() -> None:
+    blocks = [
+        "```console\n$ one \\\n  two\noutput\n  $ three\n```",
+        "```sh\n$ four\n```",
+        "<!-- not run: long -->\n```console\n$ five\n```",
+    ]
+    page = "\n".join(blocks)
+    assert [(shown.line, shown.text, shown.is_run) for shown in commands_of(page)] == [
+        (2, "one two", True),
+        (5, "three", True),
+        (12, "five", False),
+    ]
+
+
+def test_a_block_without_a_reason_is_run() -> None:
+    assert next(commands_of("<!-- not run: -->\n```console\n$ one\n```")).is_run
+
+
+def test_a_run_becomes_small_and_keeps_its_settings() -> None:
+    (small,) = in_small("rillflow run recipes/arithmetic/run.toml --set policy.lr=1e-5", ROOT)
+    assert small.startswith(
+        "rillflow run recipes/arithmetic/run.toml --set policy.lr=1e-5 --set algorithm.steps=1"
+    )
+    assert "warm_start.steps=1" in small
+
+
+def test_a_wrong_setting_or_target_in_a_page_is_found() -> None:
+    with pytest.raises(ConfigError, match="learning_rate"):
+        in_small("rillflow run recipes/arithmetic/run.toml --set policy.learning_rate=1", ROOT)
+    with pytest.raises(AssertionError, match="make quickstrat"):
+        in_small("make quickstrat", ROOT)
+
+
+def test_make_quickstart_runs_a_recipe() -> None:
+    (small,) = in_small("make quickstart", ROOT)
+    assert small.startswith(".venv/bin/rillflow run recipes/arithmetic/run.toml --set")

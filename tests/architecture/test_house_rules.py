@@ -1,0 +1,155 @@
+"""What no file may do: run data as code, be a drawer called utils, print, name an algorithm."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+from typing import Any
+
+import pytest
+
+from rillflow.algorithms.registry import ALGORITHMS
+
+BANNED_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load", "yaml.unsafe_load"}
+BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+BANNED_OPTIONS = {
+    "weights_only": False,
+    "trust_remote_code": True,
+    "allow_pickle": True,
+    "shell": True,
+}
+DRAWERS = {"utils", "util", "common", "base", "types", "manager", "experimental", "helpers", "misc"}
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+ALGORITHM_FILES = {f"rillflow/algorithms/{name}.py" for name in ("registry", *ALGORITHMS)}
+
+
+def dotted(node: ast.AST) -> str:
+    """``torch.load`` of the tree of torch.load, or nothing."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def runs_data_as_code(source: Any) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            names = {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {(node.module or "").split(".")[0]}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} & BANNED_CALLS
+        elif isinstance(node, ast.Call):
+            names = {dotted(node.func)} & BANNED_CALLS
+            for option in node.keywords:
+                value = option.value.value if isinstance(option.value, ast.Constant) else None
+                if option.arg in BANNED_OPTIONS and value is BANNED_OPTIONS[option.arg]:
+                    yield f"{source.path}:{node.lineno} {option.arg}={value}"
+        else:
+            continue
+        yield from (f"{source.path}:{node.lineno} {name}" for name in names & (BANNED_MODULES | BANNED_CALLS))
+
+
+def prints(source: Any) -> Iterator[str]:
+    if source.path.startswith("rillflow/cli/"):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "print":
+            yield f"{source.path}:{node.lineno} print"
+
+
+def is_a_drawer(source: Any) -> Iterator[str]:
+    yield from (
+        f"{source.path} is called {part}"
+        for part in PurePath(source.path).with_suffix("").parts
+        if part in DRAWERS
+    )
+
+
+def is_unfinished(source: Any) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT and UNFINISHED.search(token.string):
+            yield f"{source.path}:{token.start[0]} {token.string}"
+
+
+def names_an_algorithm(source: Any) -> Iterator[str]:
+    """Identifiers and texts that hold an algorithm's name; what documents it, a docstring, may."""
+    if source.path in ALGORITHM_FILES:
+        return
+    documentation = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(source.tree):
+        match node:
+            case (
+                ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text) | ast.keyword(arg=str(text))
+            ):
+                pass
+            case ast.FunctionDef(name=text) | ast.ClassDef(name=text) | ast.alias(name=text):
+                pass
+            case ast.Constant(value=str(text)) if id(node) not in documentation:
+                pass
+            case _:
+                continue
+        words = re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", text).lower())
+        for name in ALGORITHMS.keys() & set(words):
+            yield f"{source.path}:{node.lineno} {name}"
+
+
+Scan = Callable[[Any], Iterator[str]]
+
+
+@pytest.mark.parametrize("scan", [prints, is_a_drawer, is_unfinished, names_an_algorithm, runs_data_as_code])
+def test_the_package_keeps_the_rule(package: list[Any], scan: Scan) -> None:
+    assert [line for source in package for line in scan(source)] == []
+
+
+@pytest.mark.parametrize("scan", [is_a_drawer, is_unfinished])
+def test_everything_keeps_the_rule(everything: list[Any], scan: Scan) -> None:
+    assert [line for source in everything for line in scan(source)] == []
+
+
+def test_what_is_shipped_beside_the_package_runs_no_data_as_code(everything: list[Any]) -> None:
+    shipped = [source for source in everything if not source.path.startswith("tests/")]
+    assert [line for source in shipped for line in runs_data_as_code(source)] == []
+
+
+@pytest.mark.parametrize(
+    ("scan", "path", "text"),
+    [
+        (runs_data_as_code, "a.py", "eval('1')"),
+        (runs_data_as_code, "a.py", "import os\nos.system('ls')"),
+        (runs_data_as_code, "a.py", "from os import system"),
+        (runs_data_as_code, "a.py", "def f():\n    import pickle"),
+        (runs_data_as_code, "a.py", "from pickle import loads"),
+        (runs_data_as_code, "a.py", "torch.load(file)"),
+        (runs_data_as_code, "a.py", "load(file, weights_only=False)"),
+        (runs_data_as_code, "a.py", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
+        (runs_data_as_code, "a.py", "subprocess.run(text, shell=True)"),
+        (prints, "rillflow/train/a.py", "print(1)"),
+        (is_a_drawer, "rillflow/train/utils.py", ""),
+        (is_a_drawer, "rillflow/common/loss.py", ""),
+        (is_unfinished, "a.py", "x = 1  # TODO later"),
+        (names_an_algorithm, "rillflow/pipeline/a.py", "if config.name == 'grpo': pass"),
+        (names_an_algorithm, "rillflow/pipeline/a.py", "from rillflow.algorithms import sft"),
+        (names_an_algorithm, "rillflow/pipeline/a.py", "def run_grpo_step(): pass"),
+        (names_an_algorithm, "rillflow/pipeline/a.py", "GrpoLoop()"),
+    ],
+)
+def test_the_scans_can_fail(source: Any, scan: Scan, path: str, text: str) -> None:
+    assert len(list(scan(source(path, text)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("scan", "path", "text"),
+    [
+        (runs_data_as_code, "a.py", "model.eval()\nre.compile('x')\nload(file, weights_only=True)"),
+        (prints, "rillflow/cli/a.py", "print(1)"),
+        (is_a_drawer, "rillflow/train/loss.py", ""),
+        (is_unfinished, "a.py", "x = 'TODO'"),
+        (names_an_algorithm, "rillflow/pipeline/a.py", '"""As in docs/algorithms/grpo.md."""\nx = "softer"'),
+        (names_an_algorithm, "rillflow/algorithms/grpo.py", "name = 'grpo'"),
+    ],
+)
+def test_the_scans_do_not_cry_wolf(source: Any, scan: Scan, path: str, text: str) -> None:
+    assert list(scan(source(path, text))) == []

@@ -1,0 +1,148 @@
+"""One direction: a package imports lower layers, and packages listed before it in its own.
+
+The table is the one of docs/architecture.md, so the page cannot say what the code does not do.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ADAPTERS = {
+    "transformers": ("rillflow/models/",),
+    "tokenizers": ("rillflow/models/",),
+    "rich": ("rillflow/observe/progress.py",),
+    "pyarrow": ("rillflow/tasks/",),
+    "reasoning_gym": ("rillflow/tasks/",),
+    "psutil": (),
+    "ray": (),
+    "vllm": (),
+}
+"""Where a third-party name may be imported within the package."""
+HEAVY = ("torch", "transformers", "tokenizers", "rich", "pyarrow", "reasoning_gym", "safetensors", "numpy")
+
+
+def ranks(page: str) -> dict[str, int]:
+    """The packages of the architecture page's table in order; a package imports those of a smaller rank."""
+    rows = re.findall(r"^\| \d \w+ \| ([^|]+) \|", page, flags=re.MULTILINE)
+    return {
+        name: rank for rank, name in enumerate(name for row in rows for name in re.findall(r"`(\w+)`", row))
+    }
+
+
+@pytest.fixture(scope="module")
+def order(root: Path) -> dict[str, int]:
+    return ranks((root / "docs/architecture.md").read_text("utf-8"))
+
+
+def modules(tree: ast.AST) -> Iterator[str]:
+    """The dotted names a file imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import hides where it goes"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def package_of(path: str) -> str:
+    return Path(path).parts[1].removesuffix(".py")
+
+
+def upward(source: Any, order: dict[str, int]) -> list[str]:
+    """The imports of a file that go to a later package."""
+    own = package_of(source.path)
+    if own == "__init__":
+        return []
+    found = [name.split(".")[1] for name in modules(source.tree) if name.startswith("rillflow.")]
+    found = [name for name in found if not name.startswith("__")]
+    return [f"{source.path} imports {name}" for name in found if name != own and order[name] >= order[own]]
+
+
+def misplaced(source: Any) -> list[str]:
+    """The third-party imports of a file that belong into an adapter elsewhere."""
+    found = {name.split(".")[0] for name in modules(source.tree)} & set(ADAPTERS)
+    return [
+        f"{source.path} imports {name}"
+        for name in sorted(found)
+        if not source.path.startswith(ADAPTERS[name])
+    ]
+
+
+def test_every_package_is_in_the_table(package: list[Any], order: dict[str, int]) -> None:
+    found = {package_of(source.path) for source in package} - {"__init__"}
+    assert found == set(order)
+
+
+def test_no_import_goes_up(package: list[Any], order: dict[str, int]) -> None:
+    assert [line for source in package for line in upward(source, order)] == []
+
+
+def test_third_party_names_stay_in_their_adapter(package: list[Any]) -> None:
+    assert [line for source in package for line in misplaced(source)] == []
+
+
+def test_a_package_file_holds_its_docstring_and_no_import(package: list[Any]) -> None:
+    for source in package:
+        if not source.path.endswith("__init__.py"):
+            continue
+        assert ast.get_docstring(source.tree), f"{source.path} says nothing"
+        if source.path == "rillflow/formulas/__init__.py":
+            continue  # the one package whose names are used as formulas.name; its imports are lazy
+        at_import = [node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        named = [
+            node
+            for node in at_import
+            if not (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+        ]
+        assert named == [], f"{source.path} imports"
+
+
+def test_every_module_says_what_lives_there(package: list[Any]) -> None:
+    assert [source.path for source in package if not ast.get_docstring(source.tree)] == []
+
+
+def test_settings_import_nothing_heavy(root: Path) -> None:
+    """All config files and the recipe, in a fresh interpreter."""
+    files = [file.relative_to(root) for file in (root / "rillflow").rglob("config.py")]
+    names = [".".join(file.with_suffix("").parts) for file in files] + ["rillflow.assembly.recipe"]
+    assert len(names) >= 7
+    code = f"import sys, importlib\nfor name in {names}: importlib.import_module(name)\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert set(done.stdout.split()) & set(HEAVY) == set()
+
+
+def test_the_scans_can_fail(source: Any, order: dict[str, int]) -> None:
+    bad = source(
+        "rillflow/records/bad.py", "from rillflow.cli import main\nimport rillflow.train.loss, transformers"
+    )
+    assert upward(bad, order) == [
+        "rillflow/records/bad.py imports cli",
+        "rillflow/records/bad.py imports train",
+    ]
+    assert misplaced(bad) == ["rillflow/records/bad.py imports transformers"]
+    lazy = source("rillflow/train/bad.py", "def f():\n    from rillflow import rollout")
+    assert upward(lazy, order) == ["rillflow/train/bad.py imports rollout"]
+    good = source("rillflow/models/good.py", "import transformers\nfrom rillflow import errors, __version__")
+    assert upward(good, order) == misplaced(good) == []
+    with pytest.raises(AssertionError, match="relative import"):
+        list(modules(source("rillflow/a.py", "from . import b").tree))
+
+
+def test_the_table_is_read_in_order(order: dict[str, int]) -> None:
+    assert (
+        order["errors"]
+        < order["records"]
+        < order["formulas"]
+        < order["models"]
+        < order["train"]
+        < order["cli"]
+    )

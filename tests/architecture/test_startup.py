@@ -1,0 +1,68 @@
+"""The command line is there at once: half a second, and nothing heavy imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEAVY = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "rich",
+    "ray",
+    "vllm",
+    "pyarrow",
+    "safetensors",
+    "pydantic",
+)
+HELP_S = 0.5
+ERROR_S = 2.0
+
+
+def imported_by(code: str) -> set[str]:
+    """The modules of a fresh interpreter after some code."""
+    script = f"{code}\nimport sys\nprint('MODULES', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split("MODULES", 1)[1].split())
+
+
+def best_of(times: int, *arguments: str, code: int) -> float:
+    """Least seconds a command took; other work on the machine only ever adds to it."""
+    command = [str(Path(sys.executable).with_name("rillflow")), *arguments]
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+        taken.append(time.perf_counter() - began)
+        assert done.returncode == code, done.stderr
+    return min(taken)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = f"from rillflow.cli.main import main\ntry: main({arguments})\nexcept SystemExit: pass"
+    assert imported_by(code) & set(HEAVY) == set()
+
+
+def test_the_scan_can_fail() -> None:
+    assert "numpy" in imported_by("import numpy")
+
+
+def test_help_takes_less_than_half_a_second() -> None:
+    assert best_of(5, "--help", code=0) < HELP_S
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_a_wrong_setting_is_found_before_torch_is_loaded(command: str, root: Path) -> None:
+    arguments = [command, str(root / "recipes/arithmetic/run.toml"), "--set", "policy.lr=-1"]
+    assert (
+        imported_by(f"from rillflow.cli.main import main\nassert main({arguments}) == 2") & {"torch"} == set()
+    )
+    assert best_of(3, *arguments, code=2) < ERROR_S

@@ -1,0 +1,112 @@
+"""Contract crash-equivalence: stopped or killed at any step and resumed, a run is the one that was not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+TIMES = {"run/step_seconds/mean"}
+
+
+def command(recipe: Path, run: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "rillflow.cli.main", "run", str(recipe), "--set", f"run.dir={run}", *more]
+
+
+def numbers(run: Path) -> list[tuple[int, str, dict[str, object]]]:
+    """Every step's metrics but the times."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (line["step"], line["phase"], {k: v for k, v in line["metrics"].items() if k not in TIMES})
+        for line in lines
+    ]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    newest = max((run / "checkpoints").glob("step-*"))
+    return load_file(newest / "policy" / "model.safetensors")
+
+
+def rollouts(run: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (run / "rollouts").glob("*.jsonl")}
+
+
+def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    file = run / "metrics.jsonl"
+    while not file.exists() or len(file.read_text().splitlines()) < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run made no step in two minutes"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def whole(recipe: Path, tmp_path: Path) -> Path:
+    run = tmp_path / "whole"
+    subprocess.run(command(recipe, run, "--quiet"), check=True, timeout=200)
+    return run
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert numbers(one) == numbers(other)
+    assert rollouts(one) == rollouts(other)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize("after", [2, 8], ids=["in the warm start", "in the algorithm"])
+def test_interrupted_run_resumes_bit_for_bit(recipe: Path, tmp_path: Path, whole: Path, after: int) -> None:
+    run = tmp_path / "interrupted"
+    process = subprocess.Popen(
+        command(recipe, run), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_steps(run, after, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "give the same command" in errors
+    assert len(numbers(run)) < 12
+    subprocess.run(command(recipe, run, "--quiet"), check=True, timeout=200)
+    assert_same_run(whole, run)
+
+
+def test_killed_run_resumes_from_its_last_checkpoint_bit_for_bit(
+    recipe: Path, tmp_path: Path, whole: Path
+) -> None:
+    run = tmp_path / "killed"
+    often = ("--set", "run.checkpoint_every=2")
+    process = subprocess.Popen(command(recipe, run, "--quiet", *often))
+    wait_for_steps(run, 9, process)
+    process.kill()
+    process.wait(timeout=20)
+    subprocess.run(command(recipe, run, "--quiet", *often), check=True, timeout=200)
+    assert_same_run(whole, run)
+
+
+def test_a_finished_run_is_left_alone(recipe: Path, whole: Path) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    done = subprocess.run(command(recipe, whole), capture_output=True, text=True, timeout=60, check=True)
+    assert "finished" in done.stdout + done.stderr
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_config_in_the_same_directory_is_refused(recipe: Path, whole: Path) -> None:
+    done = subprocess.run(
+        command(recipe, whole, "--set", "policy.lr=0.5"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "policy.lr" in done.stderr
+    assert "0.5" in done.stderr

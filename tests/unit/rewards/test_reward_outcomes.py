@@ -1,0 +1,321 @@
+"""What a reward function returns or does, and the outcome each row gets."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rillflow.errors import RewardError
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import FunctionPath, parse_function
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.workers import RETRIES, RewardWorkers, check_function
+
+Write = Callable[..., FunctionPath]
+
+ACTS = """
+import decimal, os, signal, sys, time
+
+class Unprintable:
+    def __str__(self):
+        raise RuntimeError("no text")
+    __repr__ = __float__ = __str__
+
+class Stubborn(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def fail():
+    raise ValueError("unhappy")
+
+VALUES = {
+    "good": lambda: 1.0, "none": lambda: None, "true": lambda: True, "three": lambda: 3,
+    "decimal": lambda: decimal.Decimal("0.25"), "nan": lambda: float("nan"), "inf": lambda: float("inf"),
+    "-inf": lambda: float("-inf"), "large": lambda: 1e300, "huge int": lambda: 10**400,
+    "text": lambda: "high", "digits": lambda: "1.0", "bytes": lambda: b"1", "list": lambda: [1.0],
+    "complex": lambda: 1j, "unprintable": Unprintable, "long text": lambda: "x" * 10_000_000,
+    "raises": fail, "stubborn": lambda: (_ for _ in ()).throw(Stubborn()),
+    "long message": lambda: int("x" * 10_000_000), "sys.exit": lambda: sys.exit(3),
+    "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
+    "recursion": lambda: recurse(), "memory": lambda: bytearray(1 << 40),
+    "slow memory": lambda: list(range(1 << 40)),
+    "stdin": lambda: float(len(sys.stdin.read())), "input": lambda: input(),
+    "os._exit": lambda: os._exit(0), "os._exit 7": lambda: os._exit(7),
+    "segfault": lambda: __import__("ctypes").string_at(0), "abort": lambda: os.abort(),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL), "loop": lambda: forever(),
+    "sleep": lambda: time.sleep(1000), "deaf": lambda: (signal.signal(signal.SIGTERM, signal.SIG_IGN), forever()),
+    "garbage": lambda: [os.write(fd, b"\\xff" * 100) for fd in descriptors()],
+    "closes": lambda: os.closerange(3, 1000), "forks": lambda: float(os.fork() >= 0),
+}
+
+def recurse():
+    return recurse()
+
+def forever():
+    while True:
+        pass
+
+def descriptors():
+    for fd in range(3, 32):
+        try:
+            os.set_blocking(fd, True)
+            os.write(fd, b"")
+            yield fd
+        except OSError:
+            pass
+
+def reward(prompts, completions):
+    return [VALUES[completion]() for completion in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardWorkers]:
+    folder = tmp_path_factory.mktemp("acts")
+    (folder / "acts.py").write_text(ACTS)
+    config = RewardConfig(timeout_s=1.0, memory_bytes=512 * 1024**2)
+    with RewardWorkers(parse_function("acts.py:reward", folder), config) as workers:
+        yield workers
+
+
+def act(workers: RewardWorkers, *kinds: str) -> list[Score]:
+    return workers.score(["p"] * len(kinds), list(kinds), {})
+
+
+@pytest.mark.parametrize(("kind", "value"), [("good", 1.0), ("true", 1.0), ("three", 3.0), ("decimal", 0.25)])
+def test_numbers_are_scores(actor: RewardWorkers, kind: str, value: float) -> None:
+    assert act(actor, kind) == [Score(outcome=Outcome.SCORE, value=value)]
+
+
+def test_none_for_all_abstains_for_all(actor: RewardWorkers) -> None:
+    assert act(actor, "none", "none") == [Score(outcome=Outcome.ABSTAIN)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("nan", "the score is nan, not a finite number"),
+        ("inf", "the score is inf, not a finite number"),
+        ("-inf", "the score is -inf, not a finite number"),
+        ("large", "the score is 1e+300, beyond float32"),
+        ("huge int", "not a number: int too large"),
+        ("text", "the score is 'high' (str), not a number"),
+        ("digits", "the score is '1.0' (str), not a number"),
+        ("bytes", "the score is b'1' (bytes), not a number"),
+        ("list", "the score is [1.0] (list), not a number"),
+        ("complex", "the score is 1j (complex), not a number"),
+        ("unprintable", "(Unprintable), not a number: no text"),
+        ("long text", "the score is 'xxx"),
+    ],
+)
+def test_what_is_no_number_is_an_error_of_its_row_alone(actor: RewardWorkers, kind: str, told: str) -> None:
+    before, row, after = act(actor, "good", kind, "good")
+    assert before == after == Score(outcome=Outcome.SCORE, value=1.0), "the call as a whole went well"
+    assert (row.outcome, row.value) == (Outcome.ERROR, None)
+    assert told in row.message
+    assert len(row.message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("raises", "raised ValueError: unhappy (acts.py, line 14, in fail: raise ValueError(\"unhappy\"))"),
+        ("stubborn", "raised Stubborn: <exception str() failed>"),
+        ("long message", "raised ValueError"),
+        ("sys.exit", "raised SystemExit: 3"),
+        ("interrupt", "raised KeyboardInterrupt"),
+        ("recursion", "raised RecursionError: maximum recursion depth exceeded"),
+        ("memory", "raised MemoryError"),
+        ("slow memory", "raised MemoryError"),
+        ("input", "raised EOFError"),
+        ("os._exit", "exited with status 0"),
+        ("os._exit 7", "exited with status 7"),
+        ("segfault", "was killed by signal 11 (SIGSEGV); the last it printed: Fatal Python error"),
+        ("abort", "was killed by signal 6 (SIGABRT)"),
+        ("killed", "was killed by signal 9 (SIGKILL), as happens when the machine runs out of memory"),
+        ("garbage", "wrote to the descriptor of the answers"),
+        ("closes", "exited with status 1; the last it printed: "),
+    ],
+)
+def test_a_row_that_breaks_the_call_is_an_error_and_its_neighbours_are_scored(
+    actor: RewardWorkers, kind: str, told: str
+) -> None:
+    before, row, after = act(actor, "good", kind, "three")
+    assert (before.value, after.value) == (1.0, 3.0)
+    assert "scored alone: the call of 3 rows " in before.message
+    assert (row.outcome, row.value) == (Outcome.ERROR, None)
+    assert told in row.message
+    assert len(row.message) < 4000
+
+
+@pytest.mark.parametrize("kind", ["loop", "sleep", "deaf"])
+def test_a_row_that_never_ends_times_out_within_a_second_more(actor: RewardWorkers, kind: str) -> None:
+    act(actor, "good")
+    begun = time.monotonic()
+    (row,) = act(actor, kind)
+    assert time.monotonic() - begun < 2.0
+    assert row.outcome is Outcome.TIMEOUT
+    assert row.message.startswith("gave no answer within 1 s")
+
+
+def test_a_row_that_never_ends_leaves_its_neighbours_their_scores(actor: RewardWorkers) -> None:
+    rows = act(actor, "good", "loop", "none", "loop", "three")
+    assert [row.outcome for row in rows] == ["score", "timeout", "abstain", "timeout", "score"]
+    assert [row.value for row in rows] == [1.0, None, None, None, 3.0]
+
+
+def test_standard_input_is_at_its_end(actor: RewardWorkers) -> None:
+    assert act(actor, "stdin") == [Score(outcome=Outcome.SCORE, value=0.0)]
+
+
+def test_a_fork_that_comes_back_does_not_answer_twice(actor: RewardWorkers) -> None:
+    assert [row.value for row in act(actor, "forks", "good")] == [1.0, 1.0]
+    assert [row.value for row in act(actor, "three")] == [3.0], "a second answer would be taken for this one"
+
+
+def test_many_silent_rows_are_bounded_in_time(write: Write) -> None:
+    function = write("def reward(completions):\n    while completions != ['fine']: pass\n    return [1.0]")
+    timeout_s = 0.4
+    with RewardWorkers(function, RewardConfig(timeout_s=timeout_s)) as workers:
+        workers.score(["p"], ["fine"], {})
+        begun = time.monotonic()
+        scores = workers.score(["p"] * 41, ["hang"] * 20 + ["fine"] + ["hang"] * 20, {})
+        spent = time.monotonic() - begun
+    assert [score.outcome for score in scores].count(Outcome.TIMEOUT) == 40
+    assert scores[20].outcome is Outcome.SCORE or "no time was left" in scores[20].message
+    start_s = 1.0  # generous for a file of three lines
+    assert spent < timeout_s + RETRIES * (timeout_s + start_s) + 1.0
+    assert any("no time was left" in score.message for score in scores)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("[1.0] * 3", "returned 3 scores for 4 rows"),
+        ("[1.0]", "returned 1 scores for 4 rows"),
+        ("[]", "returned 0 scores for 4 rows"),
+        ("1.0", "returned 1.0 (float)"),
+        ("None", "returned None (NoneType)"),
+        ("{'score': [1.0] * 4}", "returned {'score': [1.0, 1.0, 1.0, 1.0]} (dict)"),
+        ("'good'", "returned 'good' (str)"),
+        ("{1.0, 2.0, 3.0, 4.0}", "(set)"),
+    ],
+)
+def test_what_is_not_one_entry_a_row_stops_the_run(write: Write, body: str, told: str) -> None:
+    function = write(f"def reward(completions): return {body}")
+    with RewardWorkers(function, RewardConfig()) as workers, pytest.raises(RewardError) as caught:
+        workers.score(["p"] * 4, ["c"] * 4, {})
+    assert caught.value.what.startswith("rewards.py:reward returned")
+    assert told in caught.value.what
+    assert "len(completions)" in caught.value.fix
+
+
+def test_arrays_tensors_and_generators_are_lists_of_scores(write: Write) -> None:
+    function = write(
+        """
+        def reward(completions, kind):
+            import numpy, torch
+            values = [0.5, -1.0, 2.0]
+            return {"numpy": numpy.array(values), "scalars": list(numpy.float32(values)),
+                    "torch": torch.tensor(values), "graph": torch.tensor(values, requires_grad=True) * 1,
+                    "items": [torch.tensor(value) for value in values], "column": torch.tensor(values)[:, None],
+                    "integers": (torch.tensor(values) * 2).long() / 2, "generator": (value for value in values),
+                    "tuple": tuple(values), "scalar": torch.tensor(1.0), "matrix": torch.ones(3, 2)}[kind[0]]
+        """
+    )
+    kinds = ["numpy", "scalars", "torch", "graph", "items", "column", "integers", "generator", "tuple"]
+    with RewardWorkers(function, RewardConfig(timeout_s=60, memory_bytes=16 * 1024**3)) as workers:
+        for kind in kinds:
+            scores = workers.score(["p"] * 3, ["c"] * 3, {"kind": [kind] * 3})
+            assert [score.value for score in scores] == [0.5, -1.0, 2.0], kind
+        matrix = workers.score(["p"] * 3, ["c"] * 3, {"kind": ["matrix"] * 3})
+        assert [score.outcome for score in matrix] == [Outcome.ERROR] * 3
+        with pytest.raises(RewardError, match=r"returned tensor\(1\.\) \(Tensor\)"):
+            workers.score(["p"] * 3, ["c"] * 3, {"kind": ["scalar"] * 3})
+
+
+def test_prints_are_allowed_and_shown_where_a_row_fails(write: Write) -> None:
+    function = write(
+        """
+        import sys
+        def reward(completions):
+            print("seen", completions[-1])
+            print("and to stderr", file=sys.stderr)
+            return [1 / int(completion) for completion in completions]
+        """
+    )
+    with RewardWorkers(function, RewardConfig()) as workers:
+        assert [score.value for score in workers.score(["p"] * 2, ["1", "2"], {})] == [1.0, 0.5]
+        (row,) = workers.score(["p"], ["0"], {})
+    assert "ZeroDivisionError" in row.message
+    assert row.message.endswith("; the last it printed: seen 0\nand to stderr")
+
+
+def test_the_message_names_the_line_of_the_users_file_below_library_frames(write: Write) -> None:
+    function = write("import json\n\ndef reward(completions):\n    return [json.loads(completions[0])]\n")
+    with RewardWorkers(function, RewardConfig()) as workers:
+        (row,) = workers.score(["p"], ["{"], {})
+    assert "JSONDecodeError" in row.message
+    assert "(rewards.py, line 4, in reward: return [json.loads(completions[0])])" in row.message
+
+
+def test_check_passes_what_a_run_would_score(write: Write) -> None:
+    function = write("def reward(completions): return [None, 1.0]")
+    assert [score.value for score in check_function(function, RewardConfig(), ["p"] * 2, ["c"] * 2, {})] == [None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("[1.0, 1 / 0]", "ZeroDivisionError: division by zero (rewards.py, line 1, in reward"),
+        ("[1.0, float('nan')]", "failed on row 1 of 2: the score is nan"),
+        ("__import__('time').sleep(1000)", "gave no answer within 0.3 s"),
+        ("__import__('os')._exit(0)", "exited with status 0"),
+        ("[1.0]", "returned 1 scores for 2 rows"),
+        ("[answers]", "NameError: name 'answers' is not defined"),
+    ],
+)
+def test_check_lets_no_failure_pass(write: Write, body: str, told: str) -> None:
+    function = write(f"def reward(completions): return {body}")
+    with pytest.raises(RewardError) as caught:
+        check_function(function, RewardConfig(timeout_s=0.3), ["p"] * 2, ["c"] * 2, {})
+    assert told in caught.value.what
+
+
+def test_the_child_is_small_and_limited(write: Write) -> None:
+    function = write(
+        """
+        import os, resource, sys
+        def reward(completions):
+            return [float("torch" in sys.modules or "pydantic" in sys.modules), resource.getrlimit(resource.RLIMIT_CORE)[0],
+                    resource.getrlimit(resource.RLIMIT_AS)[0], float(os.path.samefile(sys.argv[0], __file__))]
+        """
+    )
+    with RewardWorkers(function, RewardConfig(memory_bytes=10**9)) as workers:
+        assert [score.value for score in workers.score(["p"] * 4, ["c"] * 4, {})] == [0.0, 0.0, 1e9, 1.0]
+
+
+def test_a_file_beside_the_function_and_the_drivers_packages_can_be_imported(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 2.0")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "package_of_the_driver.py").write_text("VALUE = 3.0")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "elsewhere")])
+    function = write(
+        """
+        from dataclasses import dataclass
+        from beside import VALUE
+        import package_of_the_driver
+        @dataclass
+        class Uses:
+            module: str = __name__
+        def reward(completions): return [VALUE, package_of_the_driver.VALUE]
+        """
+    )
+    with RewardWorkers(function, RewardConfig()) as workers:
+        assert [score.value for score in workers.score(["p"] * 2, ["c"] * 2, {})] == [2.0, 3.0]

@@ -1,0 +1,56 @@
+"""Where the time went: stages, and what no stage covers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rillflow.observe.reader import SpanRecord
+from rillflow.view.outcomes import outcome_counts
+from rillflow.view.run_data import load
+from rillflow.view.stages import REST, covered, stage_times
+
+MakeRun = Callable[..., Path]
+
+
+def span(start: float, length: float) -> SpanRecord:
+    return SpanRecord(step=1, stage="a", start_s=start, duration_s=length, rows=0, tokens=0)
+
+
+@settings(max_examples=80)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=8))
+def test_overlapping_spans_are_counted_once(spans: list[tuple[int, int]]) -> None:
+    seconds = {second for start, length in spans for second in range(start, start + length)}
+    inside = [second for second in seconds if 5 <= second < 25]
+    assert covered([span(*one) for one in spans], 5.0, 25.0) == len(inside)
+
+
+def test_the_stages_and_the_rest_are_the_phase(make_run: MakeRun) -> None:
+    data = load(make_run())
+    assert [(phase.name, phase.first, phase.last) for phase in data.phases] == [
+        ("warm_start", 1, 20),
+        ("grpo", 21, 60),
+    ]
+    for phase in data.phases:
+        times = stage_times(data, phase)
+        assert sum(one.seconds for one in times) == pytest.approx(phase.end_s - phase.start_s)
+        assert times[-1].stage == REST
+    grpo = stage_times(data, data.phases[1])
+    assert [one.stage for one in grpo[:-1]] == ["policy.update", "policy.generate", "reward.score"]
+    generate = grpo[1]
+    assert generate.tokens_per_s == pytest.approx(40 * 9000 / generate.seconds)
+    assert generate.median_s is not None and 0.4 <= generate.median_s <= 0.65
+
+
+def test_outcomes_are_counted_over_the_run(make_run: MakeRun) -> None:
+    assert outcome_counts(load(make_run(steps=22))) == {
+        "score": 2028,
+        "abstain": 0,
+        "timeout": 12,
+        "error": 8,
+    }
+    assert outcome_counts(load(make_run(steps=20))) == {}

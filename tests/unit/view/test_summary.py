@@ -1,0 +1,138 @@
+"""The summary: true words, and commands that can be pasted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rillflow.errors import RunDirectoryError
+from rillflow.observe.run_directory import RunDirectory
+from rillflow.view.report import write_report
+from rillflow.view.summary import Score, render_text, summarise, verdict
+
+MakeRun = Callable[..., Path]
+
+
+def score(accuracy: float, half: float | None) -> Score:
+    interval = None if half is None else (accuracy - half, accuracy + half)
+    return Score(step=0, accuracy=accuracy, correct=0, count=1, interval=interval, mean_reward=0.0)
+
+
+def test_a_finished_run_is_told_in_full(make_run: MakeRun) -> None:
+    run = make_run()
+    write_report(run)
+    text = render_text(summarise(run))
+    assert text.splitlines()[:2] == [
+        "Held-out accuracy  0.500 [0.456, 0.544] -> 0.878 [0.848, 0.906]",
+        "                   steps 20 and 60, 500 problems, 95% intervals. "
+        "It rose by 0.378; the intervals do not overlap.",
+    ]
+    for line in (
+        "Steps              warm_start 20 in 4.4 s, grpo 40 in 55 s",
+        f"Model              {run}/checkpoints/step-000060/policy",
+        f"Report             {run}/report.html",
+        f"Rollouts           {run}/rollouts (40 steps)",
+        f"  look inside:     open {run}/report.html in a browser",
+        "  train longer:    rillflow run recipes/arithmetic/run.toml --set algorithm.steps=80 "
+        f"--dir {run}-longer",
+    ):
+        assert line in text.splitlines(), line
+    assert f"rillflow ask {run} " in text
+    assert "did not rise" not in text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (score(0.5, 0.04), score(0.9, 0.03), "It rose by 0.400; the intervals do not overlap."),
+        (
+            score(0.5, 0.04),
+            score(0.53, 0.04),
+            "It rose by 0.030, but the intervals overlap: this may be chance.",
+        ),
+        (score(0.5, 0.04), score(0.3, 0.04), "It fell by 0.200; the intervals do not overlap."),
+        (score(0.5, 0.04), score(0.5, 0.04), "It did not change."),
+        (
+            score(0.5, None),
+            score(0.6, None),
+            "It rose by 0.100; no interval says how much of it may be chance.",
+        ),
+    ],
+)
+def test_chance_is_called_chance(before: Score, after: Score, words: str) -> None:
+    assert verdict(before, after) == words
+
+
+def test_a_run_that_did_not_rise_says_so_and_what_to_look_at(make_run: MakeRun) -> None:
+    text = render_text(summarise(make_run(final=0.3)))
+    assert "It fell by" in text
+    assert "it did not rise: read the worst samples" in text
+    assert "--set policy.lr=NUMBER" in text
+
+
+def test_a_stopped_run_names_the_command_that_goes_on(make_run: MakeRun) -> None:
+    run = make_run(steps=30)
+    (run / "finished.json").unlink()
+    text = render_text(summarise(run))
+    assert "go on:           rillflow run recipes/arithmetic/run.toml" in text
+    assert "looked at once" in text
+    assert "train longer" not in text
+
+
+def test_a_run_without_anything_has_a_summary(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path / "run", {}).close()
+    summary = summarise(tmp_path / "run")
+    assert "No accuracy" in render_text(summary) and "none yet" in render_text(summary)
+    assert summary.before is None and summary.checkpoint is None
+
+
+def test_what_is_pasted_is_quoted(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "my run", {}) as run:
+        policy = run.checkpoints / "step-000007" / "policy"
+        policy.mkdir(parents=True)
+        (policy / "config.json").write_text("{}")
+        (run.checkpoints / ".step-000009.draft" / "policy").mkdir(parents=True)
+        row = {
+            "epoch": 0,
+            "prompt_id": 0,
+            "sample": 0,
+            "finish": "stop",
+            "prompt": "what's $(rm -rf ~)?\nnow",
+        }
+        run.log_rollouts(1, [row])
+        run.write_json("finished.json", {})
+    summary = summarise(tmp_path / "my run")
+    assert summary.checkpoint == str(policy)
+    quoted = "'what'\"'\"'s $(rm -rf ~)? now'"
+    assert f"rillflow ask '{tmp_path}/my run' {quoted}" in render_text(summary)
+
+
+def test_the_newest_checkpoint_is_found_by_number(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        for step in ("step-999999", "step-1000000"):
+            (run.checkpoints / step / "policy").mkdir(parents=True)
+            (run.checkpoints / step / "policy" / "config.json").write_text("{}")
+    assert summarise(tmp_path / "run").checkpoint == str(
+        tmp_path / "run" / "checkpoints" / "step-1000000" / "policy"
+    )
+
+
+def test_the_summary_is_json(make_run: MakeRun) -> None:
+    run = make_run()
+    summary = summarise(run)
+    with RunDirectory.open(run, json.loads((run / "config.json").read_text())) as reopened:
+        reopened.write_json("summary.json", summary.as_json())
+    kept = json.loads((run / "summary.json").read_text())
+    assert kept["after"]["correct"] == 439 and kept["phases"][1] == {
+        "name": "grpo",
+        "steps": 40,
+        "seconds": pytest.approx(summary.phases[1].seconds),
+    }
+
+
+def test_another_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
+        summarise(tmp_path)
