@@ -123,7 +123,7 @@ class Build:
             torch.set_num_threads(recipe.run.threads)
         config = recipe.policy.model
         if checkpoint is not None:
-            config = ModelConfig(path=str(checkpoint.policy), dtype=config.dtype)
+            config = ModelConfig(path=str(checkpoint.policy.absolute()), dtype=config.dtype)
         self._model = load_model(config, seed=recipe.run.seed, device=self.device, base=base)
         self._reward = self._make_reward(base, stack)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from rillflow.assembly.arithmetic import batch_lines
 from rillflow.assembly.doctor import available_memory
+from rillflow.assembly.launch import FREE_TO_CHANGE, resolved
 from rillflow.assembly.memory import ModelSizes, estimate, sizes_of_directory, sizes_of_new
 from rillflow.assembly.preflight import (
     longest_of,
@@ -32,6 +33,7 @@ from rillflow.assembly.recipe import LoadedRecipe, leaves
 from rillflow.config.problems import shown
 from rillflow.errors import ConfigError, RillflowError, RunDirectoryError
 from rillflow.observe import layout
+from rillflow.observe.run_directory import require_same_config
 from rillflow.observe.wording import size
 from rillflow.rewards.columns import Text
 from rillflow.rewards.outcome import Score
@@ -90,7 +92,7 @@ def check(loaded: LoadedRecipe) -> Report:
         report.problems.append(error)
     report.attempt(lambda: _look_at_model(loaded, report))
     report.attempt(lambda: _look_at_reward(loaded, task, report))
-    report.attempt(lambda: report.say("run directory", [run_state(Path(loaded.recipe.run.dir or "."))]))
+    report.attempt(lambda: _look_at_run(loaded, task, report))
     return report
 
 
@@ -184,6 +186,13 @@ def _look_at_reward(loaded: LoadedRecipe, task: Task | None, report: Report) -> 
 def _scored(row: Example, answer: str, score: Score) -> str:
     value = f"{score.value:g}" if score.value is not None else score.outcome
     return f"{shown(row.key)} answered with {shown(answer)}: {value}"
+
+
+def _look_at_run(loaded: LoadedRecipe, task: Task | None, report: Report) -> None:
+    path = Path(loaded.recipe.run.dir or ".")
+    report.say("run directory", [run_state(path)])
+    if task is not None and (path / layout.CONFIG).is_file():
+        require_same_config(path, resolved(loaded.recipe, task), FREE_TO_CHANGE)
 
 
 def run_state(path: Path) -> str:

@@ -10,15 +10,19 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rillflow.assembly.preflight import require_usable
 from rillflow.assembly.recipe import Recipe
+from rillflow.observe import layout
+from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
 from rillflow.observe.run_directory import RunDirectory, set_aside
 from rillflow.tasks.task import Task, open_task
 from rillflow.view.report import write_report
 from rillflow.view.summary import Summary, render_text, summarise
 
-_FREE_TO_CHANGE = ("run.checkpoint_every", "run.keep_checkpoints", "run.dir", "run.threads")
+FREE_TO_CHANGE = ("run.checkpoint_every", "run.keep_checkpoints", "run.dir", "run.threads")
 """Settings a resumed run may change: they say where and how often, not what is computed."""
 
 
@@ -46,21 +50,20 @@ def launch(recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = Fal
         Interrupted: the user asked to stop; the same command goes on.
     """
     task = open_task(recipe.task, base=base, seed=recipe.run.seed)
+    require_usable(recipe, base, task)
     path = Path(recipe.run.dir or "runs/run")
     if fresh:
         set_aside(path)
-    settings = recipe.model_dump(mode="json")
     with ExitStack() as stack:
-        run = RunDirectory.open(path, {**settings, "data": task.digest}, ignore=_FREE_TO_CHANGE)
+        run = RunDirectory.open(path, resolved(recipe, task), ignore=FREE_TO_CHANGE)
         stack.callback(run.close)
-        if finished(path):
-            Progress.say(f"{path} is finished; --fresh sets it aside and starts again")
+        progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet))
+        if (path / layout.FINISHED).is_file():
+            progress.note(f"{path} is finished; --fresh sets it aside and starts again")
         else:
-            progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet))
             _train(recipe, base, task, run, progress, stack)
-            run.write_json("finished.json", {"steps": recipe.total_steps})
-            summary = summarise(path)
-            run.write_json("summary.json", summary.as_json())
+            run.write_json(layout.FINISHED, {"steps": recipe.total_steps})
+            run.write_json(layout.SUMMARY, summarise(path).as_json())
             write_report(path)
         summary = summarise(path)
     if not quiet:
@@ -68,9 +71,9 @@ def launch(recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = Fal
     return Launched(run=path, summary=summary)
 
 
-def finished(path: Path) -> bool:
-    """Whether the run of this directory reached its last step."""
-    return (path / "finished.json").is_file()
+def resolved(recipe: Recipe, task: Task) -> dict[str, Any]:
+    """What a run directory keeps as its config: every setting, and the digest of the data."""
+    return {**recipe.model_dump(mode="json"), "data": task.digest}
 
 
 def _steps(recipe: Recipe) -> dict[str, int]:
@@ -91,4 +94,6 @@ def _train(
         run.rewind(checkpoint.step if checkpoint else -1)
         if checkpoint:
             progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
-        Build(recipe, base, task, run, checkpoint, stack).train(progress, interruption)
+        build = Build(recipe, base, task, run, checkpoint, stack)
+        run.log_start(environment(device=str(build.device)))
+        build.train(progress, interruption)

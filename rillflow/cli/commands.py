@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rillflow.cli.failure import DONE, FAILED
+from rillflow.cli.failure import DONE, FAILED, explain_failure
+from rillflow.errors import RillflowError
 
 if TYPE_CHECKING:
     from rillflow.assembly.check import Report
@@ -48,6 +49,9 @@ def check(arguments: argparse.Namespace) -> int:
 
 def ask(arguments: argparse.Namespace) -> int:
     """``rillflow ask``: answer one prompt, or one a line of the input."""
+    from rillflow.observe.reader import require_run
+
+    require_run(arguments.run)
     from rillflow.assembly.ask import Respondent
 
     respondent = Respondent(
@@ -56,10 +60,16 @@ def ask(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         max_tokens=arguments.max_tokens,
     )
-    prompts = _typed() if arguments.prompt is None else iter([arguments.prompt])
-    for prompt in prompts:
-        print(respondent.answer(prompt), flush=True)
-    return DONE
+    if arguments.prompt is not None:
+        print(respondent.answer(arguments.prompt))
+        return DONE
+    code = DONE
+    for prompt in _typed():
+        try:
+            print(respondent.answer(prompt), flush=True)
+        except RillflowError as error:  # a prompt that cannot be answered ends no conversation
+            code = explain_failure(error, debug=arguments.debug)
+    return code
 
 
 def report(arguments: argparse.Namespace) -> int:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rillflow.formulas.advantages import group_advantages as group_advantages
     from rillflow.formulas.aggregation import LossWeights as LossWeights
     from rillflow.formulas.aggregation import loss_weights as loss_weights
-    from rillflow.formulas.divergence import divergence as divergence
     from rillflow.formulas.interval import wilson as wilson
+    from rillflow.formulas.kl import divergence as divergence
     from rillflow.formulas.logprobs import TokenLogprobs as TokenLogprobs
     from rillflow.formulas.logprobs import token_logprobs as token_logprobs
     from rillflow.formulas.penalty import penalised_rewards as penalised_rewards
@@ -28,7 +28,7 @@ _HOMES = {
     "group_advantages": "advantages",
     "LossWeights": "aggregation",
     "loss_weights": "aggregation",
-    "divergence": "divergence",
+    "divergence": "kl",
     "wilson": "interval",
     "TokenLogprobs": "logprobs",
     "token_logprobs": "logprobs",

@@ -58,7 +58,7 @@ def uniform(seed: int, ids: Tensor, positions: Tensor) -> Tensor:
     words = torch.broadcast_tensors(positions, sample, prompt, epoch)  # type: ignore[no-untyped-call]
     bits = philox(torch.stack(words, dim=-1), (seed & _MASK, (seed >> 32) & _MASK))
     high, low = bits[..., 0] >> 5, bits[..., 1] >> 6
-    return (high * 2.0**26 + low) * 2.0**-53
+    return (high.double() * 2.0**26 + low) * 2.0**-53
 
 
 def permutation(seed: int, size: int, stream: int = 0) -> Tensor:

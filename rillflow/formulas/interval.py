@@ -26,4 +26,4 @@ def wilson(correct: int, count: int, z: float = Z95) -> tuple[float, float]:
     share, square = correct / count, z * z / count
     centre = (share + square / 2) / (1 + square)
     half = z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding left out

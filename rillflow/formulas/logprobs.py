@@ -35,7 +35,7 @@ class TokenLogprobs:
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> TokenLogprobs:
     """What ``softmax(logits / temperature)`` gives each token; gradients flow into the logits.
 
-    log p = z_token - log sum exp z with z = logits / temperature; H = log sum exp z - sum p z.
+    log p = z_token - log sum exp z with z = logits / temperature; H = -sum p log p.
 
     Args:
         logits: [N, V] of any float type.
@@ -75,8 +75,11 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.amax(scores, -1, out=top[part])
             torch.gather(scores, -1, tokens[part, None], out=chosen[part, None])
             torch.logsumexp(scores, -1, out=normaliser[part])
-            shares = (scores - normaliser[part, None]).exp_()
-            torch.sub(normaliser[part], shares.mul_(scores).sum(-1), out=entropy[part])
+            scores.sub_(
+                normaliser[part, None]
+            )  # before the sum: lse - sum p z would cancel where one token rules
+            torch.sum(scores.exp().mul_(scores), -1, out=entropy[part])
+        entropy.neg_()
         likeliest = chosen >= top
         ctx.save_for_backward(logits, tokens, normaliser, entropy)
         ctx.mark_non_differentiable(likeliest)

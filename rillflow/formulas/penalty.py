@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from rillflow.formulas.divergence import divergence
+from rillflow.formulas.kl import divergence
 from rillflow.records.ragged import Ragged
 
 

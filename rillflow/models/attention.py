@@ -71,15 +71,21 @@ def attention(
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-    """[N, H, T, D] plain causal attention over whole rows that start at position 0."""
-    tokens = query.shape[2]
+    """[N, H, T, D] plain causal attention over whole rows that start at position 0.
+
+    On a CPU narrower types are computed in float32: forward and backward take a half to a quarter of the
+    time there, and the result is more exact.
+    """
+    dtype, tokens = query.dtype, query.shape[2]
+    if query.device.type == "cpu" and dtype.itemsize < 4:
+        query, key, value = query.float(), key.float(), value.float()
     mask = None
     if window is not None and window < tokens:
         reach = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
         mask = reach.triu(1 - window)
     return nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
+    ).to(dtype)
 
 
 def _refuse_unknown(rest: dict[str, Any]) -> None:
@@ -87,7 +93,7 @@ def _refuse_unknown(rest: dict[str, Any]) -> None:
         if rest.get(name) is not None:
             raise ModelError(
                 f"the model's attention uses {name!r}",
-                why="Rillflow's attention computes scaled dot products, causal, with or without a sliding window",
+                why="Rillflow's attention is a scaled dot product, causal, with or without a sliding window",
                 fix="choose a model without it",
             )
 

@@ -64,7 +64,7 @@ def new_module(new: NewModel, *, vocabulary: int, seed: int, dtype: torch.dtype)
     """
     config = _config(new, vocabulary)
     causal_class(config)
-    with torch.no_grad():
+    with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
     check_attention(module.eval())

@@ -79,7 +79,7 @@ class RunDirectory:
             is_new = not (path / layout.CONFIG).exists()
             if not is_new:
                 _require_format(path)
-                _require_same_config(path, config, ignore)
+                require_same_config(path, config, ignore)
                 _mend(path)
             durable.replace(path / layout.CONFIG, [encode(config, indent=2)])
             return cls(path, lock, is_new=is_new, clock=clock)
@@ -273,7 +273,12 @@ def _require_format(path: Path) -> None:
         )
 
 
-def _require_same_config(path: Path, config: Mapping[str, JSON], ignore: Sequence[str]) -> None:
+def require_same_config(path: Path, config: Mapping[str, JSON], ignore: Sequence[str]) -> None:
+    """Refuse to go on with a run under other settings, but for those ``ignore`` names.
+
+    Raises:
+        RunDirectoryError: with every setting that differs, old and new.
+    """
     old = _flat(read_json(path / layout.CONFIG))
     new = _flat(json.loads(encode(config)))
     keys = [

@@ -79,12 +79,11 @@ def _rows(batch: Batch, decode: Callable[[list[int]], list[str]]) -> Iterator[di
     names = ("tokens", "sampler_logprobs", "versions")
     lists = {name: [row.tolist() for row in batch.ragged(name).rows()] for name in names}
     for index, row in enumerate(batch.row_ids()):
-        prompt = columns[index].pop("prompt")
         yield {
             "epoch": row.epoch,
             "prompt_id": row.prompt,
             "sample": row.sample,
-            "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False),
+            "prompt": columns[index].pop("prompt"),
             "columns": columns[index],
             "tokens": lists["tokens"][index],
             "token_texts": decode(lists["tokens"][index]),

@@ -6,6 +6,7 @@ associative and commutative for counts and extremes, and up to rounding for sums
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -51,8 +52,8 @@ class Max:
     """The largest so far."""
 
     def merge(self, other: Max) -> Max:
-        """The larger of both."""
-        return self if self.value >= other.value else other
+        """The larger of both; NaN where one is."""
+        return self if self.value >= other.value or math.isnan(self.value) else other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,8 @@ class Min:
     """The smallest so far."""
 
     def merge(self, other: Min) -> Min:
-        """The smaller of both."""
-        return self if self.value <= other.value else other
+        """The smaller of both; NaN where one is."""
+        return self if self.value <= other.value or math.isnan(self.value) else other
 
 
 Metric = Mean | Sum | Max | Min

@@ -36,7 +36,7 @@ START_LIMIT_S = 60.0
 STOP_LIMIT_S = 2.0
 """Longest time a supervisor has to end what is below it before it is killed itself."""
 
-_OUTPUT_BYTES = 1000
+_OUTPUT_BYTES = 2000
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_PER_TURN = 64
 _PACKAGE_ROOT = Path(__file__).parents[2]
@@ -101,6 +101,7 @@ class Child:
             "memory_bytes": memory_bytes,
         }
         self._unsent = memoryview(encode({**load, "path": [entry for entry in sys.path if entry]}))
+        self._send_some()  # at once: it loads while the driver is busy with other things, and is not late then
 
     def _spawn(self, containment: Containment) -> None:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:

@@ -245,9 +245,10 @@ class RewardWorkers:
         while self._parameters is None:
             for slot in range(len(self._children)):
                 self._alive(slot)
-            self._turn(until=math.inf)
             self._parameters = next((child.parameters for child in self._children if child.parameters), None)
-            if self.shortcomings:
+            if self._parameters is None:
+                self._turn(until=math.inf)
+            elif self.shortcomings:
                 logger.warning("%s: %s", self._function, self.shortcomings)
         return self._parameters
 

@@ -12,9 +12,13 @@ class SamplingConfig(Section):
 
     temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token.")
     top_k: int = Field(0, ge=0, description="Draw from the k likeliest tokens; 0 from all.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the least set of tokens with this probability.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Draw from the least set of tokens with this probability."
+    )
     max_tokens: int = Field(256, gt=0, description="New tokens of one row at most.")
-    stop: tuple[str, ...] = Field((), description="Texts of one token each that end a row, besides the model's own.")
+    stop: tuple[str, ...] = Field(
+        (), description="Texts of one token each that end a row, besides the model's own."
+    )
 
 
 class RolloutConfig(SamplingConfig):

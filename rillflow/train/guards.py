@@ -84,7 +84,8 @@ def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
     if not logprobs.numel():
         return
     sampled = tokens.ragged("sampler_logprobs").values
-    deviation = torch.expm1(logprobs.detach() - sampled).abs()
+    logprobs = logprobs.detach()
+    deviation = torch.expm1(logprobs - sampled).abs()
     worst = int(deviation.argmax())
     if not float(deviation[worst]) <= tolerance:
         raise TrainingError(

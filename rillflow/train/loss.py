@@ -19,7 +19,7 @@ from torch import Tensor
 from rillflow.errors import TrainingError
 from rillflow.formulas.aggregation import Aggregation, loss_weights
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.divergence import divergence
+from rillflow.formulas.kl import divergence
 from rillflow.formulas.logprobs import TokenLogprobs
 from rillflow.formulas.policy_loss import clipped_policy_loss, importance_weights
 from rillflow.records.batch import Batch

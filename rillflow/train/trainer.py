@@ -122,7 +122,7 @@ def _not_finite(tokens: Batch, terms: Tensor, logprobs: Tensor, value: float) ->
     where = "the sum of finite terms overflows"
     if len(odd):
         index = int(odd[0])
-        cost, logprob = float(terms[index]), float(logprobs[index])
+        cost, logprob = float(terms[index].detach()), float(logprobs[index].detach())
         where = f"{describe_token(tokens, index)} costs {cost}, its log probability is {logprob}"
     return TrainingError(
         f"the loss is {value}: {where}",

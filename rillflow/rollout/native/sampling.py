@@ -45,9 +45,7 @@ class Settings:
         """The settings of n rows, in order."""
         divisors = [row.temperature or 1.0 for row in rows]
         greedy = [row.temperature == 0 for row in rows]
-        asking = [
-            index for index, row in enumerate(rows) if row.temperature and (row.top_k or row.top_p < 1)
-        ]
+        asking = [index for index, row in enumerate(rows) if row.temperature and (row.top_k or row.top_p < 1)]
         unlimited = any(rows[index].top_k == 0 for index in asking)
         top_k = [rows[index].top_k or torch.iinfo(torch.int64).max for index in asking]
         return Settings(
@@ -69,7 +67,7 @@ class Drawn:
     tokens: Tensor
     """[n] int64."""
     logprobs: Tensor
-    """[n] float32 of the token in the whole vocabulary, after temperature; NaN where the logits are not finite."""
+    """[n] float32 of the token in the whole vocabulary, after temperature; NaN for logits not finite."""
 
 
 def draw(logits: Tensor, settings: Settings, uniforms: Tensor) -> Drawn:
@@ -99,10 +97,12 @@ def _filtered(scaled: Tensor, weights: Tensor, settings: Settings) -> Tensor:
 
 
 def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, most: int) -> Tensor:
-    """[n, 1] the smallest score that stays: of the k likeliest, and of the fewest of those with p of their mass."""
+    """[n, 1] the least score that stays: of the k likeliest, the fewest with p of their mass."""
     vocabulary = scaled.shape[1]
     count = min(most or vocabulary, vocabulary)
-    best = scaled.topk(count, dim=-1).values if count < vocabulary else scaled.sort(-1, descending=True).values
+    best = (
+        scaled.topk(count, dim=-1).values if count < vocabulary else scaled.sort(-1, descending=True).values
+    )
     mass = (best - best[:, :1]).to(torch.float64).exp()
     running = mass.cumsum(-1)
     total = running.gather(1, (top_k.clamp(max=count) - 1)[:, None])
@@ -117,27 +117,18 @@ def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
     """[n] the token under which each uniform number falls; never one of weight 0."""
     rows, vocabulary = weights.shape
     if vocabulary <= 2 * _BLOCK:
-        return _falls(weights, uniforms).token
-    weights = torch.nn.functional.pad(weights, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
-    block = _falls(weights.sum(-1, dtype=torch.float64), uniforms)
-    inside = _falls(weights[torch.arange(rows, device=weights.device), block.token], block.rest)
-    return block.token * _BLOCK + inside.token
+        return _fall(weights.cumsum(-1, dtype=torch.float64), uniforms)[:, 0]
+    blocks = torch.nn.functional.pad(weights, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64)
+    running = sums.cumsum(-1)
+    block = _fall(running, uniforms)
+    left = (running.gather(1, block)[:, 0] - uniforms * running[:, -1]) / sums.gather(1, block)[:, 0]
+    inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]]
+    token = _fall(inside.cumsum(-1, dtype=torch.float64), 1 - left.clamp(2**-53, 1))
+    return (block * _BLOCK + token)[:, 0]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Fall:
-    token: Tensor
-    """[n] int64 the place."""
-    rest: Tensor
-    """[n] float64 in [0, 1) how far into the place's own share the number fell."""
-
-
-def _falls(weights: Tensor, uniforms: Tensor) -> _Fall:
-    """Where ``uniforms`` [n] of the mass of ``weights`` [n, W] is reached."""
-    running = weights.cumsum(-1, dtype=torch.float64)
+def _fall(running: Tensor, uniforms: Tensor) -> Tensor:
+    """[n, 1] the first place where the running sums [n, W] exceed ``uniforms`` [n] of their last."""
     wanted = uniforms[:, None] * running[:, -1:]
-    token = torch.searchsorted(running, wanted, right=True).clamp_(max=weights.shape[1] - 1)
-    above = running.gather(1, token)
-    share = weights.gather(1, token)
-    rest = 1 - ((above - wanted) / share).clamp(2**-53, 1)
-    return _Fall(token=token[:, 0], rest=rest[:, 0])
+    return torch.searchsorted(running, wanted, right=True).clamp_(max=running.shape[1] - 1)

@@ -82,7 +82,9 @@ class _Intake:
     def fits(self, sequence: Sequence, prefill_tokens: int) -> bool:
         """Whether the step can read this prefix too; prefixes lie side by side, so the longest one counts."""
         longest = max(self._longest, len(sequence.prefix))
-        return not self.prefills or not sequence.prefix or longest * (len(self.prefills) + 1) <= prefill_tokens
+        return (
+            not self.prefills or not sequence.prefix or longest * (len(self.prefills) + 1) <= prefill_tokens
+        )
 
     def admit(self, sequence: Sequence, home: int | None) -> None:
         """``home`` is a slot that holds the prefix, or will once this step's prefixes are read."""
@@ -123,6 +125,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a row waits or runs."""
         return bool(self._rows)
+
+    @property
+    def clock(self) -> int:
+        """The number of the next step."""
+        return self._clock
 
     @property
     def running(self) -> list[Sequence]:

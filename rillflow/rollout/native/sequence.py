@@ -38,6 +38,10 @@ class Sequence:
     """Its place among the running rows; -1 while it waits."""
     origin: int = 0
     """The step at which position 0 would have been fed."""
+    first: int = 0
+    """The step of its first own draw; until then it repeats tokens it has."""
+    last: int = 0
+    """The step whose draw reaches the limit."""
     collected: int = 0
     """The first step whose draw is not yet in ``rollout``."""
     uniforms: Tensor | None = None
@@ -48,11 +52,6 @@ class Sequence:
         """Which prompt this is a sample of."""
         return self.rollout.row.epoch, self.rollout.row.prompt
 
-    @property
-    def known(self) -> int:
-        """How many tokens the row has."""
-        return len(self.rollout.tokens)
-
     def shares(self, other: Sequence) -> bool:
         """Whether the other's keys and values of the prefix are this one's too."""
         return self.prefix is other.prefix or (self.group == other.group and self.prefix == other.prefix)
@@ -61,11 +60,8 @@ class Sequence:
         """Run from step ``clock`` on: feed the token after the prefix."""
         self.slot = slot
         self.origin = clock - len(self.prefix)
-        self.collected = self.origin + self.known - 1  # earlier draws repeat tokens that are known
-
-    def ends_at(self, clock: int) -> bool:
-        """Whether the draw of this step reaches the limit."""
-        return clock - self.origin == self.limit - 2
+        self.first = self.collected = self.origin + len(self.rollout.tokens) - 1
+        self.last = self.origin + self.limit - 2
 
     def wait(self) -> None:
         """Leave the running rows; whatever was made for the old position is void."""

@@ -102,7 +102,7 @@ def test_a_folder_is_no_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("written", ["a\0b.py", "x" * 5000 + ".py"])
 def test_an_impossible_path_is_refused(folder: Path, written: str) -> None:
-    with pytest.raises(RewardError, match="no usable path|does not exist"):
+    with pytest.raises(RewardError, match=r"no usable path|does not exist"):
         parse_function(f"{written}:exact", folder)
 
 

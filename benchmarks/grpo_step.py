@@ -1,0 +1,304 @@
+"""One GRPO step against TRL's GRPOTrainer: same weights, prompts, sampling, reward and learning rate.
+
+    parent (this interpreter, Rillflow)          child (the interpreter of --trl)
+      step ── generate, score, update              waits
+      "go" ────────────────────────────────────>   GRPOTrainer: one optimiser step
+      waits                     <───────────────   its seconds
+
+Steps alternate, so that both see the same machine; neither computes while the other does.
+
+    python benchmarks/grpo_step.py                          # Rillflow alone
+    python -m venv .trl && .trl/bin/pip install trl         # TRL in an environment of its own
+    python benchmarks/grpo_step.py --trl .trl/bin/python --write benchmarks/results/grpo_step.md
+
+Setting: Qwen2 with 3.3 million parameters (hidden 256, 4 layers, 4 heads, 2 key/value heads, vocabulary
+256), float32, 8 prompts of 32 tokens x 8 samples of up to 64 tokens, temperature 1, no divergence, one
+optimiser step a batch. A row ends at token 1, which a random model draws once in 256 times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VOCABULARY, STOP, WANTED = 256, 1, 7
+GROUPS, SAMPLES, PROMPT, ANSWER = 8, 8, 32, 64
+RATE = 1e-5
+MARK = "grpo_step:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One step."""
+
+    seconds: float
+    """Its whole time."""
+    generate_s: float
+    """Of it, generation; 0 where it is not told apart."""
+    tokens: float
+    """Mean length of an answer."""
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.peer:
+        run_trl(Path(arguments.peer), arguments.steps + 1)
+        return
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # before torch is imported, here and in the child
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        ours: list[Timing] = []
+        theirs: list[Timing] = []
+        step = rillflow_step(Path(folder), arguments.threads)
+        with trl_steps(arguments.trl, Path(folder), arguments.steps) as their_step:
+            for index in range(arguments.steps + 1):
+                ours.append(step(index))
+                if their_step is not None:
+                    theirs.append(their_step())
+                print(f"step {index}: {_shown(ours)}{_shown(theirs, 'TRL')}", flush=True)
+        versions = _versions(arguments.trl)
+    table = _table(ours[1:], theirs[1:], arguments.threads, versions)
+    print(table)
+    if arguments.write:
+        Path(arguments.write).write_text(table + "\n")
+
+
+def make_model(folder: Path) -> None:
+    """A model with random weights and a tokeniser whose words are t0 .. t255."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=STOP,
+        pad_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCABULARY)}, unk_token="t2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{STOP}", pad_token="t0")
+    tokenizer.save_pretrained(folder)
+
+
+def prompts_of(step: int) -> list[list[int]]:
+    """The token ids of one step's prompts; token 0 and the stop token are left out."""
+    numbers = random.Random(step)
+    return [[numbers.randrange(2, VOCABULARY) for _ in range(PROMPT)] for _ in range(GROUPS)]
+
+
+def rillflow_step(folder: Path, threads: int) -> Callable[[int], Timing]:
+    """A function that makes one step of ours."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rillflow.formulas import group_advantages
+    from rillflow.formulas.config import PolicyLossConfig
+    from rillflow.models.attention import ATTENTION, register
+    from rillflow.records.batch import Batch, row_ids
+    from rillflow.records.ragged import Ragged
+    from rillflow.records.rollout import completions
+    from rillflow.records.row import RowId
+    from rillflow.rollout.config import RolloutConfig
+    from rillflow.rollout.native.engine import NativeEngine
+    from rillflow.train.config import TrainConfig
+    from rillflow.train.loss import PolicyLoss
+    from rillflow.train.trainer import Trainer
+
+    torch.set_num_threads(threads)
+    register()
+    module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=torch.float32)
+    engine = NativeEngine(
+        module,
+        RolloutConfig(max_tokens=ANSWER),
+        stop_tokens=frozenset({STOP}),
+        seed=0,
+        context=PROMPT + ANSWER,
+    )
+    trainer = Trainer(module, TrainConfig(lr=RATE), total_steps=1000)
+    loss = PolicyLoss(PolicyLossConfig(), max_tokens=ANSWER)
+
+    def step(index: int) -> Timing:
+        prompts = Batch(
+            ids=row_ids([RowId(index, prompt, 0) for prompt in range(GROUPS)]),
+            fields={
+                "tokens": Ragged.from_rows(prompts_of(index)),
+                "columns": Ragged.from_text(["{}"] * GROUPS),
+            },
+        )
+        began = time.perf_counter()
+        rollouts = engine.generate(prompts, SAMPLES)
+        generated = time.perf_counter()
+        answers = completions(rollouts)
+        rewards = answers.with_values((answers.values == WANTED).float()).sums() / ANSWER
+        groups, valid = rollouts.ids[:, 1], torch.ones(len(rollouts), dtype=torch.bool)
+        advantages = group_advantages(rewards, groups, valid, scale="std")
+        trainer.update(rollouts.with_fields(advantages=advantages), loss, ratio_tolerance=1e-5)
+        engine.version += 1
+        return Timing(
+            seconds=time.perf_counter() - began,
+            generate_s=generated - began,
+            tokens=float(answers.lengths.double().mean()),
+        )
+
+    return step
+
+
+@contextmanager
+def trl_steps(python: str | None, folder: Path, steps: int) -> Iterator[Callable[[], Timing] | None]:
+    """A function that has the child make one step, or None without ``--trl``."""
+    if python is None:
+        yield None
+        return
+    command = [python, __file__, "--peer", str(folder), "--steps", str(steps)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None  # both are pipes
+        to_child, from_child = child.stdin, child.stdout
+
+        def step() -> Timing:
+            print("go", file=to_child, flush=True)
+            for line in from_child:
+                if line.startswith(MARK):
+                    return Timing(**json.loads(line.removeprefix(MARK)))
+            raise SystemExit(f"TRL ended before its last step; try by hand: {' '.join(command)}")
+
+        yield step
+
+
+def run_trl(folder: Path, steps: int) -> None:
+    """The child: TRL's trainer, one step for every line on its standard input."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    lengths: list[float] = []
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            sys.stdin.readline()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds = time.perf_counter() - self.began
+            print(
+                MARK + json.dumps({"seconds": seconds, "generate_s": 0.0, "tokens": lengths[-1]}), flush=True
+            )
+
+    def share_of_wanted(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        lengths.append(statistics.mean(map(len, completion_ids)))
+        return [ids.count(WANTED) / ANSWER for ids in completion_ids]
+
+    texts = [
+        " ".join(f"t{token}" for token in prompt) for step in range(steps) for prompt in prompts_of(step)
+    ]
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        reward_funcs=share_of_wanted,
+        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
+        callbacks=[Turns()],
+        args=GRPOConfig(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=GROUPS * SAMPLES,
+            num_generations=SAMPLES,
+            max_completion_length=ANSWER,
+            max_steps=steps,
+            learning_rate=RATE,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            temperature=1.0,
+            gradient_checkpointing=False,  # on by default; off, it is faster here
+            bf16=False,
+            use_cpu=True,
+            shuffle_dataset=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+
+
+def _table(ours: list[Timing], theirs: list[Timing], threads: int, versions: str) -> str:
+    command = " ".join(["python", *sys.argv])
+    mine = statistics.median(timing.seconds for timing in ours)
+    lines = [
+        "# One GRPO step",
+        "",
+        f"`{command}`, {os.cpu_count()} cores, {threads} threads, {versions}. Median and spread of {len(ours)} "
+        "steps after the first; the setting is at the head of the script.",
+        "",
+        "| engine | s a step | least .. most | of it generation | tokens an answer | ratio |",
+        "|---|---|---|---|---|---|",
+        _line("Rillflow", ours, mine),
+    ]
+    return "\n".join([*lines, _line("TRL GRPOTrainer", theirs, mine)] if theirs else lines)
+
+
+def _line(name: str, timings: list[Timing], mine: float) -> str:
+    seconds = [timing.seconds for timing in timings]
+    generating = statistics.median(timing.generate_s for timing in timings)
+    tokens = statistics.mean(timing.tokens for timing in timings)
+    median = statistics.median(seconds)
+    return (
+        f"| {name} | {median:.3f} | {min(seconds):.3f} .. {max(seconds):.3f} | "
+        f"{f'{generating:.3f}' if generating else '-'} | {tokens:.1f} | {median / mine:.2f} |"
+    )
+
+
+def _shown(timings: list[Timing], name: str = "Rillflow") -> str:
+    return f"{name} {timings[-1].seconds:.3f} s  " if timings else ""
+
+
+def _versions(trl: str | None) -> str:
+    import torch
+    import transformers
+
+    found = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    if trl is None:
+        return found
+    script = "import trl, transformers; print(f'TRL {trl.__version__} with transformers {transformers.__version__}')"
+    shown = subprocess.run(
+        [trl, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return f"{found}; {shown[-1]}"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="One GRPO step against TRL's.")
+    parser.add_argument("--trl", help="a Python interpreter that has trl; without it Rillflow runs alone")
+    parser.add_argument("--steps", type=int, default=7, help="steps after the first")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side")
+    parser.add_argument("--write", help="file for the table")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

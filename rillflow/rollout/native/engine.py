@@ -1,0 +1,292 @@
+"""NativeEngine: prompts in, rollouts out, on the trainer's own module.
+
+    generate ─ add ─┐                      ┌──────────── step ────────────┐
+                    ├─> Scheduler ─ Step ──> Runner ─ logits ─> draw ─┐   │
+    abort <─────────┘        ^             │                          v   │
+                             └── rows that ended ── postprocess <── Slots │
+    finished rollouts <────────────────────┴──────────────────────────────┘
+
+Order-blind: a token follows from its row's tokens and from uniform(seed, row id, position). Rounding
+differs by company in matrix products, so bits are promised in deterministic mode alone, where every
+shape is fixed.
+
+Weights are the module's own and may change between calls; nothing computed from them outlives the
+rows that run. When ``version`` changes while rows run, they are read again under the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from rillflow.errors import RolloutError
+from rillflow.records.batch import Batch
+from rillflow.records.rollout import Finish, Rollout, rollout_batch
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.native.admission import check_stop, check_tokens, limit_of, stop_table
+from rillflow.rollout.native.cache import Cache
+from rillflow.rollout.native.proof import prove, prove_fixed
+from rillflow.rollout.native.runner import BLOCK, Runner, evaluating
+from rillflow.rollout.native.sampling import Drawn, Settings, draw
+from rillflow.rollout.native.scheduler import Scheduler, Step
+from rillflow.rollout.native.sequence import Sequence
+from rillflow.rollout.native.slots import BULK, Slots
+
+_IDLE = SamplingConfig()
+"""What a slot without a row is drawn with."""
+
+
+class NativeEngine:
+    """Continuous batching around an unmodified transformers module.
+
+    Example:
+        config = RolloutConfig(max_tokens=8)
+        engine = NativeEngine(module, config, stop_tokens=frozenset({0}), seed=1, context=64)
+        rollouts = engine.generate(prompts, samples=4)
+
+    Args:
+        module: a transformers causal language model built with Rillflow's attention.
+        config: how tokens are drawn, and how many rows run at once.
+        stop_tokens: token ids that end a row.
+        seed: of the run.
+        context: tokens of a row at most, prompt included.
+        version: of the weights.
+
+    Raises:
+        RolloutError: a stop token is outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RolloutConfig,
+        *,
+        stop_tokens: frozenset[int],
+        seed: int,
+        context: int,
+        version: int = 0,
+    ) -> None:
+        self.version = version
+        """The weights' version, written beside every sampled token; whoever publishes weights sets it."""
+        weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
+        self._vocabulary = weight.shape[0]
+        self._device, self._dtype = weight.device, weight.dtype
+        self._config = config
+        self._context = context
+        self._sampled_version = version
+        # Idle slots fill fixed shapes up to a whole block.
+        self._fixed_rows = -(-config.max_rows // BLOCK) * BLOCK if config.deterministic else None
+        self._module = module
+        self._runner: Runner | None = None
+        self._scheduler = Scheduler(config.max_rows)
+        self._slots = Slots(self._device, self._fixed_rows or config.max_rows, seed)
+        self._stop = stop_table(stop_tokens, self._vocabulary).to(self._device)
+        self._settings = Settings.of((), self._device)
+        self._settings_rows: tuple[SamplingConfig, ...] = ()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a row waits or runs."""
+        return self._scheduler.has_work
+
+    def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
+        """Continue every prompt ``samples`` times.
+
+        Args:
+            prompts: ids [B, 3] (epoch, prompt, 0), ragged ``tokens``, ragged text ``columns``; where it has
+                a dense ``max_tokens`` [B], that is the limit of each prompt's samples.
+            samples: rows of each prompt.
+            sampling: how tokens are drawn; None for the engine's own configuration.
+
+        Returns:
+            B x samples rows as ``rollout_batch`` makes them, ordered by prompt, then sample.
+
+        Raises:
+            RolloutError: a prompt cannot be continued, ids are not unique, rows of ``add`` are still in
+                the engine, or the model's logits are not finite.
+        """
+        if self.has_work:
+            raise RolloutError(
+                "the engine still has rows that were added one by one",
+                why="generate runs until it is empty, and would have to drop them",
+                fix="step until has_work is False, or abort them",
+            )
+        if samples < 1:
+            raise RolloutError(f"samples is {samples}", why="a prompt is continued at least once")
+        finished: dict[RowId, Rollout] = {}
+        try:
+            order = self._add_prompts(prompts, samples, sampling or self._config)
+            with evaluating(self._module):
+                while self.has_work:
+                    finished.update((rollout.row, rollout) for rollout in self.step())
+        finally:
+            self._clear()
+        return rollout_batch([finished[row] for row in order])
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        """Let a row run: a prompt, or a row that was taken out, which goes on where it stopped.
+
+        Args:
+            rollout: finish is ABORTED; its tokens are kept.
+            sampling: how its tokens are drawn; None for the engine's own configuration.
+
+        Raises:
+            RolloutError: the row has ended, cannot be continued, or is in the engine already.
+        """
+        chosen = sampling or self._config
+        check_tokens(rollout, self._context, self._vocabulary)
+        limit = limit_of(rollout, chosen.max_tokens, self._context)
+        self._enter(rollout, chosen, self._prefix(rollout), limit)
+
+    def abort(self, row: RowId) -> Rollout:
+        """Take a waiting or running row out, its tokens kept; ``add`` lets it go on.
+
+        Raises:
+            RolloutError: the row is not in the engine.
+        """
+        sequence = self._scheduler.find(row)
+        if sequence.slot >= 0:
+            self._slots.collect(self._scheduler.clock, [sequence], self._sampled_version)
+        self._leave([sequence])
+        return sequence.rollout
+
+    @torch.inference_mode()
+    def step(self) -> list[Rollout]:
+        """Draw one token of every running row; return the rows that ended.
+
+        Raises:
+            ModelError: the module is not one the engine can drive (found out at the first step).
+            RolloutError: the logits of a row are not finite; the engine is empty afterwards.
+        """
+        if not self.has_work:
+            return []
+        try:
+            with evaluating(self._module):
+                return self._step()
+        except BaseException:
+            self._clear()  # half a step has been done, and the cache may hold what is not finite
+            raise
+
+    def _step(self) -> list[Rollout]:
+        runner = self._driven()
+        self._follow_version()
+        clock = self._scheduler.clock
+        if self._slots.is_full(clock):
+            running = self._scheduler.running
+            self._slots.collect(clock, running, self._sampled_version)
+            self._slots.begin(clock, running)
+        step = self._scheduler.schedule()
+        self._slots.move(step.moves)
+        self._slots.admit(clock, step.admitted, self._scheduler.waiting(BULK))
+        rows = self._fixed_rows or len(step.rows)
+        feed = self._slots.feed(len(step.rows), rows)
+        logits = runner.run(step, feed, limit=max(row.limit for row in step.rows))
+        drawn = draw(logits, self._settings_of(step, rows), self._slots.uniforms(clock, rows))
+        return self._postprocess(step, drawn)
+
+    def _postprocess(self, step: Step, drawn: Drawn) -> list[Rollout]:
+        """Record the draws; rows that ended leave."""
+        running = len(step.rows)
+        self._check_finite(step, drawn.logprobs[:running])
+        self._slots.record(step.clock, drawn)
+        stopped = set(self._stop[drawn.tokens[:running]].nonzero()[:, 0].tolist())
+        ended: dict[Sequence, Finish] = {}
+        for slot, row in enumerate(step.rows):
+            if step.clock < row.first:
+                self._slots.repeat(slot, row.rollout.tokens[step.clock - row.origin + 1])
+            elif slot in stopped:
+                ended[row] = Finish.STOP
+            elif step.clock == row.last:
+                ended[row] = Finish.LENGTH
+        self._slots.collect(step.clock + 1, list(ended), self._sampled_version)
+        self._leave(ended)
+        return [replace(row.rollout, finish=finish) for row, finish in ended.items()]
+
+    def _leave(self, rows: Iterable[Sequence]) -> None:
+        self._scheduler.leave(rows)
+        if not self.has_work:
+            self._release()
+
+    def _clear(self) -> None:
+        self._scheduler.clear()
+        self._release()
+
+    def _release(self) -> None:
+        if self._runner is not None:
+            self._runner.release()
+
+    def _driven(self) -> Runner:
+        """The runner, made at first use: by then the weights are there to try the module with."""
+        if self._runner is None:
+            shapes = prove(self._module, self._context)
+            if self._fixed_rows is not None:
+                prove_fixed(self._module, shapes, self._fixed_rows)
+            cache = Cache(shapes, self._device, self._dtype)
+            self._runner = Runner(self._module, cache, self._fixed_rows)
+        return self._runner
+
+    def _follow_version(self) -> None:
+        """Rows that run under other weights are read again: their keys and values are void."""
+        if self.version == self._sampled_version:
+            return
+        running = self._scheduler.running
+        self._slots.collect(self._scheduler.clock, running, self._sampled_version)
+        self._scheduler.requeue()
+        for row in running:
+            row.prefix = self._prefix(row.rollout)
+        self._sampled_version = self.version
+
+    def _settings_of(self, step: Step, rows: int) -> Settings:
+        chosen = tuple(row.sampling for row in step.rows)
+        if chosen != self._settings_rows:
+            idle = (_IDLE,) * (rows - len(chosen))
+            self._settings, self._settings_rows = Settings.of(chosen + idle, self._device), chosen
+        return self._settings
+
+    def _prefix(self, rollout: Rollout) -> tuple[int, ...]:
+        """What is read in one go: all but the last token.
+
+        With fixed shapes the prompt alone, whose shape is the row's own: what was sampled or inserted
+        after it is fed token by token, as it was the first time.
+        """
+        if self._fixed_rows is None or True not in rollout.loss_mask:
+            return rollout.tokens[:-1]
+        return rollout.tokens[: rollout.loss_mask.index(True) - 1]
+
+    def _add_prompts(self, prompts: Batch, samples: int, sampling: SamplingConfig) -> list[RowId]:
+        """Let the rows of ``generate`` wait; their ids in order."""
+        columns = prompts.ragged("columns").to_text()
+        limits = [sampling.max_tokens] * len(prompts)
+        if "max_tokens" in prompts.fields:
+            limits = prompts.dense("max_tokens").tolist()
+        order = []
+        for row, tokens, text, most in zip(
+            prompts.row_ids(), prompts.ragged("tokens").rows(), columns, limits, strict=True
+        ):
+            start = Rollout.start(row, tokens.tolist(), text)
+            check_tokens(start, self._context, self._vocabulary)
+            limit = limit_of(start, most, self._context)
+            prefix = start.tokens[:-1]
+            for sample in range(samples):
+                rollout = replace(start, row=row._replace(sample=sample))
+                self._enter(rollout, sampling, prefix, limit)
+                order.append(rollout.row)
+        return order
+
+    def _enter(self, rollout: Rollout, sampling: SamplingConfig, prefix: tuple[int, ...], limit: int) -> None:
+        check_stop(sampling, self._config)
+        self._scheduler.add(Sequence(rollout=rollout, sampling=sampling, prefix=prefix, limit=limit))
+
+    def _check_finite(self, step: Step, logprobs: Tensor) -> None:
+        if bool(logprobs.isfinite().all()):
+            return
+        row = step.rows[int(logprobs.isfinite().logical_not().nonzero()[0])]
+        raise RolloutError(
+            f"the logits of row ({row.rollout.row}) at position {step.clock - row.origin + 1} are not finite",
+            why="a weight is NaN or infinite, or an activation overflowed",
+            fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
+        )

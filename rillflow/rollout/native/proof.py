@@ -1,0 +1,128 @@
+"""Proof, at first use, that a module can be driven: tried on a few tokens, not looked up in a list.
+
+    whole text, plain attention through a plan ── which layers asked, of what shape? ──> Cache
+            │ logits                                                                        │
+            └──────────── equal ────────── a prefix, then token by token over the cache ────┘
+
+A layer that mixes tokens in another way than by keys and values (a recurrence, a convolution), or
+whose attention never meets the plan, shows in one of the two.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rillflow.errors import ModelError
+from rillflow.models.attention import causal
+from rillflow.rollout.native.attend import Prefixes
+from rillflow.rollout.native.cache import Cache, LayerShape
+from rillflow.rollout.native.runner import CACHE_BLOCK, call, forward
+from rillflow.rollout.native.scheduler import Prefill
+from rillflow.rollout.native.slots import Feed
+
+_TOKENS = 8
+_TOLERANCE = 1e-3
+_ROUGH = 0.1
+"""Largest difference of the logits over the largest logit; rough where a type is narrower than float32."""
+_FIX = "choose a decoder with plain or sliding-window attention, such as qwen2, llama, mistral or gpt2"
+
+
+class _Witness:
+    """An attention plan that attends plainly and remembers what it saw."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """See AttentionPlan."""
+        self.shapes[layer] = LayerShape(heads=key.shape[1], key_size=key.shape[3], value_size=value.shape[3])
+        return causal(query, key, value, scaling, window).transpose(1, 2)
+
+
+def prove(module: nn.Module, context: int) -> dict[int, LayerShape]:
+    """What each layer keeps of a token, once it is shown that this is all a pass needs of those before it.
+
+    Args:
+        module: a transformers causal language model.
+        context: tokens of a row at most.
+
+    Raises:
+        ModelError: a layer does not ask the attention plan, or a pass over cached keys and values
+            gives other logits than one over the whole text.
+    """
+    embedding: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
+    device, name = embedding.device, type(module).__name__
+    count = min(_TOKENS, context)
+    positions = torch.arange(count, device=device)
+    tokens = positions % embedding.shape[0]
+    witness = _Witness()
+    try:
+        whole = call(module, tokens, positions, witness, keep=count)
+    except TypeError as error:
+        raise ModelError(
+            f"{name} cannot be sampled by the native engine",
+            why=f"it does not hand the keyword attention_plan on to its attention ({error})",
+            fix=_FIX,
+        ) from error
+    layers = int(module.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr, operator]
+    if sorted(witness.shapes) != list(range(layers)):
+        raise ModelError(
+            f"{name} cannot be sampled by the native engine",
+            why=f"{len(witness.shapes)} of its {layers} layers ask Rillflow's attention for their result",
+            fix=f"load it with attn_implementation='rillflow'; where that was done, {_FIX}",
+        )
+    cache = Cache(witness.shapes, device, embedding.dtype)
+    cache.reserve(1, count, count)
+    places = torch.arange(count, device=device)
+    parts = []
+    for last in (count - 2, count - 1):
+        prefill = Prefill(tokens=tuple(tokens[:last].tolist()), slots=[0])
+        prefixes = Prefixes.of([prefill], device) if last == count - 2 and last else None
+        feed = Feed(tokens=tokens[last : last + 1], positions=positions[last : last + 1])
+        parts.append(forward(module, cache, feed, places, prefixes))
+    _compare(name, whole[-2:], torch.cat(parts), embedding.dtype)
+    return witness.shapes
+
+
+def prove_fixed(module: nn.Module, shapes: dict[int, LayerShape], rows: int) -> None:
+    """Show that with fixed shapes a row's bits depend neither on its slot nor on how far the cache is read.
+
+    Raises:
+        ModelError: they do, with the matrix products of this machine.
+    """
+    embedding: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
+    device, name = embedding.device, type(module).__name__
+    short, long = CACHE_BLOCK, 4 * CACHE_BLOCK
+    cache = Cache(shapes, device, embedding.dtype)
+    cache.reserve(rows, long, long)
+    for layer in cache.layers.values():
+        for states in (layer.keys, layer.values):
+            wave = torch.arange(states[0].numel(), device=device).sin().view_as(states[0])
+            states.copy_(wave.expand_as(states))
+    feed = Feed.same(token=embedding.shape[0] - 1, position=short // 2, rows=rows, device=device)
+    first, second = (
+        forward(module, cache, feed, torch.arange(length, device=device), None) for length in (short, long)
+    )
+    apart = (first != first[:1]).any(1) | (first != second).any(1)
+    if bool(apart.any()):
+        raise ModelError(
+            f"{name} gives slot {int(apart.nonzero()[0])} of {rows} other bits than slot 0 for the same text",
+            why="the matrix products of this machine depend on a row's place, even when shapes are fixed",
+            fix="try another rollout.max_rows, or set rollout.deterministic to false",
+        )
+
+
+def _compare(name: str, whole: Tensor, cached: Tensor, dtype: torch.dtype) -> None:
+    if not bool(whole.isfinite().all()):
+        return  # the first step says so, and names the row
+    difference = float((whole - cached).abs().max() / whole.abs().max().clamp_min(1e-30))
+    if not difference <= (_TOLERANCE if dtype.itemsize >= 4 else _ROUGH):
+        raise ModelError(
+            f"{name} cannot be sampled by the native engine",
+            why=f"over cached keys and values its logits differ by {difference:.2g} of the largest, so a "
+            "layer remembers more of a text than these",
+            fix=_FIX,
+        )

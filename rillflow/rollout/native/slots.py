@@ -1,0 +1,145 @@
+"""Slots: what the device knows of the running rows, and what they have drawn.
+
+    slot            0    1    2   ...            one window of W steps
+    token           a    b    c                  uniforms [W, rows]   made once for the whole window
+    position        9    4   17                  tokens   [W, rows] ┐ drawn, one line a step
+                                                 logprobs [W, rows] ┘
+Every step reads one line of random numbers and writes one line of draws. A row's draws are taken
+out as one column when it ends, moves or is taken out, and at the end of a window: nothing is done
+token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rillflow.formulas.counter import uniform
+from rillflow.rollout.native.sampling import Drawn
+from rillflow.rollout.native.scheduler import Copy
+from rillflow.rollout.native.sequence import Sequence
+
+WINDOW = 64
+"""Steps of a window, and random numbers made for a row at a time."""
+BULK = 128
+"""Waiting rows whose random numbers are made together: making them for one costs nearly as much."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Feed:
+    """One token a slot."""
+
+    tokens: Tensor
+    """[n] int64."""
+    positions: Tensor
+    """[n] int64 the place of each within its row."""
+
+    @staticmethod
+    def same(*, token: int, position: int, rows: int, device: torch.device) -> Feed:
+        """The same in every one of ``rows`` slots."""
+        return Feed(
+            tokens=torch.full((rows,), token, device=device),
+            positions=torch.full((rows,), position, device=device),
+        )
+
+
+class Slots:
+    """The running rows on the device.
+
+    Args:
+        device: of the module.
+        rows: how many slots there are.
+        seed: of the run.
+    """
+
+    def __init__(self, device: torch.device, rows: int, seed: int) -> None:
+        self._device = device
+        self._seed = seed
+        self._begin = 0
+        self._next = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self._uniforms = torch.zeros(WINDOW, rows, dtype=torch.float64, device=device)
+        self._tokens = torch.zeros(WINDOW, rows, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(WINDOW, rows, dtype=torch.float32, device=device)
+
+    def is_full(self, clock: int) -> bool:
+        """Whether this step needs a new window."""
+        return clock - self._begin >= WINDOW
+
+    def begin(self, clock: int, running: Rows[Sequence]) -> None:
+        """A new window, whose draws of the old one have been taken out."""
+        self._begin = clock
+        for row in running:
+            row.uniforms = None
+        self._place_uniforms(clock, running, ahead=())
+
+    def move(self, moves: Rows[Copy]) -> None:
+        """Rows change their slot."""
+        for move in moves:
+            for lines in (self._next, self._uniforms, self._tokens, self._logprobs):
+                lines[:, move.target] = lines[:, move.source]
+
+    def admit(self, clock: int, admitted: Rows[Sequence], ahead: Rows[Sequence]) -> None:
+        """New rows begin; ``ahead`` are waiting ones, whose random numbers are made in the same go."""
+        if not admitted:
+            return
+        fed = [(row.rollout.tokens[len(row.prefix)], len(row.prefix)) for row in admitted]
+        slots = torch.tensor([row.slot for row in admitted], device=self._device)
+        self._next[:, slots] = torch.tensor(fed, device=self._device).T
+        self._place_uniforms(clock, admitted, ahead)
+
+    def feed(self, running: int, rows: int) -> Feed:
+        """What the first ``rows`` slots feed; those that do not run feed token 0 at position 0."""
+        if running < rows:
+            self._next[:, running:rows] = 0
+        return Feed(tokens=self._next[0, :rows], positions=self._next[1, :rows])
+
+    def uniforms(self, clock: int, rows: int) -> Tensor:
+        """[rows] float64 this step's random numbers."""
+        return self._uniforms[clock - self._begin, :rows]
+
+    def record(self, clock: int, drawn: Drawn) -> None:
+        """What this step drew is fed next, one position on."""
+        rows = len(drawn.tokens)
+        self._next[0, :rows] = drawn.tokens
+        self._next[1, :rows] += 1
+        self._tokens[clock - self._begin, :rows] = drawn.tokens
+        self._logprobs[clock - self._begin, :rows] = drawn.logprobs
+
+    def repeat(self, slot: int, token: int) -> None:
+        """Feed this token next, whatever was drawn."""
+        self._next[0, slot] = token
+
+    def collect(self, clock: int, rows: Rows[Sequence], version: int) -> None:
+        """Add to each row's rollout what it drew in the steps before ``clock``, under this version."""
+        for row in rows:
+            if row.collected >= clock:
+                continue
+            lines = slice(row.collected - self._begin, clock - self._begin)
+            tokens = self._tokens[lines, row.slot].tolist()
+            logprobs = self._logprobs[lines, row.slot].tolist()
+            row.rollout = row.rollout.sampled(tokens, logprobs, version)
+            row.collected = clock
+
+    def _place_uniforms(self, clock: int, rows: Rows[Sequence], ahead: Rows[Sequence]) -> None:
+        """Fill the rest of the window for these rows."""
+        if any(row.uniforms is None for row in rows):
+            self._make([row for row in (*rows, *ahead) if row.uniforms is None], clock)
+        made = [row.uniforms for row in rows if row.uniforms is not None]
+        if not made:
+            return
+        line = clock - self._begin
+        slots = torch.tensor([row.slot for row in rows], device=self._device)
+        self._uniforms[line:, slots] = torch.stack(made, dim=1)[: WINDOW - line]
+
+    def _make(self, rows: Rows[Sequence], clock: int) -> None:
+        """The next W random numbers of each row: that of a token depends on (seed, row, position) alone."""
+        ids = torch.tensor([row.rollout.row for row in rows], device=self._device)
+        fed = [clock - row.origin if row.slot >= 0 else len(row.prefix) for row in rows]
+        positions = torch.tensor(fed, device=self._device)[:, None] + torch.arange(
+            1, WINDOW + 1, device=self._device
+        )
+        for row, numbers in zip(rows, uniform(self._seed, ids[:, None], positions).unbind(), strict=True):
+            row.uniforms = numbers

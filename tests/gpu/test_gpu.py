@@ -1,0 +1,112 @@
+"""The same engines on CUDA: nothing here is written for one device.
+
+Each test runs on the CPU too, so that it is known to work before a GPU is at hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rillflow.formulas.config import PolicyLossConfig
+from rillflow.models.config import ModelConfig, NewModel
+from rillflow.models.language_model import LanguageModel, choose_device, load_model
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.native.engine import NativeEngine
+from rillflow.train.config import TrainConfig
+from rillflow.train.loss import PolicyLoss
+from rillflow.train.trainer import Trainer
+
+TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
+"""Largest difference of two log probabilities: kernels of a GPU add in another order for another shape."""
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: torch sees none")
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+
+
+def model_on(device: str, dtype: str = "float32") -> LanguageModel:
+    new = NewModel(hidden=64, layers=2, heads=4, kv_heads=2, context=64, alphabet="0123456789+-=")
+    return load_model(
+        ModelConfig(new=new, dtype=dtype),  # type: ignore[arg-type]
+        seed=0,
+        device=choose_device(device),
+        base=Path(),
+    )
+
+
+def prompts(model: LanguageModel, count: int = 6) -> Batch:
+    texts = [f"{n}+{7 * n}=" for n in range(count)]
+    return Batch(
+        ids=row_ids([RowId(0, index, 0) for index in range(count)]),
+        fields={
+            "tokens": Ragged.from_rows(model.tokenizer.encode_texts(texts)),
+            "columns": Ragged.from_text(["{}"] * count),
+        },
+    )
+
+
+def sampled(model: LanguageModel, *, temperature: float = 1.0) -> Batch:
+    engine = NativeEngine(
+        model.module,
+        RolloutConfig(max_tokens=12, max_rows=8, temperature=temperature),
+        stop_tokens=model.tokenizer.stop_tokens,
+        seed=3,
+        context=model.context,
+    )
+    return engine.generate(prompts(model), samples=4 if temperature else 1)
+
+
+def largest_difference(model: LanguageModel, rollouts: Batch) -> float:
+    """Between the trainer's log probabilities and the sampler's, over the sampled tokens."""
+    trainer = Trainer(model.module, TrainConfig(tokens_per_micro_batch=64), total_steps=1)
+    ours = trainer.logprobs(rollouts).values.cpu()
+    mask = rollouts.ragged("loss_mask").values.cpu()
+    return float((ours - rollouts.ragged("sampler_logprobs").values.cpu())[mask].abs().max())
+
+
+@on_each_device
+def test_sampler_and_trainer_agree(device: str) -> None:
+    model = model_on(device)
+    assert largest_difference(model, sampled(model)) < TOLERANCE[device]
+
+
+@on_each_device
+def test_an_update_raises_what_was_rewarded(device: str) -> None:
+    model = model_on(device)
+    rollouts = sampled(model)
+    mask = rollouts.ragged("loss_mask").values
+    rows = rollouts.with_fields(advantages=torch.ones(len(rollouts)))
+    trainer = Trainer(model.module, TrainConfig(lr=1e-3), total_steps=1)
+    before = trainer.logprobs(rollouts).values[mask].mean()
+    metrics = trainer.update(rows, PolicyLoss(PolicyLossConfig(), max_tokens=12))
+    assert float(trainer.logprobs(rollouts).values[mask].mean()) > float(before)
+    assert metrics["train/grad_norm/mean"].value > 0
+
+
+@on_each_device
+def test_bfloat16_generates_and_trains(device: str) -> None:
+    model = model_on(device, "bfloat16")
+    rollouts = sampled(model)
+    rows = rollouts.with_fields(advantages=torch.ones(len(rollouts)))
+    metrics = Trainer(model.module, TrainConfig(lr=1e-3), total_steps=1).update(
+        rows, PolicyLoss(PolicyLossConfig(), max_tokens=12)
+    )
+    assert metrics["train/grad_norm/mean"].value > 0
+
+
+@needs_cuda
+def test_both_devices_give_the_same_greedy_answers() -> None:
+    answers = [
+        sampled(model_on(device), temperature=0.0).ragged("tokens").values.cpu() for device in TOLERANCE
+    ]
+    assert torch.equal(*answers)
+
+
+@needs_cuda
+def test_auto_is_the_gpu() -> None:
+    assert choose_device("auto").type == "cuda"

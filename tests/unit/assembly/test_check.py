@@ -1,0 +1,210 @@
+"""What can be known before a run: facts, notes, and every problem at once, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rillflow.assembly.check import Report, check, run_state
+from rillflow.assembly.launch import resolved
+from rillflow.assembly.preflight import require_ready, require_usable
+from rillflow.assembly.recipe import LoadedRecipe, load_recipe
+from rillflow.errors import ConfigError, RunDirectoryError
+from rillflow.observe.run_directory import RunDirectory
+from rillflow.tasks.task import open_task
+
+RECIPE = """
+[task]
+source = "prompts.jsonl"
+held_out = 2
+
+[policy]
+model.new = { hidden = 32, layers = 2, context = 32 }
+
+[rollout]
+max_tokens = 8
+
+[reward]
+function = "reward.py:exact"
+
+[algorithm]
+name = "grpo"
+steps = 3
+prompts_per_step = 4
+"""
+REWARD = """
+def exact(prompts, completions, answer, **_):
+    return [float(text == wanted) for text, wanted in zip(completions, answer)]
+
+def broken(prompts, completions, **_):
+    raise ValueError("no idea")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "reward.py").write_text(REWARD)
+    write_rows(tmp_path, [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_rows(folder: Path, rows: list[dict[str, object]]) -> None:
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def loaded(folder: Path, *overrides: str) -> LoadedRecipe:
+    return load_recipe(folder / "run.toml", overrides)
+
+
+def said(report: Report, title: str) -> str:
+    return "\n".join(next(topic.lines for topic in report.topics if topic.title == title))
+
+
+def problems(folder: Path, *overrides: str) -> str:
+    return "\n".join(map(str, check(loaded(folder, *overrides)).problems))
+
+
+def test_a_good_recipe_has_no_problem_and_every_topic(folder: Path) -> None:
+    report = check(loaded(folder))
+    assert report.problems == []
+    titles = [topic.title for topic in report.topics]
+    assert titles == ["settings", "batch", "data", "model", "reward", "run directory"]
+    assert not (folder / "runs").exists(), "a check writes nothing"
+
+
+def test_settings_are_marked(folder: Path) -> None:
+    lines = said(check(loaded(folder, "policy.lr=1e-4")), "settings").splitlines()
+    assert "policy.lr = 0.0001  (--set)" in lines
+    assert "algorithm.steps = 3  (run.toml)" in lines
+    assert "policy.beta1 = 0.9  (default)" in lines
+
+
+def test_data_are_counted(folder: Path) -> None:
+    text = said(check(loaded(folder)), "data")
+    assert "prompts.jsonl: 8 prompts to train on, 2 held out" in text
+    assert "12 prompts: 1.5 passes" in text
+    assert "judged by 2 prompts" in text
+
+
+def test_the_reward_is_called_on_two_rows(folder: Path) -> None:
+    text = said(check(loaded(folder)), "reward")
+    assert text.startswith("reward.py:exact")
+    assert text.count(": 1") == 1, "the first row is answered rightly"
+    assert text.count(": 0") == 1, "the second is not answered"
+
+
+def test_the_model_is_measured(folder: Path) -> None:
+    text = said(check(loaded(folder)), "model")
+    assert "a new qwen2" in text
+    assert "context 32 tokens" in text
+    assert "KV cache" in text
+
+
+def test_notes_say_what_might_not_be_expected(folder: Path) -> None:
+    notes = check(loaded(folder, "algorithm.prompts_per_step=9", "task.held_out=0")).notes
+    assert notes == ["nothing is held out, so accuracy will not be measured"]
+    notes = check(loaded(folder, "algorithm.prompts_per_step=9")).notes
+    assert any("draws 9 prompts and there are 8" in note for note in notes)
+    assert any("evaluate.problems = 500 only 2" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("task.source=prompt.jsonl", "prompt.jsonl"),
+        ("task.held_out=10", "task.held_out is 10"),
+        ("reward.function=reward.py:exakt", "no function 'exakt'"),
+        ("reward.function=rewards.py:exact", "rewards.py"),
+        ("reward.function=none", "reward.function is missing"),
+        ("reward.function=reward.py:broken", "no idea"),
+        ("rollout.max_tokens=30", "has 4 characters"),
+        ("run.dir=run.toml", "run.toml exists and is not a run directory"),
+    ],
+)
+def test_what_would_stop_a_run_is_a_problem(folder: Path, override: str, what: str) -> None:
+    assert what in problems(folder, override)
+
+
+def test_a_missing_model_says_where_it_was_looked_for(folder: Path) -> None:
+    text = problems(folder, "policy.model.new=none", "policy.model.path=./models/qwen")
+    assert "./models/qwen" in text
+    assert str(folder / "models/qwen") in text
+
+
+def test_a_path_of_the_working_directory_is_recognised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = folder / "elsewhere"
+    (elsewhere / "deep/model").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    text = problems(folder, "policy.model.new=none", "policy.model.path=deep/model")
+    assert f"the one you mean is {elsewhere / 'deep/model'}" in text
+
+
+def test_a_directory_that_is_no_model_is_refused(folder: Path) -> None:
+    (folder / "model").mkdir()
+    assert "has no config.json" in problems(folder, "policy.model.new=none", "policy.model.path=model")
+
+
+def test_rows_without_an_answer_cannot_be_imitated(folder: Path) -> None:
+    write_rows(folder, [{"prompt": f"say {n}"} for n in range(10)])
+    text = problems(folder, "warm_start.steps=1", "reward.function=reward.py:broken")
+    assert "8 of 8 prompts of prompts.jsonl have no answer to learn from" in text
+
+
+def test_all_problems_are_found_at_once(folder: Path) -> None:
+    overrides = (
+        "policy.model.new=none",
+        "policy.model.path=./x",
+        "reward.function=y.py:z",
+        "task.source=w.jsonl",
+    )
+    assert len(check(loaded(folder, *overrides)).problems) == 3
+
+
+def test_a_run_is_refused_before_it_starts(folder: Path) -> None:
+    bad = loaded(folder, "policy.model.new=none", "policy.model.path=./x", "reward.function=y.py:z")
+    with pytest.raises(ConfigError, match="2 problems"):
+        require_ready(bad)
+    require_ready(loaded(folder))
+
+
+def test_a_run_is_refused_its_rows(folder: Path) -> None:
+    def usable(*overrides: str) -> None:
+        chosen = loaded(folder, *overrides)
+        require_usable(chosen.recipe, folder, open_task(chosen.recipe.task, base=folder, seed=0))
+
+    usable()
+    with pytest.raises(ConfigError, match="2 problems"):
+        usable("reward.function=none", "rollout.max_tokens=30")
+    usable("rollout.max_tokens=30", "task.too_long=drop")
+
+
+def test_a_run_under_other_settings_is_a_problem(folder: Path) -> None:
+    recipe = loaded(folder).recipe
+    task = open_task(recipe.task, base=folder, seed=0)
+    RunDirectory.open(folder / "runs" / "a", resolved(recipe, task)).close()
+    same = ("run.dir=runs/a", "run.threads=1")
+    assert problems(folder, *same) == ""
+    assert "policy.lr: 1e-05 -> 0.1" in problems(folder, *same, "policy.lr=0.1")
+    write_rows(folder, [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(10)])
+    assert "data: " in problems(folder, *same)
+
+
+def test_the_state_of_a_run_directory(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_state(run).endswith("new")
+    run.mkdir()
+    assert run_state(run).endswith("new")
+    (run / "notes.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
+        run_state(run)
+    (run / "run.lock").touch()
+    assert "without a checkpoint" in run_state(run)
+    for step in (3, 12):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    assert "resumes after step 12" in run_state(run)
+    (run / "finished.json").write_text("{}")
+    assert "finished" in run_state(run)

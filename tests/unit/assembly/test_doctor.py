@@ -1,0 +1,60 @@
+"""The doctor finds what is in the way of a run, on this machine as it is and with limits set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rillflow.assembly.doctor import Finding, Health, available_memory, disk, examine, usable_cores, writing
+
+LIMITED = """
+import resource
+from rillflow.assembly.doctor import limits
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+print(*(f"{finding.name}|{finding.health}|{finding.what}|{finding.fix}" for finding in limits()), sep="\\n")
+"""
+
+
+def test_this_machine_can_run(tmp_path: Path) -> None:
+    findings = examine(tmp_path)
+    assert [finding for finding in findings if finding.health is Health.FAIL] == []
+    names = {finding.name for finding in findings}
+    assert names >= {"python", "torch", "device", "threads", "memory", "disk", "writing", "open files"}
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_every_warning_says_what_to_do(tmp_path: Path) -> None:
+    for finding in examine(tmp_path):
+        assert bool(finding.fix) is (finding.health is not Health.OK), finding
+
+
+def test_a_folder_that_is_not_there_cannot_be_written(tmp_path: Path) -> None:
+    (finding,) = writing(tmp_path / "missing")
+    assert finding.health is Health.FAIL
+    assert "missing" in finding.what
+
+
+def test_low_limits_are_found() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True)
+    assert "open files|warn|100 allowed, at least 256 are wanted|ulimit -n 1024" in done.stdout
+
+
+def test_space_is_told_with_its_number(tmp_path: Path) -> None:
+    (finding,) = disk(tmp_path)
+    assert "iB free in" in finding.what
+
+
+def test_cores_and_memory_are_those_of_this_process() -> None:
+    assert 0 < usable_cores() <= (os.cpu_count() or 1)
+    memory = available_memory()
+    assert memory is not None
+    assert memory > 0
+
+
+def test_a_finding_is_a_record() -> None:
+    with pytest.raises(AttributeError):
+        Finding(name="a", health=Health.OK, what="b").name = "c"  # type: ignore[misc]

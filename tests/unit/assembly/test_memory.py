@@ -1,0 +1,90 @@
+"""The estimate of memory against models that were really made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rillflow.assembly.memory import estimate, sizes_of_directory, sizes_of_new
+from rillflow.assembly.recipe import Recipe
+from rillflow.config.load import validate
+from rillflow.errors import ModelError
+from rillflow.models.checkpoint import save_model
+from rillflow.models.config import ModelConfig, NewModel
+from rillflow.models.language_model import LanguageModel, load_model
+
+NEW = NewModel(hidden=32, layers=2, heads=4, kv_heads=2, context=48, alphabet="0123456789+=")
+
+
+def made(new: NewModel) -> LanguageModel:
+    return load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=Path())
+
+
+def count(model: LanguageModel) -> int:
+    return sum(parameter.numel() for parameter in model.module.parameters())
+
+
+def test_a_new_qwen2_is_counted_exactly() -> None:
+    sizes = sizes_of_new(NEW)
+    assert sizes.parameters == count(made(NEW))
+    assert sizes.vocabulary == 13
+    assert sizes.kv_width == 16
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_another_architecture_is_counted_nearly(architecture: str) -> None:
+    new = NEW.model_copy(update={"architecture": architecture})
+    assert sizes_of_new(new).parameters == pytest.approx(count(made(new)), rel=0.05)
+
+
+def test_a_directory_is_counted_from_its_headers(tmp_path: Path) -> None:
+    model = made(NEW)
+    save_model(model, tmp_path / "model")
+    assert sizes_of_directory(tmp_path / "model") == sizes_of_new(NEW)
+
+
+def test_another_way_to_name_sizes_is_read(tmp_path: Path) -> None:
+    new = NEW.model_copy(update={"architecture": "gpt2", "kv_heads": 4})
+    model = made(new)
+    save_model(model, tmp_path / "model")
+    sizes = sizes_of_directory(tmp_path / "model")
+    assert sizes is not None
+    assert (sizes.layers, sizes.kv_width, sizes.context) == (2, 32, 48)
+
+
+def test_sizes_that_are_not_told_are_unknown(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "odd"}')
+    assert sizes_of_directory(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "null"])
+def test_a_damaged_config_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 32)
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        sizes_of_directory(tmp_path)
+
+
+def recipe(**loss: float) -> Recipe:
+    data = {
+        "policy": {"model": {"new": NEW.model_dump()}},
+        "rollout": {"max_tokens": 8, "max_rows": 10},
+        "algorithm": {"name": "grpo", "steps": 1, "loss": loss},
+    }
+    return validate(Recipe, data, "recipe")
+
+
+def test_the_parts_of_the_memory() -> None:
+    sizes = sizes_of_new(NEW)
+    parts = estimate(recipe(), sizes)
+    assert parts["weights"] == parts["gradients"] == 4 * sizes.parameters
+    assert parts["optimiser"] == 8 * sizes.parameters
+    assert parts["KV cache"] == 2 * 10 * 48 * 2 * 16 * 4
+    assert "reference" not in parts
+
+
+def test_a_reference_is_a_second_model() -> None:
+    sizes = sizes_of_new(NEW)
+    assert estimate(recipe(kl=0.1), sizes)["reference"] == 4 * sizes.parameters

@@ -1,0 +1,73 @@
+"""Errors become three lines and an exit code; what nobody expects keeps its traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from rillflow.cli.failure import explain_failure
+from rillflow.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    ModelError,
+    RewardError,
+    RillflowError,
+    RunDirectoryError,
+    TrainingError,
+)
+
+
+def raised(error: BaseException) -> BaseException:
+    """The error with a traceback, as a command would raise it."""
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (ConfigError, 2),
+        (DataError, 2),
+        (ModelError, 1),
+        (RewardError, 1),
+        (RunDirectoryError, 1),
+        (TrainingError, 1),
+        (Interrupted, 130),
+        (RillflowError, 1),
+    ],
+)
+def test_an_expected_error_says_what_why_and_fix(
+    kind: type[RillflowError], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = raised(kind("the value is 7", why="it must be 8", fix="write 8"))
+    assert explain_failure(error, debug=False) == code
+    shown = capsys.readouterr()
+    assert shown.err.endswith("the value is 7\n  why: it must be 8\n  fix: write 8\n")
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+def test_an_interruption_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    explain_failure(raised(Interrupted("stopped after step 3, as asked")), debug=False)
+    assert capsys.readouterr().err == "stopped after step 3, as asked\n"
+
+
+def test_a_second_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain_failure(raised(KeyboardInterrupt()), debug=False) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_unexpected_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain_failure(raised(ZeroDivisionError("oh")), debug=False) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "ZeroDivisionError: oh" in shown
+    assert "report it" in shown
+
+
+def test_debug_shows_every_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    explain_failure(raised(ConfigError("wrong")), debug=True)
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "error: wrong" in shown

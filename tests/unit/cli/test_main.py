@@ -1,0 +1,153 @@
+"""The command line as a user meets it: words, output, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rillflow import __version__
+from rillflow.cli.main import COMMANDS, main
+
+RECIPE = """
+[policy]
+model.new = { hidden = 32, layers = 2, context = 32 }
+
+[rollout]
+max_tokens = 8
+
+[algorithm]
+name = "grpo"
+steps = 3
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def ends(*arguments: str) -> int:
+    """The exit code of a command that argparse itself ends."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends("--help") == 0
+    shown = capsys.readouterr().out
+    assert all(f"    {name} " in shown for name in COMMANDS)
+    assert "130 interrupted" in shown
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(command, "--help") == 0
+    assert "--debug" in capsys.readouterr().out
+
+
+def test_the_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends("--version") == 0
+    assert capsys.readouterr().out == f"rillflow {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["rum"], ["run"], ["check", "a.toml", "b.toml"], ["run", "a.toml", "--fast"]]
+)
+def test_wrong_words_are_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(*arguments) == 2
+    assert "usage: rillflow" in capsys.readouterr().err
+
+
+def test_check_of_a_good_recipe(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", recipe, "--set", "policy.lr=1e-4", "--dir", "there"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.rstrip().endswith("ready")
+    assert "policy.lr = 0.0001  (--set)" in captured.out
+    assert 'run.dir = "there"  (--set)' in captured.out
+    assert captured.err == ""
+
+
+def test_a_directory_name_is_taken_as_it_is(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", recipe, "--dir", '7 "quoted" \\ = none']) == 0
+    assert 'run.dir = "7 \\"quoted\\" \\\\ = none"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_wrong_setting_ends_with_2_and_no_traceback(
+    command: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, recipe, "--set", "policy.lrr=1"]) == 2
+    captured = capsys.readouterr()
+    assert "error: policy.lrr = 1" in captured.err
+    assert "did you mean 'lr'?" in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_missing_recipe_ends_with_2(command: str, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "rum.toml"]) == 2
+    assert "did you mean 'run.toml'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_missing_files_are_all_named(command: str, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [
+        "--set",
+        "policy.model.new=none",
+        "--set",
+        "policy.model.path=./x",
+        "--set",
+        "reward.function=y.py:z",
+    ]
+    assert main([command, recipe, *wrong]) == 2
+    shown = capsys.readouterr().err
+    assert "has 2 problems" in shown
+    assert "./x" in shown
+    assert "y.py:z" in shown
+
+
+def test_missing_data_end_with_2(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", recipe, "--set", "task.source=rows.jsonl"]) == 2
+    assert "rows.jsonl" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback_of_an_expected_error(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", recipe, "--set", "policy.lrr=1", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["ask", "report"])
+def test_a_path_that_is_no_run_ends_with_1(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, str(tmp_path / "nowhere"), *(["hello"] if command == "ask" else [])]
+    assert main(arguments) == 1
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_doctor_says_ok(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor"]) == 0
+    assert "ok    torch" in capsys.readouterr().out
+
+
+def test_output_may_be_cut_off(recipe: str) -> None:
+    """``rillflow check recipe | head -1`` leaves no traceback."""
+    command = f'"{sys.executable}" -m rillflow.cli.main check "{recipe}" | head -c 1'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "s"
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

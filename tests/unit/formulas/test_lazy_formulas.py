@@ -1,0 +1,30 @@
+"""The package hands out formulas by name and waits for torch only when one is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from rillflow import formulas
+
+
+def test_importing_the_package_or_the_interval_imports_no_torch() -> None:
+    script = (
+        "import sys; from rillflow import formulas; from rillflow.formulas.interval import wilson;"
+        "assert formulas.wilson is wilson; assert 'torch' not in sys.modules;"
+        "formulas.group_advantages; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", dir(formulas))
+def test_every_listed_name_is_there(name: str) -> None:
+    found = vars(sys.modules["rillflow.formulas"]).get(name) or formulas.__getattr__(name)
+    assert found.__name__ == name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="group_advantage'"):
+        _ = formulas.group_advantage

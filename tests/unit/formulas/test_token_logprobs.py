@@ -1,0 +1,101 @@
+"""Log probabilities in chunks: those of log_softmax, and their gradient too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rillflow.errors import FormulaError
+from rillflow.formulas.logprobs import TokenLogprobs, token_logprobs
+
+
+def reference(logits: Tensor, tokens: Tensor, temperature: float) -> TokenLogprobs:
+    logs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    return TokenLogprobs(
+        logprobs=logs.gather(-1, tokens[:, None])[:, 0],
+        entropy=-(logs.exp() * logs).sum(-1),
+        likeliest=logs.gather(-1, tokens[:, None])[:, 0] >= logs.amax(-1),
+    )
+
+
+def example(rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    logits = 4 * torch.randn(rows, vocabulary, generator=generator)
+    return logits.to(dtype), torch.randint(0, vocabulary, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 700])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-6)]
+)
+def test_values_are_those_of_log_softmax(
+    rows: int, temperature: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    logits, tokens = example(rows, 600, dtype)  # 700 rows of 600 are two chunks
+    found, expected = token_logprobs(logits, tokens, temperature), reference(logits, tokens, temperature)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=tolerance, atol=tolerance)
+    assert torch.equal(found.likeliest, expected.likeliest)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
+def test_gradients_are_those_of_log_softmax(weights: tuple[float, float]) -> None:
+    logits, tokens = example(700, 600, torch.float64)
+    slopes = torch.randn(700, dtype=torch.float64)
+    gradients = []
+    for formula in (token_logprobs, reference):
+        leaf = logits.clone().requires_grad_()
+        found = formula(leaf, tokens, 0.8)
+        (weights[0] * found.logprobs * slopes + weights[1] * found.entropy * slopes).sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-13)
+
+
+def test_gradcheck_agrees() -> None:
+    logits, tokens = example(3, 5, torch.float64)
+
+    def both(leaf: Tensor) -> tuple[Tensor, Tensor]:
+        found = token_logprobs(leaf, tokens, 1.3)
+        return found.logprobs, found.entropy
+
+    assert torch.autograd.gradcheck(both, (logits.requires_grad_(),))
+
+
+def test_narrow_logits_get_a_narrow_gradient() -> None:
+    logits, tokens = example(4, 9, torch.bfloat16)
+    token_logprobs(logits.requires_grad_(), tokens).logprobs.sum().backward()
+    assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+
+
+def test_the_backward_pass_keeps_no_copy_of_the_logits() -> None:
+    logits, tokens = example(64, 256, torch.float32)
+    leaf = logits.requires_grad_()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        token_logprobs(leaf, tokens)
+    large = [tensor for tensor in kept if tensor.numel() >= leaf.numel()]
+    assert [tensor.data_ptr() for tensor in large] == [leaf.data_ptr()]
+
+
+def test_no_tokens_are_no_trouble() -> None:
+    logits = torch.zeros(0, 7, requires_grad=True)
+    found = token_logprobs(logits, torch.zeros(0, dtype=torch.int64))
+    found.logprobs.sum().backward()
+    assert found.entropy.shape == (0,)
+
+
+def test_shapes_and_temperature_are_checked() -> None:
+    tokens = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(FormulaError, match=r"\[3, 4\] and tokens \[2\]"):
+        token_logprobs(torch.zeros(3, 4), tokens)
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(FormulaError, match=f"temperature is {temperature}"):
+            token_logprobs(torch.zeros(2, 4), tokens, temperature)

@@ -1,0 +1,58 @@
+"""Metrics merge alike in any order and grouping."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rillflow.errors import RecordError
+from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, merge_metrics
+
+NUMBERS = st.integers(-1000, 1000).map(float)  # whole numbers, so that sums are exact
+PARTS = st.lists(st.lists(NUMBERS, min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+def measure(values: list[float]) -> dict[str, Metric]:
+    return {
+        "a/value/mean": Mean(total=sum(values), count=len(values)),
+        "a/value/sum": Sum(value=sum(values)),
+        "a/value/max": Max(value=max(values)),
+        "a/value/min": Min(value=min(values)),
+    }
+
+
+@settings(max_examples=50, deadline=None)
+@given(parts=PARTS, data=st.data())
+def test_any_partition_measures_what_the_whole_does(parts: list[list[float]], data: st.DataObject) -> None:
+    whole = measure([value for part in parts for value in part])
+    shuffled = data.draw(st.permutations(parts))
+    assert merge_metrics(measure(part) for part in shuffled) == whole
+    cut = data.draw(st.integers(0, len(parts)))
+    halves = [merge_metrics(measure(part) for part in half) for half in (parts[:cut], parts[cut:])]
+    assert merge_metrics(halves) == whole
+
+
+def test_a_mean_weighs_by_count() -> None:
+    merged = Mean(total=3.0, count=1).merge(Mean(total=1.0, count=3))
+    assert merged.value == 1.0
+    assert math.isnan(Mean(total=0.0, count=0).value)
+
+
+def test_names_of_one_part_alone_stay() -> None:
+    merged = merge_metrics([{"a": Sum(value=1.0)}, {"b": Sum(value=2.0)}])
+    assert merged == {"a": Sum(value=1.0), "b": Sum(value=2.0)}
+
+
+def test_reductions_that_differ_are_refused() -> None:
+    with pytest.raises(RecordError, match="'a/b/mean' is a Mean in one part"):
+        merge_metrics([{"a/b/mean": Mean(total=1.0, count=1)}, {"a/b/mean": Sum(value=1.0)}])
+
+
+def test_a_nan_does_not_hide_in_an_extreme() -> None:
+    for order in ((1.0, math.nan), (math.nan, 1.0)):
+        merged = merge_metrics({"a": Max(value=value), "b": Min(value=value)} for value in order)
+        assert math.isnan(merged["a"].value)
+        assert math.isnan(merged["b"].value)

@@ -1,0 +1,244 @@
+"""Nothing a reward function starts outlives its call's end, its workers or the driver; nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.outcome import Outcome
+from rillflow.rewards.supervisor import Containment
+from rillflow.rewards.workers import RewardWorkers
+
+Write = Callable[..., FunctionPath]
+
+CONTAINMENTS = [Containment.NAMESPACE, Containment.DESCENDANTS]
+
+SPAWNING = """
+import os, subprocess, sys, time
+
+def spawn(marker):
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)", marker]
+    subprocess.Popen(sleeper)
+    subprocess.Popen(sleeper, start_new_session=True)
+    if os.fork() == 0:  # a daemon: forked twice, out of the session, an orphan
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sleeper[0], sleeper)
+        os._exit(0)
+    while sum(marker in line for line in commands()) < 3:
+        time.sleep(0.01)
+
+def commands():
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                yield open(f"/proc/{entry}/cmdline").read()
+            except OSError:
+                pass
+
+def reward(completions, marker):
+    spawn(marker[0])
+    while completions[0] == "hang":
+        pass
+    if completions[0] == "die":
+        os._exit(0)
+    return [1.0] * len(completions)
+"""
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process still does something; one that waits to be collected does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def alive(marker: str) -> list[psutil.Process]:
+    found = psutil.process_iter(["cmdline"])
+    return [
+        each for each in found if any(marker in part for part in each.info["cmdline"] or ()) and runs(each)
+    ]
+
+
+def gone_within(limit_s: float, left: Callable[[], list[psutil.Process]]) -> bool:
+    until = time.monotonic() + limit_s
+    while left():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def below(process: int) -> list[psutil.Process]:
+    return psutil.Process(process).children(recursive=True)
+
+
+@pytest.mark.parametrize("containment", CONTAINMENTS)
+@pytest.mark.parametrize("kind", ["hang", "die"])
+def test_detached_processes_end_with_the_call_that_fails(
+    write: Write, containment: Containment, kind: str
+) -> None:
+    marker = f"marker-{uuid.uuid4()}"
+    with RewardWorkers(write(SPAWNING), RewardConfig(timeout_s=1.0), containment=containment) as rewards:
+        (score,) = rewards.score(["p"], [kind], {"marker": [marker]})
+        assert score.outcome is (Outcome.TIMEOUT if kind == "hang" else Outcome.ERROR)
+        assert not alive(marker)
+
+
+@pytest.mark.parametrize("containment", CONTAINMENTS)
+def test_nothing_is_left_after_close(write: Write, containment: Containment) -> None:
+    marker = f"marker-{uuid.uuid4()}"
+    before = {process.pid for process in below(os.getpid())}
+    with RewardWorkers(write(SPAWNING), RewardConfig(workers=2), containment=containment) as rewards:
+        scores = rewards.score(["p"], ["c"], {"marker": [marker]})
+        assert scores[0].outcome is Outcome.SCORE, scores[0].message
+        assert len(alive(marker)) == 3
+    assert not alive(marker)
+    assert {process.pid for process in below(os.getpid())} == before
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import parse_function
+from rillflow.rewards.supervisor import Containment
+from rillflow.rewards.workers import RewardWorkers
+
+function = parse_function("rewards.py:reward", Path(sys.argv[1]))
+config = RewardConfig(workers=2, timeout_s=600)
+with RewardWorkers(function, config, containment=Containment(sys.argv[2])) as rewards:
+    rewards.score(["p"] * 2, ["c", "c"], {"marker": [sys.argv[3]] * 2})
+    print("idle", flush=True)
+    if sys.argv[4] == "idle":
+        input()
+    rewards.score(["p"] * 2, ["hang", "hang"], {"marker": [sys.argv[3]] * 2})
+"""
+
+
+@pytest.mark.parametrize(
+    ("containment", "when"), [*((each, "busy") for each in CONTAINMENTS), (Containment.NAMESPACE, "idle")]
+)
+def test_nothing_is_left_when_the_driver_is_killed(write: Write, containment: Containment, when: str) -> None:
+    marker = f"marker-{uuid.uuid4()}"
+    folder = write(SPAWNING).file.parent
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(folder), containment, marker, when],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert driver.stdin is not None and driver.stdout is not None
+    try:
+        assert driver.stdout.readline() == b"idle\n"
+        time.sleep(0.5 if when == "busy" else 0.0)
+        tree = below(driver.pid)
+        assert len(tree) >= 6, "two supervisors, keepers and children"
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait(10)
+    driver.stdin.close()
+    driver.stdout.close()
+    assert gone_within(5.0, lambda: alive(marker) + [each for each in tree if runs(each)])
+
+
+@pytest.mark.parametrize("containment", CONTAINMENTS)
+def test_a_killed_supervisor_takes_its_child_along(write: Write, containment: Containment) -> None:
+    function = write(
+        """
+        import os, threading
+        def reward(completions, marker):
+            if completions[0] == "c":
+                return [1.0]
+            while True: pass
+        """
+    )
+    with RewardWorkers(function, RewardConfig(timeout_s=30), containment=containment) as rewards:
+        columns = {"marker": ["m"]}
+        assert rewards.score(["p"], ["c"], columns)[0].value == 1.0
+        tree = below(os.getpid())
+        supervisor = next(process for process in tree if process.ppid() == os.getpid())
+        killer = subprocess.Popen(
+            [sys.executable, "-c", f"import os, time; time.sleep(0.5); os.kill({supervisor.pid}, 9)"]
+        )
+        (score,) = rewards.score(["p"], ["hang"], columns)
+        killer.wait(10)
+        assert score.outcome is Outcome.ERROR
+        assert gone_within(1.0, lambda: [each for each in tree if runs(each)])
+        assert rewards.score(["p"], ["c"], columns)[0].value == 1.0
+
+
+@pytest.mark.parametrize("containment", CONTAINMENTS)
+def test_a_fork_bomb_is_ended_and_its_neighbours_are_scored(write: Write, containment: Containment) -> None:
+    function = write(
+        """
+        import os
+        def reward(completions):
+            while "bomb" in completions:
+                os.fork()
+            return [1.0] * len(completions)
+        """
+    )
+    with RewardWorkers(function, RewardConfig(timeout_s=20), containment=containment) as rewards:
+        rewards.score(["p"], ["c"], {})
+        begun = time.monotonic()
+        before, bomb, after = rewards.score(["p"] * 3, ["c", "bomb", "c"], {})
+        assert time.monotonic() - begun < 20, "ended for its size, not for its time"
+        assert (before.value, after.value) == (1.0, 1.0)
+        assert bomb.outcome is Outcome.ERROR
+        assert bomb.message.startswith("bred ")
+        assert len(below(os.getpid())) < 10
+
+
+def test_a_gigabyte_of_output_is_read_and_let_go(write: Write) -> None:
+    function = write(
+        """
+        import os
+        def reward(completions):
+            block = b"x" * 2**20
+            for _ in range(1024):
+                os.write(1, block)
+            return [1.0] * len(completions)
+        """
+    )
+    with RewardWorkers(function, RewardConfig(timeout_s=60)) as rewards:
+        before = psutil.Process().memory_info().rss
+        assert [score.value for score in rewards.score(["p"] * 2, ["c"] * 2, {})] == [1.0, 1.0]
+        assert psutil.Process().memory_info().rss - before < 64 * 1024**2
+
+
+def test_endless_output_times_out(write: Write) -> None:
+    function = write("def reward(completions):\n    while True: print('x' * 10000)")
+    with RewardWorkers(function, RewardConfig(timeout_s=0.5)) as rewards:
+        (score,) = rewards.score(["p"], ["c"], {})
+    assert score.outcome is Outcome.TIMEOUT
+    assert len(score.message) < 4000
+
+
+def test_fifty_calls_leak_no_descriptor_and_no_process(write: Write) -> None:
+    function = write(
+        "import os\n"
+        "def reward(completions):\n"
+        "    return [1.0 if completion == 'c' else os._exit(1) for completion in completions]"
+    )
+    with RewardWorkers(function, RewardConfig(workers=2)) as rewards:
+        rewards.score(["p"] * 4, ["c"] * 4, {})
+        descriptors = psutil.Process().num_fds()
+        for call in range(50):
+            rewards.score(["p"] * 4, ["c", "c", "c", "die" if call % 10 == 0 else "c"], {})
+        rewards.score(["p"] * 4, ["c"] * 4, {})
+        assert psutil.Process().num_fds() == descriptors
+        assert len([each for each in below(os.getpid()) if each.ppid() == os.getpid()]) == 2
+    assert psutil.Process().num_fds() < descriptors

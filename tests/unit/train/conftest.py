@@ -1,0 +1,80 @@
+"""A small real model, and batches of rows to train it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from rillflow.models.attention import ATTENTION, register
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
+
+MakeModule = Callable[..., PreTrainedModel]
+MakeRows = Callable[..., Batch]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def make_module() -> MakeModule:
+    """A two-layer Qwen2 with random weights that depend on the seed alone."""
+
+    def make(seed: int = 0, attention: str = ATTENTION, **changes: object) -> PreTrainedModel:
+        register()
+        torch.manual_seed(seed)
+        settings: dict[str, object] = {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.2,
+            "dtype": torch.float32,
+        }
+        dtype = settings.pop("dtype")
+        dtype = changes.pop("dtype", dtype)
+        config = Qwen2Config(**{**settings, **changes})
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        return model.to(dtype).eval()
+
+    return make
+
+
+@pytest.fixture
+def module(make_module: MakeModule) -> PreTrainedModel:
+    return make_module()
+
+
+@pytest.fixture
+def make_rows() -> MakeRows:
+    """Groups of rows that share a prompt: tokens, loss mask, advantages; the rest is added by tests."""
+
+    def make(prompts: Sequence[int] = (5, 3), samples: int = 3, seed: int = 1, longest: int = 9) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        rows, masks, ids = [], [], []
+        for prompt, length in enumerate(prompts):
+            start = torch.randint(0, 64, (length,), generator=generator).tolist()
+            for sample in range(samples):
+                answer = int(torch.randint(1, longest, (1,), generator=generator))
+                rows.append(start + torch.randint(0, 64, (answer,), generator=generator).tolist())
+                masks.append([False] * length + [True] * answer)
+                ids.append(RowId(0, prompt, sample))
+        return Batch(
+            ids=row_ids(ids),
+            fields={
+                "tokens": Ragged.from_rows(rows),
+                "loss_mask": Ragged.from_rows(masks, torch.bool),
+                "advantages": torch.randn(len(rows), generator=generator),
+            },
+        )
+
+    return make

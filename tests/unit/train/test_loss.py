@@ -1,0 +1,244 @@
+"""Losses over a real model: the laws of on-policy gradients, reductions and partitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rillflow.errors import TrainingError
+from rillflow.formulas.aggregation import AGGREGATIONS
+from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.logprobs import TokenLogprobs
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
+from rillflow.train.config import TrainConfig
+from rillflow.train.guards import loss_tokens
+from rillflow.train.loss import Loss, LossPart, PolicyLoss, SupervisedLoss
+from rillflow.train.scorer import Scorer, micro_batches
+
+MakeRows = Callable[..., Batch]
+
+
+def sampled(module: PreTrainedModel, rows: Batch, drift: float = 0.0) -> Batch:
+    """The rows with sampler, old and reference log probabilities near the module's own."""
+    found = Scorer(module, TrainConfig()).logprobs(rows)
+    generator = torch.Generator().manual_seed(5)
+    fields = {}
+    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs"):
+        noise = drift * torch.randn(found.values.shape, generator=generator)
+        fields[name] = found.with_values(found.values + noise * rows.ragged("loss_mask").values)
+    return rows.with_fields(**fields)
+
+
+def gradient(module: PreTrainedModel, rows: Batch, loss: Loss, budget: int = 16384) -> dict[str, Tensor]:
+    module.zero_grad()
+    prepared, scorer = loss.prepare(rows), Scorer(module, TrainConfig())
+    for index in micro_batches(prepared, budget):
+        part = prepared.select(index)
+        terms = loss(scorer.forward(part), loss_tokens(part)).terms
+        (terms.sum() / float(part.dense("loss_denominator")[0])).backward()
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def reinforce(module: PreTrainedModel, rows: Batch, weights: Tensor) -> dict[str, Tensor]:
+    """The gradient of -sum(weights x A log pi), with the module alone, row after row."""
+    module.zero_grad()
+    tokens, masks = rows.ragged("tokens").rows(), rows.ragged("loss_mask").rows()
+    shares = torch.split(weights, rows.ragged("tokens").lengths.tolist())
+    for row, mask, share, advantage in zip(tokens, masks, shares, rows.dense("advantages"), strict=True):
+        logs = module(input_ids=row[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        chosen = logs.gather(-1, row[1:, None])[:, 0]
+        (-(advantage * chosen * share[1:].float())[mask[1:]].sum()).backward()
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], relative: float = 1e-5) -> None:
+    assert one.keys() == other.keys()
+    size = torch.cat([grad.flatten() for grad in other.values()]).norm()
+    gap = torch.cat([(one[name] - other[name]).flatten() for name in one]).norm()
+    assert float(gap / size) < relative
+    assert float(size) > 1e-3
+
+
+@pytest.mark.parametrize("how", AGGREGATIONS)
+@pytest.mark.parametrize("with_old", [True, False])
+def test_on_policy_every_policy_loss_has_the_gradient_of_a_log_pi(
+    module: PreTrainedModel, make_rows: MakeRows, how: str, with_old: bool
+) -> None:
+    rows = sampled(module, make_rows(samples=4))
+    if not with_old:
+        rows = rows.only("tokens", "loss_mask", "advantages", "sampler_logprobs")
+    loss = PolicyLoss(PolicyLossConfig(aggregation=how, importance_cap=2.0), max_tokens=9)
+    count = rows.ragged("loss_mask").sums().double()
+    weights = {
+        "token_mean": torch.ones(len(rows)) / count.sum(),
+        "sequence_mean": 1 / count / len(rows),
+        "constant": torch.ones(len(rows)) / (9 * len(rows)),
+    }[how]
+    expected = reinforce(module, rows, rows.ragged("tokens").expand(weights))
+    assert_close(gradient(module, rows, loss), expected)
+
+
+@pytest.mark.parametrize("how", AGGREGATIONS)
+def test_partition_blind_through_the_model(module: PreTrainedModel, make_rows: MakeRows, how: str) -> None:
+    rows = sampled(module, make_rows(prompts=(5, 3, 8), samples=4), drift=0.2)
+    config = PolicyLossConfig(aggregation=how, kl=0.1, entropy=0.01, importance_cap=2.0, constant=9)
+    whole = gradient(module, rows, PolicyLoss(config))
+    for budget in (1, 25, 60):
+        assert_close(gradient(module, rows, PolicyLoss(config), budget), whole)
+    backwards = rows.select(list(range(len(rows)))[::-1])
+    assert_close(gradient(module, backwards, PolicyLoss(config), 40), whole)
+
+
+def test_dapo_with_equal_clips_is_grpo_with_token_mean(module: PreTrainedModel, make_rows: MakeRows) -> None:
+    rows = sampled(module, make_rows(), drift=0.3)
+    dapo = PolicyLossConfig(clip_low=0.2, clip_high=0.2, dual_clip=0, kl=0, aggregation="token_mean")
+    advantages = rows.ragged("tokens").expand(rows.dense("advantages"))
+    mask = rows.ragged("loss_mask").values
+    own = Scorer(module, TrainConfig())
+    now = own.forward(rows).logprobs
+    ratio = (now - rows.ragged("old_logprobs").values[mask]).exp()
+    a = advantages[mask]
+    by_hand = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
+    module.zero_grad()
+    by_hand.backward()
+    expected = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    assert_close(gradient(module, rows, PolicyLoss(dapo)), expected)
+
+
+def test_supervised_is_cross_entropy(module: PreTrainedModel, make_rows: MakeRows) -> None:
+    rows = make_rows(prompts=(4,), samples=1)
+    tokens, mask = rows.ragged("tokens").values, rows.ragged("loss_mask").values
+    found = gradient(module, rows, SupervisedLoss())
+    module.zero_grad()
+    labels = torch.where(mask, tokens, -100)
+    module(input_ids=tokens[None], labels=labels[None], use_cache=False).loss.backward()
+    assert_close(found, {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
+
+
+def call(config: PolicyLossConfig, rows: Batch, logprobs: Tensor, entropy: float = 1.0) -> LossPart:
+    model = TokenLogprobs(
+        logprobs=logprobs,
+        entropy=torch.full_like(logprobs, entropy),
+        likeliest=torch.ones_like(logprobs, dtype=torch.bool),
+    )
+    loss = PolicyLoss(config)
+    return loss(model, loss_tokens(loss.prepare(rows)))
+
+
+def four_tokens() -> Batch:
+    """Two rows of two loss tokens with advantages 1 and -1, sampled with log probability -1."""
+    mask = torch.tensor([False, False, True, True])
+    minus_one = torch.where(mask, -1.0, 0.0)
+
+    def aligned(values: Tensor) -> Ragged:
+        return Ragged(values=values.repeat(2), lengths=torch.tensor([4, 4]))
+
+    return Batch(
+        ids=row_ids([RowId(0, 0, 0), RowId(0, 1, 0)]),
+        fields={
+            "tokens": aligned(torch.arange(4)),
+            "loss_mask": aligned(mask),
+            "advantages": torch.tensor([1.0, -1.0]),
+            "sampler_logprobs": aligned(minus_one),
+            "old_logprobs": aligned(minus_one),
+            "reference_logprobs": aligned(minus_one),
+        },
+    )
+
+
+def test_metrics_say_what_they_are_named_for() -> None:
+    rows = four_tokens()
+    now = torch.tensor([-1.0, 0.0, -1.0, -3.0])  # ratios 1, e, 1, e^-2
+    found = call(PolicyLossConfig(kl=0.5, importance_cap=2.0), rows, now).metrics
+    values = {name: metric.value for name, metric in found.items()}
+    ratios = [1.0, math.e, 1.0, math.exp(-2)]
+    k3 = [0.0, math.exp(-1) - 1 + 1, 0.0, math.exp(2) - 1 - 2]
+    mismatch = [0.0, math.e - 1 - 1, 0.0, math.exp(-2) - 1 + 2]
+    assert values == pytest.approx(
+        {
+            "policy/ratio/mean": sum(ratios) / 4,
+            "policy/ratio/max": math.e,
+            "policy/clipped/share": 0.5,
+            "policy/clipped_low/share": 0.25,
+            "policy/clipped_high/share": 0.25,
+            "policy/advantage/mean": 0.0,
+            "policy/entropy/mean": 1.0,
+            "policy/kl/mean": sum(k3) / 4,
+            "mismatch/kl/mean": sum(mismatch) / 4,
+            "mismatch/logprob_gap/max": 2.0,
+            "mismatch/capped/share": 0.0,
+        },
+        rel=1e-5,
+        abs=1e-7,
+    )
+
+
+def test_each_companion_adds_its_term() -> None:
+    rows = four_tokens()
+    now = torch.tensor([-1.0, -1.0, -1.0, -2.0])
+    base = call(PolicyLossConfig(), rows, now).terms
+    with_entropy = call(PolicyLossConfig(entropy=0.5), rows, now, entropy=3.0).terms
+    with_kl = call(PolicyLossConfig(kl=2.0, kl_estimator="k2"), rows, now).terms
+    in_reward = call(PolicyLossConfig(kl=2.0, kl_in="reward"), rows, now).terms
+    assert (with_entropy - base).tolist() == pytest.approx([-1.5] * 4)
+    assert (with_kl - base).tolist() == pytest.approx([0.0, 0.0, 0.0, 1.0])
+    assert torch.equal(in_reward, base)
+
+
+def test_the_correction_weighs_by_old_over_sampler_up_to_the_cap() -> None:
+    rows = four_tokens()
+    old = rows.ragged("old_logprobs")
+    drifted = rows.with_fields(old_logprobs=old.with_values(old.values + 1))  # old / mu = e on every token
+    now = torch.full((4,), 0.0)
+    plain = call(PolicyLossConfig(), drifted, now).terms
+    capped = call(PolicyLossConfig(importance_cap=2.0), drifted, now)
+    free = call(PolicyLossConfig(importance_cap=5.0), drifted, now).terms
+    assert (capped.terms / plain).tolist() == pytest.approx([2.0] * 4)
+    assert (free / plain).tolist() == pytest.approx([math.e] * 4)
+    assert capped.metrics["mismatch/capped/share"].value == 1.0
+
+
+def test_a_group_of_equal_rewards_has_no_gradient(module: PreTrainedModel, make_rows: MakeRows) -> None:
+    rows = sampled(module, make_rows(), drift=0.1).with_fields(advantages=torch.zeros(6))
+    found = gradient(module, rows, PolicyLoss(PolicyLossConfig()))
+    assert all(not bool(grad.any()) for grad in found.values())
+
+
+@pytest.mark.parametrize("loss", [SupervisedLoss(), PolicyLoss(PolicyLossConfig(), max_tokens=4)])
+def test_a_minibatch_without_loss_tokens_is_refused(make_rows: MakeRows, loss: Loss) -> None:
+    rows = make_rows()
+    mask = rows.ragged("loss_mask")
+    nothing = mask.with_values(torch.zeros_like(mask.values))
+    silent = rows.with_fields(
+        loss_mask=nothing, sampler_logprobs=mask.with_values(torch.zeros(len(mask.values)))
+    )
+    with pytest.raises(TrainingError, match="minibatch of 6 rows has no loss token"):
+        loss.prepare(silent)
+
+
+@pytest.mark.parametrize("name", ["sampler_logprobs", "old_logprobs", "reference_logprobs"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_names_row_and_token(name: str, value: float) -> None:
+    rows = four_tokens()
+    column = rows.ragged(name)
+    values = column.values.clone()
+    values[0] = math.nan  # a prompt token's is never read
+    values[7] = value
+    broken = rows.with_fields(**{name: column.with_values(values)})
+    with pytest.raises(
+        TrainingError, match=rf"{name} is {value} at token 3 \(id 3\) of row \(epoch 0 prompt 1"
+    ):
+        PolicyLoss(PolicyLossConfig(kl=0.1)).prepare(broken)
+
+
+def test_an_advantage_that_is_not_finite_names_its_row() -> None:
+    broken = four_tokens().with_fields(advantages=torch.tensor([0.0, math.nan]))
+    with pytest.raises(TrainingError, match=r"advantages is nan at row \(epoch 0 prompt 1 sample 0\)"):
+        PolicyLoss(PolicyLossConfig()).prepare(broken)

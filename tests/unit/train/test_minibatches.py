@@ -1,0 +1,46 @@
+"""Minibatches: every row once an epoch, evenly, in an order that the seed decides."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.row import RowId
+from rillflow.train.minibatches import minibatches
+
+
+def batch_of(size: int) -> Batch:
+    return Batch(ids=row_ids([RowId(0, row, 0) for row in range(size)]), fields={})
+
+
+def rows(batch: Batch) -> list[int]:
+    return batch.ids[:, 1].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(0, 20), epochs=st.integers(1, 3), parts=st.integers(1, 7), step=st.integers(0, 99))
+def test_every_row_once_an_epoch_in_even_parts(size: int, epochs: int, parts: int, step: int) -> None:
+    found = [rows(part) for part in minibatches(batch_of(size), epochs, parts, 3, step)]
+    each = min(parts, size)
+    assert len(found) == epochs * each
+    for epoch in range(epochs):
+        pass_ = found[epoch * each : (epoch + 1) * each]
+        sizes = [len(part) for part in pass_]
+        assert not sizes or max(sizes) - min(sizes) <= 1
+        assert sorted(row for part in pass_ for row in part) == list(range(size))
+
+
+def test_the_order_depends_on_seed_step_and_epoch() -> None:
+    def order(seed: int, step: int) -> list[list[int]]:
+        return [rows(part) for part in minibatches(batch_of(40), 2, 2, seed, step)]
+
+    assert order(1, 5) == order(1, 5)
+    assert order(1, 5) != order(2, 5)
+    assert order(1, 5) != order(1, 6)
+    assert order(1, 5)[:2] != order(1, 5)[2:]
+
+
+def test_one_minibatch_is_the_batch_itself() -> None:
+    batch = batch_of(5)
+    assert [rows(part) for part in minibatches(batch, 2, 1, 0, 0)] == [list(range(5))] * 2

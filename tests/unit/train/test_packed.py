@@ -1,0 +1,104 @@
+"""Packed rows: every beginning once, and attention as if each row ran alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rillflow.models.attention import causal
+from rillflow.records.ragged import Ragged
+from rillflow.train.packed import PackedAttention, pack
+
+CPU = torch.device("cpu")
+ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), min_size=1, max_size=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=ROWS)
+def test_every_beginning_is_there_once_and_rows_read_back(rows: list[list[int]]) -> None:
+    column = Ragged.from_rows(rows)
+    packed = pack(column)
+    beginnings = {tuple(row[: place + 1]) for row in rows for place in range(len(row))}
+    assert len(packed.tokens) == len(packed.positions) == len(beginnings)
+    assert torch.equal(packed.tokens[packed.places.values], column.values)
+    assert torch.equal(packed.positions[packed.places.values], column.positions)
+    assert torch.equal(packed.places.lengths, column.lengths)
+
+
+def alone(row_places: Tensor, states: tuple[Tensor, Tensor, Tensor], window: int | None) -> Tensor:
+    query, key, value = (part[:, :, row_places] for part in states)
+    return causal(query, key, value, 0.5, window).transpose(1, 2)[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 1), max_size=40), min_size=1, max_size=6).filter(any),
+    window=st.sampled_from([None, 1, 3, 100]),
+)
+def test_attention_is_that_of_each_row_alone(rows: list[list[int]], window: int | None) -> None:
+    packed = pack(Ragged.from_rows(rows))
+    count = len(packed.tokens)
+    generator = torch.Generator().manual_seed(count)
+    states = tuple(
+        torch.randn(1, heads, count, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
+    )
+    leaves = tuple(part.clone().requires_grad_() for part in states)
+    found = PackedAttention(packed, CPU).attend(0, *leaves, scaling=0.5, window=window)
+    others = tuple(part.clone().requires_grad_() for part in states)
+    slopes = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    (found * slopes).sum().backward()
+    seen: set[int] = set()
+    for places in packed.places.rows():
+        expected = alone(places, others, window)
+        torch.testing.assert_close(found[0, places], expected, rtol=1e-10, atol=1e-12)
+        new = [index for index, place in enumerate(places.tolist()) if place not in seen]
+        seen |= set(places.tolist())
+        (expected[new] * slopes[0, places[new]]).sum().backward()
+    for leaf, other in zip(leaves, others, strict=True):
+        torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "settings_", [{}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}]
+)
+def test_the_whole_model_reads_packed_rows_as_it_reads_each_alone(
+    make_module: Callable[..., PreTrainedModel], settings_: dict[str, object]
+) -> None:
+    module = make_module(**settings_)
+    rows = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9], [8] * 40, [1, 2, 3, 4, 5, 6, 7], [5]]
+    packed = pack(Ragged.from_rows(rows))
+    plan = PackedAttention(packed, CPU)
+    with torch.no_grad():
+        logits = module(
+            input_ids=packed.tokens[None],
+            position_ids=packed.positions[None],
+            use_cache=False,
+            attention_plan=plan,
+        ).logits[0]
+        for row, places in zip(rows, packed.places.rows(), strict=True):
+            expected = module(input_ids=torch.tensor([row]), use_cache=False).logits[0]
+            torch.testing.assert_close(logits[places], expected, rtol=1e-4, atol=1e-5)
+    assert plan.layers == {0, 1}
+
+
+def test_rows_of_like_length_lie_side_by_side_with_little_padding() -> None:
+    lengths = [400, 390, 200, 180, 60, 30, 12, 9, 4, 1]
+    packed = pack(Ragged.from_rows([[row] * length for row, length in enumerate(lengths)]))
+    plan = PackedAttention(packed, CPU)
+    shapes = [(bucket.rows, bucket.longest) for bucket in plan._buckets]
+    assert shapes == [(2, 400), (2, 200), (1, 60), (5, 30)]
+
+
+def test_half_precision_is_gathered_and_summed_as_it_is() -> None:
+    packed = pack(Ragged.from_rows([[1, 2, 3], [1, 2, 4], [1]]))
+    states = [torch.randn(1, heads, 4, 8).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    found = PackedAttention(packed, CPU).attend(0, *states, scaling=0.3, window=None)
+    found.float().sum().backward()
+    assert found.dtype == torch.bfloat16
+    assert all(part.grad is not None and part.grad.dtype == torch.bfloat16 for part in states)

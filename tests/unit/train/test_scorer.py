@@ -1,0 +1,95 @@
+"""Scoring: the log probabilities of an ordinary forward pass, row by row, whatever the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rillflow.errors import TrainingError
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
+from rillflow.train.config import TrainConfig
+from rillflow.train.scorer import Scorer, micro_batches
+
+MakeRows = Callable[..., Batch]
+
+
+@torch.no_grad()
+def expected(module: PreTrainedModel, batch: Batch, temperature: float) -> Tensor:
+    """[T] by the module's own attention, one row after the other, without any of our code."""
+    found = []
+    for tokens, mask in zip(batch.ragged("tokens").rows(), batch.ragged("loss_mask").rows(), strict=True):
+        logs = (module(input_ids=tokens[None]).logits[0] / temperature).log_softmax(-1)
+        row = torch.cat([torch.zeros(1), logs[:-1].gather(-1, tokens[1:, None])[:, 0]])
+        found.append(torch.where(mask, row, 0.0))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("budget", [1, 17, 16384])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_are_those_of_each_row_alone(
+    make_module: Callable[..., PreTrainedModel], make_rows: MakeRows, budget: int, temperature: float
+) -> None:
+    batch = make_rows(prompts=(5, 3, 20), samples=4)
+    batch = batch.select(torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)))
+    scorer = Scorer(make_module(), TrainConfig(tokens_per_micro_batch=budget))
+    found = scorer.logprobs(batch, temperature)
+    assert torch.equal(found.lengths, batch.ragged("tokens").lengths)
+    assert found.values.dtype == torch.float32 and not found.values.requires_grad
+    own = expected(make_module(attention="sdpa"), batch, temperature)
+    torch.testing.assert_close(found.values, own, rtol=0, atol=3e-6)
+
+
+def test_loss_tokens_in_the_middle_and_rows_without_any(module: PreTrainedModel) -> None:
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11], []]
+    masks = [[False, True, False, False, True, False], [False, False], [False, False, True], []]
+    batch = Batch(
+        ids=row_ids([RowId(0, index, 0) for index in range(4)]),
+        fields={"tokens": Ragged.from_rows(rows), "loss_mask": Ragged.from_rows(masks, torch.bool)},
+    )
+    found = Scorer(module, TrainConfig()).logprobs(batch)
+    own = expected(module, batch.slice(0, 3), 1.0)
+    torch.testing.assert_close(found.values, own, rtol=0, atol=3e-6)
+    silent = batch.slice(1, 2)
+    assert Scorer(module, TrainConfig()).logprobs(silent).values.tolist() == [0.0, 0.0]
+    assert len(Scorer(module, TrainConfig()).logprobs(batch.slice(0, 0))) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), max_size=12), budget=st.integers(1, 30))
+def test_micro_batches_keep_to_the_budget_and_groups_together(lengths: list[int], budget: int) -> None:
+    ids = [RowId(0, index % 3, index) for index in range(len(lengths))]
+    batch = Batch(ids=row_ids(ids), fields={"tokens": Ragged.from_rows([[0] * length for length in lengths])})
+    parts = [part.tolist() for part in micro_batches(batch, budget)]
+    order = [row for part in parts for row in part]
+    assert sorted(order) == list(range(len(lengths)))
+    assert [ids[row] for row in order] == sorted(ids)
+    for part in parts:
+        assert part
+        assert sum(lengths[row] for row in part) <= budget or len(part) == 1
+
+
+def test_a_first_token_cannot_be_a_loss_token(module: PreTrainedModel) -> None:
+    batch = Batch(
+        ids=row_ids([RowId(0, 4, 1), RowId(2, 5, 6)]),
+        fields={
+            "tokens": Ragged.from_rows([[1, 2], [3, 4]]),
+            "loss_mask": Ragged.from_rows([[False, True], [True, True]], torch.bool),
+        },
+    )
+    with pytest.raises(TrainingError, match="epoch 2 prompt 5 sample 6"):
+        Scorer(module, TrainConfig()).logprobs(batch)
+
+
+def test_a_module_with_another_attention_is_refused(
+    make_module: Callable[..., PreTrainedModel], make_rows: MakeRows
+) -> None:
+    with pytest.raises(TrainingError, match="Qwen2ForCausalLM does not use Rillflow's attention"):
+        Scorer(make_module(attention="sdpa"), TrainConfig()).logprobs(make_rows())

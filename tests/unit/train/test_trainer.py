@@ -1,0 +1,272 @@
+"""The trainer: it learns, it refuses what would destroy the weights, and it goes on bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rillflow.errors import TrainingError
+from rillflow.formulas.config import PolicyLossConfig
+from rillflow.records.batch import Batch
+from rillflow.train.config import TrainConfig
+from rillflow.train.loss import PolicyLoss, SupervisedLoss
+from rillflow.train.trainer import Trainer
+
+MakeModule = Callable[..., PreTrainedModel]
+MakeRows = Callable[..., Batch]
+POLICY = PolicyLoss(PolicyLossConfig(), max_tokens=16)
+
+
+def weights(module: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def on_policy(trainer: Trainer, rows: Batch, temperature: float = 1.0) -> Batch:
+    return rows.with_fields(sampler_logprobs=trainer.logprobs(rows, temperature))
+
+
+def test_supervised_training_learns_its_rows(module: PreTrainedModel, make_rows: MakeRows) -> None:
+    trainer = Trainer(module, TrainConfig(lr=1e-2), total_steps=60)
+    rows = make_rows(samples=1)
+    losses = [trainer.update(rows, SupervisedLoss())["supervised/nll/mean"].value for _ in range(60)]
+    assert losses[0] > 3
+    assert losses[-1] < 0.1
+    last = trainer.update(rows, SupervisedLoss())
+    assert last["supervised/accuracy/mean"].value == 1.0
+    assert last["supervised/loss/mean"].value == pytest.approx(last["supervised/nll/mean"].value, rel=1e-5)
+
+
+def test_a_policy_step_raises_what_had_advantage(module: PreTrainedModel, make_rows: MakeRows) -> None:
+    trainer = Trainer(module, TrainConfig(lr=1e-3), total_steps=10)
+    rows = on_policy(trainer, make_rows(samples=4).with_fields(advantages=torch.tensor([1.0, -1.0] * 4)))
+    before = trainer.logprobs(rows).sums()
+    metrics = trainer.update(rows, POLICY, ratio_tolerance=1e-5)
+    change = trainer.logprobs(rows).sums() - before
+    assert bool((change[0::2] > 0).all()) and bool((change[1::2] < 0).all())
+    assert metrics["policy/ratio/mean"].value == 1.0
+    assert metrics["mismatch/logprob_gap/max"].value < 1e-6
+    assert metrics["train/lr/mean"].value == 1e-3
+
+
+@pytest.mark.parametrize("budget", [1, 30])
+def test_micro_batches_change_nothing(make_module: MakeModule, make_rows: MakeRows, budget: int) -> None:
+    found = []
+    for tokens in (budget, 16384):
+        trainer = Trainer(
+            module := make_module(), TrainConfig(lr=1e-3, tokens_per_micro_batch=tokens), total_steps=9
+        )
+        rows = on_policy(trainer, make_rows(samples=5))
+        metrics = trainer.update(rows, POLICY)
+        found.append((weights(module), {name: metric.value for name, metric in metrics.items()}))
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-4, abs=1e-6)
+    for name, weight in found[0][0].items():
+        torch.testing.assert_close(weight, found[1][0][name], rtol=1e-4, atol=2e-5)
+
+
+def test_the_temperature_is_that_of_sampling(module: PreTrainedModel, make_rows: MakeRows) -> None:
+    trainer = Trainer(module, TrainConfig(), total_steps=1)
+    rows = on_policy(trainer, make_rows(), temperature=0.7)
+    with pytest.raises(TrainingError, match="not on-policy"):
+        trainer.update(rows, POLICY, temperature=1.0, ratio_tolerance=1e-5)
+    trainer.update(rows, POLICY, temperature=0.7, ratio_tolerance=1e-5)
+
+
+def test_a_broken_ratio_names_row_token_and_both_numbers(
+    module: PreTrainedModel, make_rows: MakeRows
+) -> None:
+    trainer = Trainer(module, TrainConfig(tokens_per_micro_batch=20), total_steps=1)
+    rows = on_policy(trainer, make_rows(prompts=(5, 3), samples=3))
+    column = rows.ragged("sampler_logprobs")
+    place = int(column.bounds[5]) - 1  # the last token of row 4
+    values = column.values.clone()
+    true = float(values[place])
+    values[place] += 2e-4
+    before = weights(module)
+    with pytest.raises(TrainingError) as caught:
+        trainer.update(
+            rows.with_fields(sampler_logprobs=column.with_values(values)), POLICY, ratio_tolerance=1e-5
+        )
+    token = int(rows.ragged("tokens").values[place])
+    where = f"token {int(column.positions[place])} (id {token}) of row (epoch 0 prompt 1 sample 1)"
+    assert where in caught.value.what
+    assert f"{true:.5g}"[:6] in caught.value.what
+    assert "0.0002, more than 1e-05" in caught.value.why
+    assert same(weights(module), before)
+    trainer.update(rows, POLICY, ratio_tolerance=1e-5)  # nothing is left of the refused one
+
+
+def poison(module: PreTrainedModel, token: int) -> None:
+    with torch.no_grad():
+        module.get_input_embeddings().weight[token] = math.nan
+
+
+def test_a_loss_that_is_not_finite_names_row_and_token_and_changes_nothing(
+    make_module: MakeModule, make_rows: MakeRows
+) -> None:
+    trainer = Trainer(module := make_module(tie_word_embeddings=False), TrainConfig(), total_steps=2)
+    rows = make_rows(prompts=(5, 3), samples=1, longest=4)
+    trainer.update(rows, SupervisedLoss())
+    first = int(rows.ragged("tokens").row(1)[0])
+    poison(module, first)
+    before, state = weights(module), {k: v.clone() for k, v in trainer.state().tensors.items()}
+    with pytest.raises(
+        TrainingError, match=r"loss is nan: token 3 \(id \d+\) of row \(epoch 0 prompt 1 sample 0\)"
+    ):
+        trainer.update(rows, SupervisedLoss())
+    after = weights(module)
+    assert all(torch.equal(before[name], after[name]) or "embed" in name for name in before)
+    assert same(state, trainer.state().tensors)
+    assert trainer.state().counters == {"step": 1}
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_gradient_that_is_not_finite_names_the_parameter(
+    module: PreTrainedModel, make_rows: MakeRows
+) -> None:
+    trainer = Trainer(module, TrainConfig(lr=1e-2), total_steps=2)
+    rows = make_rows()
+    before = weights(module)
+    handle = module.model.norm.weight.register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(TrainingError, match=r"gradient's norm is (nan|inf): first in model.norm.weight"):
+        trainer.update(rows, SupervisedLoss())
+    assert same(weights(module), before)
+    assert trainer.state().tensors == {}
+    handle.remove()
+    trainer.update(rows, SupervisedLoss())
+    assert not same(weights(module), before)
+
+
+def test_gradients_are_scaled_down_to_the_norm(make_module: MakeModule, make_rows: MakeRows) -> None:
+    seen: dict[float, Tensor] = {}
+    for limit in (1e9, 1e-3):
+        module = make_module()
+        trainer = Trainer(module, TrainConfig(max_grad_norm=limit), total_steps=1)
+        norms: list[Tensor] = []
+        metrics = trainer.update(make_rows(), SupervisedLoss())
+        moments = trainer.state().tensors
+        norms = [moments[name] / (1 - 0.9) for name in moments if name.startswith("exp_avg/")]
+        seen[limit] = torch.cat([norm.flatten() for norm in norms]).norm()
+        assert metrics["train/grad_norm/mean"].value == pytest.approx(float(seen[1e9]), rel=1e-4)
+    assert float(seen[1e-3]) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_decay_touches_matrices_alone(module: PreTrainedModel, make_rows: MakeRows) -> None:
+    config = TrainConfig(lr=1e-2, weight_decay=10.0, max_grad_norm=1e-30)
+    before = weights(module)
+    Trainer(module, config, total_steps=1).update(make_rows(), SupervisedLoss())
+    for name, weight in weights(module).items():
+        share = 0.9 if weight.dim() >= 2 else 1.0
+        torch.testing.assert_close(weight, share * before[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_trainer_goes_on_bit_for_bit(
+    make_module: MakeModule, make_rows: MakeRows, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    config = TrainConfig(lr=1e-3, schedule="cosine", warmup_steps=2, weight_decay=0.1)
+    module = make_module(dtype=dtype)
+    trainer = Trainer(module, config, total_steps=6)
+    for step in range(3):
+        trainer.update(make_rows(seed=step), SupervisedLoss())
+    save_file(
+        {name: t.contiguous() for name, t in trainer.state().tensors.items()}, tmp_path / "state.safetensors"
+    )
+    save_file(weights(module), tmp_path / "weights.safetensors")
+    counters = dict(trainer.state().counters)
+    other = make_module(seed=9, dtype=dtype)
+    resumed = Trainer(other, config, total_steps=6)
+    other.load_state_dict(load_file(tmp_path / "weights.safetensors"), strict=False)
+    resumed.load_state(load_file(tmp_path / "state.safetensors"), counters)
+    for step in range(3, 6):
+        one = trainer.update(make_rows(seed=step), SupervisedLoss())
+        two = resumed.update(make_rows(seed=step), SupervisedLoss())
+        assert one == two
+    assert same(weights(module), weights(other))
+    assert same(trainer.state().tensors, resumed.state().tensors)
+    assert resumed.state().counters == {"step": 6}
+
+
+def test_small_steps_are_not_lost_in_bfloat16(make_module: MakeModule, make_rows: MakeRows) -> None:
+    rows = make_rows(samples=1)
+    module = make_module(dtype=torch.bfloat16)
+    trainer = Trainer(module, TrainConfig(lr=1e-5), total_steps=100)
+    start = {name: weight.float() for name, weight in weights(module).items()}
+    for _ in range(3):
+        trainer.update(rows, SupervisedLoss())
+    moments = trainer.state().tensors
+    masters = {name.removeprefix("master/"): t for name, t in moments.items() if name.startswith("master/")}
+    assert masters.keys() == start.keys()
+    moved = torch.cat([(masters[name] - start[name]).flatten().abs() for name in start])
+    visible = torch.cat([(weights(module)[name].float() - start[name]).flatten() for name in start])
+    assert float((moved > 2e-5).float().mean()) > 0.5
+    assert float((visible == 0).float().mean()) > 0.9  # without masters, these steps would be gone
+    for name, weight in weights(module).items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, masters[name].bfloat16())
+
+
+def test_bfloat16_gradients_add_up_in_float32(make_module: MakeModule, make_rows: MakeRows) -> None:
+    rows = make_rows(prompts=(5, 3, 4), samples=5)
+    found = []
+    for tokens in (1, 16384):
+        trainer = Trainer(
+            make_module(dtype=torch.bfloat16), TrainConfig(tokens_per_micro_batch=tokens), total_steps=1
+        )
+        trainer.update(rows, SupervisedLoss())
+        moments = trainer.state().tensors
+        found.append(torch.cat([m.flatten() for name, m in moments.items() if name.startswith("exp_avg/")]))
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 0.02
+
+
+def test_recomputed_activations_give_the_same_step(make_module: MakeModule, make_rows: MakeRows) -> None:
+    found = []
+    for recompute in (False, True):
+        module = make_module()
+        trainer = Trainer(module, TrainConfig(lr=1e-3, gradient_checkpointing=recompute), total_steps=1)
+        trainer.update(make_rows(), SupervisedLoss())
+        assert not module.training
+        found.append(weights(module))
+    assert same(*found)
+
+
+def test_a_state_of_another_module_is_refused(make_module: MakeModule, make_rows: MakeRows) -> None:
+    trainer = Trainer(make_module(), TrainConfig(), total_steps=1)
+    trainer.update(make_rows(), SupervisedLoss())
+    state = trainer.state()
+    deeper = Trainer(make_module(num_hidden_layers=1), TrainConfig(), total_steps=1)
+    with pytest.raises(TrainingError, match=r"has '(step|exp_avg|exp_avg_sq)/model.layers.1"):
+        deeper.load_state(state.tensors, state.counters)
+    wider = Trainer(make_module(intermediate_size=96), TrainConfig(), total_steps=1)
+    with pytest.raises(TrainingError, match=r"shape \[64, 32\] in the training state and \[96, 32\] here"):
+        wider.load_state(state.tensors, state.counters)
+    narrow = Trainer(make_module(dtype=torch.bfloat16), TrainConfig(), total_steps=1)
+    with pytest.raises(TrainingError, match="lacks 'master/"):
+        narrow.load_state(state.tensors, state.counters)
+
+
+def test_a_frozen_module_cannot_be_trained(module: PreTrainedModel) -> None:
+    module.requires_grad_(False)
+    with pytest.raises(TrainingError, match="no parameter that requires a gradient"):
+        Trainer(module, TrainConfig(), total_steps=1)
+
+
+def test_frozen_parameters_stay(module: PreTrainedModel, make_rows: MakeRows) -> None:
+    module.model.embed_tokens.requires_grad_(False)
+    before = weights(module)
+    trainer = Trainer(module, TrainConfig(lr=1e-2), total_steps=1)
+    trainer.update(make_rows(), SupervisedLoss())
+    changed = {name for name, weight in weights(module).items() if not torch.equal(weight, before[name])}
+    assert "model.embed_tokens.weight" not in changed
+    assert "model.norm.weight" in changed
+    assert not any("embed_tokens" in name for name in trainer.state().tensors)
