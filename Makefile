@@ -36,7 +36,7 @@ lint: $(FULL)
 	$(BIN)/mypy
 
 benchmark: $(FULL)
-	$(BIN)/python -m benchmarks
+	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
 
 setup: $(FULL)
 

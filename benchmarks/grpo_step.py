@@ -251,8 +251,8 @@ def _table(ours: list[Timing], theirs: list[Timing], threads: int, versions: str
     lines = [
         "# One GRPO step",
         "",
-        f"`{command}`, {os.cpu_count()} cores, {threads} threads, {versions}. Median and spread of {len(ours)} "
-        "steps after the first; the setting is at the head of the script.",
+        f"`{command}`, {os.cpu_count()} cores, {threads} threads, {versions}. Median and spread of "
+        f"{len(ours)} steps after the first; the setting is at the head of the script.",
         "",
         "| engine | s a step | least .. most | of it generation | tokens an answer | ratio |",
         "|---|---|---|---|---|---|",
@@ -280,10 +280,12 @@ def _versions(trl: str | None) -> str:
     import torch
     import transformers
 
-    found = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    names = {"Python": platform.python_version(), "torch": torch.__version__}
+    names["transformers"] = transformers.__version__
+    found = ", ".join(f"{name} {version}" for name, version in names.items())
     if trl is None:
         return found
-    script = "import trl, transformers; print(f'TRL {trl.__version__} with transformers {transformers.__version__}')"
+    script = "import trl, torch; print(f'TRL {trl.__version__} with torch {torch.__version__}')"
     shown = subprocess.run(
         [trl, "-c", script], capture_output=True, text=True, check=True
     ).stdout.splitlines()

@@ -23,7 +23,7 @@ from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.records.row import RowId
-from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
 
 ASKED_EPOCH = -2
@@ -48,16 +48,14 @@ class Respondent:
         self, run: Path, *, step: int | None = None, temperature: float = 0.0, max_tokens: int | None = None
     ) -> None:
         config = cast(dict[str, Any], read_config(run))
-        rollout = validate(RolloutConfig, config["rollout"], str(run / layout.CONFIG))
-        sampling = {
-            "temperature": temperature,
-            "stop": rollout.stop,
-            "max_tokens": max_tokens or rollout.max_tokens,
-        }
-        self._sampling = validate(SamplingConfig, sampling, "the question")
-        self._policy = policy_directory(run, step)
+        trained = validate(RolloutConfig, config["rollout"], str(run / layout.CONFIG))
+        limit = trained.max_tokens if max_tokens is None else max_tokens
+        asked = {"temperature": temperature, "max_tokens": limit, "stop": trained.stop, "max_rows": 1}
+        rollout = validate(RolloutConfig, asked, "the question")
         self._model = load_model(
-            ModelConfig(path=str(self._policy), dtype=config["policy"]["model"]["dtype"]),
+            ModelConfig(
+                path=str(policy_directory(run, step).absolute()), dtype=config["policy"]["model"]["dtype"]
+            ),
             seed=0,
             device=choose_device("auto"),
             base=Path(),
@@ -65,7 +63,7 @@ class Respondent:
         stop = {self._model.tokenizer.token_of(text) for text in rollout.stop}
         self._engine = NativeEngine(
             self._model.module,
-            RolloutConfig(max_rows=1),
+            rollout,
             stop_tokens=frozenset(stop | self._model.tokenizer.stop_tokens),
             seed=config["run"]["seed"],
             context=self._model.context,
@@ -88,7 +86,7 @@ class Respondent:
             fields={"tokens": Ragged.from_rows([tokens], torch.int64), "columns": Ragged.from_text(["{}"])},
         )
         self._asked += 1
-        rollouts = self._engine.generate(prompts, samples=1, sampling=self._sampling)
+        rollouts = self._engine.generate(prompts)
         return tokenizer.decode(completions(rollouts).row(0).tolist())
 
 

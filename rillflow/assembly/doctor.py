@@ -22,6 +22,8 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from rillflow.observe.wording import size
 
 GIB = 1024**3
@@ -85,15 +87,27 @@ def python() -> list[Finding]:
 
 
 def packages() -> list[Finding]:
-    """The packages a run needs, as far as their metadata tell."""
-    return [_package(name) for name in ("transformers", "safetensors", "numpy", "pydantic", "rich")]
+    """The packages Rillflow asks for: installed, and of a version in its range."""
+    try:
+        written = metadata.requires("rillflow") or []
+    except metadata.PackageNotFoundError:
+        fix = "pip install -e . in the repository's folder"
+        return [Finding(name="rillflow", health=Health.WARN, what="runs without being installed", fix=fix)]
+    return [
+        package_finding(requirement)
+        for requirement in map(Requirement, written)
+        if requirement.marker is None
+    ]
 
 
-def _package(name: str) -> Finding:
-    version = _version(name)
+def package_finding(requirement: Requirement) -> Finding:
+    name, version = requirement.name, _version(requirement.name)
+    fix = f"pip install '{requirement}'"
     if version is None:
-        fix = f"pip install {name}, or install rillflow again"
         return Finding(name=name, health=Health.FAIL, what="not installed", fix=fix)
+    if not requirement.specifier.contains(version.split("+")[0], prereleases=True):
+        what = f"{version}, and {requirement.specifier} is what was tested"
+        return Finding(name=name, health=Health.WARN, what=what, fix=fix)
     return Finding(name=name, health=Health.OK, what=version)
 
 
@@ -122,9 +136,9 @@ def torch_and_device() -> list[Finding]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        fix = "pip install 'torch>=2.10'; a library that is missing is named above"
-        return [Finding(name="torch", health=Health.FAIL, what=f"cannot be loaded: {error}", fix=fix)]
-    found = [Finding(name="torch", health=Health.OK, what=torch.__version__)]
+        fix = "install torch again; a library that is missing is named above"
+        return [Finding(name="device", health=Health.FAIL, what=f"torch cannot be loaded: {error}", fix=fix)]
+    found = []
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         found.append(Finding(name="device", health=Health.OK, what=f"cuda: {', '.join(names)}"))
@@ -135,14 +149,19 @@ def torch_and_device() -> list[Finding]:
     else:
         found.append(Finding(name="device", health=Health.OK, what="cpu"))
     threads, cores = torch.get_num_threads(), usable_cores()
-    found.append(_threads(threads, cores))
+    found.append(threads_finding(threads, cores))
     return found
 
 
-def _threads(threads: int, cores: float) -> Finding:
+def threads_finding(threads: int, cores: float) -> Finding:
     what = f"torch would use {threads} of {cores:g} cores"
     if threads > cores:
         fix = f"set run.threads = {max(1, int(cores))}: more threads than cores wait for each other"
+        return Finding(name="threads", health=Health.WARN, what=what, fix=fix)
+    if threads < int(cores) and "OMP_NUM_THREADS" in os.environ:
+        fix = (
+            f"unset OMP_NUM_THREADS (now {os.environ['OMP_NUM_THREADS']}), or set run.threads = {int(cores)}"
+        )
         return Finding(name="threads", health=Health.WARN, what=what, fix=fix)
     return Finding(name="threads", health=Health.OK, what=what)
 

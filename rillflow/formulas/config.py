@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rillflow.config.section import Section
 
@@ -14,7 +14,9 @@ class PolicyLossConfig(Section):
 
     clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + clip_high.")
-    dual_clip: float = Field(3.0, ge=0, description="Bound c on the loss of negative advantages; 0 for none.")
+    dual_clip: float = Field(
+        3.0, ge=0, description="Bound c, above 1, on the loss of negative advantages; 0 for none."
+    )
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean",
         description="Mean over tokens; mean over rows of each row's token mean; sum over rows x constant.",
@@ -31,3 +33,12 @@ class PolicyLossConfig(Section):
     importance_cap: float = Field(
         0.0, ge=0, description="Truncated importance sampling, trainer over sampler, up to this; 0 for none."
     )
+
+    @field_validator("dual_clip")
+    @classmethod
+    def _above_one(cls, value: float) -> float:
+        if 0 < value <= 1:
+            raise ValueError(
+                f"{value:g} would bound even an unchanged policy's loss: more than 1, or 0 for none"
+            )
+        return value

@@ -21,6 +21,7 @@ import os
 import reprlib
 import resource
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -75,7 +76,14 @@ def serve(requests: int, answers: int, shortcomings: list[str]) -> None:
     try:
         shortcomings = [*shortcomings, *_limit(load["memory_bytes"])]
         loaded = _load(load)
-        answer({"type": "ready", "shortcomings": "; ".join(shortcomings), **_parameters(loaded.function)})
+        answer(
+            {
+                "type": "ready",
+                "at_s": time.monotonic(),  # one clock for all processes: a busy driver reads this late
+                "shortcomings": "; ".join(shortcomings),
+                **_parameters(loaded.function),
+            }
+        )
     except Refused as refusal:
         answer({"type": "refused", "what": str(refusal)})
         return

@@ -101,7 +101,7 @@ class Child:
             "memory_bytes": memory_bytes,
         }
         self._unsent = memoryview(encode({**load, "path": [entry for entry in sys.path if entry]}))
-        self._send_some()  # at once: it loads while the driver is busy with other things, and is not late then
+        self._send_some()  # at once: it loads while the driver is busy elsewhere, and is not late then
 
     def _spawn(self, containment: Containment) -> None:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
@@ -219,12 +219,13 @@ class Child:
         match frame:
             case {
                 "type": "ready",
+                "at_s": float(at_s),
                 "shortcomings": str(told),
                 "accepted": list(accepted),
                 "required": list(required),
             }:
                 self.shortcomings = told
-                self.start_s = time.monotonic() - self._started
+                self.start_s = at_s - self._started
                 self.parameters = Parameters(
                     accepted=frozenset(accepted),
                     required=tuple(required),

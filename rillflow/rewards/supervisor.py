@@ -5,7 +5,7 @@
        │<── status ───────┴──── the keeper tells how the child ended
        └─ frames <───────────────────────────────────> child
 
-    supervisor    consumes the ends of processes and SIGTERM; waits for either, a tenth of a second at most;
+    supervisor    consumes the ends of processes and SIGTERM; waits for either, 50 ms at most;
                   then looks whether the driver lives and whether the function bred too many processes;
                   produces, when any of these comes true, the end of every process below it
     keeper        consumes the ends of processes; waits for the child's; unblocked by it or by being killed;
@@ -38,9 +38,9 @@ from rillflow.rewards.calling import serve
 MAX_PROCESSES = 512
 """Processes one reward function may have at a time; more are taken for a fork bomb."""
 
-_TICK_S = 0.1
+_TICK_S = 0.05
 _KILL_LIMIT_S = 1.0
-_ENLARGED = MAX_PROCESSES // 4
+_NOTICED = MAX_PROCESSES // 8
 _LINUX = sys.platform == "linux"
 
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
@@ -127,7 +127,7 @@ def _fork(run: Callable[[], None]) -> int:
 
 def _watch(keeper: int, driver: int, woken: int) -> str:
     """Wait until everything has to end; return what the driver should be told, if it should."""
-    crowd = _Crowd()
+    crowd = _Crowd(keeper)
     while os.getppid() == driver:
         select.select([woken], [], [], _TICK_S)
         numbers = os.read(woken, 4096) if select.select([woken], [], [], 0)[0] else b""
@@ -151,18 +151,26 @@ def _reap(keeper: int) -> bool:
 
 
 class _Crowd:
-    """Counts descendants, but only when the whole machine has many more tasks than when last counted."""
+    """Counts descendants, but only when the whole machine has many more tasks than when last counted.
 
-    def __init__(self) -> None:
+    They stand still meanwhile: a fork bomb grows with the processor time that it takes from the count.
+    """
+
+    def __init__(self, keeper: int) -> None:
+        self._keeper = keeper
         self._tasks = _num_tasks()
 
     def size(self) -> int:
         tasks = _num_tasks()
-        if tasks < self._tasks + _ENLARGED:
+        if tasks < self._tasks + _NOTICED:
             self._tasks = min(self._tasks, tasks)
             return 0
         self._tasks = tasks
-        return len(_descendants())
+        _signal_group(self._keeper, signal.SIGSTOP)
+        size = len(_descendants())
+        if size <= MAX_PROCESSES:
+            _signal_group(self._keeper, signal.SIGCONT)
+        return size
 
 
 def _num_tasks() -> int:
@@ -188,8 +196,7 @@ def _descendants() -> list[int]:
 
 def _end_all(keeper: int) -> None:
     """Kill and collect every process below this one; stopping them first leaves none the time to fork."""
-    with contextlib.suppress(OSError):
-        os.killpg(keeper, signal.SIGKILL)
+    _signal_group(keeper, signal.SIGKILL)
     with contextlib.suppress(OSError):
         os.kill(keeper, signal.SIGKILL)
     until = time.monotonic() + _KILL_LIMIT_S
@@ -199,6 +206,11 @@ def _end_all(keeper: int) -> None:
                 with contextlib.suppress(OSError):
                     os.kill(process, number)
         time.sleep(0.001)
+
+
+def _signal_group(keeper: int, number: signal.Signals) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(keeper, number)
 
 
 def _alone() -> bool:

@@ -53,7 +53,7 @@ class UpdateConfig(PassesConfig):
         description="Whose log probabilities the ratio is taken against when a batch is used more than once.",
     )
     ratio_tolerance: float = Field(
-        1e-5,
+        1e-3,
         gt=0,
         description="Largest |trainer/sampler ratio - 1| of an on-policy float32 token; else the run stops.",
     )

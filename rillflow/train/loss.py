@@ -1,6 +1,6 @@
 """Losses: what a minibatch's tokens cost, as terms that any partition adds up alike.
 
-    minibatch ── prepare ──> checked fields, loss_weights, loss_denominator (one number for all rows)
+    minibatch ── prepare ──> checked fields, loss_weights, loss_denominator (one for all rows), loss_active
     [N] log probabilities + the part's fields at its loss tokens ── call ──> terms [N] ── sum / denominator
 
 A loss sees loss tokens alone, laid end to end, and knows neither modules nor micro-batches.
@@ -44,7 +44,10 @@ class Loss(Protocol):
     """The area of its metrics."""
 
     def prepare(self, minibatch: Batch) -> Batch:
-        """The fields the loss reads, checked, with ``loss_weights`` and ``loss_denominator`` [B] added.
+        """The fields the loss reads, checked, with three more.
+
+        ``loss_weights`` of the tokens; ``loss_denominator`` [B], the same number in every row;
+        ``loss_active`` [B] bool, False where a row's terms have no gradient and it is only measured.
 
         Raises:
             TrainingError: a number is not finite, or there is no loss token.
@@ -63,7 +66,8 @@ class SupervisedLoss:
 
     def prepare(self, minibatch: Batch) -> Batch:
         """See Loss."""
-        return _weighted(minibatch.only("tokens", "loss_mask"), "token_mean")
+        rows = minibatch.only("tokens", "loss_mask")
+        return _weighted(rows, torch.ones(len(rows), dtype=torch.bool), "token_mean")
 
     def __call__(self, model: TokenLogprobs, part: Batch) -> LossPart:
         """See Loss."""
@@ -100,7 +104,10 @@ class PolicyLoss:
         names += ["old_logprobs"] if "old_logprobs" in minibatch.fields else []
         rows = minibatch.only("tokens", "loss_mask", *names)
         check_finite(loss_tokens(rows), *names)
-        return _weighted(rows, self._config.aggregation, self._constant)
+        active = rows.dense("advantages") != 0
+        if self._with_reference or self._config.entropy:
+            active = torch.ones_like(active)
+        return _weighted(rows, active, self._config.aggregation, self._constant)
 
     def __call__(self, model: TokenLogprobs, part: Batch) -> LossPart:
         """See Loss."""
@@ -157,7 +164,7 @@ def _policy_means(
     }
 
 
-def _weighted(rows: Batch, aggregation: Aggregation, constant: int = 0) -> Batch:
+def _weighted(rows: Batch, active: Tensor, aggregation: Aggregation, constant: int = 0) -> Batch:
     weights = loss_weights(rows.ragged("loss_mask"), aggregation, constant)
     if not weights.denominator:
         raise TrainingError(
@@ -166,7 +173,7 @@ def _weighted(rows: Batch, aggregation: Aggregation, constant: int = 0) -> Batch
             fix="check that answers are not empty and fit into the context",
         )
     denominator = torch.full((len(rows),), weights.denominator, dtype=torch.float64)
-    return rows.with_fields(loss_weights=weights.values, loss_denominator=denominator)
+    return rows.with_fields(loss_weights=weights.values, loss_denominator=denominator, loss_active=active)
 
 
 def _measure(means: Mapping[str, Tensor], largest: Mapping[str, Tensor]) -> dict[str, Metric]:

@@ -24,8 +24,8 @@ from rillflow.records.ragged import Ragged
 
 _FILL = 0.75
 """A row joins a bucket when it is at least this share of the bucket's longest row."""
-_SHORT = 16
-"""Rows this short are not worth a bucket of their own."""
+_SHORT = 32
+"""A bucket whose longest row is this short takes all the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,9 +119,9 @@ def _like_length(lengths: Tensor) -> list[Tensor]:
     order = torch.argsort(lengths, descending=True, stable=True)
     cuts, bound = [0], 0.0
     for place, length in enumerate(lengths[order].tolist()):
-        if place == 0 or (length < bound and length > _SHORT):
+        if place == 0 or length < bound:
             cuts += [place] if place else []
-            bound = length * _FILL
+            bound = length * _FILL if length > _SHORT else 0.0
     filled = int((lengths > 0).sum())
     return [order[a:b] for a, b in zip(cuts, [*cuts[1:], filled], strict=True) if b > a]
 

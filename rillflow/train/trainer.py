@@ -4,13 +4,15 @@
                                                     └ guards: finite? on-policy?     │ sum / denominator
                      weights <─ Optimizer.step <─ gradients, added up <─ backward <──┘
 
-Any error leaves weights, moments and step count as they were.
+Rows whose terms have no gradient (groups of equal rewards) are measured and not trained on: no backward
+pass. Where no row has one, the weights stay and the step is counted. Any error leaves weights, moments
+and step count as they were.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -74,12 +76,10 @@ class Trainer:
         rows = loss.prepare(minibatch)
         lr, total, metrics = self._optimizer.lr, 0.0, []
         try:
-            for index in micro_batches(rows, self._config.tokens_per_micro_batch):
-                part = rows.select(index)
-                if bool(part.ragged("loss_mask").values.any()):
-                    share, measured = self._accumulate(part, loss, temperature, ratio_tolerance)
-                    total += share
-                    metrics.append(measured)
+            for part in self._parts(rows):
+                share, measured = self._accumulate(part, loss, temperature, ratio_tolerance)
+                total += share
+                metrics.append(measured)
             norm = self._optimizer.step()
         finally:
             self._optimizer.discard()
@@ -98,12 +98,23 @@ class Trainer:
         """Go on from a state, bit for bit; see ``Optimizer.load_state``."""
         self._optimizer.load_state(tensors, counters)
 
+    def _parts(self, rows: Batch) -> Iterator[Batch]:
+        """Micro-batches with loss tokens; rows that have a gradient and rows that have none come apart."""
+        active = rows.dense("loss_active")
+        for kind in (True, False):
+            alike = rows.select((active == kind).nonzero().squeeze(1))
+            for index in micro_batches(alike, self._config.tokens_per_micro_batch):
+                part = alike.select(index)
+                if bool(part.ragged("loss_mask").values.any()):
+                    yield part
+
     def _accumulate(
         self, part: Batch, loss: Loss, temperature: float, ratio_tolerance: float | None
     ) -> tuple[float, Mapping[str, Metric]]:
-        """Add one micro-batch's gradient; return its share of the loss and its metrics."""
+        """Add one micro-batch's gradient, if it has any; return its share of the loss and its metrics."""
         tokens = loss_tokens(part).to(self._scorer.device)
-        with self._recompute:
+        learns = bool(part.dense("loss_active")[0])
+        with self._recompute, torch.set_grad_enabled(learns):
             model = self._scorer.forward(part, temperature)
             if ratio_tolerance is not None:
                 check_ratio(tokens, model.logprobs, ratio_tolerance)
@@ -111,8 +122,9 @@ class Trainer:
             share = found.terms.sum() / float(part.dense("loss_denominator")[0])
             value = float(share.detach())
             if not math.isfinite(value):
-                raise _not_finite(tokens, found.terms, model.logprobs, value)
-            share.backward()  # type: ignore[no-untyped-call]
+                raise _not_finite(tokens, found.terms.detach(), model.logprobs.detach(), value)
+            if learns:
+                share.backward()  # type: ignore[no-untyped-call]
         self._optimizer.collect()
         return value, found.metrics
 
@@ -122,7 +134,7 @@ def _not_finite(tokens: Batch, terms: Tensor, logprobs: Tensor, value: float) ->
     where = "the sum of finite terms overflows"
     if len(odd):
         index = int(odd[0])
-        cost, logprob = float(terms[index].detach()), float(logprobs[index].detach())
+        cost, logprob = float(terms[index]), float(logprobs[index])
         where = f"{describe_token(tokens, index)} costs {cost}, its log probability is {logprob}"
     return TrainingError(
         f"the loss is {value}: {where}",

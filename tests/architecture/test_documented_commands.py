@@ -64,8 +64,8 @@ def in_small(text: str, folder: Path) -> list[str]:
             return [small for target in targets or ["quickstart"] for small in _of_make(target, folder)]
         case ["source", ".venv/bin/activate"] | ["git" | "cd", *_]:
             return []
-        case ["python", "-m", module, *_] if module.startswith("benchmarks"):
-            return [f"python -m {module} --help"]
+        case ["python", file, *_] if file.startswith("benchmarks/"):
+            return [f"python {file} --help"]
         case [program, "run", *arguments] if program.endswith("rillflow"):
             return [f"{text} {shlex.join(_small_settings(arguments, folder))}"]
     return [text]
@@ -93,14 +93,16 @@ def _small_settings(arguments: list[str], folder: Path) -> list[str]:
 
 
 def pages() -> list[Path]:
-    """The pages with commands."""
+    """Every page of the repository."""
     folders = [ROOT / name for name in ("docs", "recipes", "examples", "benchmarks")]
-    found = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
-    return sorted(page for page in found if any(commands_of(page.read_text("utf-8"))))
+    return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))])
+
+
+WITH_COMMANDS = [str(page.relative_to(ROOT)) for page in pages() if any(commands_of(page.read_text("utf-8")))]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in pages()])
+@pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_every_command_runs(page: str, tmp_path: Path) -> None:
     folder = tmp_path / "rillflow"
     shutil.copytree(ROOT, folder, ignore=_LEFT_OUT)
@@ -122,6 +124,15 @@ def test_every_command_runs(page: str, tmp_path: Path) -> None:
             assert done.returncode == 0, (
                 f"{page}:{shown.line}: {command}\nended with {done.returncode}\n{said}"
             )
+
+
+def test_no_command_hides_in_another_kind_of_block() -> None:
+    hidden = [
+        str(page)
+        for page in pages()
+        if re.search(r"^\s*```(ba|z)?sh|^\s*```shell", page.read_text("utf-8"), re.M)
+    ]
+    assert hidden == []
 
 
 def test_the_readme_is_among_the_pages() -> None:
@@ -161,6 +172,12 @@ def test_a_wrong_setting_or_target_in_a_page_is_found() -> None:
         in_small("rillflow run recipes/arithmetic/run.toml --set policy.learning_rate=1", ROOT)
     with pytest.raises(AssertionError, match="make quickstrat"):
         in_small("make quickstrat", ROOT)
+
+
+def test_of_a_benchmark_the_help_runs() -> None:
+    assert in_small("python benchmarks/step.py --trl .trl/bin/python", ROOT) == [
+        "python benchmarks/step.py --help"
+    ]
 
 
 def test_make_quickstart_runs_a_recipe() -> None:

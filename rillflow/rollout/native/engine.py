@@ -30,6 +30,7 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.admission import check_stop, check_tokens, limit_of, stop_table
 from rillflow.rollout.native.cache import Cache
 from rillflow.rollout.native.proof import prove, prove_fixed
+from rillflow.rollout.native.replay import Replay
 from rillflow.rollout.native.runner import BLOCK, Runner, evaluating
 from rillflow.rollout.native.sampling import Drawn, Settings, draw
 from rillflow.rollout.native.scheduler import Scheduler, Step
@@ -55,6 +56,7 @@ class NativeEngine:
         seed: of the run.
         context: tokens of a row at most, prompt included.
         version: of the weights.
+        replay_after: passes of a kind before the module is recorded (see replay); infinity for never.
 
     Raises:
         RolloutError: a stop token is outside the vocabulary.
@@ -69,6 +71,7 @@ class NativeEngine:
         seed: int,
         context: int,
         version: int = 0,
+        replay_after: float = 64,
     ) -> None:
         self.version = version
         """The weights' version, written beside every sampled token; whoever publishes weights sets it."""
@@ -81,6 +84,7 @@ class NativeEngine:
         # Idle slots fill fixed shapes up to a whole block.
         self._fixed_rows = -(-config.max_rows // BLOCK) * BLOCK if config.deterministic else None
         self._module = module
+        self._replay_after = replay_after
         self._runner: Runner | None = None
         self._scheduler = Scheduler(config.max_rows)
         self._slots = Slots(self._device, self._fixed_rows or config.max_rows, seed)
@@ -225,8 +229,8 @@ class NativeEngine:
             shapes = prove(self._module, self._context)
             if self._fixed_rows is not None:
                 prove_fixed(self._module, shapes, self._fixed_rows)
-            cache = Cache(shapes, self._device, self._dtype)
-            self._runner = Runner(self._module, cache, self._fixed_rows)
+            replay = Replay(self._module, shapes, self._replay_after)
+            self._runner = Runner(replay, Cache(shapes, self._device, self._dtype), self._fixed_rows)
         return self._runner
 
     def _follow_version(self) -> None:

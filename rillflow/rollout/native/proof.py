@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from rillflow.errors import ModelError
 from rillflow.models.attention import causal
-from rillflow.rollout.native.attend import Prefixes
 from rillflow.rollout.native.cache import Cache, LayerShape
-from rillflow.rollout.native.runner import CACHE_BLOCK, call, forward
+from rillflow.rollout.native.passes import Feed, Prefixes, call, forward
+from rillflow.rollout.native.runner import CACHE_BLOCK
 from rillflow.rollout.native.scheduler import Prefill
-from rillflow.rollout.native.slots import Feed
 
 _TOKENS = 8
 _TOLERANCE = 1e-3
 _ROUGH = 0.1
 """Largest difference of the logits over the largest logit; rough where a type is narrower than float32."""
-_FIX = "choose a decoder with plain or sliding-window attention, such as qwen2, llama, mistral or gpt2"
+_SEES = {"full_attention": False, "sliding_attention": True}
+"""The kinds of layers that can be driven, and whether they name a window."""
 
 
 class _Witness:
@@ -33,12 +33,14 @@ class _Witness:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """See AttentionPlan."""
         self.shapes[layer] = LayerShape(heads=key.shape[1], key_size=key.shape[3], value_size=value.shape[3])
+        self.windows[layer] = window
         return causal(query, key, value, scaling, window).transpose(1, 2)
 
 
@@ -60,20 +62,17 @@ def prove(module: nn.Module, context: int) -> dict[int, LayerShape]:
     tokens = positions % embedding.shape[0]
     witness = _Witness()
     try:
-        whole = call(module, tokens, positions, witness, keep=count)
-    except TypeError as error:
-        raise ModelError(
-            f"{name} cannot be sampled by the native engine",
-            why=f"it does not hand the keyword attention_plan on to its attention ({error})",
-            fix=_FIX,
-        ) from error
-    layers = int(module.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr, operator]
-    if sorted(witness.shapes) != list(range(layers)):
-        raise ModelError(
-            f"{name} cannot be sampled by the native engine",
-            why=f"{len(witness.shapes)} of its {layers} layers ask Rillflow's attention for their result",
-            fix=f"load it with attn_implementation='rillflow'; where that was done, {_FIX}",
-        )
+        whole = call(module, tokens, positions, witness, wanted=positions)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise _unfit(name, f"a trial of it ended in {type(error).__name__}: {error}") from error
+    config = module.config.get_text_config()  # type: ignore[union-attr, operator]
+    layers = list(range(config.num_hidden_layers))
+    if sorted(witness.shapes) != layers:
+        asked = len(witness.shapes)
+        raise _unfit(name, f"{asked} of its {len(layers)} layers ask Rillflow's attention for their result")
+    for layer, kind in zip(layers, config.to_dict().get("layer_types") or (), strict=False):
+        if _SEES.get(kind) is not (witness.windows[layer] is not None):
+            raise _unfit(name, f"layer {layer} is of type {kind!r} and has window {witness.windows[layer]}")
     cache = Cache(witness.shapes, device, embedding.dtype)
     cache.reserve(1, count, count)
     places = torch.arange(count, device=device)
@@ -82,7 +81,7 @@ def prove(module: nn.Module, context: int) -> dict[int, LayerShape]:
         prefill = Prefill(tokens=tuple(tokens[:last].tolist()), slots=[0])
         prefixes = Prefixes.of([prefill], device) if last == count - 2 and last else None
         feed = Feed(tokens=tokens[last : last + 1], positions=positions[last : last + 1])
-        parts.append(forward(module, cache, feed, places, prefixes))
+        parts.append(forward(module, cache.layers, feed, places, prefixes))
     _compare(name, whole[-2:], torch.cat(parts), embedding.dtype)
     return witness.shapes
 
@@ -102,9 +101,13 @@ def prove_fixed(module: nn.Module, shapes: dict[int, LayerShape], rows: int) -> 
         for states in (layer.keys, layer.values):
             wave = torch.arange(states[0].numel(), device=device).sin().view_as(states[0])
             states.copy_(wave.expand_as(states))
-    feed = Feed.same(token=embedding.shape[0] - 1, position=short // 2, rows=rows, device=device)
+    feed = Feed(
+        tokens=torch.full((rows,), embedding.shape[0] - 1, device=device),
+        positions=torch.full((rows,), short // 2, device=device),
+    )
     first, second = (
-        forward(module, cache, feed, torch.arange(length, device=device), None) for length in (short, long)
+        forward(module, cache.layers, feed, torch.arange(length, device=device), None)
+        for length in (short, long)
     )
     apart = (first != first[:1]).any(1) | (first != second).any(1)
     if bool(apart.any()):
@@ -120,9 +123,17 @@ def _compare(name: str, whole: Tensor, cached: Tensor, dtype: torch.dtype) -> No
         return  # the first step says so, and names the row
     difference = float((whole - cached).abs().max() / whole.abs().max().clamp_min(1e-30))
     if not difference <= (_TOLERANCE if dtype.itemsize >= 4 else _ROUGH):
-        raise ModelError(
-            f"{name} cannot be sampled by the native engine",
-            why=f"over cached keys and values its logits differ by {difference:.2g} of the largest, so a "
-            "layer remembers more of a text than these",
-            fix=_FIX,
+        raise _unfit(
+            name,
+            f"over cached keys and values its logits differ by {difference:.2g} of the largest: a layer "
+            "remembers more of a text than these",
         )
+
+
+def _unfit(name: str, why: str) -> ModelError:
+    return ModelError(
+        f"{name} cannot be sampled by the native engine",
+        why=why,
+        fix="load a decoder with plain or sliding-window attention, such as qwen2, llama, mistral or gpt2, "
+        "with attn_implementation='rillflow'",
+    )

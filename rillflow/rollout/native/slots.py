@@ -12,12 +12,12 @@ token by token.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rillflow.formulas.counter import uniform
+from rillflow.rollout.native.passes import Feed
 from rillflow.rollout.native.sampling import Drawn
 from rillflow.rollout.native.scheduler import Copy
 from rillflow.rollout.native.sequence import Sequence
@@ -26,24 +26,6 @@ WINDOW = 64
 """Steps of a window, and random numbers made for a row at a time."""
 BULK = 128
 """Waiting rows whose random numbers are made together: making them for one costs nearly as much."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Feed:
-    """One token a slot."""
-
-    tokens: Tensor
-    """[n] int64."""
-    positions: Tensor
-    """[n] int64 the place of each within its row."""
-
-    @staticmethod
-    def same(*, token: int, position: int, rows: int, device: torch.device) -> Feed:
-        """The same in every one of ``rows`` slots."""
-        return Feed(
-            tokens=torch.full((rows,), token, device=device),
-            positions=torch.full((rows,), position, device=device),
-        )
 
 
 class Slots:

@@ -129,10 +129,22 @@ def test_what_would_stop_a_run_is_a_problem(folder: Path, override: str, what: s
     assert what in problems(folder, override)
 
 
-def test_a_missing_model_says_where_it_was_looked_for(folder: Path) -> None:
-    text = problems(folder, "policy.model.new=none", "policy.model.path=./models/qwen")
-    assert "./models/qwen" in text
-    assert str(folder / "models/qwen") in text
+@pytest.mark.parametrize("path", ["./models/qwen", "../nowhere", "/no/such/model", "a/b/c", "no model"])
+def test_a_missing_model_says_where_it_was_looked_for(folder: Path, path: str) -> None:
+    text = problems(folder, "policy.model.new=none", f"policy.model.path={path}")
+    assert f"the model {path!r} is not there" in text
+    assert str((folder / path).resolve()) in text
+
+
+def test_a_file_is_no_model(folder: Path) -> None:
+    text = problems(folder, "policy.model.new=none", "policy.model.path=reward.py")
+    assert "'reward.py' is a file" in text
+
+
+def test_a_model_may_lie_beside_the_recipe(folder: Path) -> None:
+    (folder.parent / "beside").mkdir()
+    text = problems(folder, "policy.model.new=none", "policy.model.path=../beside")
+    assert "has no config.json" in text
 
 
 def test_a_path_of_the_working_directory_is_recognised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

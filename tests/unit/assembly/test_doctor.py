@@ -8,8 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from rillflow.assembly.doctor import Finding, Health, available_memory, disk, examine, usable_cores, writing
+from rillflow.assembly.doctor import (
+    Finding,
+    Health,
+    available_memory,
+    disk,
+    examine,
+    package_finding,
+    threads_finding,
+    usable_cores,
+    writing,
+)
 
 LIMITED = """
 import resource
@@ -22,6 +33,7 @@ print(*(f"{finding.name}|{finding.health}|{finding.what}|{finding.fix}" for find
 def test_this_machine_can_run(tmp_path: Path) -> None:
     findings = examine(tmp_path)
     assert [finding for finding in findings if finding.health is Health.FAIL] == []
+    assert next(finding for finding in findings if finding.name == "torch").what.startswith("2.")
     names = {finding.name for finding in findings}
     assert names >= {"python", "torch", "device", "threads", "memory", "disk", "writing", "open files"}
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
@@ -36,6 +48,27 @@ def test_a_folder_that_is_not_there_cannot_be_written(tmp_path: Path) -> None:
     (finding,) = writing(tmp_path / "missing")
     assert finding.health is Health.FAIL
     assert "missing" in finding.what
+
+
+def test_a_package_outside_its_range_is_found() -> None:
+    finding = package_finding(Requirement("pytest>=1000"))
+    assert finding.health is Health.WARN
+    assert ">=1000" in finding.what
+    assert package_finding(Requirement("no-such-package>=1")).health is Health.FAIL
+    assert package_finding(Requirement("pytest>=1")).health is Health.OK
+
+
+def test_too_many_threads_are_found() -> None:
+    finding = threads_finding(8, 1.5)
+    assert finding.health is Health.WARN
+    assert "run.threads = 1" in finding.fix
+
+
+def test_threads_lost_to_the_environment_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "unset OMP_NUM_THREADS (now 1)" in threads_finding(1, 4).fix
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads_finding(1, 4).health is Health.OK
 
 
 def test_low_limits_are_found() -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rillflow.errors import FormulaError
+from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.policy_loss import clipped_policy_loss, importance_weights
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
@@ -32,7 +34,7 @@ BOUNDS = st.fixed_dictionaries(
         (1.5, -2.0, {}, -3.0),
         (5.0, -2.0, {}, -6.0),
         (5.0, -2.0, {"dual_clip": 0.0}, -10.0),
-        (5.0, 2.0, {"dual_clip": 1.0}, 2.4),
+        (5.0, 2.0, {"dual_clip": 1.5}, 2.4),
         (1.25, 2.0, {"clip_high": 0.28}, 2.5),
         (3.0, 0.0, {}, 0.0),
     ],
@@ -80,6 +82,13 @@ def test_importance_weights_are_ratios_up_to_the_cap() -> None:
     old, sampler = torch.tensor([-1.0, -1.0, -5.0]), torch.tensor([-1.0, -2.0, -1.0])
     found = importance_weights(old, sampler, cap=2.0)
     assert found.tolist() == pytest.approx([1.0, 2.0, math.exp(-4)], rel=1e-6)
+
+
+@pytest.mark.parametrize("bound", [0.5, 1.0])
+def test_a_dual_clip_that_would_bound_an_unchanged_policy_is_refused(bound: float) -> None:
+    with pytest.raises(ValidationError, match=f"{bound:g} would bound"):
+        PolicyLossConfig(dual_clip=bound)
+    assert PolicyLossConfig(dual_clip=0).dual_clip == 0
 
 
 def test_shapes_are_checked() -> None:

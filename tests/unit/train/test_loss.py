@@ -85,6 +85,21 @@ def test_on_policy_every_policy_loss_has_the_gradient_of_a_log_pi(
     assert_close(gradient(module, rows, loss), expected)
 
 
+class Unclipped(PolicyLoss):
+    """A loss of one's own, as docs/design/training.md shows it."""
+
+    def __call__(self, model: TokenLogprobs, part: Batch) -> LossPart:
+        weights = part.ragged("loss_weights")
+        advantages = weights.expand(part.dense("advantages"))
+        return LossPart(terms=-model.logprobs * advantages * weights.values.float(), metrics={})
+
+
+def test_a_loss_of_ones_own_takes_one_method(module: PreTrainedModel, make_rows: MakeRows) -> None:
+    rows = sampled(module, make_rows(samples=4))
+    expected = gradient(module, rows, PolicyLoss(PolicyLossConfig()))
+    assert_close(gradient(module, rows, Unclipped(PolicyLossConfig()), budget=30), expected)
+
+
 @pytest.mark.parametrize("how", AGGREGATIONS)
 def test_partition_blind_through_the_model(module: PreTrainedModel, make_rows: MakeRows, how: str) -> None:
     rows = sampled(module, make_rows(prompts=(5, 3, 8), samples=4), drift=0.2)

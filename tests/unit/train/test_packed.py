@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rillflow.models.attention import causal
+from rillflow.models.attention import ATTENTION, causal, register
 from rillflow.records.ragged import Ragged
 from rillflow.train.packed import PackedAttention, pack
 
@@ -87,12 +87,57 @@ def test_the_whole_model_reads_packed_rows_as_it_reads_each_alone(
     assert plan.layers == {0, 1}
 
 
-def test_rows_of_like_length_lie_side_by_side_with_little_padding() -> None:
-    lengths = [400, 390, 200, 180, 60, 30, 12, 9, 4, 1]
+HEADS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    "gemma3_text": {**HEADS, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6},
+    "mixtral": {**HEADS, "num_key_value_heads": 2, "num_local_experts": 4},
+    "opt": {**HEADS, "word_embed_proj_dim": 32},
+}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_other_architectures_read_packed_rows_too(kind: str) -> None:
+    register()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=64, **SMALL[kind])
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
+    module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+    rows = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9], [8, 9] * 10, [5]]
+    packed = pack(Ragged.from_rows(rows))
+    keep = torch.arange(len(packed.tokens)).flip(0)
+    with torch.no_grad():
+        logits = (
+            module(
+                input_ids=packed.tokens[None],
+                position_ids=packed.positions[None],
+                use_cache=False,
+                attention_plan=PackedAttention(packed, CPU),
+                logits_to_keep=keep,
+            )
+            .logits[0]
+            .flip(0)
+        )
+        for row, places in zip(rows, packed.places.rows(), strict=True):
+            expected = module(input_ids=torch.tensor([row]), use_cache=False).logits[0]
+            torch.testing.assert_close(logits[places], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "buckets"),
+    [
+        ([400, 390, 200, 180, 60, 30, 12, 9, 4, 1], [(2, 400), (2, 200), (1, 60), (5, 30)]),
+        ([12, 500, 3], [(1, 500), (2, 12)]),
+        ([7], [(1, 7)]),
+        ([0, 5, 0], [(1, 5)]),
+    ],
+)
+def test_rows_of_like_length_lie_side_by_side_with_little_padding(
+    lengths: list[int], buckets: list[tuple[int, int]]
+) -> None:
     packed = pack(Ragged.from_rows([[row] * length for row, length in enumerate(lengths)]))
     plan = PackedAttention(packed, CPU)
-    shapes = [(bucket.rows, bucket.longest) for bucket in plan._buckets]
-    assert shapes == [(2, 400), (2, 200), (1, 60), (5, 30)]
+    assert [(bucket.rows, bucket.longest) for bucket in plan._buckets] == buckets
 
 
 def test_half_precision_is_gathered_and_summed_as_it_is() -> None:

@@ -74,6 +74,56 @@ def test_micro_batches_change_nothing(make_module: MakeModule, make_rows: MakeRo
         torch.testing.assert_close(weight, found[1][0][name], rtol=1e-4, atol=2e-5)
 
 
+class EveryRow(PolicyLoss):
+    """The policy loss, trained on rows without a gradient too."""
+
+    def prepare(self, minibatch: Batch) -> Batch:
+        rows = super().prepare(minibatch)
+        return rows.with_fields(loss_active=torch.ones(len(rows), dtype=torch.bool))
+
+
+def test_rows_without_advantage_are_measured_and_change_nothing(
+    make_module: MakeModule, make_rows: MakeRows
+) -> None:
+    """Flat groups cost no backward pass; weights and metrics are those of training on every row."""
+    advantages = torch.tensor([1.0, -0.5, -0.5, 0.0, 0.0, 0.0])
+    found = []
+    for loss in (POLICY, EveryRow(PolicyLossConfig(), max_tokens=16)):
+        trainer = Trainer(module := make_module(), TrainConfig(lr=1e-3), total_steps=9)
+        rows = on_policy(trainer, make_rows(samples=3).with_fields(advantages=advantages))
+        metrics = trainer.update(rows, loss, ratio_tolerance=1e-5)
+        found.append((weights(module), {name: metric.value for name, metric in metrics.items()}))
+    assert POLICY.prepare(rows).dense("loss_active").tolist() == [True] * 3 + [False] * 3
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-4, abs=1e-6)
+    for name, weight in found[0][0].items():
+        torch.testing.assert_close(weight, found[1][0][name], rtol=1e-4, atol=2e-5)
+
+
+def test_without_any_advantage_the_weights_stay_and_the_step_counts(
+    module: PreTrainedModel, make_rows: MakeRows
+) -> None:
+    trainer = Trainer(module, TrainConfig(lr=1e-2), total_steps=9)
+    trainer.update(make_rows(), SupervisedLoss())
+    rows = on_policy(trainer, make_rows().with_fields(advantages=torch.zeros(6)))
+    before = weights(module)
+    metrics = trainer.update(rows, POLICY, ratio_tolerance=1e-5)
+    assert same(weights(module), before)
+    assert metrics["train/grad_norm/mean"].value == 0
+    assert metrics["policy/entropy/mean"].count == float(rows.ragged("loss_mask").sums().sum())  # type: ignore[union-attr]
+    assert trainer.state().counters == {"step": 2}
+
+
+@pytest.mark.parametrize("settings", [{"entropy": 0.1}, {"kl": 0.1}])
+def test_with_entropy_or_divergence_every_row_is_trained_on(
+    make_rows: MakeRows, settings: dict[str, float]
+) -> None:
+    rows = make_rows().with_fields(advantages=torch.zeros(6))
+    zeros = rows.ragged("tokens").with_values(torch.zeros(len(rows.ragged("tokens").values)))
+    rows = rows.with_fields(sampler_logprobs=zeros, reference_logprobs=zeros)
+    active = PolicyLoss(PolicyLossConfig(**settings)).prepare(rows).dense("loss_active")
+    assert active.tolist() == [True] * 6
+
+
 def test_the_temperature_is_that_of_sampling(module: PreTrainedModel, make_rows: MakeRows) -> None:
     trainer = Trainer(module, TrainConfig(), total_steps=1)
     rows = on_policy(trainer, make_rows(), temperature=0.7)

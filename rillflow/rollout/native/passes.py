@@ -1,17 +1,20 @@
-"""The attention of one pass: prefixes among themselves, running rows over the cache.
+"""One pass of the unmodified module: prefixes of new rows, and one token of every running row.
 
-    tokens of a pass     t t t t t | t t t | a b c d
-    query, key, value    └ prefixes: t tokens ┘└ n rows ┘
+    tokens of a pass     t t t t t | t t t | a b c d        packed: no layer but attention knows of rows
+                         └ prefixes: t tokens ┘└ n rows ┘
+    module(input_ids, position_ids, attention_plan=Pass) ── logits of the rows ──> [n, V]
+
+    In every layer
         1. all keys and values into the cache, a prefix's for every slot that shares it
         2. prefixes side by side, causal ── [t, H, E] ┐
         3. each row's one query over its cache row ── [n, H, E] ┴─> [1, T, H, E]
 
-Nothing here depends on the number of rows or tokens but through the shape of a tensor, and no
-Python loop runs over either.
+So a new row reads its prefix and draws its first token in one pass. No Python here loops over rows or
+tokens, or looks at a number that is not the shape of a tensor: a pass can be recorded (see replay).
 
 Legend: T tokens of a pass, t of them of prefixes, n rows, P prefixes, X the longest prefix, m cache
 places that prefixes fill, L cache positions read; H query heads, K key/value heads; D, E head sizes
-of keys and values.
+of keys and values; V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,9 +25,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rillflow.models.attention import causal
+from rillflow.models.attention import AttentionPlan, causal
 from rillflow.rollout.native.cache import Layer
 from rillflow.rollout.native.scheduler import Prefill
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Feed:
+    """One token a row."""
+
+    tokens: Tensor
+    """[n] int64."""
+    positions: Tensor
+    """[n] int64 the place of each within its row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +96,25 @@ class Prefixes:
             sources=on_device(sources),
         )
 
+    @staticmethod
+    def of_tensors(tensors: Sequence[Tensor]) -> Prefixes:
+        """The inverse of ``tensors``."""
+        tokens, positions, spread, gather, slots, places, sources = tensors
+        return Prefixes(
+            tokens=tokens,
+            positions=positions,
+            spread=spread,
+            gather=gather,
+            slots=slots,
+            places=places,
+            sources=sources,
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All fields, in order."""
+        return self.tokens, self.positions, self.spread, self.gather, self.slots, self.places, self.sources
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         """[t, H, E] from ``query`` [t, H, D], ``key`` [t, K, D] and ``value`` [t, K, E]."""
         query, key, value = (states[self.spread].transpose(1, 2) for states in (query, key, value))
@@ -95,16 +127,16 @@ class Pass:
 
     Args:
         layers: keys and values by layer.
-        positions: [n] int64 the position each row feeds.
+        feed: what the n rows feed; None when prefixes are read alone.
         places: [L] int64 the cache positions to read, 0 to L - 1.
-        prefixes: what is read beside the rows.
+        prefixes: what is read beside the rows; None when there are none.
     """
 
     def __init__(
-        self, layers: Mapping[int, Layer], positions: Tensor, places: Tensor, prefixes: Prefixes | None
+        self, layers: Mapping[int, Layer], feed: Feed | None, places: Tensor, prefixes: Prefixes | None
     ) -> None:
         self._layers = layers
-        self._positions = positions
+        self._positions = None if feed is None else feed.positions
         self._places = places
         self._prefixes = prefixes
         self._lines: dict[int, Tensor] = {}
@@ -118,13 +150,14 @@ class Pass:
         query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
         self._store(stored.keys, key)
         self._store(stored.values, value)
-        if self._prefixes is None:
-            return self._look_back(query, stored, scaling, window)[None]
-        read = self._prefixes.tokens.shape[0]
-        parts = self._prefixes.attend(query[:read], key[:read], value[:read], scaling, window)
-        if self._positions.shape[0]:
-            parts = torch.cat([parts, self._look_back(query[read:], stored, scaling, window)])
-        return parts[None]
+        parts = []
+        if self._prefixes is not None:
+            read = self._prefixes.tokens.shape[0]
+            parts.append(self._prefixes.attend(query[:read], key[:read], value[:read], scaling, window))
+            query = query[read:]
+        if self._positions is not None:
+            parts.append(self._look_back(query, self._positions, stored, scaling, window))
+        return torch.cat(parts)[None]
 
     def _store(self, cached: Tensor, states: Tensor) -> None:
         """Put ``states`` [T, K, D] into ``cached`` [rows, K, length, D]."""
@@ -139,21 +172,25 @@ class Pass:
 
     def _lines_of(self, heads: int, length: int) -> Tensor:
         """[(m + n) x K] which lines of the cache, laid flat, this pass fills."""
-        device = self._positions.device
-        slots, places = torch.arange(self._positions.shape[0], device=device), self._positions
+        slots, places = [], []
         if self._prefixes is not None:
-            slots = torch.cat([self._prefixes.slots, slots])
-            places = torch.cat([self._prefixes.places, places])
-        rows = slots[:, None] * heads + torch.arange(heads, device=device)
-        return (rows * length + places[:, None]).flatten()
+            slots.append(self._prefixes.slots)
+            places.append(self._prefixes.places)
+        if self._positions is not None:
+            slots.append(torch.arange(self._positions.shape[0], device=self._positions.device))
+            places.append(self._positions)
+        rows = torch.cat(slots)[:, None] * heads + torch.arange(heads, device=self._places.device)
+        return (rows * length + torch.cat(places)[:, None]).flatten()
 
-    def _look_back(self, query: Tensor, stored: Layer, scaling: float, window: int | None) -> Tensor:
+    def _look_back(
+        self, query: Tensor, positions: Tensor, stored: Layer, scaling: float, window: int | None
+    ) -> Tensor:
         """[n, H, E] each row's one query [n, H, D] over its cache."""
-        rows, seen = self._positions.shape[0], self._places.shape[0]
+        rows, seen = positions.shape[0], self._places.shape[0]
         heads, size = query.shape[1:]
         groups = stored.keys.shape[1]
         keys, values = stored.keys[:rows, :, :seen], stored.values[:rows, :, :seen]
-        bias = self._bias(groups, window, keys.dtype)
+        bias = self._bias(positions, groups, window, keys.dtype)
         # The query heads of one key head are as good as more queries: nothing is repeated.
         query = query.reshape(rows, groups, heads // groups, size)
         if query.device.type != "cpu":
@@ -165,16 +202,65 @@ class Pass:
         mixed = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
         return mixed.view(rows, heads, -1).to(query.dtype)
 
-    def _bias(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _bias(self, positions: Tensor, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """0 where a row sees a cache position, -inf elsewhere: [n x K, 1, L] on a CPU, else [n, 1, 1, L]."""
         if (groups, window) not in self._biases:
-            positions = self._positions[:, None]
-            hidden = self._places > positions
+            hidden = self._places > positions[:, None]
             if window is not None:
-                hidden = hidden | (self._places <= positions - window)
+                hidden = hidden | (self._places <= positions[:, None] - window)
             bias = torch.where(hidden, -torch.inf, 0.0).to(dtype)
             on_cpu = bias.device.type == "cpu"
             self._biases[groups, window] = (
                 bias.repeat_interleave(groups, 0)[:, None] if on_cpu else bias[:, None, None]
             )
         return self._biases[groups, window]
+
+
+def forward(
+    module: nn.Module,
+    layers: Mapping[int, Layer],
+    feed: Feed | None,
+    places: Tensor,
+    prefixes: Prefixes | None,
+) -> Tensor:
+    """One pass; what is read and fed leaves its keys and values in the layers.
+
+    Args:
+        module: a transformers causal language model whose attention is Rillflow's.
+        layers: its keys and values.
+        feed: see ``Pass``, as ``places`` and ``prefixes``.
+
+    Returns:
+        [n, V] float32 logits of the token after each that is fed; of the last one without ``feed``.
+    """
+    parts = [part for part in (prefixes, feed) if part is not None]
+    tokens = torch.cat([part.tokens for part in parts])
+    positions = torch.cat([part.positions for part in parts])
+    wanted = torch.arange(tokens.shape[0], device=tokens.device)
+    wanted = wanted[-1:] if feed is None else wanted[-feed.tokens.shape[0] :]
+    return call(module, tokens, positions, Pass(layers, feed, places, prefixes), wanted)
+
+
+def call(module: nn.Module, tokens: Tensor, positions: Tensor, plan: AttentionPlan, wanted: Tensor) -> Tensor:
+    """One call of the module.
+
+    Args:
+        module: a transformers causal language model whose attention is Rillflow's.
+        tokens: [T] int64.
+        positions: [T] int64 the place of each within its row.
+        plan: attends in every layer.
+        wanted: [n] int64 the tokens whose logits are wanted, the last ones.
+
+    Returns:
+        [n, V] float32.
+    """
+    logits: Tensor = module(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        # Four dimensions say that the mask is made already: the library looks no further.
+        attention_mask=torch.zeros(1, 1, 1, 1, device=tokens.device),
+        attention_plan=plan,
+        use_cache=False,
+        logits_to_keep=wanted,
+    ).logits
+    return logits[0, -wanted.shape[0] :].float()  # a module that cannot choose gives them all

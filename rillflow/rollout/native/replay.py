@@ -1,0 +1,173 @@
+"""Replay: a module's passes without the Python between its operations.
+
+    passes so far < patience ──> the module itself
+    passes so far = patience ──> record one, compare with the module at other shapes, bit by bit
+                                      ├ equal ─> from now on the recording
+                                      └ else ──> the module itself, for good
+
+A pass of few rows spends as much time between operations as in them. A recording (``torch.jit.trace``)
+holds the same operations on the same parameters: its bits are the module's, and weights that change in
+place are seen by it. It is an acceleration and no requirement: where the module's Python looks at a
+value, which a recording would repeat for ever, the recorder says so and the recording is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.jit import TracerWarning  # type: ignore[attr-defined]
+
+from rillflow.models.quiet import quiet
+from rillflow.rollout.native.cache import Cache, Layer, LayerShape
+from rillflow.rollout.native.passes import Feed, Prefixes, forward
+from rillflow.rollout.native.scheduler import Prefill
+
+_log = logging.getLogger(__name__)
+_TRIALS = ((3, (2, 1)), (1, (2,)), (5, (1, 3, 2, 3)), (4, (3,)))
+"""Rows, and lengths of the prefixes beside them: the first is recorded, all are compared."""
+_AT = 2
+"""The position fed by rows that have no prefix in a trial."""
+_REPEATS = 3
+"""A recording is rewritten by the compiler at its second use, and settled at its third."""
+
+
+class Replay:
+    """A module that records itself once it has been used a while.
+
+    Args:
+        module: a transformers causal language model whose attention is Rillflow's.
+        shapes: of its layers.
+        patience: passes of a kind (rows alone, or prefixes beside them) before it is recorded.
+    """
+
+    def __init__(self, module: nn.Module, shapes: Mapping[int, LayerShape], patience: float) -> None:
+        self._module = module
+        self._shapes = shapes
+        self._patience = patience
+        self._weights = _weights(module)
+        self._passes = {True: 0, False: 0}
+        self._recordings: dict[bool, nn.Module | None] = {}
+
+    def check_weights(self) -> None:
+        """Forget recordings of parameters that the module has exchanged for others since."""
+        weights = _weights(self._module)
+        if len(weights) != len(self._weights) or any(
+            a is not b for a, b in zip(weights, self._weights, strict=True)
+        ):
+            self._weights = weights
+            self._recordings.clear()
+
+    def forward(
+        self, layers: Mapping[int, Layer], feed: Feed | None, places: Tensor, prefixes: Prefixes | None
+    ) -> Tensor:
+        """See ``passes.forward``."""
+        if feed is None:
+            return forward(self._module, layers, feed, places, prefixes)
+        mixed = prefixes is not None
+        if mixed not in self._recordings and self._passes[mixed] >= self._patience:
+            self._recordings[mixed] = self._record(mixed)
+        recording = self._recordings.get(mixed)
+        if recording is None:
+            self._passes[mixed] += 1
+            return forward(self._module, layers, feed, places, prefixes)
+        logits: Tensor = recording(*_flat(layers, feed, places, prefixes))
+        return logits
+
+    def _record(self, mixed: bool) -> nn.Module | None:
+        """The module's recording, or None where it would not be the module's equal."""
+        embedding: Tensor = self._module.get_input_embeddings().weight  # type: ignore[operator]
+        trials = [
+            _Trial(self._shapes, embedding, rows, lengths if mixed else ()) for rows, lengths in _TRIALS
+        ]
+        recorded = _Recorded(self._module, tuple(self._shapes))
+        try:
+            with quiet(), warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                recording: nn.Module = torch.jit.trace(  # type: ignore[no-untyped-call]
+                    recorded, trials[0].inputs(), check_trace=False
+                )
+            doubts = [str(warning.message) for warning in said if issubclass(warning.category, TracerWarning)]
+            if not doubts and not all(trial.agree(recorded, recording) for trial in trials * _REPEATS):
+                doubts = ["its results differ from the module's"]
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            doubts = [f"recording ended in {type(error).__name__}: {error}"]
+        if doubts:
+            _log.info(
+                "%s runs unrecorded: %s", type(self._module).__name__, doubts[0].strip().splitlines()[0]
+            )
+            return None
+        return recording
+
+
+class _Recorded(nn.Module):
+    """A pass as a function of tensors alone."""
+
+    def __init__(self, module: nn.Module, indices: tuple[int, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self._indices = indices
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """[n, V] from what ``_flat`` laid in a line."""
+        count = 2 * len(self._indices)
+        states, feed, places, prefixes = (
+            tensors[:count],
+            tensors[count : count + 2],
+            tensors[count + 2],
+            tensors[count + 3 :],
+        )
+        layers = {
+            index: Layer(keys=keys, values=values)
+            for index, keys, values in zip(self._indices, states[::2], states[1::2], strict=True)
+        }
+        return forward(
+            self.module,
+            layers,
+            Feed(tokens=feed[0], positions=feed[1]),
+            places,
+            Prefixes.of_tensors(prefixes) if prefixes else None,
+        )
+
+
+class _Trial:
+    """A small pass over an empty cache."""
+
+    def __init__(
+        self, shapes: Mapping[int, LayerShape], embedding: Tensor, rows: int, lengths: tuple[int, ...]
+    ) -> None:
+        device, vocabulary = embedding.device, embedding.shape[0]
+        positions = torch.full((rows,), _AT, device=device)
+        positions[: len(lengths)] = torch.tensor(lengths, dtype=torch.int64, device=device)
+        reach = int(positions.max()) + 1
+        prefills = [Prefill(tokens=tuple(range(length)), slots=[slot]) for slot, length in enumerate(lengths)]
+        self._cache = Cache(shapes, device, embedding.dtype)
+        self._cache.reserve(rows, reach, reach)
+        self._feed = Feed(tokens=torch.arange(rows, device=device) % vocabulary, positions=positions)
+        self._places = torch.arange(reach, device=device)
+        self._prefixes = Prefixes.of(prefills, device) if prefills else None
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the pass reads and writes, afresh."""
+        self._cache.release()
+        self._cache.reserve(len(self._feed.tokens), len(self._places), len(self._places))
+        return _flat(self._cache.layers, self._feed, self._places, self._prefixes)
+
+    def agree(self, one: nn.Module, other: nn.Module) -> bool:
+        """Whether both give the same bits and leave the same bits behind."""
+        seen, left = self.inputs(), self.inputs()
+        return torch.equal(one(*seen), other(*left)) and all(map(torch.equal, seen, left))
+
+
+def _flat(
+    layers: Mapping[int, Layer], feed: Feed, places: Tensor, prefixes: Prefixes | None
+) -> tuple[Tensor, ...]:
+    states = [part for layer in layers.values() for part in (layer.keys, layer.values)]
+    return (*states, feed.tokens, feed.positions, places, *(prefixes.tensors if prefixes else ()))
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

@@ -1,0 +1,154 @@
+"""The scheduler against a model of the cache: every instruction is carried out on lists of tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence as Rows
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rillflow.errors import RolloutError
+from rillflow.records.rollout import Rollout
+from rillflow.records.row import RowId
+from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.native.scheduler import Scheduler, Step
+from rillflow.rollout.native.sequence import Sequence
+
+PLAIN = SamplingConfig()
+
+
+def test_it_knows_no_torch() -> None:
+    code = (
+        "import sys; import rillflow.rollout.native.scheduler, rillflow.rollout.native.sequence; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def sequence(prompt: int, sample: int, tokens: Rows[int], new: int) -> Sequence:
+    rollout = Rollout.start(RowId(0, prompt, sample), tokens)
+    return Sequence(rollout=rollout, sampling=PLAIN, prefix=tuple(tokens[:-1]), limit=len(tokens) + new)
+
+
+class Model:
+    """What the slots of a cache hold, told by a scheduler's steps."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, list[int | None]] = {}
+        self.prefilled: list[tuple[int, ...]] = []
+
+    def carry_out(self, step: Step) -> None:
+        for copy in (*step.copies, *step.moves):
+            self.slots[copy.target] = self.slots[copy.source][: copy.length]
+        for prefill in step.prefills:
+            self.prefilled.append(prefill.tokens)
+            for slot in prefill.slots:
+                self.slots[slot] = list(prefill.tokens)
+        for slot, row in enumerate(step.rows):
+            assert row.slot == slot
+            held = self.slots.setdefault(slot, [])
+            fed = step.clock - row.origin
+            tokens = row.rollout.tokens
+            assert held[: len(row.prefix)] == list(row.prefix)
+            assert len(held) >= fed, "a position was skipped"
+            assert fed < step.longest
+            del held[fed:]
+            held.append(tokens[fed] if fed < len(tokens) else None)
+
+
+def run(scheduler: Scheduler, model: Model) -> list[Sequence]:
+    step = scheduler.schedule()
+    model.carry_out(step)
+    ended = [row for row in step.rows if row.last == step.clock]
+    scheduler.leave(ended)
+    return ended
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(4, 40))
+def test_every_row_runs_on_its_own_tokens(data: st.DataObject, max_rows: int, budget: int) -> None:
+    scheduler, model = Scheduler(max_rows, budget), Model()
+    prompts = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=5))
+    waiting = [
+        sequence(index, sample, tokens, data.draw(st.integers(1, 6)))
+        for index, tokens in enumerate(prompts)
+        for sample in range(data.draw(st.integers(1, 4)))
+    ]
+    total, ended, aborted = len(waiting), [], []
+    for _ in range(400):
+        for _ in range(data.draw(st.integers(0, 3))):
+            if waiting:
+                scheduler.add(waiting.pop(0))
+        event = data.draw(st.integers(0, 9))
+        if scheduler.has_work and event == 0:
+            there = [*scheduler.running, *scheduler.waiting(9)]
+            gone = data.draw(st.sampled_from(there))
+            scheduler.leave([gone])
+            aborted.append(gone)
+        elif event == 1:
+            scheduler.requeue()
+        if scheduler.has_work:
+            ended += run(scheduler, model)
+            assert len(scheduler.running) <= max_rows
+        elif not waiting:
+            break
+    assert len({row.rollout.row for row in ended + aborted}) == total == len(ended) + len(aborted)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 8])
+def test_a_prompt_is_read_once_for_all_its_samples(max_rows: int) -> None:
+    scheduler, model = Scheduler(max_rows), Model()
+    for prompt in range(3):
+        for sample in range(5):
+            scheduler.add(sequence(prompt, sample, [prompt, 7, 8, 9], new=1 + (prompt + 2 * sample) % 4))
+    while scheduler.has_work:
+        run(scheduler, model)
+    assert model.prefilled == [(0, 7, 8), (1, 7, 8), (2, 7, 8)]
+
+
+def test_a_free_slot_is_taken_in_the_next_step_and_the_batch_shrinks_when_nothing_waits() -> None:
+    scheduler, model = Scheduler(2), Model()
+    for prompt, new in enumerate((1, 3, 1, 2)):
+        scheduler.add(sequence(prompt, 0, [1, 2], new))
+    seen = []
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        model.carry_out(step)
+        seen.append([row.rollout.row.prompt for row in step.rows])
+        scheduler.leave([row for row in step.rows if row.last == step.clock])
+    assert seen == [[0, 1], [2, 1], [3, 1], [3]]
+
+
+def test_rows_begin_first_come_first_served() -> None:
+    scheduler, model = Scheduler(2, prefill_tokens=6), Model()
+    for prompt, length in enumerate((4, 9, 2, 2, 2)):
+        scheduler.add(sequence(prompt, 0, [prompt] * length, 2))
+    begun = []
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        model.carry_out(step)
+        begun += [row.rollout.row.prompt for row in step.admitted]
+        scheduler.leave([row for row in step.rows if row.last == step.clock])
+    assert begun == [0, 1, 2, 3, 4]
+
+
+def test_prefixes_of_one_step_stay_within_their_budget() -> None:
+    scheduler = Scheduler(8, prefill_tokens=20)
+    for prompt in range(6):
+        scheduler.add(sequence(prompt, 0, [prompt] * 8, 4))
+    assert [len(scheduler.schedule().prefills) for _ in range(3)] == [2, 2, 2]
+
+
+def test_a_row_id_is_there_once() -> None:
+    scheduler = Scheduler(2)
+    scheduler.add(sequence(4, 1, [1], 1))
+    with pytest.raises(RolloutError, match="epoch 0 prompt 4 sample 1"):
+        scheduler.add(sequence(4, 1, [2], 1))
+
+
+def test_a_row_that_is_not_there_is_named() -> None:
+    with pytest.raises(RolloutError, match="epoch 0 prompt 9 sample 2"):
+        Scheduler(2).find(RowId(0, 9, 2))
