@@ -26,7 +26,7 @@ class GRPOConfig(OnlineConfig):
 
     name: Literal["grpo"]
     samples_per_prompt: int = Field(8, ge=2, description="Rows sampled for each prompt: the group.")
-    scale: Literal["std", "none"] = Field(
+    scale: Literal["std", "off"] = Field(
         "std", description="Whether advantages are divided by the group's deviation."
     )
     loss: PolicyLossConfig = PolicyLossConfig()

@@ -145,7 +145,9 @@ def _problem(path: Path) -> str | None:
             return f"it has format {manifest['format']}, newer than this version's {FORMAT}"
         if manifest["step"] != _step(path):
             return f"its manifest is that of step {manifest['step']}"
-        files: dict[str, dict[str, Any]] = manifest["files"]
+        files = manifest["files"]
+        if not isinstance(files, dict) or not files:
+            return "its manifest lists no files"
         for name, expected in files.items():
             if _digest(_inside(path, name)) != expected:
                 return f"{name} is not what was written"

@@ -15,7 +15,7 @@ EPSILON = 1e-6
 
 
 def group_advantages(
-    rewards: Tensor, groups: Tensor, valid: Tensor, *, scale: Literal["std", "none"]
+    rewards: Tensor, groups: Tensor, valid: Tensor, *, scale: Literal["std", "off"]
 ) -> Tensor:
     """[B] each row's reward minus the mean of its group, divided by the group's deviation if asked.
 
@@ -27,14 +27,14 @@ def group_advantages(
         rewards: [B] float.
         groups: [B] int64; rows of one group share a number.
         valid: [B] bool; a row without a score gets 0 and does not count in its group.
-        scale: ``std`` divides, ``none`` does not.
+        scale: ``std`` divides, ``off`` does not.
 
     Raises:
         FormulaError: shapes differ, or ``scale`` is unknown.
     """
     same_length("group_advantages", rewards=rewards, groups=groups, valid=valid)
-    if scale not in ("std", "none"):
-        raise FormulaError(f"group_advantages: scale is {scale!r}", fix=nearest(scale, ("std", "none")))
+    if scale not in ("std", "off"):
+        raise FormulaError(f"group_advantages: scale is {scale!r}", fix=nearest(scale, ("std", "off")))
     names, group = torch.unique(groups, return_inverse=True)
     zeros = rewards.new_zeros(len(names))
     size = zeros.index_add(0, group, valid.to(rewards.dtype)).clamp_min(1)
@@ -45,7 +45,7 @@ def group_advantages(
     rise = (rewards - least[group]).masked_fill(~valid, 0)
     mean = zeros.index_add(0, group, rise) / size
     centred = (rise - mean[group]).masked_fill(~valid, 0)
-    if scale == "none":
+    if scale == "off":
         return centred
     variance = zeros.index_add(0, group, centred.square()) / (size - 1).clamp_min(1)
     return centred / (variance.sqrt()[group] + EPSILON)

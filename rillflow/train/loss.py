@@ -126,7 +126,7 @@ class PolicyLoss:
             clip_high=config.clip_high,
             dual_clip=config.dual_clip,
         )
-        means = _policy_means(log_ratio.detach(), advantages, sampler - now.detach(), config)
+        means = _policy_means(log_ratio.detach(), advantages, sampler - old, config)
         means["policy/entropy/mean"] = model.entropy.detach()
         if config.importance_cap:
             correction = importance_weights(old, sampler, cap=config.importance_cap)
@@ -142,7 +142,7 @@ class PolicyLoss:
             losses = losses - config.entropy * model.entropy
         largest = {
             "policy/ratio/max": means["policy/ratio/mean"],
-            "mismatch/logprob_gap/max": (sampler - now.detach()).abs(),
+            "mismatch/logprob_gap/max": (sampler - old).abs(),
         }
         return LossPart(terms=losses * weights.values.to(now.dtype), metrics=_measure(means, largest))
 
@@ -150,7 +150,7 @@ class PolicyLoss:
 def _policy_means(
     log_ratio: Tensor, advantages: Tensor, mismatch: Tensor, config: PolicyLossConfig
 ) -> dict[str, Tensor]:
-    """What is averaged over tokens; ``mismatch`` [N] is log mu - log pi."""
+    """What is averaged over tokens; ``mismatch`` [N] is log mu - log old."""
     ratio = log_ratio.exp()
     low = (advantages < 0) & (ratio < 1 - config.clip_low)
     high = (advantages > 0) & (ratio > 1 + config.clip_high)

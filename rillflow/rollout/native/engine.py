@@ -97,6 +97,11 @@ class NativeEngine:
         """Whether a row waits or runs."""
         return self._scheduler.has_work
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values held now."""
+        return self._runner.cache_bytes if self._runner is not None else 0
+
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Continue every prompt ``samples`` times.
 
@@ -240,6 +245,7 @@ class NativeEngine:
         running = self._scheduler.running
         self._slots.collect(self._scheduler.clock, running, self._sampled_version)
         self._scheduler.requeue()
+        self._release()
         for row in running:
             row.prefix = self._prefix(row.rollout)
         self._sampled_version = self.version

@@ -40,6 +40,12 @@ class Runner:
         self._module = module
         self._cache = cache
         self._fixed_rows = fixed_rows
+        self._idle = True
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values held now."""
+        return self._cache.nbytes
 
     def run(self, step: Step, feed: Feed, limit: int) -> Tensor:
         """Do what a step says.
@@ -54,6 +60,9 @@ class Runner:
         """
         fixed = self._fixed_rows is not None
         length = -(-step.longest // CACHE_BLOCK) * CACHE_BLOCK if fixed else step.longest
+        if self._idle:
+            self._module.check_weights()
+            self._idle = False
         self._cache.reserve(len(feed.tokens), length, limit)
         self._cache.copy(step.copies)
         self._cache.copy(step.moves)
@@ -70,7 +79,7 @@ class Runner:
     def release(self) -> None:
         """Give the cache's memory back; weights may be exchanged after that."""
         self._cache.release()
-        self._module.check_weights()
+        self._idle = True
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
     left = (running.gather(1, block)[:, 0] - uniforms * running[:, -1]) / sums.gather(1, block)[:, 0]
     inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]]
     token = _fall(inside.cumsum(-1, dtype=torch.float64), 1 - left.clamp(2**-53, 1))
-    return (block * _BLOCK + token)[:, 0]
+    return (block * _BLOCK + token)[:, 0].clamp_(max=vocabulary - 1)  # NaN falls anywhere
 
 
 def _fall(running: Tensor, uniforms: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def scored(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=scored(), scale=st.sampled_from(["std", "none"]))
+@given(rows=scored(), scale=st.sampled_from(["std", "off"]))
 def test_the_definition_group_by_group(rows: tuple[Tensor, Tensor, Tensor], scale: str) -> None:
     rewards, groups, valid = rows
     found = group_advantages(rewards, groups, valid, scale=scale)  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ def test_the_definition_group_by_group(rows: tuple[Tensor, Tensor, Tensor], scal
 
 
 @settings(max_examples=60, deadline=None)
-@given(reward=REWARDS, size=st.integers(1, 17), scale=st.sampled_from(["std", "none"]))
+@given(reward=REWARDS, size=st.integers(1, 17), scale=st.sampled_from(["std", "off"]))
 def test_equal_rewards_give_exactly_zero(reward: float, size: int, scale: str) -> None:
     rewards = torch.full((size + 2,), reward, dtype=torch.float32)
     rewards[-2:] = torch.tensor([reward, reward + 1])
@@ -60,7 +60,7 @@ def test_rloo_is_grpo_without_deviation_times_g_over_g_minus_one(rewards: list[f
     size = len(values)
     leave_one_out = values - (values.sum() - values) / (size - 1)
     groups = torch.zeros(size, dtype=torch.int64)
-    found = group_advantages(values, groups, all_valid(groups), scale="none") * size / (size - 1)
+    found = group_advantages(values, groups, all_valid(groups), scale="off") * size / (size - 1)
     torch.testing.assert_close(found, leave_one_out, rtol=1e-9, atol=1e-9)
 
 
@@ -68,7 +68,7 @@ def test_rows_without_a_score_get_nothing_and_count_for_nothing() -> None:
     rewards = torch.tensor([1.0, 3.0, -50.0, 7.0])
     groups = torch.tensor([0, 0, 0, 1])
     valid = torch.tensor([True, True, False, False])
-    assert group_advantages(rewards, groups, valid, scale="none").tolist() == [-1.0, 1.0, 0.0, 0.0]
+    assert group_advantages(rewards, groups, valid, scale="off").tolist() == [-1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_reward_of_an_invalid_row_is_never_read() -> None:
@@ -91,8 +91,8 @@ def test_deviation_makes_the_scale_of_rewards_irrelevant() -> None:
 def test_shapes_and_options_are_checked() -> None:
     groups = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(FormulaError, match=r"groups has shape \[2\] and rewards has \[3\]"):
-        group_advantages(torch.zeros(3), groups, all_valid(groups), scale="none")
+        group_advantages(torch.zeros(3), groups, all_valid(groups), scale="off")
     with pytest.raises(FormulaError, match=r"rewards has shape \[2, 1\]"):
-        group_advantages(torch.zeros(2, 1), groups, all_valid(groups), scale="none")
+        group_advantages(torch.zeros(2, 1), groups, all_valid(groups), scale="off")
     with pytest.raises(FormulaError, match=r"scale is 'sdt'.*\n.*did you mean 'std'"):
         group_advantages(torch.zeros(2), groups, all_valid(groups), scale="sdt")  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence as Rows
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -67,35 +68,32 @@ def run(scheduler: Scheduler, model: Model) -> list[Sequence]:
     return ended
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data(), st.integers(1, 5), st.integers(4, 40))
-def test_every_row_runs_on_its_own_tokens(data: st.DataObject, max_rows: int, budget: int) -> None:
+@settings(max_examples=200, deadline=None)
+@given(chance=st.randoms(use_true_random=True), max_rows=st.integers(1, 5), budget=st.integers(4, 40))
+def test_every_row_runs_on_its_own_tokens(chance: Random, max_rows: int, budget: int) -> None:
     scheduler, model = Scheduler(max_rows, budget), Model()
-    prompts = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=5))
-    waiting = [
-        sequence(index, sample, tokens, data.draw(st.integers(1, 6)))
-        for index, tokens in enumerate(prompts)
-        for sample in range(data.draw(st.integers(1, 4)))
+    to_come = [
+        sequence(prompt, sample, tokens, chance.randint(1, 6))
+        for prompt in range(chance.randint(1, 5))
+        for tokens in [chance.choices(range(4), k=chance.randint(1, 9))]
+        for sample in range(chance.randint(1, 4))
     ]
-    total, ended, aborted = len(waiting), [], []
-    for _ in range(400):
-        for _ in range(data.draw(st.integers(0, 3))):
-            if waiting:
-                scheduler.add(waiting.pop(0))
-        event = data.draw(st.integers(0, 9))
-        if scheduler.has_work and event == 0:
-            there = [*scheduler.running, *scheduler.waiting(9)]
-            gone = data.draw(st.sampled_from(there))
-            scheduler.leave([gone])
-            aborted.append(gone)
-        elif event == 1:
+    total, gone = len(to_come), list[Sequence]()
+    requeues = 3
+    while to_come or scheduler.has_work:
+        for row in to_come[: chance.randint(0, 3)]:
+            to_come.remove(row)
+            scheduler.add(row)
+        if scheduler.has_work and chance.random() < 0.1:
+            aborted = chance.choice([*scheduler.running, *scheduler.waiting(9)])
+            scheduler.leave([aborted])
+            gone.append(aborted)
+        if requeues and chance.random() < 0.1:
+            requeues -= 1
             scheduler.requeue()
-        if scheduler.has_work:
-            ended += run(scheduler, model)
-            assert len(scheduler.running) <= max_rows
-        elif not waiting:
-            break
-    assert len({row.rollout.row for row in ended + aborted}) == total == len(ended) + len(aborted)
+        gone += run(scheduler, model)
+        assert len(scheduler.running) <= max_rows
+    assert len({row.rollout.row for row in gone}) == total == len(gone)
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 8])

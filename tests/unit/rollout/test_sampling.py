@@ -1,0 +1,147 @@
+"""Drawing: against the definitions, against transformers' own filters, and as exact frequencies.
+
+Uniform numbers laid evenly over [0, 1) make frequencies exact: no test here depends on luck.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.native.sampling import Drawn, Settings, draw
+
+CPU = torch.device("cpu")
+
+
+def even(count: int) -> Tensor:
+    return (torch.arange(count, dtype=torch.float64) + 0.5) / count
+
+
+def drawn(logits: Tensor, uniforms: Tensor, *rows: SamplingConfig) -> Drawn:
+    wanted = rows if len(rows) == len(logits) else rows * len(logits)
+    return draw(logits, Settings.of(wanted, CPU), uniforms)
+
+
+def frequencies(logits: Tensor, config: SamplingConfig, count: int = 40_000) -> Tensor:
+    """[V] how often each token is drawn from one row of logits."""
+    tokens = drawn(logits.expand(count, -1), even(count), config).tokens
+    return torch.bincount(tokens, minlength=len(logits)) / count
+
+
+def scores(vocabulary: int, seed: int = 0) -> Tensor:
+    return torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_tokens_come_as_often_as_their_probability(temperature: float) -> None:
+    logits = scores(50)
+    wanted = torch.softmax(logits / temperature, -1)
+    found = frequencies(logits, SamplingConfig(temperature=temperature))
+    assert float((found - wanted).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("vocabulary", [1025, 3000, 4096])
+def test_a_large_vocabulary_is_drawn_from_alike(vocabulary: int) -> None:
+    logits = scores(vocabulary) * 2
+    found = frequencies(logits, SamplingConfig(), count=5000)
+    assert float((found - torch.softmax(logits, -1)).abs().max()) < 5e-4
+
+
+def test_a_large_vocabulary_is_searched_as_a_small_one() -> None:
+    """Padding with impossible tokens changes the way of searching, and not the result."""
+    logits = scores(700)[None].expand(999, -1)
+    padded = torch.cat([logits, torch.full((999, 900), -torch.inf)], 1)
+    one, other = (drawn(rows, even(999), SamplingConfig()) for rows in (logits, padded))
+    assert torch.equal(one.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("vocabulary", [16, 2000])
+def test_a_forbidden_token_is_never_drawn(vocabulary: int) -> None:
+    logits = torch.full((3, vocabulary), -torch.inf)
+    logits[:, 7] = 0.0
+    edges = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
+    found = drawn(logits, edges, SamplingConfig())
+    assert found.tokens.tolist() == [7, 7, 7]
+    assert found.logprobs.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_logprob_is_that_of_the_whole_vocabulary_after_temperature(temperature: float) -> None:
+    logits = torch.stack([scores(40, seed) for seed in range(20)])
+    config = SamplingConfig(temperature=temperature, top_k=3, top_p=0.8)
+    found = drawn(logits, even(20), config)
+    wanted = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, found.tokens[:, None])[:, 0]
+    assert torch.equal(found.logprobs, wanted)
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    logits = torch.stack([scores(40, seed) for seed in range(20)])
+    found = drawn(logits, even(20), SamplingConfig(temperature=0.0, top_k=5, top_p=0.5))
+    assert torch.equal(found.tokens, logits.argmax(-1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    top_k=st.integers(0, 40),
+    top_p=st.sampled_from([0.01, 0.3, 0.9, 0.999, 1.0]),
+    vocabulary=st.sampled_from([5, 30, 1500]),
+)
+def test_what_is_kept_is_what_transformers_keeps(
+    seed: int, top_k: int, top_p: float, vocabulary: int
+) -> None:
+    logits = scores(vocabulary, seed)[None]
+    kept = logits
+    if top_k:
+        kept = TopKLogitsWarper(top_k)(None, kept)
+    if top_p < 1:
+        kept = TopPLogitsWarper(top_p)(None, kept)
+    wanted = torch.softmax(kept[0], -1)
+    found = frequencies(logits[0], SamplingConfig(top_k=top_k, top_p=top_p), count=2000)
+    assert float((found - wanted).abs().max()) < 2e-3
+    assert not found[wanted == 0].any()
+
+
+def test_a_top_k_above_the_vocabulary_keeps_all() -> None:
+    logits = scores(10)[None].expand(500, -1)
+    one = drawn(logits, even(500), SamplingConfig(top_k=99))
+    assert torch.equal(one.tokens, drawn(logits, even(500), SamplingConfig()).tokens)
+
+
+def test_tokens_of_equal_score_stay_together() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]).expand(300, -1)
+    found = drawn(logits, even(300), SamplingConfig(top_k=2))
+    assert found.tokens.unique().tolist() == [1, 2, 3]
+
+
+def test_a_row_is_drawn_alike_beside_any_others() -> None:
+    kinds = [
+        SamplingConfig(),
+        SamplingConfig(temperature=0.0),
+        SamplingConfig(temperature=0.6, top_p=0.7),
+        SamplingConfig(top_k=4),
+        SamplingConfig(top_k=9, top_p=0.9),
+        SamplingConfig(top_p=0.2),
+    ]
+    logits = torch.stack([scores(300, seed) for seed in range(len(kinds))]).bfloat16().float()  # with ties
+    uniforms = even(len(kinds))
+    together = drawn(logits, uniforms, *kinds)
+    for row, kind in enumerate(kinds):
+        alone = drawn(logits[row : row + 1], uniforms[row : row + 1], kind)
+        assert alone.tokens[0] == together.tokens[row]
+        assert alone.logprobs[0] == together.logprobs[row]
+
+
+@pytest.mark.parametrize("vocabulary", [16, 2000])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_show_in_the_logprob(vocabulary: int, bad: float, temperature: float) -> None:
+    logits = torch.zeros(2, vocabulary)
+    logits[1, 3] = bad
+    found = drawn(logits, even(2), SamplingConfig(temperature=temperature))
+    assert found.logprobs.isfinite().tolist() == [True, False]
