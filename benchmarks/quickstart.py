@@ -52,11 +52,11 @@ def main() -> None:
             "# Quickstart: `recipes/arithmetic/run.toml`",
             "",
             f"Command: `python benchmarks/quickstart.py --seeds {' '.join(map(str, arguments.seeds))}`; "
-            f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, torch {version('torch')}, "
-            f"transformers {version('transformers')}.",
+            f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, "
+            f"torch {version('torch')}, transformers {version('transformers')}.",
             "",
-            "Seconds are of the whole process, imports, report and evaluations included. Accuracy is greedy, on 500",
-            "held-out problems, with its 95% interval: after the warm start, and after GRPO.",
+            "Seconds are of the whole process, imports, report and evaluations included. Accuracy is greedy,",
+            "on 500 held-out problems, with its 95% interval: after the warm start, and after GRPO.",
             "",
             "| seed | seconds | before GRPO | after |",
             "|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, verified before they are read, the newest good one used and the rest named."""
+"""Checkpoints: whole or not there, verified before they are read, the newest good one used."""
 
 from __future__ import annotations
 
@@ -70,18 +70,19 @@ def truncate(path: Path) -> None:
 def test_damage_to_any_file_is_found_and_the_previous_one_is_used(
     damage: object, tmp_path: Path, model: LanguageModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(tmp_path, 1, model)
-    save(tmp_path, 2, model)
-    good = tmp_path.with_name("good")
-    shutil.copytree(tmp_path, good)
+    run = tmp_path / "run"
+    save(run, 1, model)
+    save(run, 2, model)
+    good = tmp_path / "good"
+    shutil.copytree(run, good)
     names = [path.relative_to(good) for path in (good / "step-000002").rglob("*") if path.is_file()]
     assert len(names) >= 6
     for name in names:
-        shutil.rmtree(tmp_path)
-        shutil.copytree(good, tmp_path)
-        damage(tmp_path / name)  # type: ignore[operator]
+        shutil.rmtree(run)
+        shutil.copytree(good, run)
+        damage(run / name)  # type: ignore[operator]
         with caplog.at_level(logging.WARNING):
-            found = latest_checkpoint(tmp_path)
+            found = latest_checkpoint(run)
         assert found is not None, name
         # A flipped bit in the manifest's own white space or a key order changes nothing that was written.
         assert found.step == 1 or name.name == "manifest.json", name

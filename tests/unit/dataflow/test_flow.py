@@ -58,7 +58,9 @@ def test_a_stage_is_timed_and_journalled(flow: Flow, spans: list[Span]) -> None:
     result = flow.doubler.double(scored([0, 1, 2, 3]))
     assert flow.journal("doubler.double") == [result]
     assert flow.batches() == [result]
-    assert [(span.stage, span.step, span.rows, span.tokens) for span in spans] == [("doubler.double", 7, 4, 6)]
+    assert [(span.stage, span.step, span.rows, span.tokens) for span in spans] == [
+        ("doubler.double", 7, 4, 6)
+    ]
     flow.begin(8)
     assert flow.batches() == []
 
@@ -87,7 +89,7 @@ def test_a_field_that_is_missing_is_named_with_the_nearest(flow: Flow) -> None:
 
 
 def test_unknown_roles_and_endpoints_are_named(flow: Flow) -> None:
-    with pytest.raises(RillflowError, match="no role 'dubler'(?s:.*)did you mean 'doubler'"):
+    with pytest.raises(RillflowError, match=r"no role 'dubler'(?s:.*)did you mean 'doubler'"):
         _ = flow.dubler
     with pytest.raises(RillflowError, match="no endpoint 'secret'"):
         _ = flow.doubler.secret

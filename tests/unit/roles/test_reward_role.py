@@ -19,7 +19,7 @@ from rillflow.rewards.function import parse_function
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.roles.reward import OUTCOMES, Reward
 
-CODE = '''
+CODE = """
 def reward(prompts, completions, answer, **columns):
     scores = []
     for text, right in zip(completions, answer):
@@ -32,8 +32,9 @@ def reward(prompts, completions, answer, **columns):
     return scores
 
 def chat(prompts, completions, **columns):
-    return [float(prompt[-1]["content"] == completion[0]["content"]) for prompt, completion in zip(prompts, completions)]
-'''
+    pairs = zip(prompts, completions)
+    return [float(prompt[-1]["content"] == completion[0]["content"]) for prompt, completion in pairs]
+"""
 
 
 def rollouts(tokenizer: Tokenizer, answers: Sequence[str], prompt: object = "4+3=") -> Batch:
@@ -60,7 +61,12 @@ def score(folder: Path, name: str, tokenizer: Tokenizer, batch: Batch, max_failu
 
 def test_outcomes_are_told_apart_and_only_a_score_is_valid(tmp_path: Path, tokenizer: Tokenizer) -> None:
     found = score(tmp_path, "reward", tokenizer, rollouts(tokenizer, ["7", "8", "0", "9"]))
-    assert [OUTCOMES[index] for index in found.dense("outcome").tolist()] == ["score", "score", "abstain", "error"]
+    assert [OUTCOMES[index] for index in found.dense("outcome").tolist()] == [
+        "score",
+        "score",
+        "abstain",
+        "error",
+    ]
     assert found.dense("rewards").tolist() == [1.0, 0.0, 0.0, 0.0]
     assert found.dense("valid").tolist() == [True, True, False, False]
     assert found.dense("groups").tolist() == [0, 0, 1, 1]

@@ -10,18 +10,16 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from rillflow.errors import ModelError
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout, rollouts_of
 from rillflow.records.row import RowId
-from rillflow.rollout.native import proof
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.native.passes import Pass
 
 Build = Callable[..., nn.Module]
 Engines = Callable[..., NativeEngine]
@@ -56,7 +54,12 @@ def reference(engine: Engines, prompts: Prompts, wanted: dict[str, Bits], name: 
     return wanted[name]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.explicit, Phase.generate],  # a smaller seed is no simpler example
+)
 @given(seed=st.integers(0, 10**6), workers=st.integers(1, 4), replay_after=st.sampled_from([1, 10**9]))
 def test_rows_shared_out_in_any_way_and_taken_out_at_any_time(
     seed: int,
@@ -76,13 +79,12 @@ def test_rows_shared_out_in_any_way_and_taken_out_at_any_time(
     ]
     chance.shuffle(rows)
     pool = [
-        engine(
-            deterministic=True, max_rows=20, max_tokens=30, stop_tokens=STOPS, replay_after=replay_after
-        )
+        engine(deterministic=True, max_rows=20, max_tokens=30, stop_tokens=STOPS, replay_after=replay_after)
         for _ in range(workers)
     ]
     homes: dict[RowId, NativeEngine] = {}
     found: Bits = {}
+    moves = 10
     while len(found) < len(known):
         for row in [rows.pop() for _ in range(min(len(rows), chance.randint(0, 4)))]:
             homes[row.row] = chance.choice(pool)
@@ -91,7 +93,8 @@ def test_rows_shared_out_in_any_way_and_taken_out_at_any_time(
             for done in worker.step():
                 found[done.row] = (done.tokens, done.logprobs)
                 del homes[done.row]
-        if homes and chance.random() < 0.3:
+        if homes and moves and chance.random() < 0.2:
+            moves -= 1
             moved = chance.choice(sorted(homes))
             rows.append(homes.pop(moved).abort(moved))
     assert found == known
@@ -121,10 +124,13 @@ def test_the_number_of_threads_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gpt2", "bfloat16", "odd sizes", "filtered"])
-def test_other_models_and_settings_too(
-    kind: str, build: Build, engine: Engines, prompts: Prompts
-) -> None:
-    size = {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256, "num_key_value_heads": 2}
+def test_other_models_and_settings_too(kind: str, build: Build, engine: Engines, prompts: Prompts) -> None:
+    size = {
+        "vocab_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 256,
+        "num_key_value_heads": 2,
+    }
     configs = {
         "mistral": AutoConfig.for_model(
             "mistral", **size, hidden_size=32, intermediate_size=64, num_attention_heads=4, sliding_window=8
@@ -158,18 +164,24 @@ def test_without_it_company_does_show(build: Build, engine: Engines, prompts: Pr
     assert alone[batch.row_id(4)] != together[batch.row_id(4)]
 
 
+class Skewed(nn.Module):
+    """A machine whose products differ by place, made by hand: the last token of a pass is off by a bit."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: Tensor) -> Tensor:
+        found: Tensor = self.inner(states)
+        found[:, -1] *= 1 + 2**-22
+        return found
+
+
 def test_rounding_that_depends_on_the_slot_is_found_before_a_token_is_drawn(
-    engine: Engines, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+    build: Build, engine: Engines, prompts: Prompts
 ) -> None:
-    """A machine whose products differ by place, made by hand: the last slot's scores are off by one bit."""
-
-    class Skewed(Pass):
-        def attend(self, *states: object, **more: object) -> torch.Tensor:
-            found = super().attend(*states, **more)  # type: ignore[arg-type]
-            found[:, -1] *= 1 + 2**-23
-            return found
-
-    monkeypatch.setattr("rillflow.rollout.native.passes.Pass", Skewed)
-    monkeypatch.setattr(proof, "prove", lambda module, context: proof.prove(module, context))
+    module = build()
+    module.model.norm = Skewed(module.model.norm)  # type: ignore[union-attr]
+    assert len(engine(module).generate(prompts(4, 5))) == 2
     with pytest.raises(ModelError, match="slot 31 of 32 other bits than slot 0"):
-        engine(deterministic=True, max_rows=20).generate(prompts(4, 5))
+        engine(module, deterministic=True, max_rows=20).generate(prompts(4, 5))

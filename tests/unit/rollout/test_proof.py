@@ -50,7 +50,9 @@ UNFIT: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
     "a recurrence": (AutoConfig.for_model("jamba", **SIZE, use_mamba_kernels=False), "of its 2 layers"),
     "attention in chunks": (
-        AutoConfig.for_model("llama4_text", **SIZE, head_dim=8, num_local_experts=2, intermediate_size_mlp=32),
+        AutoConfig.for_model(
+            "llama4_text", **SIZE, head_dim=8, num_local_experts=2, intermediate_size_mlp=32
+        ),
         "chunked_attention",
     ),
 }
@@ -113,4 +115,6 @@ def test_a_short_context_is_enough_for_the_trial(context: int, engine: Engines, 
 
 def test_the_library_does_not_build_what_has_no_interface() -> None:
     with pytest.raises((KeyError, ValueError)):
-        AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **SIZE), attn_implementation=ATTENTION)
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("falcon", **SIZE), attn_implementation=ATTENTION
+        )

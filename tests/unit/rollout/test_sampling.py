@@ -140,7 +140,9 @@ def test_a_row_is_drawn_alike_beside_any_others() -> None:
 @pytest.mark.parametrize("vocabulary", [16, 2000])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_show_in_the_logprob(vocabulary: int, bad: float, temperature: float) -> None:
+def test_logits_that_are_not_finite_show_in_the_logprob(
+    vocabulary: int, bad: float, temperature: float
+) -> None:
     logits = torch.zeros(2, vocabulary)
     logits[1, 3] = bad
     found = drawn(logits, even(2), SamplingConfig(temperature=temperature))

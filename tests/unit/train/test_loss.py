@@ -170,12 +170,13 @@ def four_tokens() -> Batch:
 
 def test_metrics_say_what_they_are_named_for() -> None:
     rows = four_tokens()
+    sampler = rows.ragged("sampler_logprobs")
+    rows = rows.with_fields(sampler_logprobs=sampler.with_values(sampler.values * 1.5))  # mu / old = e^-0.5
     now = torch.tensor([-1.0, 0.0, -1.0, -3.0])  # ratios 1, e, 1, e^-2
     found = call(PolicyLossConfig(kl=0.5, importance_cap=2.0), rows, now).metrics
     values = {name: metric.value for name, metric in found.items()}
     ratios = [1.0, math.e, 1.0, math.exp(-2)]
     k3 = [0.0, math.exp(-1) - 1 + 1, 0.0, math.exp(2) - 1 - 2]
-    mismatch = [0.0, math.e - 1 - 1, 0.0, math.exp(-2) - 1 + 2]
     assert values == pytest.approx(
         {
             "policy/ratio/mean": sum(ratios) / 4,
@@ -186,8 +187,8 @@ def test_metrics_say_what_they_are_named_for() -> None:
             "policy/advantage/mean": 0.0,
             "policy/entropy/mean": 1.0,
             "policy/kl/mean": sum(k3) / 4,
-            "mismatch/kl/mean": sum(mismatch) / 4,
-            "mismatch/logprob_gap/max": 2.0,
+            "mismatch/kl/mean": math.exp(0.5) - 1 - 0.5,
+            "mismatch/logprob_gap/max": 0.5,
             "mismatch/capped/share": 0.0,
         },
         rel=1e-5,
