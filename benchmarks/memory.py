@@ -92,8 +92,9 @@ def main() -> None:
             "# Resident memory over a run",
             "",
             f"Command: `python benchmarks/memory.py --steps {arguments.steps}`; "
-            f"{len(os.sched_getaffinity(0))} cores, torch {version('torch')}. GRPO with a reference, two epochs,",
-            "an evaluation every 20 steps and a checkpoint every 50; medians of ten steps.",
+            f"{len(os.sched_getaffinity(0))} cores, torch {version('torch')}. "
+            "GRPO with a reference, two epochs,",
+            "an evaluation every 20 steps, a checkpoint every 50; medians of ten steps.",
             "",
             "| steps | resident MB | against steps 20 to 29 |",
             "|---|---|---|",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from rillflow.errors import RolloutError
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.rollout.config import SamplingConfig
@@ -74,8 +71,8 @@ def check_stop(sampling: SamplingConfig, engine: SamplingConfig) -> None:
         )
 
 
-def stop_table(stop_tokens: frozenset[int], vocabulary: int) -> Tensor:
-    """[V] bool which tokens end a row.
+def check_stop_tokens(stop_tokens: frozenset[int], vocabulary: int) -> None:
+    """Show that every stop token can be drawn.
 
     Raises:
         RolloutError: one of them is outside the vocabulary.
@@ -87,6 +84,3 @@ def stop_table(stop_tokens: frozenset[int], vocabulary: int) -> Tensor:
                 why=f"the model's vocabulary is 0 to {vocabulary - 1}, so it is never drawn",
                 fix="use the tokeniser the model was trained with",
             )
-    table = torch.zeros(vocabulary, dtype=torch.bool)
-    table[list(stop_tokens)] = True
-    return table

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout, rollout_batch
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.native.admission import check_stop, check_tokens, limit_of, stop_table
+from rillflow.rollout.native.admission import check_stop, check_stop_tokens, check_tokens, limit_of
 from rillflow.rollout.native.cache import Cache
 from rillflow.rollout.native.proof import prove, prove_fixed
 from rillflow.rollout.native.replay import Replay
@@ -88,7 +89,8 @@ class NativeEngine:
         self._runner: Runner | None = None
         self._scheduler = Scheduler(config.max_rows)
         self._slots = Slots(self._device, self._fixed_rows or config.max_rows, seed)
-        self._stop = stop_table(stop_tokens, self._vocabulary).to(self._device)
+        check_stop_tokens(stop_tokens, self._vocabulary)
+        self._stop = stop_tokens
         self._settings = Settings.of((), self._device)
         self._settings_rows: tuple[SamplingConfig, ...] = ()
 
@@ -192,24 +194,23 @@ class NativeEngine:
         self._slots.move(step.moves)
         self._slots.admit(clock, step.admitted, self._scheduler.waiting(BULK))
         rows = self._fixed_rows or len(step.rows)
-        feed = self._slots.feed(len(step.rows), rows)
+        feed = self._slots.feed(clock, len(step.rows), rows)
         logits = runner.run(step, feed, limit=max(row.limit for row in step.rows))
         drawn = draw(logits, self._settings_of(step, rows), self._slots.uniforms(clock, rows))
         return self._postprocess(step, drawn)
 
     def _postprocess(self, step: Step, drawn: Drawn) -> list[Rollout]:
         """Record the draws; rows that ended leave."""
-        running = len(step.rows)
+        clock, running = step.clock, len(step.rows)
         self._check_finite(step, drawn.logprobs[:running])
-        self._slots.record(step.clock, drawn)
-        stopped = set(self._stop[drawn.tokens[:running]].nonzero()[:, 0].tolist())
+        self._slots.record(clock, drawn)
         ended: dict[Sequence, Finish] = {}
-        for slot, row in enumerate(step.rows):
-            if step.clock < row.first:
-                self._slots.repeat(slot, row.rollout.tokens[step.clock - row.origin + 1])
-            elif slot in stopped:
+        for row, token in zip(step.rows, drawn.tokens[:running].tolist(), strict=True):
+            if clock < row.first:
+                self._slots.repeat(clock, row.slot, row.rollout.tokens[clock - row.origin + 1])
+            elif token in self._stop:
                 ended[row] = Finish.STOP
-            elif step.clock == row.last:
+            elif clock == row.last:
                 ended[row] = Finish.LENGTH
         self._slots.collect(step.clock + 1, list(ended), self._sampled_version)
         self._leave(ended)
@@ -292,7 +293,7 @@ class NativeEngine:
         self._scheduler.add(Sequence(rollout=rollout, sampling=sampling, prefix=prefix, limit=limit))
 
     def _check_finite(self, step: Step, logprobs: Tensor) -> None:
-        if bool(logprobs.isfinite().all()):
+        if isfinite(float(logprobs.sum())):  # none is above 0, so nothing cancels
             return
         row = step.rows[int(logprobs.isfinite().logical_not().nonzero()[0])]
         raise RolloutError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
+from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +36,21 @@ _REPEATS = 3
 """A recording is rewritten by the compiler at its second use, and settled at its third."""
 
 
+class _Kind(Enum):
+    """What a pass reads; each kind has a recording of its own."""
+
+    ROWS = auto()
+    PREFIXES = auto()
+    BOTH = auto()
+
+
 class Replay:
     """A module that records itself once it has been used a while.
 
     Args:
         module: a transformers causal language model whose attention is Rillflow's.
         shapes: of its layers.
-        patience: passes of a kind (rows alone, or prefixes beside them) before it is recorded.
+        patience: passes of a kind before it is recorded.
     """
 
     def __init__(self, module: nn.Module, shapes: Mapping[int, LayerShape], patience: float) -> None:
@@ -49,15 +58,13 @@ class Replay:
         self._shapes = shapes
         self._patience = patience
         self._weights = _weights(module)
-        self._passes = {True: 0, False: 0}
-        self._recordings: dict[bool, nn.Module | None] = {}
+        self._passes = dict.fromkeys(_Kind, 0)
+        self._recordings: dict[_Kind, nn.Module | None] = {}
 
     def check_weights(self) -> None:
         """Forget recordings of parameters that the module has exchanged for others since."""
         weights = _weights(self._module)
-        if len(weights) != len(self._weights) or any(
-            a is not b for a, b in zip(weights, self._weights, strict=True)
-        ):
+        if list(map(id, weights)) != list(map(id, self._weights)):
             self._weights = weights
             self._recordings.clear()
 
@@ -65,25 +72,21 @@ class Replay:
         self, layers: Mapping[int, Layer], feed: Feed | None, places: Tensor, prefixes: Prefixes | None
     ) -> Tensor:
         """See ``passes.forward``."""
-        if feed is None:
-            return forward(self._module, layers, feed, places, prefixes)
-        mixed = prefixes is not None
-        if mixed not in self._recordings and self._passes[mixed] >= self._patience:
-            self._recordings[mixed] = self._record(mixed)
-        recording = self._recordings.get(mixed)
+        kind = _Kind.ROWS if prefixes is None else _Kind.PREFIXES if feed is None else _Kind.BOTH
+        if kind not in self._recordings and self._passes[kind] >= self._patience:
+            self._recordings[kind] = self._record(kind)
+        recording = self._recordings.get(kind)
         if recording is None:
-            self._passes[mixed] += 1
+            self._passes[kind] += 1
             return forward(self._module, layers, feed, places, prefixes)
         logits: Tensor = recording(*_flat(layers, feed, places, prefixes))
         return logits
 
-    def _record(self, mixed: bool) -> nn.Module | None:
+    def _record(self, kind: _Kind) -> nn.Module | None:
         """The module's recording, or None where it would not be the module's equal."""
         embedding: Tensor = self._module.get_input_embeddings().weight  # type: ignore[operator]
-        trials = [
-            _Trial(self._shapes, embedding, rows, lengths if mixed else ()) for rows, lengths in _TRIALS
-        ]
-        recorded = _Recorded(self._module, tuple(self._shapes))
+        trials = [_Trial(self._shapes, embedding, kind, rows, lengths) for rows, lengths in _TRIALS]
+        recorded = _Recorded(self._module, tuple(self._shapes), kind)
         try:
             with quiet(), warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
@@ -106,54 +109,53 @@ class Replay:
 class _Recorded(nn.Module):
     """A pass as a function of tensors alone."""
 
-    def __init__(self, module: nn.Module, indices: tuple[int, ...]) -> None:
+    def __init__(self, module: nn.Module, indices: tuple[int, ...], kind: _Kind) -> None:
         super().__init__()
         self.module = module
         self._indices = indices
+        self._kind = kind
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """[n, V] from what ``_flat`` laid in a line."""
-        count = 2 * len(self._indices)
-        states, feed, places, prefixes = (
-            tensors[:count],
-            tensors[count : count + 2],
-            tensors[count + 2],
-            tensors[count + 3 :],
-        )
-        layers = {
-            index: Layer(keys=keys, values=values)
-            for index, keys, values in zip(self._indices, states[::2], states[1::2], strict=True)
-        }
-        return forward(
-            self.module,
-            layers,
-            Feed(tokens=feed[0], positions=feed[1]),
-            places,
-            Prefixes.of_tensors(prefixes) if prefixes else None,
-        )
+        line = list(tensors)
+        layers = {index: Layer(keys=line.pop(0), values=line.pop(0)) for index in self._indices}
+        places = line.pop(0)
+        feed = None
+        if self._kind is not _Kind.PREFIXES:
+            feed = Feed(tokens=line.pop(0), positions=line.pop(0))
+        prefixes = Prefixes.of_tensors(line) if self._kind is not _Kind.ROWS else None
+        return forward(self.module, layers, feed, places, prefixes)
 
 
 class _Trial:
     """A small pass over an empty cache."""
 
     def __init__(
-        self, shapes: Mapping[int, LayerShape], embedding: Tensor, rows: int, lengths: tuple[int, ...]
+        self,
+        shapes: Mapping[int, LayerShape],
+        embedding: Tensor,
+        kind: _Kind,
+        rows: int,
+        lengths: tuple[int, ...],
     ) -> None:
         device, vocabulary = embedding.device, embedding.shape[0]
         positions = torch.full((rows,), _AT, device=device)
-        positions[: len(lengths)] = torch.tensor(lengths, dtype=torch.int64, device=device)
-        reach = int(positions.max()) + 1
-        prefills = [Prefill(tokens=tuple(range(length)), slots=[slot]) for slot, length in enumerate(lengths)]
+        prefixes = None
+        if kind is not _Kind.ROWS:
+            positions[: len(lengths)] = torch.tensor(lengths, device=device)
+            prefills = [Prefill(tokens=tuple(range(size)), slots=[at]) for at, size in enumerate(lengths)]
+            prefixes = Prefixes.of(prefills, device)
+        feed = Feed(tokens=torch.arange(rows, device=device) % vocabulary, positions=positions)
         self._cache = Cache(shapes, device, embedding.dtype)
-        self._cache.reserve(rows, reach, reach)
-        self._feed = Feed(tokens=torch.arange(rows, device=device) % vocabulary, positions=positions)
-        self._places = torch.arange(reach, device=device)
-        self._prefixes = Prefixes.of(prefills, device) if prefills else None
+        self._rows, self._reach = rows, int(positions.max()) + 1
+        self._feed = feed if kind is not _Kind.PREFIXES else None
+        self._places = torch.arange(self._reach, device=device)
+        self._prefixes = prefixes
 
     def inputs(self) -> tuple[Tensor, ...]:
         """What the pass reads and writes, afresh."""
         self._cache.release()
-        self._cache.reserve(len(self._feed.tokens), len(self._places), len(self._places))
+        self._cache.reserve(self._rows, self._reach, self._reach)
         return _flat(self._cache.layers, self._feed, self._places, self._prefixes)
 
     def agree(self, one: nn.Module, other: nn.Module) -> bool:
@@ -163,10 +165,11 @@ class _Trial:
 
 
 def _flat(
-    layers: Mapping[int, Layer], feed: Feed, places: Tensor, prefixes: Prefixes | None
+    layers: Mapping[int, Layer], feed: Feed | None, places: Tensor, prefixes: Prefixes | None
 ) -> tuple[Tensor, ...]:
     states = [part for layer in layers.values() for part in (layer.keys, layer.values)]
-    return (*states, feed.tokens, feed.positions, places, *(prefixes.tensors if prefixes else ()))
+    fed = () if feed is None else (feed.tokens, feed.positions)
+    return (*states, places, *fed, *(() if prefixes is None else prefixes.tensors))
 
 
 def _weights(module: nn.Module) -> list[Tensor]:

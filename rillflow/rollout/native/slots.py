@@ -1,12 +1,12 @@
 """Slots: what the device knows of the running rows, and what they have drawn.
 
-    slot            0    1    2   ...            one window of W steps
-    token           a    b    c                  uniforms [W, rows]   made once for the whole window
-    position        9    4   17                  tokens   [W, rows] ┐ drawn, one line a step
-                                                 logprobs [W, rows] ┘
-Every step reads one line of random numbers and writes one line of draws. A row's draws are taken
-out as one column when it ends, moves or is taken out, and at the end of a window: nothing is done
-token by token.
+    slot             0    1    2   ...            one window of W steps
+    position         9    4   17                  uniforms [W, rows]       made once for the whole window
+    line l     feeds a    b    c                  tokens   [W + 1, rows]   line l is fed, l + 1 drawn
+    line l+1   drawn a'   b'   c'                 logprobs [W, rows]       of what was drawn
+
+Every step reads one line and writes the next. A row's draws are taken out as one column when it ends
+or is taken out, and at the end of a window: nothing is done token by token.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Slots:
         self._device = device
         self._seed = seed
         self._begin = 0
-        self._next = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self._uniforms = torch.zeros(WINDOW, rows, dtype=torch.float64, device=device)
-        self._tokens = torch.zeros(WINDOW, rows, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(WINDOW + 1, rows, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(WINDOW, rows, dtype=torch.float32, device=device)
 
     def is_full(self, clock: int) -> bool:
@@ -52,6 +52,7 @@ class Slots:
 
     def begin(self, clock: int, running: Rows[Sequence]) -> None:
         """A new window, whose draws of the old one have been taken out."""
+        self._tokens[0] = self._tokens[clock - self._begin]
         self._begin = clock
         for row in running:
             row.uniforms = None
@@ -60,7 +61,8 @@ class Slots:
     def move(self, moves: Rows[Copy]) -> None:
         """Rows change their slot."""
         for move in moves:
-            for lines in (self._next, self._uniforms, self._tokens, self._logprobs):
+            self._positions[move.target] = self._positions[move.source]
+            for lines in (self._uniforms, self._tokens, self._logprobs):
                 lines[:, move.target] = lines[:, move.source]
 
     def admit(self, clock: int, admitted: Rows[Sequence], ahead: Rows[Sequence]) -> None:
@@ -68,15 +70,19 @@ class Slots:
         if not admitted:
             return
         fed = [(row.rollout.tokens[len(row.prefix)], len(row.prefix)) for row in admitted]
+        tokens, positions = torch.tensor(fed, device=self._device).T
         slots = torch.tensor([row.slot for row in admitted], device=self._device)
-        self._next[:, slots] = torch.tensor(fed, device=self._device).T
+        self._tokens[clock - self._begin, slots] = tokens
+        self._positions[slots] = positions
         self._place_uniforms(clock, admitted, ahead)
 
-    def feed(self, running: int, rows: int) -> Feed:
+    def feed(self, clock: int, running: int, rows: int) -> Feed:
         """What the first ``rows`` slots feed; those that do not run feed token 0 at position 0."""
+        line = self._tokens[clock - self._begin]
         if running < rows:
-            self._next[:, running:rows] = 0
-        return Feed(tokens=self._next[0, :rows], positions=self._next[1, :rows])
+            line[running:rows] = 0
+            self._positions[running:rows] = 0
+        return Feed(tokens=line[:rows], positions=self._positions[:rows])
 
     def uniforms(self, clock: int, rows: int) -> Tensor:
         """[rows] float64 this step's random numbers."""
@@ -84,24 +90,23 @@ class Slots:
 
     def record(self, clock: int, drawn: Drawn) -> None:
         """What this step drew is fed next, one position on."""
-        rows = len(drawn.tokens)
-        self._next[0, :rows] = drawn.tokens
-        self._next[1, :rows] += 1
-        self._tokens[clock - self._begin, :rows] = drawn.tokens
-        self._logprobs[clock - self._begin, :rows] = drawn.logprobs
+        rows, line = len(drawn.tokens), clock - self._begin
+        self._positions[:rows] += 1
+        self._tokens[line + 1, :rows] = drawn.tokens
+        self._logprobs[line, :rows] = drawn.logprobs
 
-    def repeat(self, slot: int, token: int) -> None:
-        """Feed this token next, whatever was drawn."""
-        self._next[0, slot] = token
+    def repeat(self, clock: int, slot: int, token: int) -> None:
+        """Feed this token after step ``clock``, whatever was drawn."""
+        self._tokens[clock + 1 - self._begin, slot] = token
 
     def collect(self, clock: int, rows: Rows[Sequence], version: int) -> None:
         """Add to each row's rollout what it drew in the steps before ``clock``, under this version."""
         for row in rows:
             if row.collected >= clock:
                 continue
-            lines = slice(row.collected - self._begin, clock - self._begin)
-            tokens = self._tokens[lines, row.slot].tolist()
-            logprobs = self._logprobs[lines, row.slot].tolist()
+            first, end = row.collected - self._begin, clock - self._begin
+            tokens = self._tokens[first + 1 : end + 1, row.slot].tolist()
+            logprobs = self._logprobs[first:end, row.slot].tolist()
             row.rollout = row.rollout.sampled(tokens, logprobs, version)
             row.collected = clock
 

@@ -126,7 +126,7 @@ def test_logprobs_are_those_of_a_whole_pass(
 def test_every_token_is_the_one_its_own_number_falls_on(
     tiny: nn.Module, engine: Engines, prompts: Prompts
 ) -> None:
-    """The whole chain by hand: a plain pass, its cumulative probabilities, and uniform(seed, row, position)."""
+    """The whole chain by hand: a plain pass, its cumulative probabilities, uniform(seed, row, position)."""
     rollouts = engine(seed=11, max_rows=3).generate(prompts(4, 9, 1), samples=2)
     for rollout in rollouts_of(rollouts):
         running = torch.softmax(reference_logits(tiny, rollout.tokens).double(), -1).cumsum(-1)

@@ -86,7 +86,7 @@ def test_scores_that_are_not_plain_products_are_refused(
 def test_another_attention_is_refused(
     attention: str, build: Build, engine: Engines, prompts: Prompts
 ) -> None:
-    with pytest.raises(ModelError, match="0 of its 2 layers(.|\n)*attn_implementation='rillflow'"):
+    with pytest.raises(ModelError, match=r"0 of its 2 layers(.|\n)*attn_implementation='rillflow'"):
         engine(build(attention=attention)).generate(prompts([1, 2, 3]))
 
 

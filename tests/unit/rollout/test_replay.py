@@ -65,15 +65,18 @@ def test_a_recording_has_the_bits_of_the_module(
     """Rows come and go, prefixes of many lengths and shared ones beside them."""
     module = build(config)
     batch = prompts(*range(1, 12), max_tokens=torch.arange(2, 13))
-    recorded = engine(module, max_rows=4, replay_after=1).generate(batch, samples=3)
-    assert same(recorded, engine(module, max_rows=4).generate(batch, samples=3))
+    for deterministic in (False, True):
+        make = {"max_rows": 4, "deterministic": deterministic}
+        recorded = engine(module, **make, replay_after=1).generate(batch, samples=3)
+        assert same(recorded, engine(module, **make).generate(batch, samples=3))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_python_is_left_out_once_a_recording_is_there(
-    build: Build, engine: Engines, prompts: Prompts
+    deterministic: bool, build: Build, engine: Engines, prompts: Prompts
 ) -> None:
     module = build()
-    used = engine(module, replay_after=1, max_rows=2)
+    used = engine(module, replay_after=1, max_rows=2, deterministic=deterministic)
     batch = prompts(*[4] * 9, max_tokens=torch.arange(1, 10))
     used.generate(batch)
     counting = Counting(module)
