@@ -1,0 +1,160 @@
+"""What decided the native engine's choices: how a row attends, and which shapes round alike.
+
+    python benchmarks/kernels.py
+
+First table: attention of one query a row over a cache, in microseconds a layer; four layers' caches are
+gone through in turn, as in a pass. Second: does a row of a matrix product get the same bits in every
+place, beside any others, on 1 and 2 threads, and with any number of rows?
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+LAYERS = 4
+ATTENTION = (
+    (64, 2, 2, 64, 80),
+    (64, 2, 2, 64, 33),
+    (64, 2, 2, 64, 300),
+    (64, 4, 1, 64, 96),
+    (16, 8, 4, 128, 400),
+)
+LINEAR = (
+    (256, 256),
+    (128, 256),
+    (768, 256),
+    (256, 768),
+    (64, 32),
+    (100, 48),
+    (1000, 96),
+    (5000, 128),
+    (18992, 64),
+)
+ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 31, 32, 48, 64, 65, 100, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caches:
+    """One query a row, and keys and values."""
+
+    query: Tensor
+    """[rows, heads, group, size]."""
+    keys: Tensor
+    """[rows, heads, length, size] the part of a longer cache that is read."""
+    values: Tensor
+    """[rows, heads, length, size]."""
+    bias: Tensor
+    """[rows, 1, 1, length]."""
+
+
+def products(caches: Caches) -> Tensor:
+    """Query heads grouped under their key head, two batched matrix products."""
+    rows, heads = caches.query.shape[:2]
+    bias = caches.bias[:, 0].repeat_interleave(heads, 0)
+    scores = torch.baddbmm(
+        bias, caches.query.flatten(0, 1), caches.keys.flatten(0, 1).transpose(1, 2), alpha=0.1
+    )
+    return torch.bmm(scores.softmax(-1), caches.values.flatten(0, 1)).view(rows, heads, -1)
+
+
+def grouped(caches: Caches) -> Tensor:
+    """The library's attention, with the query heads of a key head as more queries."""
+    found = scaled_dot_product_attention(caches.query, caches.keys, caches.values, caches.bias, scale=0.1)
+    return found.flatten(2)
+
+
+def repeated(caches: Caches) -> Tensor:
+    """The library's attention as a module would call it."""
+    query = caches.query.flatten(1, 2)[:, :, None]
+    keys, values = caches.keys, caches.values
+    found = scaled_dot_product_attention(query, keys, values, caches.bias, scale=0.1, enable_gqa=True)
+    return found.view(len(query), keys.shape[1], -1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=30, help="timings of each way to attend (30)")
+    repeats = parser.parse_args().repeats
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.get_num_threads()} threads\n")
+    print("| rows, key heads, group, head size, positions | type | products | grouped | repeated |")
+    print("|---|---|---|---|---|")
+    for shape, dtype in itertools.product(ATTENTION, (torch.float32, torch.bfloat16)):
+        layers = [caches_of(shape, dtype) for _ in range(LAYERS)]
+        times = [microseconds(way, layers, repeats) for way in (products, grouped, repeated)]
+        print(
+            f"| {', '.join(map(str, shape))} | {dtype} | "
+            + " | ".join(f"{time:.0f}" for time in times)
+            + " |"
+        )
+    print("\n| type | bits depend on | with so many rows |\n|---|---|---|")
+    for dtype in (torch.float32, torch.bfloat16):
+        for question, rows in rounding(dtype).items():
+            print(f"| {dtype} | {question} | {', '.join(map(str, sorted(rows))) or 'none'} |")
+
+
+def caches_of(shape: tuple[int, ...], dtype: torch.dtype) -> Caches:
+    """Random keys and values, of which the first positions are read."""
+    rows, heads, group, size, length = shape
+    whole = [torch.randn(rows, heads, -(-length // 128) * 128, size, dtype=dtype) for _ in range(2)]
+    return Caches(
+        query=torch.randn(rows, heads, group, size, dtype=dtype),
+        keys=whole[0][:, :, :length],
+        values=whole[1][:, :, :length],
+        bias=torch.zeros(rows, 1, 1, length, dtype=dtype),
+    )
+
+
+def microseconds(way: Callable[[Caches], Tensor], layers: list[Caches], repeats: int) -> float:
+    """The median over repeats of a layer's time."""
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(repeats + 3):
+            begin = time.perf_counter()
+            for layer in layers:
+                way(layer)
+            seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[3:]) / len(layers) * 1e6
+
+
+def rounding(dtype: torch.dtype) -> dict[str, set[int]]:
+    """What the bits of a linear layer's row depend on, and with which numbers of rows."""
+    found: dict[str, set[int]] = {
+        "its place": set(),
+        "other rows": set(),
+        "1 or 2 threads": set(),
+        "rows": set(),
+    }
+    for index, (out, size) in enumerate(LINEAR):
+        random = torch.Generator().manual_seed(index)
+        weight = torch.randn(out, size, generator=random).to(dtype)
+        row = torch.randn(size, generator=random).to(dtype)
+        wanted = linear(row.expand(64, size).contiguous(), weight)[0]
+        for rows in ROWS:
+            alike = row.expand(rows, size).contiguous()
+            beside = torch.randn(rows, size, generator=random).to(dtype)
+            beside[rows // 2] = row
+            by_threads = []
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                result = linear(alike, weight)
+                by_threads.append(result[0])
+                found["its place"] |= {rows} if bool((result != result[:1]).any()) else set()
+                other = linear(beside, weight)[rows // 2]
+                found["other rows"] |= {rows} if not torch.equal(other, result[rows // 2]) else set()
+            found["1 or 2 threads"] |= {rows} if not torch.equal(*by_threads) else set()
+            found["rows"] |= {rows} if not torch.equal(by_threads[0], wanted) else set()
+    return found
+
+
+if __name__ == "__main__":
+    main()
