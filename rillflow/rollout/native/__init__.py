@@ -4,6 +4,6 @@ add ──> Sequence ──> Scheduler ── Step ──> Runner <── Cache 
          a row        no torch:   what to   the module, its             schedule
                       events in   run now   attention over the cache    run
                                               │ logits                  postprocess
-finished rows <── Engine <── tokens ── sampling <──┘
+finished rows <── Lane   <── tokens ── sampling <──┘
                     └── Slots: what the device knows of the running rows
 """

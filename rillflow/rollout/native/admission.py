@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from operator import itemgetter
+
 from rillflow.errors import RolloutError
 from rillflow.records.rollout import Finish, Rollout
+from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.native.scheduler import twice
 
 
 def check_tokens(rollout: Rollout, context: int, vocabulary: int) -> None:
@@ -84,3 +90,14 @@ def check_stop_tokens(stop_tokens: frozenset[int], vocabulary: int) -> None:
                 why=f"the model's vocabulary is 0 to {vocabulary - 1}, so it is never drawn",
                 fix="use the tokeniser the model was trained with",
             )
+
+
+def check_ids(rows: Iterable[RowId]) -> None:
+    """Show that no two rows have one id.
+
+    Raises:
+        RolloutError: two have.
+    """
+    id_, count = max(Counter(rows).items(), key=itemgetter(1), default=(None, 0))
+    if id_ is not None and count > 1:
+        raise twice(id_)

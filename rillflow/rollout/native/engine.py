@@ -1,45 +1,46 @@
 """NativeEngine: prompts in, rollouts out, on the trainer's own module.
 
-    generate ─ add ─┐                      ┌──────────── step ────────────┐
-                    ├─> Scheduler ─ Step ──> Runner ─ logits ─> draw ─┐   │
-    abort <─────────┘        ^             │                          v   │
-                             └── rows that ended ── postprocess <── Slots │
-    finished rollouts <────────────────────┴──────────────────────────────┘
+    prompts ─ dealt out in turn ─┬─> Lane 0: its own thread, its share of slots and cores ─┐
+                                 └─> Lane 1: ...                                          ─┴─> rollouts
 
-Order-blind: a token follows from its row's tokens and from uniform(seed, row id, position). Rounding
-differs by company in matrix products, so bits are promised in deterministic mode alone, where every
-shape is fixed.
+On a CPU, two threads inside every small operation wait for each other hundreds of times a pass; two
+lanes meet once, at the end. A row stays in its lane, and which one that is follows from its place in
+the batch alone, never from which lane was free: a run that is repeated gives the same bits.
 
-Weights are the module's own and may change between calls; nothing computed from them outlives the
-rows that run. When ``version`` changes while rows run, they are read again under the new weights.
+Loop of a lane (``_drain``, in a thread of its own)
+    consumes      the rows that entered it
+    waits for     nothing: lanes share the module's weights, which nobody writes meanwhile, and no more
+    produces      its rollouts
+    shuts down    healthy: its rows ended. A lane that fails, or Ctrl-C, ends the others between two
+                  steps; all of them are empty afterwards
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from math import isfinite
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
+from itertools import chain
+from threading import Event
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch
-from rillflow.records.rollout import Finish, Rollout, rollout_batch
+from rillflow.records.rollout import Rollout, rollout_batch
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.native.admission import check_stop, check_stop_tokens, check_tokens, limit_of
-from rillflow.rollout.native.cache import Cache
-from rillflow.rollout.native.proof import prove, prove_fixed
-from rillflow.rollout.native.replay import Replay
-from rillflow.rollout.native.runner import BLOCK, Runner, evaluating
-from rillflow.rollout.native.sampling import Drawn, Settings, draw
-from rillflow.rollout.native.scheduler import Scheduler, Step
-from rillflow.rollout.native.sequence import Sequence
-from rillflow.rollout.native.slots import BULK, Slots
+from rillflow.rollout.native.admission import check_ids
+from rillflow.rollout.native.lane import Lane
+from rillflow.rollout.native.runner import evaluating
 
-_IDLE = SamplingConfig()
-"""What a slot without a row is drawn with."""
+LANE_ROWS = 32
+"""Slots of a lane at least: with fewer to a pass, reading the weights in every lane costs what it saves."""
+
+_T = TypeVar("_T")
 
 
 class NativeEngine:
@@ -52,12 +53,14 @@ class NativeEngine:
 
     Args:
         module: a transformers causal language model built with Rillflow's attention.
-        config: how tokens are drawn, and how many rows run at once.
+        config: how tokens are drawn, and how many rows run at once, in all lanes together.
         stop_tokens: token ids that end a row.
         seed: of the run.
         context: tokens of a row at most, prompt included.
         version: of the weights.
         replay_after: passes of a kind before the module is recorded (see replay); infinity for never.
+        lanes: how many; None for one per thread of torch's, each with at least ``LANE_ROWS`` slots. In
+            deterministic mode, whose shapes are those of all slots, and elsewhere than on a CPU: one.
 
     Raises:
         RolloutError: a stop token is outside the vocabulary.
@@ -73,36 +76,47 @@ class NativeEngine:
         context: int,
         version: int = 0,
         replay_after: float = 64,
+        lanes: int | None = None,
     ) -> None:
-        self.version = version
-        """The weights' version, written beside every sampled token; whoever publishes weights sets it."""
         weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
-        self._vocabulary = weight.shape[0]
-        self._device, self._dtype = weight.device, weight.dtype
-        self._config = config
-        self._context = context
-        self._sampled_version = version
-        # Idle slots fill fixed shapes up to a whole block.
-        self._fixed_rows = -(-config.max_rows // BLOCK) * BLOCK if config.deterministic else None
+        if lanes is None:
+            alone = config.deterministic or weight.device.type != "cpu"
+            lanes = 1 if alone else max(1, min(torch.get_num_threads(), config.max_rows // LANE_ROWS))
+        share = config.model_copy(update={"max_rows": -(-config.max_rows // lanes)})
         self._module = module
-        self._replay_after = replay_after
-        self._runner: Runner | None = None
-        self._scheduler = Scheduler(config.max_rows)
-        self._slots = Slots(self._device, self._fixed_rows or config.max_rows, seed)
-        check_stop_tokens(stop_tokens, self._vocabulary)
-        self._stop = stop_tokens
-        self._settings = Settings.of((), self._device)
-        self._settings_rows: tuple[SamplingConfig, ...] = ()
+        self._lanes = [
+            Lane(
+                module,
+                share,
+                stop_tokens=stop_tokens,
+                seed=seed,
+                context=context,
+                version=version,
+                replay_after=replay_after,
+            )
+            for _ in range(lanes)
+        ]
+        self._threads = _threads(self, lanes) if lanes > 1 else None
+
+    @property
+    def version(self) -> int:
+        """The weights' version, written beside every sampled token; whoever publishes weights sets it."""
+        return self._lanes[0].version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        for lane in self._lanes:
+            lane.version = version
 
     @property
     def has_work(self) -> bool:
         """Whether a row waits or runs."""
-        return self._scheduler.has_work
+        return any(lane.has_work for lane in self._lanes)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values held now."""
-        return self._runner.cache_bytes if self._runner is not None else 0
+        return sum(lane.cache_bytes for lane in self._lanes)
 
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Continue every prompt ``samples`` times.
@@ -128,15 +142,19 @@ class NativeEngine:
             )
         if samples < 1:
             raise RolloutError(f"samples is {samples}", why="a prompt is continued at least once")
-        finished: dict[RowId, Rollout] = {}
+        check_ids(prompts.row_ids())
+        used = self._lanes[: max(1, min(len(self._lanes), len(prompts)))]
         try:
-            order = self._add_prompts(prompts, samples, sampling or self._config)
-            with evaluating(self._module):
-                while self.has_work:
-                    finished.update((rollout.row, rollout) for rollout in self.step())
+            groups: list[list[RowId]] = [[]] * len(prompts)
+            for index, lane in enumerate(used):
+                part = range(index, len(prompts), len(used))
+                groups[index :: len(used)] = lane.enter(prompts.select(part), samples, sampling)
+            stop = Event()
+            rows = chain.from_iterable(self._together([partial(_drain, lane, stop) for lane in used], stop))
         finally:
             self._clear()
-        return rollout_batch([finished[row] for row in order])
+        finished = {rollout.row: rollout for rollout in rows}
+        return rollout_batch([finished[row] for group in groups for row in group])
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
         """Let a row run: a prompt, or a row that was taken out, which goes on where it stopped.
@@ -148,10 +166,7 @@ class NativeEngine:
         Raises:
             RolloutError: the row has ended, cannot be continued, or is in the engine already.
         """
-        chosen = sampling or self._config
-        check_tokens(rollout, self._context, self._vocabulary)
-        limit = limit_of(rollout, chosen.max_tokens, self._context)
-        self._enter(rollout, chosen, self._prefix(rollout), limit)
+        self._lane_of(rollout.row).add(rollout, sampling)
 
     def abort(self, row: RowId) -> Rollout:
         """Take a waiting or running row out, its tokens kept; ``add`` lets it go on.
@@ -159,13 +174,8 @@ class NativeEngine:
         Raises:
             RolloutError: the row is not in the engine.
         """
-        sequence = self._scheduler.find(row)
-        if sequence.slot >= 0:
-            self._slots.collect(self._scheduler.clock, [sequence], self._sampled_version)
-        self._leave([sequence])
-        return sequence.rollout
+        return self._lane_of(row).abort(row)
 
-    @torch.inference_mode()
     def step(self) -> list[Rollout]:
         """Draw one token of every running row; return the rows that ended.
 
@@ -173,131 +183,50 @@ class NativeEngine:
             ModelError: the module is not one the engine can drive (found out at the first step).
             RolloutError: the logits of a row are not finite; the engine is empty afterwards.
         """
-        if not self.has_work:
-            return []
         try:
-            with evaluating(self._module):
-                return self._step()
+            return list(chain.from_iterable(self._together([lane.step for lane in self._lanes], Event())))
         except BaseException:
-            self._clear()  # half a step has been done, and the cache may hold what is not finite
+            self._clear()
             raise
 
-    def _step(self) -> list[Rollout]:
-        runner = self._driven()
-        self._follow_version()
-        clock = self._scheduler.clock
-        if self._slots.is_full(clock):
-            running = self._scheduler.running
-            self._slots.collect(clock, running, self._sampled_version)
-            self._slots.begin(clock, running)
-        step = self._scheduler.schedule()
-        self._slots.move(step.moves)
-        self._slots.admit(clock, step.admitted, self._scheduler.waiting(BULK))
-        rows = self._fixed_rows or len(step.rows)
-        feed = self._slots.feed(clock, len(step.rows), rows)
-        logits = runner.run(step, feed, limit=max(row.limit for row in step.rows))
-        drawn = draw(logits, self._settings_of(step, rows), self._slots.uniforms(clock, rows))
-        return self._postprocess(step, drawn)
-
-    def _postprocess(self, step: Step, drawn: Drawn) -> list[Rollout]:
-        """Record the draws; rows that ended leave."""
-        clock, running = step.clock, len(step.rows)
-        self._check_finite(step, drawn.logprobs[:running])
-        self._slots.record(clock, drawn)
-        ended: dict[Sequence, Finish] = {}
-        for row, token in zip(step.rows, drawn.tokens[:running].tolist(), strict=True):
-            if clock < row.first:
-                self._slots.repeat(clock, row.slot, row.rollout.tokens[clock - row.origin + 1])
-            elif token in self._stop:
-                ended[row] = Finish.STOP
-            elif clock == row.last:
-                ended[row] = Finish.LENGTH
-        self._slots.collect(step.clock + 1, list(ended), self._sampled_version)
-        self._leave(ended)
-        return [replace(row.rollout, finish=finish) for row, finish in ended.items()]
-
-    def _leave(self, rows: Iterable[Sequence]) -> None:
-        self._scheduler.leave(rows)
-        if not self.has_work:
-            self._release()
+    def _lane_of(self, row: RowId) -> Lane:
+        """Samples of one prompt share a lane, and with it the prompt's keys and values."""
+        return self._lanes[row.prompt % len(self._lanes)]
 
     def _clear(self) -> None:
-        self._scheduler.clear()
-        self._release()
+        for lane in self._lanes:
+            lane.clear()
 
-    def _release(self) -> None:
-        if self._runner is not None:
-            self._runner.release()
+    def _together(self, work: Sequence[Callable[[], _T]], stop: Event) -> list[_T]:
+        """The results of all; the first failure asks the others to stop, and is raised when they have."""
+        with evaluating(self._module):
+            if self._threads is None or len(work) == 1:
+                return [each() for each in work]
+            running: list[Future[_T]] = [self._threads.submit(each) for each in work]
+            try:
+                wait(running, return_when=FIRST_EXCEPTION)
+            finally:  # Ctrl-C arrives here too
+                if not all(each.done() for each in running) or any(each.exception() for each in running):
+                    stop.set()
+                wait(running)
+        return [each.result() for each in running]
 
-    def _driven(self) -> Runner:
-        """The runner, made at first use: by then the weights are there to try the module with."""
-        if self._runner is None:
-            shapes = prove(self._module, self._context)
-            if self._fixed_rows is not None:
-                prove_fixed(self._module, shapes, self._fixed_rows)
-            replay = Replay(self._module, shapes, self._replay_after)
-            self._runner = Runner(replay, Cache(shapes, self._device, self._dtype), self._fixed_rows)
-        return self._runner
 
-    def _follow_version(self) -> None:
-        """Rows that run under other weights are read again: their keys and values are void."""
-        if self.version == self._sampled_version:
-            return
-        running = self._scheduler.running
-        self._slots.collect(self._scheduler.clock, running, self._sampled_version)
-        self._scheduler.requeue()
-        self._release()
-        for row in running:
-            row.prefix = self._prefix(row.rollout)
-        self._sampled_version = self.version
+def _drain(lane: Lane, stop: Event) -> list[Rollout]:
+    """Step until the lane is empty; what has ended by then when asked to stop."""
+    ended: list[Rollout] = []
+    while lane.has_work and not stop.is_set():
+        ended += lane.step()
+    return ended
 
-    def _settings_of(self, step: Step, rows: int) -> Settings:
-        chosen = tuple(row.sampling for row in step.rows)
-        if chosen != self._settings_rows:
-            idle = (_IDLE,) * (rows - len(chosen))
-            self._settings, self._settings_rows = Settings.of(chosen + idle, self._device), chosen
-        return self._settings
 
-    def _prefix(self, rollout: Rollout) -> tuple[int, ...]:
-        """What is read in one go: all but the last token.
-
-        With fixed shapes the prompt alone, whose shape is the row's own: what was sampled or inserted
-        after it is fed token by token, as it was the first time.
-        """
-        if self._fixed_rows is None or True not in rollout.loss_mask:
-            return rollout.tokens[:-1]
-        return rollout.tokens[: rollout.loss_mask.index(True) - 1]
-
-    def _add_prompts(self, prompts: Batch, samples: int, sampling: SamplingConfig) -> list[RowId]:
-        """Let the rows of ``generate`` wait; their ids in order."""
-        columns = prompts.ragged("columns").to_text()
-        limits = [sampling.max_tokens] * len(prompts)
-        if "max_tokens" in prompts.fields:
-            limits = prompts.dense("max_tokens").tolist()
-        order = []
-        for row, tokens, text, most in zip(
-            prompts.row_ids(), prompts.ragged("tokens").rows(), columns, limits, strict=True
-        ):
-            start = Rollout.start(row, tokens.tolist(), text)
-            check_tokens(start, self._context, self._vocabulary)
-            limit = limit_of(start, most, self._context)
-            prefix = start.tokens[:-1]
-            for sample in range(samples):
-                rollout = replace(start, row=row._replace(sample=sample))
-                self._enter(rollout, sampling, prefix, limit)
-                order.append(rollout.row)
-        return order
-
-    def _enter(self, rollout: Rollout, sampling: SamplingConfig, prefix: tuple[int, ...], limit: int) -> None:
-        check_stop(sampling, self._config)
-        self._scheduler.add(Sequence(rollout=rollout, sampling=sampling, prefix=prefix, limit=limit))
-
-    def _check_finite(self, step: Step, logprobs: Tensor) -> None:
-        if isfinite(float(logprobs.sum())):  # none is above 0, so nothing cancels
-            return
-        row = step.rows[int(logprobs.isfinite().logical_not().nonzero()[0])]
-        raise RolloutError(
-            f"the logits of row ({row.rollout.row}) at position {step.clock - row.origin + 1} are not finite",
-            why="a weight is NaN or infinite, or an activation overflowed",
-            fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
-        )
+def _threads(engine: NativeEngine, lanes: int) -> ThreadPoolExecutor:
+    """A thread for each lane with its share of torch's threads; they end with the engine."""
+    cores = torch.get_num_threads()
+    pool = ThreadPoolExecutor(
+        lanes,
+        thread_name_prefix="rillflow-lane",
+        initializer=partial(torch.set_num_threads, max(1, cores // lanes)),
+    )
+    weakref.finalize(engine, pool.shutdown, wait=False)
+    return pool

@@ -157,7 +157,7 @@ class Pass:
             query = query[read:]
         if self._positions is not None:
             parts.append(self._look_back(query, self._positions, stored, scaling, window))
-        return torch.cat(parts)[None]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
     def _store(self, cached: Tensor, states: Tensor) -> None:
         """Put ``states`` [T, K, D] into ``cached`` [rows, K, length, D]."""
@@ -208,11 +208,14 @@ class Pass:
             hidden = self._places > positions[:, None]
             if window is not None:
                 hidden = hidden | (self._places <= positions[:, None] - window)
-            bias = torch.where(hidden, -torch.inf, 0.0).to(dtype)
-            on_cpu = bias.device.type == "cpu"
-            self._biases[groups, window] = (
-                bias.repeat_interleave(groups, 0)[:, None] if on_cpu else bias[:, None, None]
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+                hidden, -torch.inf
             )
+            if bias.device.type == "cpu":
+                each = bias[:, None].expand(-1, groups, -1)
+                self._biases[groups, window] = each.reshape(-1, 1, bias.shape[1])
+            else:
+                self._biases[groups, window] = bias[:, None, None]
         return self._biases[groups, window]
 
 

@@ -14,6 +14,7 @@ value, which a recording would repeat for ever, the recorder says so and the rec
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Mapping
 from enum import Enum, auto
@@ -34,6 +35,8 @@ _AT = 2
 """The position fed by rows that have no prefix in a trial."""
 _REPEATS = 3
 """A recording is rewritten by the compiler at its second use, and settled at its third."""
+_RECORDER = threading.Lock()
+"""One recording at a time: the warnings a recorder says its doubts with are the whole process's."""
 
 
 class _Kind(Enum):
@@ -88,7 +91,7 @@ class Replay:
         trials = [_Trial(self._shapes, embedding, kind, rows, lengths) for rows, lengths in _TRIALS]
         recorded = _Recorded(self._module, tuple(self._shapes), kind)
         try:
-            with quiet(), warnings.catch_warnings(record=True) as said:
+            with _RECORDER, quiet(), warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 recording: nn.Module = torch.jit.trace(  # type: ignore[no-untyped-call]
                     recorded, trials[0].inputs(), check_trace=False

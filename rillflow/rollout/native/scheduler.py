@@ -148,11 +148,7 @@ class Scheduler:
         """
         row = sequence.rollout.row
         if row in self._rows:
-            raise RolloutError(
-                f"row ({row}) is in the engine already",
-                why="a row's random numbers and results are found by its id, so an id is there once",
-                fix="give every row of a batch its own (epoch, prompt, sample)",
-            )
+            raise twice(row)
         self._rows[row] = sequence
         self._waiting.append(sequence)
 
@@ -266,3 +262,12 @@ class Scheduler:
         self._slots.clear()
         self._free.clear()
         self._homes.clear()
+
+
+def twice(row: RowId) -> RolloutError:
+    """What is wrong with a second row of an id."""
+    return RolloutError(
+        f"row ({row}) is in the engine already",
+        why="a row's random numbers and results are found by its id, so an id is there once",
+        fix="give every row of a batch its own (epoch, prompt, sample)",
+    )

@@ -73,6 +73,7 @@ def engine(tiny: nn.Module) -> Engines:
         context: int = CONTEXT,
         version: int = 0,
         replay_after: float = float("inf"),
+        lanes: int | None = None,
         **settings: float,
     ) -> NativeEngine:
         return NativeEngine(
@@ -83,6 +84,7 @@ def engine(tiny: nn.Module) -> Engines:
             context=context,
             version=version,
             replay_after=replay_after,
+            lanes=lanes,
         )
 
     return make

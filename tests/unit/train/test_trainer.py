@@ -69,6 +69,8 @@ def test_micro_batches_change_nothing(make_module: MakeModule, make_rows: MakeRo
         rows = on_policy(trainer, make_rows(samples=5))
         metrics = trainer.update(rows, POLICY)
         found.append((weights(module), {name: metric.value for name, metric in metrics.items()}))
+    gap = "mismatch/logprob_gap/max"  # rounding itself, which the number of packed rows changes
+    assert found[0][1].pop(gap) < 1e-5 > found[1][1].pop(gap)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-4, abs=1e-6)
     for name, weight in found[0][0].items():
         torch.testing.assert_close(weight, found[1][0][name], rtol=1e-4, atol=2e-5)
@@ -94,6 +96,8 @@ def test_rows_without_advantage_are_measured_and_change_nothing(
         metrics = trainer.update(rows, loss, ratio_tolerance=1e-5)
         found.append((weights(module), {name: metric.value for name, metric in metrics.items()}))
     assert POLICY.prepare(rows).dense("loss_active").tolist() == [True] * 3 + [False] * 3
+    gap = "mismatch/logprob_gap/max"  # rounding itself, which the number of packed rows changes
+    assert found[0][1].pop(gap) < 1e-5 > found[1][1].pop(gap)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-4, abs=1e-6)
     for name, weight in found[0][0].items():
         torch.testing.assert_close(weight, found[1][0][name], rtol=1e-4, atol=2e-5)

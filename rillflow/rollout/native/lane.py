@@ -1,0 +1,270 @@
+"""Lane: continuous batching of rows over the trainer's own module, in one thread.
+
+    enter ──────────┐                      ┌──────────── step ────────────┐
+                    ├─> Scheduler ─ Step ──> Runner ─ logits ─> draw ─┐   │
+    abort <─────────┘        ^             │                          v   │
+                             └── rows that ended ── postprocess <── Slots │
+    finished rollouts <────────────────────┴──────────────────────────────┘
+
+Order-blind: a token follows from its row's tokens and from uniform(seed, row id, position). Rounding
+differs by company in matrix products, so bits are promised in deterministic mode alone, where every
+shape is fixed.
+
+Weights are the module's own and may change between calls; nothing computed from them outlives the
+rows that run. When ``version`` changes while rows run, they are read again under the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import isfinite
+
+import torch
+from torch import Tensor, nn
+
+from rillflow.errors import RolloutError
+from rillflow.records.batch import Batch
+from rillflow.records.rollout import Finish, Rollout
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.native.admission import check_stop, check_stop_tokens, check_tokens, limit_of
+from rillflow.rollout.native.cache import Cache
+from rillflow.rollout.native.proof import prove, prove_fixed
+from rillflow.rollout.native.replay import Replay
+from rillflow.rollout.native.runner import BLOCK, Runner, evaluating
+from rillflow.rollout.native.sampling import Drawn, Settings, draw
+from rillflow.rollout.native.scheduler import Scheduler, Step
+from rillflow.rollout.native.sequence import Sequence
+from rillflow.rollout.native.slots import BULK, Slots
+
+_IDLE = SamplingConfig()
+"""What a slot without a row is drawn with."""
+
+
+class Lane:
+    """Rows that run together, one token of each a step.
+
+    Args:
+        module: a transformers causal language model built with Rillflow's attention.
+        config: how tokens are drawn, and how many rows run at once.
+        stop_tokens: token ids that end a row.
+        seed: of the run.
+        context: tokens of a row at most, prompt included.
+        version: of the weights.
+        replay_after: passes of a kind before the module is recorded (see replay); infinity for never.
+
+    Raises:
+        RolloutError: a stop token is outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RolloutConfig,
+        *,
+        stop_tokens: frozenset[int],
+        seed: int,
+        context: int,
+        version: int = 0,
+        replay_after: float = 64,
+    ) -> None:
+        self.version = version
+        """The weights' version, written beside every sampled token; whoever publishes weights sets it."""
+        weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
+        self._vocabulary = weight.shape[0]
+        self._device, self._dtype = weight.device, weight.dtype
+        self._config = config
+        self._context = context
+        self._sampled_version = version
+        # Idle slots fill fixed shapes up to a whole block.
+        self._fixed_rows = -(-config.max_rows // BLOCK) * BLOCK if config.deterministic else None
+        self._module = module
+        self._replay_after = replay_after
+        self._runner: Runner | None = None
+        self._scheduler = Scheduler(config.max_rows)
+        self._slots = Slots(self._device, self._fixed_rows or config.max_rows, seed)
+        check_stop_tokens(stop_tokens, self._vocabulary)
+        self._stop = stop_tokens
+        self._settings = Settings.of((), self._device)
+        self._settings_rows: tuple[SamplingConfig, ...] = ()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a row waits or runs."""
+        return self._scheduler.has_work
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values held now."""
+        return self._runner.cache_bytes if self._runner is not None else 0
+
+    def enter(self, prompts: Batch, samples: int, sampling: SamplingConfig | None) -> list[list[RowId]]:
+        """Let ``samples`` rows of every prompt wait; their ids, prompt by prompt. See NativeEngine.generate.
+
+        Raises:
+            RolloutError: a prompt cannot be continued, or ids are not unique.
+        """
+        chosen = sampling or self._config
+        columns = prompts.ragged("columns").to_text()
+        limits = [chosen.max_tokens] * len(prompts)
+        if "max_tokens" in prompts.fields:
+            limits = prompts.dense("max_tokens").tolist()
+        order = []
+        for row, tokens, text, most in zip(
+            prompts.row_ids(), prompts.ragged("tokens").rows(), columns, limits, strict=True
+        ):
+            start = Rollout.start(row, tokens.tolist(), text)
+            check_tokens(start, self._context, self._vocabulary)
+            limit = limit_of(start, most, self._context)
+            prefix = start.tokens[:-1]
+            group = [replace(start, row=row._replace(sample=sample)) for sample in range(samples)]
+            for rollout in group:
+                self._enter(rollout, chosen, prefix, limit)
+            order.append([rollout.row for rollout in group])
+        return order
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        """Let a row run: a prompt, or a row that was taken out, which goes on where it stopped.
+
+        Args:
+            rollout: finish is ABORTED; its tokens are kept.
+            sampling: how its tokens are drawn; None for the engine's own configuration.
+
+        Raises:
+            RolloutError: the row has ended, cannot be continued, or is in the engine already.
+        """
+        chosen = sampling or self._config
+        check_tokens(rollout, self._context, self._vocabulary)
+        limit = limit_of(rollout, chosen.max_tokens, self._context)
+        self._enter(rollout, chosen, self._prefix(rollout), limit)
+
+    def abort(self, row: RowId) -> Rollout:
+        """Take a waiting or running row out, its tokens kept; ``add`` lets it go on.
+
+        Raises:
+            RolloutError: the row is not in the engine.
+        """
+        sequence = self._scheduler.find(row)
+        if sequence.slot >= 0:
+            self._slots.collect(self._scheduler.clock, [sequence], self._sampled_version)
+        self._leave([sequence])
+        return sequence.rollout
+
+    @torch.inference_mode()
+    def step(self) -> list[Rollout]:
+        """Draw one token of every running row; return the rows that ended.
+
+        Raises:
+            ModelError: the module is not one the engine can drive (found out at the first step).
+            RolloutError: the logits of a row are not finite; the engine is empty afterwards.
+        """
+        if not self.has_work:
+            return []
+        try:
+            with evaluating(self._module):
+                return self._step()
+        except BaseException:
+            self.clear()  # half a step has been done, and the cache may hold what is not finite
+            raise
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self._scheduler.clear()
+        self._release()
+
+    def _step(self) -> list[Rollout]:
+        runner = self._driven()
+        self._follow_version()
+        clock = self._scheduler.clock
+        if self._slots.is_full(clock):
+            running = self._scheduler.running
+            self._slots.collect(clock, running, self._sampled_version)
+            self._slots.begin(clock, running)
+        step = self._scheduler.schedule()
+        self._slots.move(step.moves)
+        self._slots.admit(clock, step.admitted, self._scheduler.waiting(BULK))
+        rows = self._fixed_rows or len(step.rows)
+        feed = self._slots.feed(clock, len(step.rows), rows)
+        logits = runner.run(step, feed, limit=max(row.limit for row in step.rows))
+        drawn = draw(logits, self._settings_of(step, rows), self._slots.uniforms(clock, rows))
+        return self._postprocess(step, drawn)
+
+    def _postprocess(self, step: Step, drawn: Drawn) -> list[Rollout]:
+        """Record the draws; rows that ended leave."""
+        clock, running = step.clock, len(step.rows)
+        self._check_finite(step, drawn.logprobs[:running])
+        self._slots.record(clock, drawn)
+        ended: dict[Sequence, Finish] = {}
+        for row, token in zip(step.rows, drawn.tokens[:running].tolist(), strict=True):
+            if clock < row.first:
+                self._slots.repeat(clock, row.slot, row.rollout.tokens[clock - row.origin + 1])
+            elif token in self._stop:
+                ended[row] = Finish.STOP
+            elif clock == row.last:
+                ended[row] = Finish.LENGTH
+        self._slots.collect(step.clock + 1, list(ended), self._sampled_version)
+        self._leave(ended)
+        return [replace(row.rollout, finish=finish) for row, finish in ended.items()]
+
+    def _leave(self, rows: Iterable[Sequence]) -> None:
+        self._scheduler.leave(rows)
+        if not self.has_work:
+            self._release()
+
+    def _release(self) -> None:
+        if self._runner is not None:
+            self._runner.release()
+
+    def _driven(self) -> Runner:
+        """The runner, made at first use: by then the weights are there to try the module with."""
+        if self._runner is None:
+            shapes = prove(self._module, self._context)
+            if self._fixed_rows is not None:
+                prove_fixed(self._module, shapes, self._fixed_rows)
+            replay = Replay(self._module, shapes, self._replay_after)
+            self._runner = Runner(replay, Cache(shapes, self._device, self._dtype), self._fixed_rows)
+        return self._runner
+
+    def _follow_version(self) -> None:
+        """Rows that run under other weights are read again: their keys and values are void."""
+        if self.version == self._sampled_version:
+            return
+        running = self._scheduler.running
+        self._slots.collect(self._scheduler.clock, running, self._sampled_version)
+        self._scheduler.requeue()
+        self._release()
+        for row in running:
+            row.prefix = self._prefix(row.rollout)
+        self._sampled_version = self.version
+
+    def _settings_of(self, step: Step, rows: int) -> Settings:
+        chosen = tuple(row.sampling for row in step.rows)
+        if chosen != self._settings_rows:
+            idle = (_IDLE,) * (rows - len(chosen))
+            self._settings, self._settings_rows = Settings.of(chosen + idle, self._device), chosen
+        return self._settings
+
+    def _prefix(self, rollout: Rollout) -> tuple[int, ...]:
+        """What is read in one go: all but the last token.
+
+        With fixed shapes the prompt alone, whose shape is the row's own: what was sampled or inserted
+        after it is fed token by token, as it was the first time.
+        """
+        if self._fixed_rows is None or True not in rollout.loss_mask:
+            return rollout.tokens[:-1]
+        return rollout.tokens[: rollout.loss_mask.index(True) - 1]
+
+    def _enter(self, rollout: Rollout, sampling: SamplingConfig, prefix: tuple[int, ...], limit: int) -> None:
+        check_stop(sampling, self._config)
+        self._scheduler.add(Sequence(rollout=rollout, sampling=sampling, prefix=prefix, limit=limit))
+
+    def _check_finite(self, step: Step, logprobs: Tensor) -> None:
+        if isfinite(float(logprobs.sum())):  # none is above 0, so nothing cancels
+            return
+        row = step.rows[int(logprobs.isfinite().logical_not().nonzero()[0])]
+        raise RolloutError(
+            f"the logits of row ({row.rollout.row}) at position {step.clock - row.origin + 1} are not finite",
+            why="a weight is NaN or infinite, or an activation overflowed",
+            fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
+        )

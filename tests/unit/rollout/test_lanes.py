@@ -1,0 +1,110 @@
+"""Several lanes in one engine: the same rows, in the same order, and none left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from rillflow.errors import RolloutError
+from rillflow.records.batch import Batch
+from rillflow.records.rollout import Rollout, completions, rollouts_of
+from rillflow.records.row import RowId
+from rillflow.rollout.native.engine import NativeEngine
+
+Engines = Callable[..., NativeEngine]
+Prompts = Callable[..., Batch]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_lanes_change_no_row(count: int, engine: Engines, prompts: Prompts) -> None:
+    """One lane and three draw the same tokens, for fewer prompts than lanes too; only rounding differs."""
+    batch = prompts(*[[1 + index, 2, 3] for index in range(count)])
+    alone, beside = (engine(lanes=lanes, max_rows=6).generate(batch, samples=3) for lanes in (1, 3))
+    assert alone.ids.tolist() == beside.ids.tolist()
+    assert torch.equal(completions(alone).values, completions(beside).values)
+    torch.testing.assert_close(
+        alone.ragged("sampler_logprobs").values, beside.ragged("sampler_logprobs").values
+    )
+
+
+def test_a_repeated_call_has_the_same_bits(engine: Engines, prompts: Prompts) -> None:
+    """Which lane a row runs in depends on its place alone, not on time."""
+    batch = prompts(*[[token, 5] for token in range(1, 12)])
+    first, second = (engine(lanes=2, max_rows=4).generate(batch, samples=2) for _ in range(2))
+    for name in ("tokens", "sampler_logprobs"):
+        assert torch.equal(first.ragged(name).values, second.ragged(name).values)
+
+
+def test_rows_added_one_by_one_run_in_lanes(engine: Engines, prompts: Prompts) -> None:
+    used = engine(lanes=2, max_rows=4, max_tokens=6)
+    whole = rollouts_of(used.generate(prompts([1, 2], [3, 4], [5, 6])))
+    for row in whole:
+        used.add(Rollout.start(row.row, row.tokens[:2], row.columns))
+    ended = used.step()
+    taken = used.abort(RowId(0, 1, 0))
+    assert taken.tokens == whole[1].tokens[:3]
+    used.add(taken)
+    while used.has_work:
+        ended += used.step()
+    assert {row.row: row.tokens for row in ended} == {row.row: row.tokens for row in whole}
+    assert used.cache_bytes == 0
+
+
+def test_a_lane_that_fails_ends_the_others(engine: Engines, build: Callable[..., nn.Module]) -> None:
+    """The row at fault is named, nothing stays in any lane, and the engine works again."""
+    module = build()
+    used = engine(module, lanes=2, max_rows=4, max_tokens=200)
+    embedding = module.get_input_embeddings()  # type: ignore[operator]
+    with torch.no_grad():
+        kept = embedding.weight[9].clone()
+        embedding.weight[9] = float("nan")
+    batch = _rows([[9, 9], [1, 2], [9, 8], [3, 4]])
+    with pytest.raises(RolloutError, match="epoch 0 prompt 0 sample 0"):
+        used.generate(batch)
+    assert not used.has_work and used.cache_bytes == 0
+    with torch.no_grad():
+        embedding.weight[9] = kept
+    assert len(used.generate(batch)) == 4
+
+
+def test_versions_reach_every_lane(engine: Engines, prompts: Prompts) -> None:
+    used = engine(lanes=2, max_rows=4)
+    used.version = 8
+    rows = used.generate(prompts([1], [2], [3]))
+    sampled = rows.ragged("loss_mask").values
+    assert set(rows.ragged("versions").values[sampled].tolist()) == {8}
+
+
+def test_lanes_end_with_their_engine(engine: Engines, prompts: Prompts) -> None:
+    others = set(threading.enumerate())
+    used = engine(lanes=2, max_rows=4)
+    used.generate(prompts([1], [2]))
+    mine = {thread for thread in threading.enumerate() if thread.name.startswith("rillflow-lane")} - others
+    assert len(mine) == 2
+    del used
+    for thread in mine:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in mine)
+
+
+def test_the_callers_threads_stay(engine: Engines, prompts: Prompts) -> None:
+    before = torch.get_num_threads()
+    engine(lanes=2, max_rows=4).generate(prompts([1], [2]))
+    assert torch.get_num_threads() == before
+
+
+def _rows(tokens: list[list[int]]) -> Batch:
+    from rillflow.records.batch import row_ids
+    from rillflow.records.ragged import Ragged
+
+    return Batch(
+        ids=row_ids([RowId(0, index, 0) for index in range(len(tokens))]),
+        fields={
+            "tokens": Ragged.from_rows(tokens, torch.int64),
+            "columns": Ragged.from_text(["{}"] * len(tokens)),
+        },
+    )
