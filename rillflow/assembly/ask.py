@@ -6,6 +6,7 @@ prompt ─ tokens ────────────────────�
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ class Respondent:
             self._model.module,
             rollout,
             stop_tokens=frozenset(stop | self._model.tokenizer.stop_tokens),
-            seed=config["run"]["seed"],
+            seed=secrets.randbelow(2**31),  # at a temperature, who asks again wants to hear another answer
             context=self._model.context,
         )
         self._is_chat = asks_in_chat(run)

@@ -156,7 +156,7 @@ class Loop:
         low, high = found.interval
         self._progress.note(
             f"held-out accuracy after step {step}: {found.accuracy:.3f} "
-            f"[{low:.3f}, {high:.3f}] ({found.correct} of {found.count})"
+            f"[{low:.3f}, {high:.3f}] ({found.correct} of {found.count}), mean reward {found.mean_reward:.3f}"
         )
 
     def _checkpoint(self, phase: Phase, index: int, step: int, done: int) -> Any:

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rillflow.observe import layout
@@ -19,6 +20,8 @@ from rillflow.observe.wording import duration
 from rillflow.view.run_data import RunData, load
 from rillflow.view.samples import read_samples
 
+_FREE = "algorithm.steps="
+"""The setting that the suggested commands choose themselves."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 
@@ -176,14 +179,23 @@ def _accuracy_lines(summary: Summary) -> list[str]:
     first = f"{before.accuracy:.3f} {interval_text(before.interval)}".rstrip()
     if after is None:
         return [
-            f"Held-out accuracy  {first} after step {before.step}, looked at once ({before.count:,} problems)"
+            f"Held-out accuracy  {first} after step {before.step}, looked at once ({before.count:,} problems)",
+            *_reward_line(before),
         ]
     last = f"{after.accuracy:.3f} {interval_text(after.interval)}".rstrip()
     return [
         f"Held-out accuracy  {first} -> {last}",
         f"                   steps {before.step} and {after.step}, {after.count:,} problems, 95% intervals. "
         f"{verdict(before, after)}",
+        *_reward_line(before, after),
     ]
+
+
+def _reward_line(*scores: Score) -> list[str]:
+    """The mean reward, where it says more than the share of rows solved: graded rewards."""
+    if all(score.mean_reward == score.accuracy for score in scores):
+        return []
+    return [f"Held-out reward    {' -> '.join(f'{score.mean_reward:.3f}' for score in scores)} (mean)"]
 
 
 def _place_lines(summary: Summary) -> list[str]:
@@ -210,7 +222,7 @@ def _next_lines(summary: Summary) -> list[str]:
         lines.append(f"  ask it:          rillflow ask {shlex.quote(summary.run)} {shlex.quote(prompt)}")
     if summary.report:
         lines.append(f"  look inside:     open {shlex.quote(summary.report)} in a browser")
-    rose = summary.before and summary.after and summary.after.accuracy > summary.before.accuracy
+    rose = summary.before and summary.after and _gain(summary.before, summary.after) > 0
     if summary.steps_setting is not None:
         elsewhere = shlex.quote(f"{summary.run}-longer")
         again = f"--set algorithm.steps={2 * summary.steps_setting} --dir {elsewhere}"
@@ -224,6 +236,11 @@ def _next_lines(summary: Summary) -> list[str]:
     return lines
 
 
+def _gain(before: Score, after: Score) -> float:
+    """What was won: in rows solved, or in reward where that is graded and no row more was solved."""
+    return after.accuracy - before.accuracy or after.mean_reward - before.mean_reward
+
+
 def _command(data: RunData) -> tuple[str, ...]:
     """What was typed: the program by its name alone."""
     typed = data.starts[-1].get("command") if data.starts else None
@@ -232,7 +249,15 @@ def _command(data: RunData) -> tuple[str, ...]:
 
 
 def _recipe(command: Sequence[str]) -> str:
-    return next((shlex.quote(word) for word in command if word.endswith(".toml")), "RECIPE")
+    """The recipe and the settings that were laid over it."""
+    recipe = next((word for word in command if word.endswith(".toml")), "RECIPE")
+    given = [
+        word
+        for name, value in pairwise(command)
+        if name == "--set" and _FREE not in value
+        for word in (name, value)
+    ]
+    return shlex.join([recipe, *given])
 
 
 def _example_prompt(run: Path) -> str:
