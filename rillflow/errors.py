@@ -48,8 +48,20 @@ class RecordError(RillflowError):
     """A batch or rollout asked for something it does not hold."""
 
 
+class PlacementError(RillflowError):
+    """A mesh or placement that cannot be, or that does not fit a value's shape."""
+
+
 class FormulaError(RillflowError):
     """Tensors or options that a formula is not defined for."""
+
+
+class GraphError(RillflowError):
+    """A step that cannot be traced, or that reads what nothing provides."""
+
+
+class ClusterError(RillflowError):
+    """Ranks that cannot be started, that failed, or that do not answer."""
 
 
 class RolloutError(RillflowError):

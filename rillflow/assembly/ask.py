@@ -39,6 +39,7 @@ class Respondent:
         step: of which checkpoint; the newest one if None.
         temperature: 0 takes the likeliest token.
         max_tokens: longest answer; as in training if None.
+        seed: of the answers' random numbers; another one every time if None.
 
     Raises:
         RunDirectoryError: it is no run directory, or has no such checkpoint.
@@ -46,7 +47,13 @@ class Respondent:
     """
 
     def __init__(
-        self, run: Path, *, step: int | None = None, temperature: float = 0.0, max_tokens: int | None = None
+        self,
+        run: Path,
+        *,
+        step: int | None = None,
+        temperature: float = 0.0,
+        max_tokens: int | None = None,
+        seed: int | None = None,
     ) -> None:
         config = cast(dict[str, Any], read_config(run))
         trained = validate(RolloutConfig, config["rollout"], str(run / layout.CONFIG))
@@ -66,7 +73,7 @@ class Respondent:
             self._model.module,
             rollout,
             stop_tokens=frozenset(stop | self._model.tokenizer.stop_tokens),
-            seed=secrets.randbelow(2**31),  # at a temperature, who asks again wants to hear another answer
+            seed=secrets.randbelow(2**31) if seed is None else seed,
             context=self._model.context,
         )
         self._is_chat = asks_in_chat(run)

@@ -1,10 +1,11 @@
 """Build: the heavy half of a launch; model, roles and phases made from a recipe, then run.
 
-    recipe + checkpoint ─> model ─┬─> policy  ┐
-                                  ├─> reference ├─ flow ─> phase ─ loop ─> the next phase
-                     task ─> reward, streams  ┘
+    recipe ─> backend, pools ─┬─> policy    ┐
+       checkpoint ────────────┼─> reference ├─ groups ─ executor ─ flow ─> phase ─ loop ─> the next phase
+         task ─> streams      └─> reward    ┘
 
-A phase is made when its turn comes: the reference of the second is the policy the first one left.
+The policy and the reward live as long as the run; a phase is made when its turn comes: the reference of
+the second is the policy the first one left.
 """
 
 from __future__ import annotations
@@ -12,29 +13,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.algorithms.registry import ALGORITHMS, warm_start
+from rillflow.assembly import casting
 from rillflow.assembly.recipe import Recipe
+from rillflow.cluster.start import start_backend
 from rillflow.dataflow.checkpoint import Checkpoint
-from rillflow.dataflow.flow import Flow, Role
+from rillflow.dataflow.executor import GroupExecutor
+from rillflow.dataflow.flow import Flow
 from rillflow.errors import ConfigError
-from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig
-from rillflow.models.language_model import choose_device, load_model
+from rillflow.models.language_model import choose_device
 from rillflow.observe.progress import Progress
 from rillflow.observe.run_directory import RunDirectory
-from rillflow.pipeline.evaluate import Evaluation, evaluate
+from rillflow.pipeline.evaluate import Evaluation, judged
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.pipeline.loop import Cadence, Loop, Phase, Stream
+from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.workers import RewardWorkers
 from rillflow.roles.policy import Policy
 from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Reward
@@ -43,6 +45,9 @@ from rillflow.tasks.example import Example
 from rillflow.tasks.prompts import PromptStream, StreamPosition, prompt_batch, supervised_batch
 from rillflow.tasks.task import Task
 from rillflow.train.config import TrainConfig
+from rillflow.workers.endpoint import endpoints_of
+from rillflow.workers.group import Group
+from rillflow.workers.program import Factory
 
 HELD_OUT_EPOCH = -1
 """The epoch in the row ids of held-out prompts: their random numbers are no training row's."""
@@ -97,7 +102,7 @@ def phase_plans(recipe: Recipe) -> list[PhasePlan]:
 
 
 class Build:
-    """A recipe's run in this process.
+    """A recipe's run.
 
     Args:
         recipe: the checked settings.
@@ -105,27 +110,30 @@ class Build:
         task: its data.
         run: where everything is recorded.
         checkpoint: where to go on from, or None to begin.
-        stack: closes the reward's children when the run ends, however it ends.
+        stack: ends every rank when the run ends, however it ends.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         base: Path,
-        task: Task,
+        task: Task[Example],
         run: RunDirectory,
         checkpoint: Checkpoint | None,
         stack: ExitStack,
     ) -> None:
         self._recipe, self._task, self._run, self._checkpoint = recipe, task, run, checkpoint
+        self._base = base.absolute()
         self.device = choose_device(recipe.run.device)
-        if recipe.run.threads:
-            torch.set_num_threads(recipe.run.threads)
-        config = recipe.policy.model
-        if checkpoint is not None:
-            config = ModelConfig(path=str(checkpoint.policy.absolute()), dtype=config.dtype)
-        self._model = load_model(config, seed=recipe.run.seed, device=self.device, base=base)
-        self._reward = self._make_reward(base, stack)
+        placement = recipe.placement
+        self._backend = start_backend(placement, devices=0 if self.device.type == "cpu" else 1)
+        stack.callback(self._backend.close)
+        self._groups: dict[str, Group] = {}
+        self._executor = GroupExecutor(self._groups, self._backend)
+        self._start("policy", Policy, self._policy_factory())
+        voiced = self._executor.look("policy", casting.voice).read(placement.deadline_s)
+        self._tokenizer, self._context = voiced
+        self._start_reward()
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
         """Run what is left of every phase."""
@@ -135,50 +143,78 @@ class Build:
             checkpoint_every=recipe.run.checkpoint_every,
             keep_checkpoints=recipe.run.keep_checkpoints,
         )
-        judge = self._judge if self._task.held_out and self._reward is not None else None
+        judge = self._judge if self._task.held_out and "reward" in self._groups else None
         total = plans[-1].first + plans[-1].config.steps
-        loop = Loop(self._run, progress, cadence, judge, interruption, total)
+        loop = Loop(self._run, progress, cadence, judge, interruption, total, recipe.placement.deadline_s)
         state = self._checkpoint.state if self._checkpoint else {"phase": 0, "done": 0, "version": 0}
-        index, version = state["phase"], state["version"]
+        index, loop.version = state["phase"], state["version"]
         if state["done"] == plans[index].config.steps:
             index, state = index + 1, {"done": 0}
         for number in range(index, len(plans)):
             resumed = state if number == index and state["done"] else None
-            phase = self._phase(plans[number], version, resumed)
+            phase = self._phase(plans[number], resumed)
             loop.run_phase(phase, number, plans[number].first, resumed["done"] if resumed else 0)
-            version = phase.policy.version
 
-    def _phase(self, plan: PhasePlan, version: int, resumed: Mapping[str, Any] | None) -> Phase:
-        policy = Policy(
-            self._model,
+    def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
+        goes_on = self._checkpoint if resumed is not None else None
+        begun = self._groups["policy"].call(
+            "begin",
             train=plan.train,
-            rollout=self._recipe.rollout,
-            seed=self._recipe.run.seed,
             updates=plan.config.updates,
-            version=version,
+            resume=goes_on.optimizer("policy").absolute() if goes_on else None,
         )
-        if resumed is not None and self._checkpoint is not None:
-            policy.trainer.load_state(self._checkpoint.tensors(), resumed["trainer"])
-        needed = plan.algorithm.roles(plan.config)
-        roles: dict[str, Role] = {"policy": policy}
-        if "reward" in needed and self._reward is not None:
-            roles["reward"] = self._reward
-        if "reference" in needed:
-            roles["reference"] = self._reference(plan.train)
+        begun.read(self._recipe.placement.deadline_s)
+        if "reference" in plan.algorithm.roles(plan.config):
+            self._start("reference", Reference, self._reference_factory(plan.train))
         return Phase(
             name=plan.name,
             steps=plan.config.steps,
             rows=plan.config.prompts_per_step,
             step=plan.algorithm.step,
             config=plan.config,
-            flow=Flow(roles, self._run.spans),
-            policy=policy,
+            flow=Flow(self._executor, resumed["numbers"] if resumed else None),
+            executor=self._executor,
+            trained=("policy",),
             stream=self._stream(plan.algorithm.data, resumed["stream"] if resumed else None),
             evaluated=plan.evaluated,
         )
 
-    def _make_reward(self, base: Path, stack: ExitStack) -> Reward | None:
-        """The recipe's reward, or else the task's own; None where there is none and no phase asks for it."""
+    def _start(self, role: str, kind: type, factory: Factory) -> None:
+        """Make a role on every rank of its pool."""
+        placement = self._recipe.placement
+        pool = placement.pool_of(role)
+        mesh = Mesh.of(dp=placement.pools[pool])
+        group = Group(role, endpoints_of(kind), mesh=mesh, pool=pool, backend=self._backend)
+        group.start(factory, placement.deadline_s)
+        self._groups[role] = group
+
+    def _policy_factory(self) -> Factory:
+        recipe, checkpoint = self._recipe, self._checkpoint
+        model = recipe.policy.model
+        if checkpoint is not None:
+            model = ModelConfig(path=str(checkpoint.policy.absolute()), dtype=model.dtype)
+        return partial(
+            casting.policy,
+            model,
+            self._base,
+            recipe.run.device,
+            recipe.run.threads,
+            recipe.policy,
+            recipe.rollout,
+            recipe.run.seed,
+            checkpoint.state["version"] if checkpoint is not None else 0,
+        )
+
+    def _reference_factory(self, train: TrainConfig) -> Factory:
+        """The policy as this phase found it; kept in the run directory so that a resume finds the same."""
+        folder = (self._run.path / "reference").absolute()
+        self._executor.look("policy", casting.keep_policy, folder).read(self._recipe.placement.deadline_s)
+        model = ModelConfig(path=str(folder), dtype=self._recipe.policy.model.dtype)
+        temperature = self._recipe.rollout.temperature
+        return partial(casting.reference, model, self._recipe.run.device, train, temperature)
+
+    def _start_reward(self) -> None:
+        """The recipe's reward, or else the task's own; none where no phase asks for one."""
         settings = self._recipe.reward
         chosen = settings.function or self._task.reward
         if chosen is None:
@@ -188,18 +224,9 @@ class Build:
                     why="the algorithm scores what it samples",
                     fix='write reward.function = "reward.py:name", relative to the recipe',
                 )
-            return None
-        workers = stack.enter_context(RewardWorkers(parse_function(chosen, base), settings))
-        return Reward(workers, self._model.tokenizer, max_failures=settings.max_failures)
-
-    def _reference(self, train: TrainConfig) -> Reference:
-        """The policy as this phase found it; kept in the run directory so that a resume finds the same."""
-        folder = self._run.path / "reference"
-        if not folder.exists():
-            save_model(self._model, folder)
-        config = ModelConfig(path=str(folder), dtype=self._recipe.policy.model.dtype)
-        model = load_model(config, seed=self._recipe.run.seed, device=self.device, base=Path())
-        return Reference(model, train=train, temperature=self._recipe.rollout.temperature)
+            return
+        function = parse_function(chosen, self._base)
+        self._start("reward", Reward, partial(casting.reward, function, settings, self._tokenizer))
 
     def _stream(self, data: Data, saved: Mapping[str, int] | None) -> Stream:
         """The training rows in the order of every epoch, from the saved place on."""
@@ -213,7 +240,7 @@ class Build:
         return Stream(take=take, state=rows.state)
 
     def _batch(self, data: Data, examples: Sequence[Example], epochs: int | Sequence[int]) -> Batch:
-        tokenizer, context, too_long = self._model.tokenizer, self._model.context, self._recipe.task.too_long
+        tokenizer, context, too_long = self._tokenizer, self._context, self._recipe.task.too_long
         if data is Data.DEMONSTRATIONS:
             return supervised_batch(examples, tokenizer, epoch=epochs, context=context, too_long=too_long)
         room = self._recipe.rollout.max_tokens
@@ -221,7 +248,7 @@ class Build:
             examples, tokenizer, epoch=epochs, context=context, max_tokens=room, too_long=too_long
         )
 
-    def _judge(self, policy: Policy) -> Evaluation:
+    def _judge(self, executor: GroupExecutor) -> Evaluation:
         recipe = self._recipe
         prompts = self._batch(Data.PROMPTS, self._task.held_out[: recipe.evaluate.problems], HELD_OUT_EPOCH)
         sampling = SamplingConfig(
@@ -229,5 +256,8 @@ class Build:
             max_tokens=recipe.rollout.max_tokens,
             stop=recipe.rollout.stop,
         )
-        assert self._reward is not None
-        return evaluate(policy, self._reward, prompts, sampling)
+        rollouts = executor.call("policy", "generate", [prompts], {"samples": 1, "sampling": sampling})
+        scores = executor.call("reward", "score", [rollouts], {})
+        found = executor.apply(judged, rollouts, scores, place=rollouts.places[0])
+        evaluation: Evaluation = found.read(recipe.placement.deadline_s)
+        return evaluation

@@ -82,7 +82,7 @@ def check(loaded: LoadedRecipe) -> Report:
     report = Report()
     report.say("settings", setting_lines(loaded))
     report.say("batch", batch_lines(loaded.recipe))
-    task: Task | None = None
+    task: Task[Example] | None = None
     try:
         task = open_task(loaded.recipe.task, base=loaded.base, seed=loaded.recipe.run.seed)
         report.say("data", _data_lines(loaded, task, report))
@@ -109,7 +109,7 @@ def setting_lines(loaded: LoadedRecipe) -> list[str]:
     return lines
 
 
-def _data_lines(loaded: LoadedRecipe, task: Task, report: Report) -> list[str]:
+def _data_lines(loaded: LoadedRecipe, task: Task[Example], report: Report) -> list[str]:
     recipe = loaded.recipe
     longest = longest_of(task)
     judged = min(recipe.evaluate.problems, len(task.held_out))
@@ -166,7 +166,7 @@ def _look_at_model(loaded: LoadedRecipe, report: Report) -> None:
         report.notes.append(f"about {size(total)} are needed and {size(free)} are free in main memory")
 
 
-def _look_at_reward(loaded: LoadedRecipe, task: Task | None, report: Report) -> None:
+def _look_at_reward(loaded: LoadedRecipe, task: Task[Example] | None, report: Report) -> None:
     function = reward_function(loaded.recipe, loaded.base, task)
     if function is None or task is None:
         return
@@ -188,7 +188,7 @@ def _scored(row: Example, answer: str, score: Score) -> str:
     return f"{shown(row.key)} answered with {shown(answer)}: {value}"
 
 
-def _look_at_run(loaded: LoadedRecipe, task: Task | None, report: Report) -> None:
+def _look_at_run(loaded: LoadedRecipe, task: Task[Example] | None, report: Report) -> None:
     path = Path(loaded.recipe.run.dir or ".")
     report.say("run directory", [run_state(path)])
     if task is not None and (path / layout.CONFIG).is_file():

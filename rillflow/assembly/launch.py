@@ -18,6 +18,7 @@ from rillflow.observe import layout
 from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
 from rillflow.observe.run_directory import RunDirectory, set_aside
+from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task, open_task
 from rillflow.view.report import write_report
 from rillflow.view.summary import Summary, render_text, summarise
@@ -71,7 +72,7 @@ def launch(recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = Fal
     return Launched(run=path, summary=summary)
 
 
-def resolved(recipe: Recipe, task: Task) -> dict[str, Any]:
+def resolved(recipe: Recipe, task: Task[Example]) -> dict[str, Any]:
     """What a run directory keeps as its config: every setting, and the digest of the data."""
     return {**recipe.model_dump(mode="json"), "data": task.digest}
 
@@ -83,7 +84,7 @@ def _steps(recipe: Recipe) -> dict[str, int]:
 
 
 def _train(
-    recipe: Recipe, base: Path, task: Task, run: RunDirectory, progress: Progress, stack: ExitStack
+    recipe: Recipe, base: Path, task: Task[Example], run: RunDirectory, progress: Progress, stack: ExitStack
 ) -> None:
     from rillflow.assembly.build import Build
     from rillflow.dataflow.checkpoint import latest_checkpoint

@@ -26,7 +26,7 @@ def require_ready(loaded: LoadedRecipe) -> None:
     _require([lambda: model_source(recipe, base), lambda: reward_function(recipe, base)], str(loaded.path))
 
 
-def require_usable(recipe: Recipe, base: Path, task: Task) -> None:
+def require_usable(recipe: Recipe, base: Path, task: Task[Example]) -> None:
     """Raise ConfigError with every reason why the recipe cannot use its task's rows."""
     looks = [
         lambda: reward_function(recipe, base, task),
@@ -72,7 +72,7 @@ def model_source(recipe: Recipe, base: Path) -> str | None:
     return source
 
 
-def reward_function(recipe: Recipe, base: Path, task: Task | None = None) -> FunctionPath | None:
+def reward_function(recipe: Recipe, base: Path, task: Task[Example] | None = None) -> FunctionPath | None:
     """The function that scores: the recipe's, or else the task's own; None where only the task could tell.
 
     Raises:
@@ -91,7 +91,7 @@ def reward_function(recipe: Recipe, base: Path, task: Task | None = None) -> Fun
     return None if text is None else parse_function(text, base)
 
 
-def require_answers(recipe: Recipe, task: Task) -> None:
+def require_answers(recipe: Recipe, task: Task[Example]) -> None:
     """Where there are supervised steps, every row to train on has an answer to learn."""
     supervised = ALGORITHMS[recipe.algorithm.name].data is Data.DEMONSTRATIONS
     if not supervised and recipe.warm_start is None:
@@ -106,7 +106,7 @@ def require_answers(recipe: Recipe, task: Task) -> None:
         )
 
 
-def require_room(recipe: Recipe, task: Task) -> None:
+def require_room(recipe: Recipe, task: Task[Example]) -> None:
     """A new model has a token for a character, so whether the longest prompt leaves room is known."""
     new, limit = recipe.policy.model.new, recipe.rollout.max_tokens
     longest = longest_of(task)
@@ -119,7 +119,7 @@ def require_room(recipe: Recipe, task: Task) -> None:
     )
 
 
-def longest_of(task: Task) -> Example:
+def longest_of(task: Task[Example]) -> Example:
     """The row with the longest prompt."""
     return max((*task.train, *task.held_out), key=prompt_length)
 

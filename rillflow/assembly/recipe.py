@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from rillflow.algorithms.config import AlgorithmConfig, WarmStartConfig
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.consistency import inconsistencies
+from rillflow.cluster.config import PlacementConfig
 from rillflow.config.load import read_toml, validate
 from rillflow.config.overrides import apply_overrides, parse_override
 from rillflow.config.problems import together
@@ -85,6 +86,7 @@ class Recipe(Section):
     warm_start: WarmStartConfig | None = None
     algorithm: AnyAlgorithm = Field(discriminator="name")
     evaluate: EvaluateConfig = EvaluateConfig()
+    placement: PlacementConfig = PlacementConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

@@ -1,9 +1,9 @@
 """Checkpoints: everything a resumed run needs, complete or not there at all.
 
     checkpoints/step-000040/
-      policy/               plain Hugging Face directory
-      optimizer.safetensors training state by logical tensor name
-      state.json            step, phase, versions, places in the data
+      policy/                      plain Hugging Face directory; one for every role that is trained
+      policy.optimizer.safetensors training state by logical tensor name
+      state.json                   step, phase, versions, places in the data
       manifest.json         size and SHA-256 of every other file, written last
 
 Written beside its final place, flushed to the disk and renamed; a reader takes the newest one
@@ -18,18 +18,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from rillflow.errors import RunDirectoryError
-from rillflow.models.checkpoint import save_model
-from rillflow.models.language_model import LanguageModel
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
@@ -52,34 +48,35 @@ class Checkpoint:
         """The Hugging Face directory inside it."""
         return self.path / "policy"
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The training state's tensors."""
-        tensors: dict[str, Tensor] = load_file(self.path / "optimizer.safetensors")
-        return tensors
+    def optimizer(self, role: str) -> Path:
+        """The file of a role's training state."""
+        return self.path / f"{role}.optimizer.safetensors"
 
 
 def save_checkpoint(
     folder: Path,
     step: int,
-    model: LanguageModel,
-    tensors: Mapping[str, Tensor],
+    write: Callable[[Path], None],
     state: Mapping[str, Any],
     keep: int,
 ) -> Path:
     """Write a checkpoint, then remove all but the newest ``keep``.
+
+    Args:
+        folder: of all checkpoints.
+        step: steps of the whole run that are in it.
+        write: has every trained role write what it goes on from into a folder (see ``write_role``).
+        state: what the controller goes on from, as JSON.
+        keep: checkpoints that stay.
 
     Raises:
         RunDirectoryError: the disk is full or cannot be written; earlier checkpoints are untouched.
     """
     final, draft = folder / f"step-{step:06d}", folder / f".step-{step:06d}.draft"
     try:
-        _require_space(folder, model, tensors)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        save_model(model, draft / "policy")
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, draft / "optimizer.safetensors"
-        )
+        write(draft)
         (draft / "state.json").write_text(json.dumps(dict(state), indent=1))
         manifest = {"format": FORMAT, "step": step, "files": _digests(draft)}
         (draft / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -98,6 +95,27 @@ def save_checkpoint(
     for old in _found(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+class Saved(Protocol):
+    """A role that is trained."""
+
+    saved_bytes: int
+    """About how much ``save`` writes."""
+
+    def save(self, folder: Path) -> None:
+        """Write what it goes on from into a folder."""
+
+
+def write_role(role: Saved, folder: Path) -> None:
+    """Have a role write into a checkpoint's folder, if it fits.
+
+    Raises:
+        OSError: it does not.
+    """
+    if _free_bytes(folder) < role.saved_bytes * 1.05:
+        raise OSError(f"it needs {role.saved_bytes:,} bytes")
+    role.save(folder)
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -172,13 +190,6 @@ def _digests(folder: Path) -> dict[str, dict[str, Any]]:
 def _digest(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _require_space(folder: Path, model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    needed = sum(p.nbytes for p in model.module.parameters()) + sum(t.nbytes for t in tensors.values())
-    if _free_bytes(folder) < needed * 1.05:
-        raise OSError(f"it needs {needed:,} bytes")
 
 
 def _free_bytes(folder: Path) -> int:

@@ -1,30 +1,49 @@
-"""Flow: the controller's side of an algorithm.
+"""Flow: the controller's side of an algorithm. What its lines do is the executor's business.
 
-    algorithm line                     what happens here
-    flow.policy.generate(prompts)      one stage of the role "policy": timed, its result journalled
-    flow.compute(formula, batch, ...)  the formula's parameters are the fields it reads
-    flow.publish(flow.policy)          the trained weights become those that are sampled
+    algorithm line                       what it is
+    flow.policy.generate(prompts)        a stage of the role "policy"
+    flow.compute(formula, batch, ...)    a formula over fields: its parameters name what it reads
+    flow.number(formula, batch, ...)     the same, giving one number
+    flow.filter(batch, field)            the rows whose field is true
+    flow.recall(name, initial)           a number that lives from step to step ...
+    flow.remember(name, number)          ... and what it is from now on
+    flow.publish(flow.policy)            the trained weights become those that are sampled
 
-The journal holds every stage's result of the present step, so that recording rollouts and
+Results are handles: traced (graph.trace) they are symbols, on groups (dataflow.executor) they are
+pending. The journal holds every stage's result of the present step, so that recording rollouts and
 measuring them is nobody's line in an algorithm.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rillflow.errors import RecordError, RillflowError, nearest
-from rillflow.observe.spans import Spans
-from rillflow.records.batch import Batch, Field, joined
+from rillflow.errors import GraphError, nearest
 
 
-class Role(Protocol):
-    """A model with a job; ``endpoints`` names the methods a controller may call."""
+class Executor(Protocol):
+    """Makes handles of stages."""
 
-    endpoints: tuple[str, ...]
+    @property
+    def endpoints(self) -> Mapping[str, Collection[str]]:
+        """The endpoints of every role, by name."""
+
+    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """One stage of a role."""
+
+    def compute(
+        self,
+        formula: Callable[..., Any],
+        batches: Sequence[Any],
+        into: str | None,
+        options: Mapping[str, Any],
+    ) -> Any:
+        """A formula; the first batch with its result as the field ``into``, or a number for None."""
+
+    def filter(self, batch: Any, field: str) -> Any:
+        """The rows of a batch whose field is true."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,98 +51,96 @@ class StageResult:
     """What one stage of the present step returned."""
 
     stage: str
-    """``role.endpoint`` or ``compute.formula``."""
+    """``role.endpoint`` or ``controller.formula``."""
     result: Any
-    """A batch, metrics, or a version."""
+    """Its handle."""
 
 
 class RoleHandle:
     """A role as the controller sees it: its endpoints, each call one stage."""
 
-    def __init__(self, name: str, role: Role, flow: Flow) -> None:
+    def __init__(self, name: str, flow: Flow) -> None:
         self._name = name
-        self._role = role
         self._flow = flow
 
     def __getattr__(self, endpoint: str) -> Callable[..., Any]:
-        if endpoint not in self._role.endpoints:
-            raise RillflowError(
-                f"role {self._name!r} has no endpoint {endpoint!r}",
-                fix=nearest(endpoint, self._role.endpoints),
-            )
-        method: Callable[..., Any] = getattr(self._role, endpoint)
-        stage = f"{self._name}.{endpoint}"
-        return lambda *args, **options: self._flow.run_stage(stage, method, *args, **options)
+        return lambda *args, **options: self._flow.stage(self._name, endpoint, args, options)
 
 
 class Flow:
-    """Roles by name, run in this process, one stage after the other.
+    """Roles by name, and a step's stages one after the other.
 
     Args:
-        roles: the roles an algorithm may call.
-        spans: where the time of every stage is recorded.
+        executor: makes handles of stages.
+        state: numbers that earlier steps remembered.
     """
 
-    def __init__(self, roles: Mapping[str, Role], spans: Spans) -> None:
-        self._handles = {name: RoleHandle(name, role, self) for name, role in roles.items()}
-        self._spans = spans
+    def __init__(self, executor: Executor, state: Mapping[str, Any] | None = None) -> None:
+        self._executor = executor
         self._journal: list[StageResult] = []
-        self.step = 0
+        self.state: dict[str, Any] = dict(state or {})
+        """What was remembered, by name: numbers, or handles of numbers."""
 
     def __getattr__(self, role: str) -> RoleHandle:
-        handles: dict[str, RoleHandle] = self.__dict__["_handles"]
-        if role not in handles:
-            raise RillflowError(f"the flow has no role {role!r}", fix=nearest(role, handles))
-        return handles[role]
+        roles = self.__dict__["_executor"].endpoints
+        if role not in roles:
+            raise GraphError(
+                f"the flow has no role {role!r}",
+                why=f"it has {', '.join(sorted(roles)) or 'none'}",
+                fix=nearest(role, roles),
+            )
+        return RoleHandle(role, self)
 
-    def begin(self, step: int) -> None:
-        """Start a step: its spans carry this number and the journal is empty."""
-        self.step = step
+    def begin(self) -> None:
+        """Start a step: the journal is empty."""
         self._journal = []
 
-    def journal(self, stage: str) -> list[Any]:
-        """What a stage returned in this step, in order."""
-        return [entry.result for entry in self._journal if entry.stage == stage]
+    @property
+    def journal(self) -> Sequence[StageResult]:
+        """The stages of this step, in order."""
+        return self._journal
 
-    def batches(self) -> list[Batch]:
-        """Every batch a stage returned in this step, in order."""
-        return [entry.result for entry in self._journal if isinstance(entry.result, Batch)]
+    def stage(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """One stage of a role."""
+        known = self._executor.endpoints[role]
+        if endpoint not in known:
+            raise GraphError(
+                f"role {role!r} has no endpoint {endpoint!r}",
+                why=f"it has {', '.join(sorted(known))}",
+                fix=nearest(endpoint, known),
+            )
+        return self._noted(f"{role}.{endpoint}", self._executor.call(role, endpoint, args, options))
 
-    def compute(self, formula: Callable[..., Field], *batches: Batch, into: str, **options: Any) -> Batch:
+    def compute(self, formula: Callable[..., Any], *batches: Any, into: str, **options: Any) -> Any:
         """Apply a formula to fields of the joined batches; the formula's parameter names are the fields.
 
         Returns:
             The first batch with the formula's result added (or replaced) as the field ``into``.
         """
-        stage = f"compute.{formula.__name__}"
-        result: Batch = self.run_stage(stage, _apply, formula, batches, into, options)
-        return result
+        result = self._executor.compute(formula, batches, into, options)
+        return self._noted(f"controller.{formula.__name__}", result)
 
-    def publish(self, role: RoleHandle) -> None:
+    def number(self, formula: Callable[..., Any], *batches: Any, **options: Any) -> Any:
+        """Apply a formula to fields and numbers; its result is a number, a handle as all results are."""
+        result = self._executor.compute(formula, batches, None, options)
+        return self._noted(f"controller.{formula.__name__}", result)
+
+    def filter(self, batch: Any, field: str) -> Any:
+        """The rows whose boolean field is true."""
+        return self._noted(f"controller.where {field}", self._executor.filter(batch, field))
+
+    def recall(self, name: str, initial: float) -> Any:
+        """A number as an earlier step left it; ``initial`` where none did."""
+        return self.state.get(name, initial)
+
+    def remember(self, name: str, number: Any) -> None:
+        """What the next step recalls; checkpoints keep it."""
+        self.state[name] = number
+
+    def publish(self, role: RoleHandle) -> Any:
         """Make the role's trained weights those that are sampled next."""
-        role.publish()
+        return role.publish()
 
-    def run_stage(self, stage: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run one stage under a span and journal its result."""
-        with self._spans.span(stage, step=self.step) as span:
-            result = method(*args, **options)
-            if isinstance(result, Batch):
-                span.rows = len(result)
-                span.tokens = int(result.ragged("tokens").lengths.sum()) if "tokens" in result.fields else 0
+    def _noted(self, stage: str, result: Any) -> Any:
         self._journal.append(StageResult(stage=stage, result=result))
         return result
-
-
-def _apply(
-    formula: Callable[..., Field], batches: tuple[Batch, ...], into: str, options: Mapping[str, Any]
-) -> Batch:
-    rows = joined(batches)
-    names = [name for name in inspect.signature(formula).parameters if name not in options]
-    missing = [name for name in names if name not in rows.fields]
-    if missing:
-        raise RecordError(
-            f"formula {formula.__name__} reads the field {missing[0]!r}, which no batch it is given has",
-            why=f"the fields are {', '.join(sorted(rows.fields))}",
-            fix=nearest(missing[0], rows.fields),
-        )
-    return batches[0].with_fields(**{into: formula(**{name: rows.fields[name] for name in names}, **options)})

@@ -1,17 +1,20 @@
-"""Advantages: how much better a row did than could be expected. Legend: B rows, G groups."""
+"""Advantages of rows: how much better a row did than could be expected. Legend: B rows, G groups."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rillflow.errors import FormulaError, nearest
-from rillflow.formulas.shapes import same_length
+from rillflow.formulas.shapes import aligned, same_length
+from rillflow.records.ragged import Ragged
 
 EPSILON = 1e-6
-"""Added to a group's deviation."""
+"""Added to a deviation before it divides."""
 
 
 def group_advantages(
@@ -21,7 +24,7 @@ def group_advantages(
 
     A_i = (R_i - mean) / (std + 1e-6), the deviation that of a sample (G - 1); GRPO, arXiv 2402.03300.
     Without the division it is Dr.GRPO's (arXiv 2503.20783), and G/(G-1) times it is RLOO's
-    (arXiv 2402.14740). Equal rewards give exactly 0.
+    (``leave_one_out``). Equal rewards give exactly 0.
 
     Args:
         rewards: [B] float.
@@ -35,17 +38,132 @@ def group_advantages(
     same_length("group_advantages", rewards=rewards, groups=groups, valid=valid)
     if scale not in ("std", "off"):
         raise FormulaError(f"group_advantages: scale is {scale!r}", fix=nearest(scale, ("std", "off")))
+    found = _centred(rewards, groups, valid)
+    if scale == "off":
+        return found.rewards
+    squares = torch.zeros_like(found.size).index_add(0, found.group, found.rewards.square())
+    variance = squares / (found.size - 1).clamp_min(1)
+    return found.rewards / (variance.sqrt()[found.group] + EPSILON)
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
+    """[B] each row's reward minus the mean reward of the other rows of its group.
+
+    A_i = R_i - sum_{j != i} R_j / (G - 1) = G / (G - 1) (R_i - mean), G the group's scored rows; RLOO,
+    arXiv 2402.14740. Equal rewards, and a row with no other to compare with, give exactly 0.
+
+    Args:
+        rewards: [B] float.
+        groups: [B] int64; rows of one group share a number.
+        valid: [B] bool; a row without a score gets 0 and does not count in its group.
+
+    Raises:
+        FormulaError: shapes differ.
+    """
+    same_length("leave_one_out", rewards=rewards, groups=groups, valid=valid)
+    found = _centred(rewards, groups, valid)
+    return found.rewards * (found.size / (found.size - 1).clamp_min(1))[found.group]
+
+
+def greedy_baseline(rewards: Tensor, greedy_rewards: Tensor, valid: Tensor, greedy_valid: Tensor) -> Tensor:
+    """[B] each row's reward minus that of the likeliest answer to its prompt.
+
+    A_i = R(sample) - R(greedy); ReMax, arXiv 2310.10505.
+
+    Args:
+        rewards: [B] float.
+        greedy_rewards: [B] float, the reward of the answer decoded greedily from the row's prompt.
+        valid: [B] bool; a row without a score gets 0.
+        greedy_valid: [B] bool; a row whose greedy answer has no score gets 0.
+
+    Raises:
+        FormulaError: shapes differ.
+    """
+    same_length(
+        "greedy_baseline",
+        rewards=rewards,
+        greedy_rewards=greedy_rewards,
+        valid=valid,
+        greedy_valid=greedy_valid,
+    )
+    return (rewards - greedy_rewards).masked_fill(~(valid & greedy_valid), 0)
+
+
+def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
+    """[B] bool, True for every row of a group in which two scored rows have different rewards.
+
+    The groups that teach something: DAPO trains on these and samples others in the place of the rest
+    (arXiv 2503.14476, equation 11). In the rest, ``group_advantages`` and ``leave_one_out`` are 0.
+
+    Args:
+        rewards: [B] float.
+        valid: [B] bool; a row without a score does not count in its group.
+        groups: [B] int64; rows of one group share a number.
+
+    Raises:
+        FormulaError: shapes differ.
+    """
+    same_length("varied_groups", rewards=rewards, valid=valid, groups=groups)
+    names, group = torch.unique(groups, return_inverse=True)
+    most = rewards.new_full((len(names),), -torch.inf)
+    most = most.scatter_reduce(0, group, rewards.masked_fill(~valid, -torch.inf), "amax")
+    return (most > _least(rewards, valid, group, len(names)))[group]
+
+
+def lagrangian_advantages(
+    reward_advantages: Tensor | Ragged, cost_advantages: Tensor | Ragged, multiplier: float
+) -> Tensor | Ragged:
+    """[B] or aligned to the tokens, the advantage of reward over cost at the multiplier's price.
+
+    A = (A_R - lambda A_C) / (1 + lambda); Safe RLHF, arXiv 2310.12773.
+
+    Args:
+        reward_advantages: [B], or ragged and aligned to the tokens.
+        cost_advantages: the same of the cost, high where an answer does harm.
+        multiplier: lambda, the price of one unit of cost in units of reward; not negative.
+
+    Raises:
+        FormulaError: one is of rows and the other of tokens, shapes differ, or lambda is negative or not
+            finite.
+    """
+    if not 0 <= multiplier < math.inf:
+        raise FormulaError(
+            f"lagrangian_advantages: multiplier is {multiplier}", why="a price is finite and not negative"
+        )
+    if isinstance(reward_advantages, Ragged) and isinstance(cost_advantages, Ragged):
+        aligned("lagrangian_advantages", reward_advantages=reward_advantages, cost_advantages=cost_advantages)
+        mixed = (reward_advantages.values - multiplier * cost_advantages.values) / (1 + multiplier)
+        return reward_advantages.with_values(mixed)
+    if isinstance(reward_advantages, Ragged) or isinstance(cost_advantages, Ragged):
+        raise FormulaError(
+            "lagrangian_advantages: one advantage is of rows and the other of tokens",
+            why="they are added up entry by entry",
+        )
+    same_length("lagrangian_advantages", reward_advantages=reward_advantages, cost_advantages=cost_advantages)
+    return (reward_advantages - multiplier * cost_advantages) / (1 + multiplier)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Centred:
+    rewards: Tensor
+    """[B] minus the mean of the group's scored rows; 0 for a row without a score."""
+    group: Tensor
+    """[B] int64 the place of the row's group in ``size``."""
+    size: Tensor
+    """[G] float, the group's scored rows, at least 1."""
+
+
+def _centred(rewards: Tensor, groups: Tensor, valid: Tensor) -> _Centred:
+    """Measured from the least of their group, equal rewards are exactly 0 whatever their mean rounds to."""
     names, group = torch.unique(groups, return_inverse=True)
     zeros = rewards.new_zeros(len(names))
     size = zeros.index_add(0, group, valid.to(rewards.dtype)).clamp_min(1)
-    # Measured from the least of their group, equal rewards are exactly 0 whatever their mean rounds to.
-    least = torch.full_like(zeros, torch.inf).scatter_reduce(
-        0, group, rewards.masked_fill(~valid, torch.inf), "amin"
-    )
-    rise = (rewards - least[group]).masked_fill(~valid, 0)
+    rise = (rewards - _least(rewards, valid, group, len(names))[group]).masked_fill(~valid, 0)
     mean = zeros.index_add(0, group, rise) / size
-    centred = (rise - mean[group]).masked_fill(~valid, 0)
-    if scale == "off":
-        return centred
-    variance = zeros.index_add(0, group, centred.square()) / (size - 1).clamp_min(1)
-    return centred / (variance.sqrt()[group] + EPSILON)
+    return _Centred(rewards=(rise - mean[group]).masked_fill(~valid, 0), group=group, size=size)
+
+
+def _least(rewards: Tensor, valid: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """[G] the smallest reward of each group's scored rows; infinity where there is none."""
+    highest = rewards.new_full((num_groups,), torch.inf)
+    return highest.scatter_reduce(0, group, rewards.masked_fill(~valid, torch.inf), "amin")

@@ -12,10 +12,19 @@ from rillflow.config.section import Section
 class PolicyLossConfig(Section):
     """The clipped policy loss and its companions; see docs/algorithms/grpo.md for the equation."""
 
+    ratio: Literal["token", "sequence"] = Field(
+        "token", description="Ratio to the old policy: each token's own, or the geometric mean of its row's."
+    )
+    surrogate: Literal["clip", "weight"] = Field(
+        "clip",
+        description="Bounds on the ratio: no gradient beyond them, or log pi weighed by the bounded ratio.",
+    )
     clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + clip_high.")
     dual_clip: float = Field(
-        3.0, ge=0, description="Bound c, above 1, on the loss of negative advantages; 0 for none."
+        3.0,
+        ge=0,
+        description="Bound c, above 1, on the clip surrogate's loss of negative advantages; 0 for none.",
     )
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean",

@@ -1,12 +1,24 @@
-"""Paying for divergence in the reward instead of in the loss."""
+"""Rewards shaped before they are advantages: spread over tokens, divergence paid, length paid.
+
+    rewards [B] ── token_rewards ──> the last loss token's alone    [T]
+                ── penalised_token_rewards ──> minus the divergence of every loss token    [T]
+                ── penalised_rewards ──> minus their sum    [B]
+                ── overlong_rewards ──> minus what an answer close to the limit costs    [B]
+    divergence  ── mean_divergence ──> what a controller of its price observes
+
+Legend: B rows, T tokens.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from rillflow.errors import FormulaError
 from rillflow.formulas.kl import divergence
+from rillflow.formulas.shapes import aligned
 from rillflow.records.ragged import Ragged
 
 
@@ -30,7 +42,143 @@ def penalised_rewards(
         loss_mask: True where the policy sampled the token.
         weight: the price of one nat.
         estimator: which estimator of the divergence.
+
+    Raises:
+        FormulaError: rows differ in length, or the estimator is unknown.
     """
+    aligned("penalised_rewards", loss_mask=loss_mask, rewards=rewards)
+    spent = _divergences("penalised_rewards", sampler_logprobs, reference_logprobs, loss_mask, estimator)
+    return rewards - weight * spent.sums().to(rewards.dtype)
+
+
+def token_rewards(rewards: Tensor, loss_mask: Ragged) -> Ragged:
+    """[T] each row's reward at its last loss token, 0 at every other token.
+
+    A row without a loss token has nowhere to be paid.
+
+    Args:
+        rewards: [B] float.
+        loss_mask: True where the policy sampled the token.
+
+    Raises:
+        FormulaError: there is not one reward a row.
+    """
+    aligned("token_rewards", loss_mask=loss_mask, rewards=rewards)
+    places = loss_mask.values.nonzero().squeeze(1)
+    rows = loss_mask.row_of[places]
+    last = torch.diff(rows, append=rows.new_full((1,), -1)) != 0
+    paid = rewards.new_zeros(loss_mask.values.shape)
+    paid[places[last]] = rewards[rows[last]]
+    return loss_mask.with_values(paid)
+
+
+def penalised_token_rewards(
+    rewards: Tensor,
+    sampler_logprobs: Ragged,
+    reference_logprobs: Ragged,
+    loss_mask: Ragged,
+    *,
+    weight: float,
+    estimator: Literal["k1", "k2", "k3"],
+) -> Ragged:
+    """[T] what each token earns: its divergence from the reference costs, and the last is paid the reward.
+
+    R_t = [t is the last] R - weight k(log mu_t - log ref_t), at the tokens the policy sampled (Ziegler et
+    al., arXiv 1909.08593, equation 2). Over a row they add up to ``penalised_rewards``.
+
+    Args:
+        rewards: [B] float.
+        sampler_logprobs: what the sampler gave each token.
+        reference_logprobs: what the reference gives each token.
+        loss_mask: True where the policy sampled the token.
+        weight: the price of one nat.
+        estimator: which estimator of the divergence.
+
+    Raises:
+        FormulaError: rows differ in length, or the estimator is unknown.
+    """
+    earned = token_rewards(rewards, loss_mask)
+    spent = _divergences(
+        "penalised_token_rewards", sampler_logprobs, reference_logprobs, loss_mask, estimator
+    )
+    return earned.with_values(earned.values - weight * spent.values.to(rewards.dtype))
+
+
+def mean_divergence(
+    sampler_logprobs: Ragged,
+    reference_logprobs: Ragged,
+    loss_mask: Ragged,
+    *,
+    estimator: Literal["k1", "k2", "k3"],
+) -> float:
+    """The divergence of a row from the reference in nats, the mean over rows that have a loss token.
+
+    What ``next_kl_weight`` observes: mean_rows sum_t k(log mu_t - log ref_t); 0 without such a row.
+
+    Args:
+        sampler_logprobs: what the sampler gave each token.
+        reference_logprobs: what the reference gives each token.
+        loss_mask: True where the policy sampled the token.
+        estimator: which estimator of the divergence.
+
+    Raises:
+        FormulaError: rows differ in length, or the estimator is unknown.
+    """
+    spent = _divergences("mean_divergence", sampler_logprobs, reference_logprobs, loss_mask, estimator)
+    return float(spent.values.double().sum()) / max(int((loss_mask.sums() > 0).sum()), 1)
+
+
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
+    """[B] float32, 0 for short answers, falling in a straight line to -1 over the last ``buffer`` tokens.
+
+    min(0, max(-1, (max_tokens - buffer - length) / buffer)); DAPO, arXiv 2503.14476, equation 13.
+
+    Args:
+        lengths: [B] sampled tokens of each row.
+        max_tokens: the length at which the whole penalty is paid.
+        buffer: how many tokens before that it begins.
+
+    Raises:
+        FormulaError: the buffer is not between 1 and ``max_tokens``.
+    """
+    if not 1 <= buffer <= max_tokens:
+        raise FormulaError(
+            f"overlong_penalty: buffer is {buffer} and max_tokens {max_tokens}",
+            why="the penalty begins that many tokens before the limit",
+            fix="give a buffer between 1 and max_tokens",
+        )
+    return ((max_tokens - buffer - lengths).float() / buffer).clamp(-1, 0)
+
+
+def overlong_rewards(rewards: Tensor, loss_mask: Ragged, *, max_tokens: int, buffer: int) -> Tensor:
+    """[B] each row's reward with the penalty of answers that come close to the limit.
+
+    R' = R + overlong_penalty(sampled tokens); DAPO, arXiv 2503.14476, section 3.4.
+
+    Args:
+        rewards: [B] float.
+        loss_mask: True where the policy sampled the token.
+        max_tokens: the length at which the whole penalty, 1, is paid.
+        buffer: how many tokens before that it begins.
+
+    Raises:
+        FormulaError: there is not one reward a row, or the buffer is not between 1 and ``max_tokens``.
+    """
+    aligned("overlong_rewards", loss_mask=loss_mask, rewards=rewards)
+    penalty = overlong_penalty(loss_mask.sums(), max_tokens=max_tokens, buffer=buffer)
+    return rewards + penalty.to(rewards.dtype)
+
+
+def _divergences(
+    formula: str,
+    sampler_logprobs: Ragged,
+    reference_logprobs: Ragged,
+    loss_mask: Ragged,
+    estimator: Literal["k1", "k2", "k3"],
+) -> Ragged:
+    """[T] each loss token's divergence, 0 elsewhere."""
+    aligned(
+        formula, loss_mask=loss_mask, sampler_logprobs=sampler_logprobs, reference_logprobs=reference_logprobs
+    )
     ratio = sampler_logprobs.values - reference_logprobs.values
-    paid = divergence(ratio, estimator) * loss_mask.values
-    return rewards - weight * loss_mask.with_values(paid).sums().to(rewards.dtype)
+    return loss_mask.with_values(divergence(ratio, estimator).masked_fill(~loss_mask.values, 0))

@@ -1,10 +1,12 @@
-"""The check at every formula's door: flat tensors that belong together have one shape."""
+"""The check at every formula's door: tensors that belong together have entries for the same things."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rillflow.errors import FormulaError
+from rillflow.records.ragged import Ragged
 
 
 def same_length(formula: str, **tensors: Tensor) -> None:
@@ -20,4 +22,26 @@ def same_length(formula: str, **tensors: Tensor) -> None:
             raise FormulaError(
                 f"{formula}: {name} has shape {list(tensor.shape)} and {first} has {list(expected)}",
                 why="both are flat, with one entry for the same thing",
+            )
+
+
+def aligned(formula: str, **fields: Tensor | Ragged) -> None:
+    """Refuse ragged fields whose rows are not as long as the first one's, and dense ones that are not [B].
+
+    Raises:
+        FormulaError: it names the formula, the field and the first row that differs.
+    """
+    same_length(
+        formula,
+        **{name: field.lengths if isinstance(field, Ragged) else field for name, field in fields.items()},
+    )
+    ragged = {name: field.lengths for name, field in fields.items() if isinstance(field, Ragged)}
+    first, expected = next(iter(ragged.items()))
+    for name, lengths in ragged.items():
+        if not torch.equal(lengths, expected):
+            row = int((lengths != expected).nonzero()[0])
+            raise FormulaError(
+                f"{formula}: row {row} has {int(lengths[row])} entries of {name} "
+                f"and {int(expected[row])} of {first}",
+                why="both have one entry for every token of a row",
             )

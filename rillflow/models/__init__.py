@@ -1,6 +1,9 @@
-"""Models: a causal language model of transformers, unmodified, and its tokeniser.
+"""Models: a decoder of transformers, unmodified, and its tokeniser.
 
-    ModelConfig ─ load_model ─> LanguageModel(module, tokenizer, context) ─ save_model ─> a plain directory
+    ModelConfig ─┬─ load_model ────────> LanguageModel ─┬─ save_model ─> a plain directory
+                 └─ load_scalar_model ─> ScalarModel ───┘
+
+Either holds module, tokenizer and context.
 
 The only package that imports transformers and tokenizers.
 """

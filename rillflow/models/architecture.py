@@ -1,24 +1,34 @@
 """Architecture: is this a decoder that Rillflow's attention can drive? Found out by trying it.
 
-    config ── causal_class ──> class of the module          known to transformers, attention replaceable?
+    config ── causal_class, scalar_class ──> its module's class    known, and its attention replaceable?
     module ── check_attention: 8 tokens through an attention plan, the same through the module's own attention
-                 every layer asked the plan once?  the logits agree?
+                 every layer asked the plan once?  the outputs agree?
 
 What the trial cannot show, a long context would: attention in chunks is refused by its name.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from rillflow.errors import ModelError
 from rillflow.models.attention import ATTENTION, causal
 
+Output = Literal["logits", "last_hidden_state"]
+"""What is compared: the module's logits, or where the head says little, the body's last hidden states."""
+
 _TRIAL_TOKENS = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest difference of the logits, over their largest; rounding stays a tenth below it or less."""
+"""Largest difference of the outputs, over their largest; rounding stays a tenth below it or less."""
 _LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -57,12 +67,30 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-def check_attention(module: PreTrainedModel) -> None:
+def scalar_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of a decoder of this config with a head of numbers.
+
+    Raises:
+        ModelError: as ``causal_class``; or transformers has none of this type.
+    """
+    causal_class(config)
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"a model of type {config.model_type!r} cannot have a scalar head",
+            why="transformers has no ForSequenceClassification of this type",
+            fix="choose a decoder that has one, such as qwen2, llama, qwen3 or gpt2",
+        )
+    found: type[PreTrainedModel] = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    return found
+
+
+def check_attention(module: PreTrainedModel, output: Output = "logits") -> None:
     """Show that the module, built with Rillflow's attention, computes what it computes with its own.
 
     Raises:
         ModelError: it does not, or a layer computes its attention elsewhere.
     """
+    module = module if output == "logits" else module.base_model
     text = module.config.get_text_config()
     tokens = min(_TRIAL_TOKENS, context_of(module))
     ids = torch.arange(tokens, device=module.device)[None] % text.vocab_size
@@ -70,11 +98,11 @@ def check_attention(module: PreTrainedModel) -> None:
     name, witness = type(module).__name__, _Witness()
     try:
         with torch.no_grad():
-            ours = module(
-                input_ids=ids, position_ids=positions, use_cache=False, attention_plan=witness
-            ).logits
+            ours = module(input_ids=ids, position_ids=positions, use_cache=False, attention_plan=witness)[
+                output
+            ]
             module.set_attn_implementation("eager")
-            own = module(input_ids=ids, use_cache=False).logits
+            own = module(input_ids=ids, use_cache=False)[output]
             module.set_attn_implementation(ATTENTION)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise _not_replaceable(name, f"a trial ended in {type(error).__name__}: {error}") from error
@@ -84,7 +112,7 @@ def check_attention(module: PreTrainedModel) -> None:
     difference = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-30))
     if not difference <= _TOLERANCE[module.dtype]:
         raise ModelError(
-            f"{name} computes other logits with Rillflow's attention, by {difference:.2g} of the largest",
+            f"{name} computes other {output} with Rillflow's attention, by {difference:.2g} of the largest",
             why="its own attention is not causal, adds a bias to the scores, or its weights are not finite",
             fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
         )

@@ -11,11 +11,11 @@ import os
 import shutil
 from pathlib import Path
 
-from rillflow.models.language_model import LanguageModel
+from rillflow.models.language_model import LoadedModel
 from rillflow.models.quiet import quiet
 
 
-def save_model(model: LanguageModel, directory: Path) -> None:
+def save_model(model: LoadedModel, directory: Path) -> None:
     """Write config, generation config, weights (safetensors) and tokeniser files.
 
     Raises:

@@ -6,15 +6,16 @@ ModelConfig ─┬─ path ─> pretrained ─┐
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rillflow.errors import ConfigError, ModelError, nearest
-from rillflow.models.architecture import check_attention, context_of
+from rillflow.models.architecture import Output, check_attention, context_of
 from rillflow.models.attention import register
 from rillflow.models.config import ModelConfig
 from rillflow.models.locate import locate
@@ -27,8 +28,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LanguageModel:
-    """A causal language model, ready to sample from and to train."""
+class LoadedModel:
+    """A decoder, whatever its head."""
 
     module: PreTrainedModel
     """The unmodified transformers module, its attention Rillflow's, in evaluation mode."""
@@ -36,6 +37,10 @@ class LanguageModel:
     """Its tokeniser."""
     context: int
     """The longest row in tokens, prompt and answer together."""
+
+
+class LanguageModel(LoadedModel):
+    """A causal language model, ready to sample from and to train."""
 
 
 def load_model(config: ModelConfig, *, seed: int, device: torch.device, base: Path) -> LanguageModel:
@@ -51,9 +56,47 @@ def load_model(config: ModelConfig, *, seed: int, device: torch.device, base: Pa
         ConfigError: both or none of ``path`` and ``new`` are given.
         ModelError: the model is not there, or is none that Rillflow can drive.
     """
+    module, inner = module_and_tokenizer(
+        config,
+        device=device,
+        base=base,
+        section="policy.model",
+        new=partial(new_module, seed=seed),
+        read=load_module,
+        output="logits",
+    )
+    tokenizer = wrapped(module, inner, listed(module.generation_config.eos_token_id))
+    return LanguageModel(module=module, tokenizer=tokenizer, context=context_of(module))
+
+
+def module_and_tokenizer(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    base: Path,
+    section: str,
+    new: Callable[..., PreTrainedModel],
+    read: Callable[[str, torch.dtype], PreTrainedModel],
+    output: Output,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A module on its device, its attention tried, and the library's tokeniser.
+
+    Args:
+        config: exactly one of ``path`` and ``new``.
+        device: where the module goes.
+        base: what a relative ``path`` is relative to.
+        section: what a recipe calls the config, for errors.
+        new: makes a module of a ``NewModel``, ``vocabulary`` and ``dtype``.
+        read: reads a module from where ``locate`` found it, in a type.
+        output: what the trial of the attention compares.
+
+    Raises:
+        ConfigError: both or none of ``path`` and ``new`` are given.
+        ModelError: see ``load_model``.
+    """
     if (config.path is None) == (config.new is None):
         raise ConfigError(
-            "policy.model has both path and new" if config.new else "policy.model has neither path nor new",
+            f"{section} has both path and new" if config.new else f"{section} has neither path nor new",
             why="a model exists, or is made: exactly one of the two",
             fix='write path = "a/directory", or new = {}',
         )
@@ -62,14 +105,12 @@ def load_model(config: ModelConfig, *, seed: int, device: torch.device, base: Pa
     with quiet():
         if config.new is not None:
             inner = character_tokenizer(config.new.alphabet, config.new.context)
-            module = new_module(config.new, vocabulary=len(inner), seed=seed, dtype=dtype)
-        else:
-            assert config.path is not None  # exactly one of the two is there
-            source = locate(config.path, base)
-            module = load_module(source, dtype).to(device).eval()
-            check_attention(module)
-            inner = load_tokenizer(source)
-        return _assemble(module.to(device), inner)
+            return new(config.new, vocabulary=len(inner), dtype=dtype).to(device), inner
+        assert config.path is not None  # exactly one of the two is there
+        source = locate(config.path, base)
+        module = read(source, dtype).to(device).eval()
+        check_attention(module, output)
+        return module, load_tokenizer(source)
 
 
 def choose_device(name: str) -> torch.device:
@@ -92,8 +133,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _assemble(module: PreTrainedModel, inner: PreTrainedTokenizerBase) -> LanguageModel:
-    tokenizer = Tokenizer(inner, stop_tokens=_listed(module.generation_config.eos_token_id))
+def wrapped(module: PreTrainedModel, inner: PreTrainedTokenizerBase, stop_tokens: Sequence[int]) -> Tokenizer:
+    """The tokeniser, checked against the module's embedding.
+
+    Raises:
+        ModelError: it has more tokens than the embedding has rows.
+    """
+    tokenizer = Tokenizer(inner, stop_tokens=stop_tokens)
     rows = module.get_input_embeddings().weight.shape[0]
     if tokenizer.vocabulary_size > rows:
         raise ModelError(
@@ -101,10 +147,11 @@ def _assemble(module: PreTrainedModel, inner: PreTrainedTokenizerBase) -> Langua
             why="a text with a token beyond the embedding could not be read",
             fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
         )
-    return LanguageModel(module=module, tokenizer=tokenizer, context=context_of(module))
+    return tokenizer
 
 
-def _listed(tokens: int | Sequence[int] | None) -> list[int]:
+def listed(tokens: int | Sequence[int] | None) -> list[int]:
+    """End tokens as configs have them, one, several or none, as a list."""
     if tokens is None:
         return []
     return [tokens] if isinstance(tokens, int) else list(tokens)

@@ -1,7 +1,7 @@
 """A small new decoder: any causal type of transformers, random weights, a tokeniser of single characters.
 
     NewModel ─┬─ alphabet ──> tokeniser: byte-level BPE that merges no two characters, one end token
-              └─ sizes ─────> config, by the type's own names ─ seed ─> module
+              └─ sizes ─────> config, by the type's own names ─ seed ─> module, with logits or a scalar head
 
 The tokeniser is byte-level because ``AutoTokenizer`` rebuilds a Qwen2 directory's tokeniser as
 byte-level BPE whatever its files say; another kind would come back as one that encodes to nothing.
@@ -18,15 +18,17 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from rillflow.errors import ModelError, nearest
-from rillflow.models.architecture import causal_class, check_attention
+from rillflow.models.architecture import Output, causal_class, check_attention, scalar_class
 from rillflow.models.attention import ATTENTION
 from rillflow.models.config import NewModel
+from rillflow.models.scalar_head import HeadStart, require_one_number, start_head
 
 END = "<|end|>"
 """The end token's text. Its id is 0; others pad with it too: lengths decide where a row ends, not values."""
@@ -64,10 +66,30 @@ def new_module(new: NewModel, *, vocabulary: int, seed: int, dtype: torch.dtype)
     """
     config = _config(new, vocabulary)
     causal_class(config)
+    return _rounded(_seeded(AutoModelForCausalLM, config, seed, "logits"), dtype)
+
+
+def new_scalar_module(
+    new: NewModel, *, vocabulary: int, seed: int, dtype: torch.dtype, start: HeadStart
+) -> PreTrainedModel:
+    """A module with a scalar head; otherwise as ``new_module``."""
+    config = _config(new, vocabulary)
+    scalar_class(config)
+    require_one_number(config)
+    module = _seeded(AutoModelForSequenceClassification, config, seed, "last_hidden_state")
+    start_head(module, start, seed)
+    return _rounded(module, dtype)
+
+
+def _seeded(kind: Any, config: PreTrainedConfig, seed: int, output: Output) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
-    check_attention(module.eval())
+        module = kind.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+    check_attention(module.eval(), output)
+    return module
+
+
+def _rounded(module: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)  # buffers, such as rotary frequencies, stay exact
     return module

@@ -1,6 +1,7 @@
 """Pretrained: a Hugging Face directory or hub name, looked at before it is loaded.
 
     directory | hub name ─ config: a decoder? ─> weights: safetensors, all there? ─> module
+                                  └─ with a scalar head, or without: then the head is new
 
 Nothing in a directory is executed: no custom code, no pickle.
 """
@@ -15,15 +16,25 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from rillflow.errors import ModelError
-from rillflow.models.architecture import causal_class
+from rillflow.models.architecture import causal_class, scalar_class
 from rillflow.models.attention import ATTENTION
+from rillflow.models.scalar_head import (
+    HeadStart,
+    head_weights,
+    require_one_number,
+    settle_head,
+    start_head,
+)
 
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 """What transformers raises for a directory it cannot use."""
@@ -35,16 +46,84 @@ def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         ModelError: the directory holds none we can drive, or not all of its weights.
     """
+    config = _config(source)
+    wanted = causal_class(config).__name__
+    declared = config.architectures or [wanted]
+    if wanted not in declared:
+        raise ModelError(
+            f"the model {source} is a {declared[0]}",
+            why=f"as a {wanted} some of its weights would be random, or unused",
+            fix="name a checkpoint of a causal language model",
+        )
+    module, missing = _weights(source, config, AutoModelForCausalLM, dtype)
+    _refuse_missing(source, module, missing)
+    return module
+
+
+def load_scalar_module(source: str, dtype: torch.dtype, *, start: HeadStart, seed: int) -> PreTrainedModel:
+    """A decoder with a scalar head and Rillflow's attention, on the CPU.
+
+    A causal language model gets a new head in the place of its logits. A directory that has a head keeps it,
+    and its class: ForTokenClassification has a bias that ForSequenceClassification would drop.
+
+    Raises:
+        ModelError: as ``load_module``; or the head gives another number of labels than one.
+    """
+    config = _config(source)
+    causal, scalar = causal_class(config).__name__, scalar_class(config).__name__
+    heads: dict[str, Any] = {scalar: AutoModelForSequenceClassification}
+    if type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)].__name__
+        heads[name] = AutoModelForTokenClassification
+    declared = (config.architectures or [causal])[0]
+    if declared != causal and declared not in heads:
+        raise ModelError(
+            f"the model {source} is a {declared}",
+            why=f"a scalar head is made for a {causal}, or kept where there is a {' or a '.join(heads)}",
+            fix="name a causal language model, or a checkpoint that has a head of one label",
+        )
+    if declared in heads and config.num_labels != 1:
+        raise ModelError(
+            f"the head of the model {source} gives {config.num_labels} numbers",
+            why="a value or a score is one number",
+            fix="name a checkpoint trained with num_labels = 1, or a causal language model",
+        )
+    require_one_number(config)
+    with torch.random.fork_rng(devices=[]):
+        kind = heads[scalar] if declared == causal else heads[declared]
+        module, missing = _weights(source, config, kind, dtype)
+    new = head_weights(module) if declared == causal else frozenset()
+    _refuse_missing(source, module, missing - new)
+    if missing & new:
+        start_head(module, start, seed)
+    settle_head(source, module)
+    return module
+
+
+def _config(source: str) -> PreTrainedConfig:
+    """The config of a decoder whose weights can be read."""
     try:
         settings, _ = PreTrainedConfig.get_config_dict(source)
         _check_settings(source, settings)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except LIBRARY_ERRORS as error:
         raise _unusable(source, "config", error) from error
-    _check_architecture(source, config)
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"the model {source} is an encoder with a decoder ({config.model_type})",
+            why="prompt and answer are one text for a causal language model",
+            fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
+        )
+    return config
+
+
+def _weights(
+    source: str, config: PreTrainedConfig, kind: Any, dtype: torch.dtype
+) -> tuple[PreTrainedModel, frozenset[str]]:
+    """The module, and the names of the weights that its files lack."""
     _check_weight_files(source)
     try:
-        module, found = AutoModelForCausalLM.from_pretrained(
+        module, found = kind.from_pretrained(
             source,
             config=config,
             dtype=dtype,
@@ -55,14 +134,16 @@ def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
         )
     except LIBRARY_ERRORS as error:
         raise _unusable(source, "weights", error) from error
-    missing = sorted(found["missing_keys"])
+    return module, frozenset(found["missing_keys"])
+
+
+def _refuse_missing(source: str, module: PreTrainedModel, missing: frozenset[str]) -> None:
     if missing:
         raise ModelError(
-            f"the model {source} has no weight {missing[0]!r}",
+            f"the model {source} has no weight {min(missing)!r}",
             why=f"{len(missing)} weights of a {type(module).__name__} would be random",
-            fix="name a complete checkpoint of a causal language model",
+            fix="name a complete checkpoint",
         )
-    return module
 
 
 def _check_settings(source: str, settings: dict[str, Any]) -> None:
@@ -82,23 +163,6 @@ def _check_settings(source: str, settings: dict[str, Any]) -> None:
             f"the model {source} is quantised",
             why="its weights are integers, which cannot be trained",
             fix="name the float or bfloat16 model it was made from",
-        )
-
-
-def _check_architecture(source: str, config: PreTrainedConfig) -> None:
-    if config.is_encoder_decoder:
-        raise ModelError(
-            f"the model {source} is an encoder with a decoder ({config.model_type})",
-            why="prompt and answer are one text for a causal language model",
-            fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
-        )
-    wanted = causal_class(config).__name__
-    declared = config.architectures or [wanted]
-    if wanted not in declared:
-        raise ModelError(
-            f"the model {source} is a {declared[0]}",
-            why=f"as a {wanted} some of its weights would be random, or unused",
-            fix="name a checkpoint of a causal language model",
         )
 
 

@@ -143,6 +143,11 @@ class Tokenizer:
             )
         return tokens[0]
 
+    def first_difference(self, other: Tokenizer) -> int | None:
+        """The smallest token that the two read as different text; None where there is none."""
+        mine, theirs = self._inner.get_vocab().items(), other._inner.get_vocab().items()
+        return min((token for _, token in mine ^ theirs), default=None)
+
     def save(self, directory: Path) -> None:
         """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
         self._inner.save_pretrained(directory)

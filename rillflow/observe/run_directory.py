@@ -46,7 +46,7 @@ class RunDirectory:
         """Whether this call made it; False when a run is resumed."""
         self.checkpoints = path / layout.CHECKPOINTS
         """The folder of checkpoints, which another package fills."""
-        self.spans = Spans(clock=self.elapsed_s, write=self._log_span)
+        self.spans = Spans(clock=self.elapsed_s, write=self.log_span)
         """Measures stages; each goes to spans.jsonl when it ends."""
         self._lock: Lock | None = lock
         self._clock = clock
@@ -132,16 +132,7 @@ class RunDirectory:
         A step that sampled nothing has no file.
         """
         self._require_open()
-        lines = (encode(row) for row in rows)
-        first = next(lines, None)
-        if first is None:
-            return
-        file = layout.rollout_file(self.path, step)
-        try:
-            file.parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise durable.write_error(file, error) from error
-        durable.replace(file, chain([first], lines))
+        write_rollouts(self.path, step, rows)
 
     def write_json(self, name: str, data: Mapping[str, JSON]) -> None:
         """Write a file of one record, atomically. ``name`` is a plain file name."""
@@ -183,7 +174,8 @@ class RunDirectory:
     ) -> None:
         self.close()
 
-    def _log_span(self, span: Span) -> None:
+    def log_span(self, span: Span) -> None:
+        """Add one stage of one step to spans.jsonl."""
         times = {"start_s": round(span.start_s, 6), "duration_s": round(span.duration_s, 6)}
         self._append(layout.SPANS, {**asdict(span), **times})
 
@@ -323,3 +315,20 @@ def _mend(path: Path) -> None:
     for folder in (path, path / layout.ROLLOUTS):
         for temporary in folder.glob(".*.tmp"):
             temporary.unlink()
+
+
+def write_rollouts(run: Path, step: int, rows: Iterable[Mapping[str, JSON]]) -> None:
+    """Write the file of one step's rollouts into a run directory, from wherever the rows are.
+
+    It is there whole or not at all; a step that sampled nothing has no file.
+    """
+    lines = (encode(row) for row in rows)
+    first = next(lines, None)
+    if first is None:
+        return
+    file = layout.rollout_file(run, step)
+    try:
+        file.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise durable.write_error(file, error) from error
+    durable.replace(file, chain([first], lines))

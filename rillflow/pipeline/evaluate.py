@@ -1,4 +1,7 @@
-"""Evaluation: greedy answers to held-out prompts, scored by the reward."""
+"""Evaluation: greedy answers to held-out prompts, scored by the reward.
+
+prompts ─ policy.generate ─> rollouts ─ reward.score ─> scores ─ judged ─> a few numbers
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ from dataclasses import dataclass
 
 from rillflow.formulas.interval import wilson
 from rillflow.records.batch import Batch
-from rillflow.roles.policy import Policy
-from rillflow.roles.reward import Reward
-from rillflow.rollout.config import SamplingConfig
 
 SOLVED = 1.0
 """A row with at least this reward counts as solved."""
@@ -39,16 +39,14 @@ class Evaluation:
         return self.correct / self.count
 
 
-def evaluate(policy: Policy, reward: Reward, prompts: Batch, sampling: SamplingConfig) -> Evaluation:
-    """Answer every prompt once, as ``sampling`` says, and score the answers."""
-    rollouts = policy.generate(prompts, samples=1, sampling=sampling)
-    scores = reward.score(rollouts)
+def judged(rollouts: Batch, scores: Batch) -> Evaluation:
+    """What the scores of answers to held-out prompts say."""
     rewards = scores.dense("rewards")[scores.dense("valid")]
     correct = int((rewards >= SOLVED).sum())
     return Evaluation(
         correct=correct,
-        count=len(prompts),
+        count=len(rollouts),
         mean_reward=float(rewards.mean()) if len(rewards) else float("nan"),
-        interval=wilson(correct, len(prompts)),
+        interval=wilson(correct, len(rollouts)),
         length_mean=float(rollouts.ragged("loss_mask").sums().double().mean()),
     )

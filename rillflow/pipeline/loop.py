@@ -6,7 +6,7 @@ stream ── take ──> step(flow, data, config) ──> record ──> evalu
 consumes      prompts or demonstrations, in the stream's order
 waits for     nothing but the stages themselves
 produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
-              evaluation and a checkpoint
+              evaluation and a checkpoint. Batches stay with the ranks; it reads reports alone
 shutdown      healthy: after the last step, with a checkpoint. First signal: after the present step,
               with a checkpoint. Second signal or crash: at once; the last checkpoint resumes.
 """
@@ -14,21 +14,24 @@ shutdown      healthy: after the last step, with a checkpoint. First signal: aft
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rillflow.dataflow.checkpoint import save_checkpoint
+from rillflow.dataflow.checkpoint import save_checkpoint, write_role
+from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.errors import Interrupted
 from rillflow.observe.progress import Progress
 from rillflow.observe.run_directory import RunDirectory
+from rillflow.observe.spans import Span
 from rillflow.pipeline.evaluate import Evaluation
 from rillflow.pipeline.interrupt import Interruption
-from rillflow.pipeline.telemetry import rollout_rows, step_metrics
+from rillflow.pipeline.telemetry import record
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Max, Mean, Metrics
-from rillflow.roles.policy import Policy
+from rillflow.records.metrics import Max, Mean, Metric
+from rillflow.workers.values import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +54,16 @@ class Phase:
     """Iterations."""
     rows: int
     """Prompts or demonstrations of one iteration."""
-    step: Callable[[Flow, Batch, Any], Metrics]
-    """The algorithm."""
+    step: Callable[[Flow, Batch, Any], Any]
+    """The algorithm; it returns a report, or several."""
     config: Any
     """Its settings."""
     flow: Flow
-    """Its roles."""
-    policy: Policy
-    """The policy it trains; checkpoints hold it."""
+    """What its step is written in."""
+    executor: GroupExecutor
+    """What runs it."""
+    trained: tuple[str, ...]
+    """The roles it trains; checkpoints hold them."""
     stream: Stream
     """Its data."""
     evaluated: bool
@@ -84,7 +89,8 @@ class Loop:
         run: where everything is recorded.
         progress: what the user sees.
         cadence: how often to evaluate and to checkpoint.
-        judge: evaluates a policy; None where nothing is held out.
+        judge: evaluates the policy; None where nothing is held out.
+        deadline_s: longest wait for any stage.
         interruption: the user's wish to stop.
         total_steps: steps of all phases; after the last one there is nothing left to interrupt.
     """
@@ -94,9 +100,10 @@ class Loop:
         run: RunDirectory,
         progress: Progress,
         cadence: Cadence,
-        judge: Callable[[Policy], Evaluation] | None,
+        judge: Callable[[GroupExecutor], Evaluation] | None,
         interruption: Interruption,
         total_steps: int,
+        deadline_s: float,
     ) -> None:
         self._run = run
         self._progress = progress
@@ -104,6 +111,9 @@ class Loop:
         self._judge = judge
         self._interruption = interruption
         self._total_steps = total_steps
+        self._deadline_s = deadline_s
+        self.version = 0
+        """The policy version published last."""
 
     def run_phase(self, phase: Phase, index: int, first: int, start: int) -> None:
         """Do the phase's steps ``start`` .. ``phase.steps``; ``first`` is the run's step before the phase.
@@ -130,21 +140,36 @@ class Loop:
 
     def _step(self, phase: Phase, step: int) -> None:
         began = time.monotonic()
-        phase.flow.begin(step)
+        phase.flow.begin()
         data = phase.stream.take(phase.rows)
         report = phase.step(phase.flow, data, phase.config)
+        metrics = self._record(phase, step)
+        for part in report if isinstance(report, tuple) else (report,):
+            metrics |= part.read(self._deadline_s)
         seconds = time.monotonic() - began
-        metrics = {**step_metrics(phase.flow), **report}
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
-        metrics["policy/version/max"] = Max(value=phase.policy.version)
-        self._run.log_rollouts(step, rollout_rows(phase.flow, phase.policy.model.tokenizer.pieces))
+        metrics["policy/version/max"] = Max(value=self.version)
         self._run.log_metrics(step, phase.name, metrics)
         self._progress.step(phase.name, step, metrics, seconds)
+
+    def _record(self, phase: Phase, step: int) -> dict[str, Metric]:
+        """Write down the step's stages and rows; return what was measured of them."""
+        stages, batches = [], []
+        for entry in phase.flow.journal:
+            facts = entry.result.facts(self._deadline_s)
+            self._run.log_span(_span(entry.stage, step, facts, self._run.elapsed_s()))
+            if facts[0].rows >= 0:
+                stages.append(entry.stage)
+                batches.append(entry.result)
+            if entry.stage == "policy.publish":
+                self.version = entry.result.read(self._deadline_s)
+        measured = phase.executor.look("policy", record, self._run.path.absolute(), step, stages, *batches)
+        return dict(measured.read(self._deadline_s))
 
     def _evaluate(self, phase: Phase, step: int) -> None:
         if self._judge is None:
             return
-        found = self._judge(phase.policy)
+        found = self._judge(phase.executor)
         self._run.log_evaluation(
             step,
             correct=found.correct,
@@ -159,23 +184,37 @@ class Loop:
             f"[{low:.3f}, {high:.3f}] ({found.correct} of {found.count}), mean reward {found.mean_reward:.3f}"
         )
 
-    def _checkpoint(self, phase: Phase, index: int, step: int, done: int) -> Any:
-        saved = phase.policy.trainer.state()
+    def _checkpoint(self, phase: Phase, index: int, step: int, done: int) -> Path:
+        numbers = {
+            name: number if isinstance(number, float) else float(number.read(self._deadline_s))
+            for name, number in phase.flow.state.items()
+        }
         state = {
             "phase": index,
             "done": done,
-            "version": phase.policy.version,
+            "version": self.version,
             "stream": dict(phase.stream.state()),
-            "trainer": saved.counters,
+            "numbers": numbers,
         }
-        return save_checkpoint(
-            self._run.checkpoints,
-            step,
-            phase.policy.model,
-            saved.tensors,
-            state,
-            self._cadence.keep_checkpoints,
-        )
+
+        def write(folder: Path) -> None:
+            for role in phase.trained:
+                phase.executor.look(role, write_role, folder.absolute()).read(self._deadline_s)
+
+        return save_checkpoint(self._run.checkpoints, step, write, state, self._cadence.keep_checkpoints)
+
+
+def _span(stage: str, step: int, facts: Sequence[Facts], now_s: float) -> Span:
+    """A stage as its ranks saw it: from the first that began to the last that ended."""
+    began, ended = min(each.began for each in facts), max(each.ended for each in facts)
+    return Span(
+        step=step,
+        stage=stage,
+        start_s=max(0.0, now_s - (time.time() - began)),
+        duration_s=ended - began,
+        rows=sum(max(0, each.rows) for each in facts),
+        tokens=sum(each.tokens for each in facts),
+    )
 
 
 def _due(done: int, every: int) -> bool:

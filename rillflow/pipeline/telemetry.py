@@ -7,26 +7,43 @@ whatever scores and advantages were computed for them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rillflow.dataflow.flow import Flow
+from rillflow.observe.run_directory import write_rollouts
 from rillflow.records.batch import Batch, Field
-from rillflow.records.metrics import Max, Mean, Metric, Sum
+from rillflow.records.metrics import Max, Mean, Metric, Metrics, Sum
 from rillflow.records.rollout import Finish
+from rillflow.roles.policy import Policy
 from rillflow.roles.reward import OUTCOMES
 
+SAMPLING, SCORING = "policy.generate", "reward.score"
 
-def step_metrics(flow: Flow) -> dict[str, Metric]:
-    """Metrics of everything generated and scored in the present step."""
+
+def record(policy: Policy, run: Path, step: int, stages: Sequence[str], *batches: Batch) -> Metrics:
+    """Write the rows sampled in a step into the run directory, and measure what was sampled and scored.
+
+    Runs where the policy is, so that rollouts do not pass through the controller.
+
+    Args:
+        policy: its tokeniser knows each token's text.
+        run: the run directory, as this rank sees it.
+        step: of the run.
+        stages: what made each batch.
+        batches: every batch of the step, in order.
+    """
     metrics: dict[str, Metric] = {}
-    for rollouts in flow.journal("policy.generate"):
+    sampled = [batch for stage, batch in zip(stages, batches, strict=True) if stage == SAMPLING]
+    for rollouts in sampled:
         metrics |= rollout_metrics(rollouts)
-    for scores in flow.journal("reward.score"):
-        metrics |= reward_metrics(scores)
+    for stage, scores in zip(stages, batches, strict=True):
+        if stage == SCORING:
+            metrics |= reward_metrics(scores)
+    write_rollouts(run, step, rollout_rows(sampled, batches, policy.model.tokenizer.pieces))
     return metrics
 
 
@@ -60,13 +77,17 @@ def reward_metrics(scores: Batch) -> dict[str, Metric]:
     return metrics
 
 
-def rollout_rows(flow: Flow, decode: Callable[[list[int]], list[str]]) -> Iterator[dict[str, Any]]:
-    """One JSON record a row sampled in the present step, with whatever was computed for it.
+def rollout_rows(
+    sampled: Sequence[Batch], batches: Sequence[Batch], decode: Callable[[list[int]], list[str]]
+) -> Iterator[dict[str, Any]]:
+    """One JSON record a sampled row, with whatever was computed for it.
 
-    ``decode`` gives each token's text. Lists are aligned to the row's tokens, prompt included.
+    Args:
+        sampled: what was generated.
+        batches: everything of the step that is known of rows.
+        decode: gives each token's text. Lists are aligned to the row's tokens, prompt included.
     """
-    batches = flow.batches()
-    for rollouts in flow.journal("policy.generate"):
+    for rollouts in sampled:
         known: dict[str, Field] = {}
         for batch in batches:
             if torch.equal(batch.ids, rollouts.ids):
@@ -106,8 +127,8 @@ def _verdict(batch: Batch, index: int) -> dict[str, Any]:
         found |= {"outcome": str(outcome), "reward": None}
         if bool(batch.dense("valid")[index]):
             found["reward"] = float(batch.dense("rewards")[index])
-    if "advantages" in batch.fields:
-        found["advantage"] = float(batch.dense("advantages")[index])
+    if isinstance(advantages := batch.fields.get("advantages"), Tensor):
+        found["advantage"] = float(advantages[index])
     return found
 
 

@@ -1,8 +1,10 @@
 """Roles: an engine given a name and endpoints the controller may call.
 
-    policy     generate, logprobs, update, imitate, publish
-    reference  logprobs
-    reward     score
+    policy        generate, logprobs, update, imitate, publish
+    reference     logprobs
+    critic        values, update
+    reward        score
+    reward model  score, prefer: of a reward or of a cost
 
 Every endpoint takes and returns batches; a role names the fields it adds.
 """

@@ -4,13 +4,17 @@
     rollouts ─ logprobs ─> old_logprobs            (training engine)
     rollouts + advantages ─ update ─> metrics      (training engine)
     publish: what was trained is what is sampled next, under the next version
+    begin, save: a phase of training, and what it goes on from
 
 Both engines work on the same parameters, so publishing moves no byte here.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rillflow.formulas.config import PolicyLossConfig
+from rillflow.models.checkpoint import save_model
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Metric, merge_metrics
@@ -19,7 +23,13 @@ from rillflow.rollout.native.engine import NativeEngine
 from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.train.loss import PolicyLoss, SupervisedLoss
 from rillflow.train.minibatches import minibatches
+from rillflow.train.state_file import load_state, save_state
 from rillflow.train.trainer import Trainer
+from rillflow.workers.endpoint import endpoint
+from rillflow.workers.transfer import DP, TOGETHER, TRAIN
+
+ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish", "columns")
+"""What ``records.rollout.rollout_batch`` makes."""
 
 
 class Policy:
@@ -27,14 +37,12 @@ class Policy:
 
     Args:
         model: the module and its tokeniser.
-        train: the optimiser's settings.
+        train: the optimiser's settings of the first phase.
         rollout: how it is sampled.
         seed: the run's seed; every random number follows from it and from row ids.
-        updates: optimiser steps of the whole phase, for the schedule.
+        updates: optimiser steps of that phase, for the schedule.
         version: publishes so far.
     """
-
-    endpoints: tuple[str, ...] = ("generate", "logprobs", "update", "imitate", "publish")
 
     def __init__(
         self,
@@ -61,15 +69,42 @@ class Policy:
             version=version,
         )
 
+    @endpoint(TOGETHER)
+    def begin(self, train: TrainConfig, updates: int, resume: Path | None = None) -> None:
+        """Start a phase with an optimiser of its own.
+
+        Args:
+            train: its settings.
+            updates: optimiser steps of the whole phase.
+            resume: the file ``save`` wrote in this phase; None starts afresh.
+        """
+        self.trainer = Trainer(self.model.module, train, total_steps=updates)
+        if resume is not None:
+            load_state(self.trainer, resume)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of what ``save`` writes, headers aside."""
+        weights = sum(int(weight.nbytes) for weight in self.model.module.parameters())
+        return weights + sum(tensor.nbytes for tensor in self.trainer.state().tensors.values())
+
+    def save(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face directory ``policy``, the optimiser beside it."""
+        save_model(self.model, folder / "policy")
+        save_state(self.trainer, folder / "policy.optimizer.safetensors")
+
+    @endpoint(DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Rollouts of ``samples`` answers to every prompt, ordered by prompt and sample."""
         return self._engine.generate(prompts, samples, sampling)
 
+    @endpoint(DP, reads=("tokens", "loss_mask"), writes=("old_logprobs",))
     def logprobs(self, rollouts: Batch) -> Batch:
         """The field ``old_logprobs``: what the present weights give every sampled token."""
         found = self.trainer.logprobs(rollouts, temperature=self._temperature)
         return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
 
+    @endpoint(TRAIN, reads=("tokens", "loss_mask", "sampler_logprobs", "advantages"))
     def update(self, *known: Batch, loss: PolicyLossConfig, reuse: UpdateConfig) -> dict[str, Metric]:
         """Optimiser steps on rows joined from ``known``: rollouts, advantages and what the loss asks for.
 
@@ -87,11 +122,13 @@ class Policy:
             parts.append(metrics)
         return merge_metrics(parts)
 
+    @endpoint(TRAIN, reads=("tokens", "loss_mask"))
     def imitate(self, demonstrations: Batch, passes: PassesConfig) -> dict[str, Metric]:
         """Optimiser steps that raise the probability of the demonstrations' loss tokens."""
         cut = minibatches(demonstrations, passes.epochs, passes.minibatches, self._seed, self.version)
         return merge_metrics([self.trainer.update(part, SupervisedLoss()) for part in cut])
 
+    @endpoint(TOGETHER)
     def publish(self) -> int:
         """Make the trained weights those that are sampled; return their version."""
         self.version += 1

@@ -9,6 +9,7 @@ silent reward of 0.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,13 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.workers import RewardWorkers
+from rillflow.train.minibatches import prompt_units
+from rillflow.workers.endpoint import endpoint
+from rillflow.workers.transfer import DP
 
 OUTCOMES = tuple(Outcome)
+SCORE_FIELDS = ("rewards", "valid", "outcome", "completion", "message")
+"""What a score adds to a row."""
 
 
 class Reward:
@@ -33,13 +39,12 @@ class Reward:
         max_failures: share of rows with a time-out or an error above which the run stops.
     """
 
-    endpoints: tuple[str, ...] = ("score",)
-
     def __init__(self, workers: RewardWorkers, tokenizer: Tokenizer, *, max_failures: float) -> None:
         self._workers = workers
         self._tokenizer = tokenizer
         self._max_failures = max_failures
 
+    @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=SCORE_FIELDS)
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout.
 
@@ -54,20 +59,7 @@ class Reward:
         texts = [self._tokenizer.decode(tokens.tolist()) for tokens in completions(rollouts).rows()]
         scores = self._call(texts, rollouts.ragged("columns").to_text())
         self._stop_if_broken(rollouts, scores)
-        values = torch.tensor([score.value or 0.0 for score in scores], dtype=torch.float32)
-        return Batch(
-            ids=rollouts.ids,
-            fields={
-                "rewards": values,
-                "valid": torch.tensor([score.outcome is Outcome.SCORE for score in scores]),
-                "outcome": torch.tensor(
-                    [OUTCOMES.index(score.outcome) for score in scores], dtype=torch.int8
-                ),
-                "groups": torch.unique(rollouts.ids[:, :2], dim=0, return_inverse=True)[1],
-                "completion": Ragged.from_text(texts),
-                "message": Ragged.from_text([score.message for score in scores]),
-            },
-        )
+        return scored_rows(rollouts, texts, scores)
 
     def _call(self, texts: list[str], columns: list[str]) -> list[Score]:
         rows: list[dict[str, Any]] = [json.loads(text) for text in columns]
@@ -91,3 +83,27 @@ class Reward:
                 why=f"more than reward.max_failures = {self._max_failures:g} of a step's rows",
                 fix="mend the function, or raise reward.max_failures or reward.timeout_s",
             )
+
+
+def scored_rows(
+    rollouts: Batch, texts: Sequence[str], scores: Sequence[Score], name: str = "rewards"
+) -> Batch:
+    """The fields that ``Reward.score`` returns, the first of them called ``name``.
+
+    Args:
+        rollouts: B rows.
+        texts: their answers.
+        scores: their outcomes.
+        name: what the values are called.
+    """
+    return Batch(
+        ids=rollouts.ids,
+        fields={
+            name: torch.tensor([score.value or 0.0 for score in scores], dtype=torch.float32),
+            "valid": torch.tensor([score.outcome is Outcome.SCORE for score in scores], dtype=torch.bool),
+            "outcome": torch.tensor([OUTCOMES.index(score.outcome) for score in scores], dtype=torch.int8),
+            "groups": prompt_units(rollouts),
+            "completion": Ragged.from_text(texts),
+            "message": Ragged.from_text([score.message for score in scores]),
+        },
+    )

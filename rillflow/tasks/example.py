@@ -45,6 +45,10 @@ class Example:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The other columns by name, values as JSON has them; the reward gets them."""
 
+    def plain(self) -> list[Any]:
+        """What a digest of the data is made of."""
+        return [self.index, self.prompt, self.completion, self.columns]
+
     def as_json(self) -> str:
         """The prompt and the other columns, as the field ``columns`` of a batch holds them."""
         return json.dumps({"prompt": self.prompt, **self.columns})
@@ -62,15 +66,24 @@ def example_of(row: dict[str, Any], index: int) -> Example:
         DataError: the prompt is missing, null, empty, or neither text nor messages; the completion is no
             text. The message does not say where the row stands.
     """
+    prompt = prompt_of(row)
+    completion = _completion(row)
+    return Example(index=index, prompt=prompt, completion=completion, columns=row)
+
+
+def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
+    """Take the prompt out of a row.
+
+    Raises:
+        DataError: it is missing, null, empty, or neither text nor messages.
+    """
     if "prompt" not in row:
         raise DataError(
             "there is no column 'prompt'",
             why=f"the columns are {', '.join(map(repr, row)) or 'none'}",
             fix=nearest("prompt", row),
         )
-    prompt = _prompt(row.pop("prompt"))
-    completion = _completion(row)
-    return Example(index=index, prompt=prompt, completion=completion, columns=row)
+    return _prompt(row.pop("prompt"))
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -88,11 +101,11 @@ def _prompt(value: object) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         if not value:
             raise DataError("the prompt is empty", why="there is nothing to continue")
-        return _encodable(value, "prompt")
+        return text_of(value, "prompt")
     if isinstance(value, list):
         return _messages(value)
     raise DataError(
-        f"the prompt is {_shown(value)}",
+        f"the prompt is {shown(value)}",
         why="a prompt is text, or a list of messages",
         fix="remove the row, or write the prompt",
     )
@@ -101,7 +114,7 @@ def _prompt(value: object) -> str | tuple[Message, ...]:
 def _messages(value: list[object]) -> tuple[Message, ...]:
     if not value:
         raise DataError("the prompt is []", why="a conversation has at least one message")
-    messages = tuple(_message(item, number) for number, item in enumerate(value, 1))
+    messages = tuple(message_of(item, number, "prompt") for number, item in enumerate(value, 1))
     if messages[-1]["role"] == "assistant":
         raise DataError(
             "the prompt's last message is the assistant's",
@@ -111,20 +124,25 @@ def _messages(value: list[object]) -> tuple[Message, ...]:
     return messages
 
 
-def _message(item: object, number: int) -> Message:
-    where = f"message {number} of the prompt"
+def message_of(item: object, number: int, place: str) -> Message:
+    """One turn of a conversation, the ``number``-th (from 1) of what ``place`` says.
+
+    Raises:
+        DataError: it is no object of ``role`` and ``content``, or one of the two cannot be used.
+    """
+    where = f"message {number} of the {place}"
     if not isinstance(item, dict) or set(item) != {"role", "content"}:
         found = (
-            f"has the keys {', '.join(map(repr, item)) or 'none'}" if isinstance(item, dict) else _shown(item)
+            f"has the keys {', '.join(map(repr, item)) or 'none'}" if isinstance(item, dict) else shown(item)
         )
         raise DataError(f"{where} {found}", why="a message has the keys 'role' and 'content', and no others")
     role, content = item["role"], item["content"]
     if role not in ROLES:
         fix = nearest(role, ROLES) if isinstance(role, str) else ""
-        raise DataError(f"{where} has the role {_shown(role)}", why=f"roles are {', '.join(ROLES)}", fix=fix)
+        raise DataError(f"{where} has the role {shown(role)}", why=f"roles are {', '.join(ROLES)}", fix=fix)
     if not isinstance(content, str):
-        raise DataError(f"{where} has the content {_shown(content)}", why="the content of a message is text")
-    return {"role": role, "content": _encodable(content, f"message {number}")}
+        raise DataError(f"{where} has the content {shown(content)}", why="the content of a message is text")
+    return {"role": role, "content": text_of(content, f"message {number}")}
 
 
 def _completion(row: dict[str, Any]) -> str | None:
@@ -132,16 +150,17 @@ def _completion(row: dict[str, Any]) -> str | None:
         answer = row.get("answer")
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             return None
-        return _encodable(str(answer), "answer")
+        return text_of(str(answer), "answer")
     value = row.pop("completion")
     if value is None:
         return None
     if not isinstance(value, str):
-        raise DataError(f"the completion is {_shown(value)}", why="an answer to learn from is text")
-    return _encodable(value, "completion")
+        raise DataError(f"the completion is {shown(value)}", why="an answer to learn from is text")
+    return text_of(value, "completion")
 
 
-def _encodable(text: str, name: str) -> str:
+def text_of(text: str, name: str) -> str:
+    """The text, refused where UTF-8 cannot hold it; ``name`` says what it is."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -152,6 +171,7 @@ def _encodable(text: str, name: str) -> str:
     return text
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as JSON has it, cut short, for an error."""
     text = "null" if value is None else json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,4 +1,4 @@
-"""Files: rows of a .jsonl or .parquet file as examples.
+"""Files: rows of a .jsonl or .parquet file as examples, or as pairs of answers.
 
     path ─ by its ending ─┬─ .jsonl ──> an object a line ────┬─> same columns? ids unique? ─> examples
                           └─ .parquet > a row of plain values ┘
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rillflow.errors import DataError
 from rillflow.tasks.example import Example, check_names, example_of
 
 ENDINGS = (".jsonl", ".parquet")
 _MARK = b"\xef\xbb\xbf"
+Row = TypeVar("Row")
 
 
 def read_examples(path: Path) -> list[Example]:
@@ -28,10 +29,15 @@ def read_examples(path: Path) -> list[Example]:
         DataError: the file is not there, is no such file, has no rows, or has a row that cannot be used;
             the message names the file, the line or row, and the value.
     """
+    return read_rows(path, example_of)
+
+
+def read_rows(path: Path, make: Callable[[dict[str, Any], int], Row]) -> list[Row]:
+    """What ``make`` makes of a file's rows and their places; see ``read_examples``."""
     _check_path(path)
     if path.suffix == ".jsonl":
-        return _examples(_json_lines(path), str(path), "line")
-    return _examples(_parquet_rows(path), str(path), "row")
+        return _made(_json_lines(path), str(path), "line", make)
+    return _made(_parquet_rows(path), str(path), "row", make)
 
 
 def _check_path(path: Path) -> None:
@@ -51,26 +57,31 @@ def _check_path(path: Path) -> None:
         )
 
 
-def _examples(rows: Iterable[tuple[int, dict[str, Any]]], source: str, unit: str) -> list[Example]:
-    examples: list[Example] = []
+def _made(
+    rows: Iterable[tuple[int, dict[str, Any]]],
+    source: str,
+    unit: str,
+    make: Callable[[dict[str, Any], int], Row],
+) -> list[Row]:
+    made: list[Row] = []
     names: frozenset[str] = frozenset()
     ids: dict[str | int, int] = {}
     start = 0
     for number, row in rows:
         try:
-            if not examples:
+            if not made:
                 start, names = number, frozenset(row)
                 check_names(names)
             elif row.keys() != names:
                 raise _mixed(row, names, f"{unit} {start}")
             if "id" in row:
                 _check_id(row["id"], number, unit, ids)
-            examples.append(example_of(row, len(examples)))
+            made.append(make(row, len(made)))
         except DataError as error:
             raise DataError(f"{source}, {unit} {number}: {error.what}", error.why, error.fix) from None
-    if not examples:
+    if not made:
         raise DataError(f"{source} has no rows", why="a task needs at least one prompt")
-    return examples
+    return made
 
 
 def _mixed(row: Mapping[str, Any], names: frozenset[str], first: str) -> DataError:

@@ -1,14 +1,15 @@
 """Prompts: examples as batches, in an order that a resume takes up exactly.
 
 train ── PromptStream.take ──> (epoch, example) ─┬─ prompt_batch ─────> tokens of the prompt
-  order of an epoch: a permutation of its own    └─ supervised_batch ─> prompt, answer and end token
+  order of an epoch: a permutation of its own    ├─ supervised_batch ─> prompt, answer and end token
+                                                 └─ preference_batch ─> the same, two rows a pair
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -20,16 +21,18 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish
 from rillflow.records.row import RowId
 from rillflow.tasks.example import Example
+from rillflow.tasks.preference import Preference
 
 TooLong = Literal["error", "drop"]
+Row = TypeVar("Row", bound=Example)
 
 
-class Draw(NamedTuple):
+class Draw(NamedTuple, Generic[Row]):
     """One row of the stream."""
 
     epoch: int
     """How many times the data had been gone through before."""
-    example: Example
+    example: Row
     """The row."""
 
 
@@ -43,7 +46,7 @@ class StreamPosition:
     """Rows taken in it."""
 
 
-class PromptStream:
+class PromptStream(Generic[Row]):
     """An endless stream of examples: every epoch has each of them once, in an order of its own.
 
     Example:
@@ -61,7 +64,7 @@ class PromptStream:
     """
 
     def __init__(
-        self, examples: Sequence[Example], *, seed: int, position: StreamPosition = StreamPosition()
+        self, examples: Sequence[Row], *, seed: int, position: StreamPosition = StreamPosition()
     ) -> None:
         if not examples or not 0 <= position.offset <= len(examples) or position.epoch < 0:
             raise DataError(
@@ -74,9 +77,9 @@ class PromptStream:
         """Where the next row comes from."""
         self._order: list[int] = self._permutation(position.epoch)
 
-    def take(self, count: int) -> list[Draw]:
+    def take(self, count: int) -> list[Draw[Row]]:
         """The next ``count`` rows; more than one epoch holds is fine."""
-        drawn: list[Draw] = []
+        drawn: list[Draw[Row]] = []
         epoch, offset = self.position.epoch, self.position.offset
         while len(drawn) < count:
             if offset == len(self._order):
@@ -149,21 +152,56 @@ def supervised_batch(
     answers = [_answer(example) for example in examples]
     prompts = _prompt_tokens(examples, tokenizer)
     completions = _encoded(examples, answers, tokenizer.encode_completions, "completion")
-    rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-    keep = _fitting(examples, [len(row) for row in rows], context, too_long, "the answer")
+    each = [[completion] for completion in completions]
+    return _answered(examples, prompts, each, epoch, context, too_long)
+
+
+def preference_batch(
+    examples: Sequence[Preference],
+    tokenizer: Tokenizer,
+    *,
+    epoch: int | Sequence[int],
+    context: int,
+    too_long: TooLong = "error",
+) -> Batch:
+    """Pairs: the fields of ``supervised_batch``, two rows an example, sample 0 chosen and sample 1 rejected.
+
+    Args and raises as ``prompt_batch``. A pair of which one row is too long is left out, or an error, as a
+    whole.
+    """
+    prompts = _prompt_tokens(examples, tokenizer)
+    better, worse = [_answer(example) for example in examples], [example.rejected for example in examples]
+    chosen = _encoded(examples, better, tokenizer.encode_completions, "chosen answer")
+    rejected = _encoded(examples, worse, tokenizer.encode_completions, "rejected answer")
+    pairs = [list(pair) for pair in zip(chosen, rejected, strict=True)]
+    return _answered(examples, prompts, pairs, epoch, context, too_long)
+
+
+def _answered(
+    examples: Sequence[Example],
+    prompts: Sequence[list[int]],
+    answers: Sequence[Sequence[list[int]]],
+    epoch: int | Sequence[int],
+    context: int,
+    too_long: TooLong,
+) -> Batch:
+    """A row for each answer of each example, samples numbered from 0; an example fits as a whole or not."""
+    lengths = [len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, answers, strict=True)]
+    keep = _fitting(examples, lengths, context, too_long, "the answer")
     epochs = [epoch] * len(examples) if isinstance(epoch, int) else epoch
-    tokens = Ragged.from_rows([rows[place] for place in keep])
-    lengths = torch.tensor([len(prompts[place]) for place in keep], dtype=torch.int64)
+    rows = [(place, sample) for place in keep for sample in range(len(answers[place]))]
+    tokens = Ragged.from_rows([[*prompts[place], *answers[place][sample]] for place, sample in rows])
+    starts = torch.tensor([len(prompts[place]) for place, _ in rows], dtype=torch.int64)
     nothing = torch.zeros(tokens.values.shape[0])
     return Batch(
-        ids=row_ids([RowId(epochs[place], examples[place].index, 0) for place in keep]),
+        ids=row_ids([RowId(epochs[place], examples[place].index, sample) for place, sample in rows]),
         fields={
             "tokens": tokens,
-            "loss_mask": tokens.with_values(tokens.positions >= tokens.expand(lengths)),
+            "loss_mask": tokens.with_values(tokens.positions >= tokens.expand(starts)),
             "sampler_logprobs": tokens.with_values(nothing),
             "versions": tokens.with_values(torch.full(nothing.shape, -1, dtype=torch.int32)),
-            "finish": torch.full((len(keep),), int(Finish.STOP), dtype=torch.int8),
-            "columns": Ragged.from_text(examples[place].as_json() for place in keep),
+            "finish": torch.full((len(rows),), int(Finish.STOP), dtype=torch.int8),
+            "columns": Ragged.from_text(examples[place].as_json() for place, _ in rows),
         },
     )
 

@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Generic, TypeVar
 
 from rillflow.errors import DataError, nearest
 from rillflow.tasks import arithmetic, gym
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.example import Example
 from rillflow.tasks.files import read_examples
+from rillflow.tasks.preference import Preference, arithmetic_preferences, read_preferences
 
 _DIGEST_ROWS = 1000
 """Rows written to the digest at once: quicker than one by one."""
+Row = TypeVar("Row", bound=Example)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(Generic[Row]):
     """Prompts to train on and prompts held out.
 
     Example:
@@ -36,9 +39,9 @@ class Task:
 
     name: str
     """What the source is called."""
-    train: tuple[Example, ...]
+    train: tuple[Row, ...]
     """Rows to train on."""
-    held_out: tuple[Example, ...]
+    held_out: tuple[Row, ...]
     """Rows to judge by; any first part of them is as good a sample as another."""
     left_out: int
     """Training rows left out because their prompt is held out."""
@@ -48,7 +51,7 @@ class Task:
     """SHA-256 of all rows: a resumed run refuses other data."""
 
 
-def open_task(config: TaskConfig, *, base: Path, seed: int) -> Task:
+def open_task(config: TaskConfig, *, base: Path, seed: int) -> Task[Example]:
     """Make or read a task's rows and hold some of them out.
 
     Args:
@@ -60,8 +63,39 @@ def open_task(config: TaskConfig, *, base: Path, seed: int) -> Task:
         DataError: the source is unknown or its data cannot be used; nothing is left to train on.
     """
     examples, reward = _rows(config, base, seed)
+    return _split(config, examples, base, seed, read_examples, reward)
+
+
+def open_preferences(config: TaskConfig, *, base: Path, seed: int) -> Task[Preference]:
+    """Make or read pairs of answers and hold those of some prompts out.
+
+    Args and raises as ``open_task``; reasoning-gym has no pairs.
+    """
+    if config.source == "arithmetic":
+        pairs = arithmetic_preferences(
+            size=config.size, digits=config.digits, operators=config.operators, seed=seed
+        )
+    elif config.source.startswith(gym.PREFIX):
+        raise DataError(
+            f"task.source is {config.source!r}",
+            why="its problems have one answer each, and pairs are needed",
+            fix="name a file with the columns 'prompt', 'chosen' and 'rejected', or arithmetic",
+        )
+    else:
+        pairs = read_preferences(_file("source", config.source, base))
+    return _split(config, pairs, base, seed, read_preferences, None)
+
+
+def _split(
+    config: TaskConfig,
+    examples: Sequence[Row],
+    base: Path,
+    seed: int,
+    read: Callable[[Path], list[Row]],
+    reward: str | None,
+) -> Task[Row]:
     if config.held_out_source is not None:
-        held_out = tuple(read_examples(_file("held_out_source", config.held_out_source, base)))
+        held_out = tuple(read(_file("held_out_source", config.held_out_source, base)))
     else:
         held_out = _drawn(examples, config.held_out, seed, config.source)
     apart = {example.key for example in held_out}
@@ -107,9 +141,9 @@ def _file(setting: str, source: str, base: Path) -> Path:
     return base / path
 
 
-def _drawn(examples: Sequence[Example], count: int, seed: int, source: str) -> tuple[Example, ...]:
+def _drawn(examples: Sequence[Row], count: int, seed: int, source: str) -> tuple[Row, ...]:
     """The first row of each of ``count`` prompts, drawn by the seed."""
-    first: dict[str, Example] = {}
+    first: dict[str, Row] = {}
     for example in examples:
         first.setdefault(example.key, example)
     if count >= len(first):
@@ -126,7 +160,6 @@ def _digest(parts: Iterable[Sequence[Example]]) -> str:
     for part in parts:
         for start in range(0, len(part), _DIGEST_ROWS):
             rows = part[start : start + _DIGEST_ROWS]
-            plain = [[row.index, row.prompt, row.completion, row.columns] for row in rows]
-            digest.update(json.dumps(plain).encode())
+            digest.update(json.dumps([row.plain() for row in rows]).encode())
         digest.update(b"\n")
     return digest.hexdigest()

@@ -21,9 +21,10 @@ from rillflow.formulas.aggregation import Aggregation, loss_weights
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.kl import divergence
 from rillflow.formulas.logprobs import TokenLogprobs
-from rillflow.formulas.policy_loss import clipped_policy_loss, importance_weights
+from rillflow.formulas.policy_loss import clipped_policy_loss, importance_weights, sequence_log_ratio
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric
+from rillflow.records.ragged import Ragged
 from rillflow.train.guards import check_finite, loss_tokens
 
 
@@ -81,9 +82,9 @@ class PolicyLoss:
 
     term = w (min(old / mu, cap) clip_loss(log pi - log old, A) + kl k(log pi - log ref) - entropy H)
 
-    Rows carry ``advantages`` [B] and, aligned to the tokens, ``sampler_logprobs`` (mu),
-    ``reference_logprobs`` (where the divergence is in the loss) and optionally ``old_logprobs``. Without
-    those, old is pi itself: the ratio is 1, its gradient that of log pi.
+    Rows carry ``advantages`` [B] or aligned to the tokens and, aligned to the tokens, ``sampler_logprobs``
+    (mu), ``reference_logprobs`` (where the divergence is in the loss) and optionally ``old_logprobs``.
+    Without those, old is pi itself: the ratio is 1, its gradient that of log pi.
 
     Args:
         config: the loss family's options.
@@ -104,7 +105,7 @@ class PolicyLoss:
         names += ["old_logprobs"] if "old_logprobs" in minibatch.fields else []
         rows = minibatch.only("tokens", "loss_mask", *names)
         check_finite(loss_tokens(rows), *names)
-        active = rows.dense("advantages") != 0
+        active = _with_advantage(rows)
         if self._with_reference or self._config.entropy:
             active = torch.ones_like(active)
         return _weighted(rows, active, self._config.aggregation, self._constant)
@@ -117,14 +118,17 @@ class PolicyLoss:
         if "old_logprobs" in part.fields:
             old = part.ragged("old_logprobs").values.to(now.dtype)
         weights = part.ragged("loss_weights")
-        advantages = weights.expand(part.dense("advantages").to(now.dtype))
+        advantages = _of_tokens(part, "advantages").to(now.dtype)
         log_ratio = now - old
+        if config.ratio == "sequence":
+            log_ratio = sequence_log_ratio(weights.with_values(log_ratio))
         losses = clipped_policy_loss(
             log_ratio,
             advantages,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             dual_clip=config.dual_clip,
+            surrogate=config.surrogate,
         )
         means = _policy_means(log_ratio.detach(), advantages, sampler - old, config)
         means["policy/entropy/mean"] = model.entropy.detach()
@@ -151,9 +155,9 @@ def _policy_means(
     log_ratio: Tensor, advantages: Tensor, mismatch: Tensor, config: PolicyLossConfig
 ) -> dict[str, Tensor]:
     """What is averaged over tokens; ``mismatch`` [N] is log mu - log old."""
-    ratio = log_ratio.exp()
-    low = (advantages < 0) & (ratio < 1 - config.clip_low)
-    high = (advantages > 0) & (ratio > 1 + config.clip_high)
+    ratio, weighs = log_ratio.exp(), config.surrogate == "weight"
+    low = ((advantages < 0) | weighs) & (ratio < 1 - config.clip_low)
+    high = ((advantages > 0) | weighs) & (ratio > 1 + config.clip_high)
     return {
         "policy/ratio/mean": ratio,
         "policy/clipped/share": low | high,
@@ -162,6 +166,21 @@ def _policy_means(
         "policy/advantage/mean": advantages,
         "mismatch/kl/mean": divergence(mismatch, "k3"),
     }
+
+
+def _with_advantage(rows: Batch) -> Tensor:
+    """[B] bool, True where a loss token of the row has an advantage other than 0."""
+    advantages = rows.field("advantages")
+    if not isinstance(advantages, Ragged):
+        return advantages != 0
+    teaches = (advantages.values != 0) & rows.ragged("loss_mask").values
+    return advantages.with_values(teaches).sums() > 0
+
+
+def _of_tokens(part: Batch, name: str) -> Tensor:
+    """[N] a field of the loss tokens, or of their rows and the same for all tokens of one."""
+    field = part.field(name)
+    return field.values if isinstance(field, Ragged) else part.ragged("loss_weights").expand(field)
 
 
 def _weighted(rows: Batch, active: Tensor, aggregation: Aggregation, constant: int = 0) -> Batch:

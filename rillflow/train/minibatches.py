@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
 
 from rillflow.formulas.counter import permutation
 from rillflow.records.batch import Batch
 
 
-def minibatches(batch: Batch, epochs: int, parts: int, seed: int, step: int) -> Iterator[Batch]:
-    """Every row once in every epoch, in ``parts`` minibatches whose sizes differ by at most one.
+def minibatches(
+    batch: Batch, epochs: int, parts: int, seed: int, step: int, units: Tensor | None = None
+) -> Iterator[Batch]:
+    """Every row once in every epoch, in ``parts`` minibatches whose sizes differ by at most one unit.
 
-    Each epoch has another order. Where there are fewer rows than parts, each row is a minibatch; a
+    Each epoch has another order. Where there are fewer units than parts, each unit is a minibatch; a
     whole pass in one minibatch keeps the batch's order, which no loss depends on.
 
     Args:
@@ -20,9 +26,32 @@ def minibatches(batch: Batch, epochs: int, parts: int, seed: int, step: int) -> 
         parts: minibatches of one pass.
         seed: the run's seed.
         step: the iteration, so that no two are cut alike.
+        units: [B] int64; rows that share a number stay in one minibatch. Each row is a unit without it.
     """
+    if parts == 1:
+        yield from [batch] * (epochs if len(batch) else 0)
+        return
+    members = gathered(range(len(batch)), units)
+    cuts = [len(members) * part // parts for part in range(parts + 1)]
     for epoch in range(epochs):
-        rows = batch
-        if parts > 1:
-            rows = batch.select(permutation(seed, len(batch), stream=step * epochs + epoch))
-        yield from (part for part in rows.split(parts) if len(part))
+        order = permutation(seed, len(members), stream=step * epochs + epoch).tolist()
+        for start, stop in pairwise(cuts):
+            if stop > start:
+                yield batch.select([row for unit in order[start:stop] for row in members[unit]])
+
+
+def gathered(rows: Iterable[int], units: Tensor | None) -> list[list[int]]:
+    """The rows by unit; units in the order of their first rows, the rows of one in the order given."""
+    if units is None:
+        return [[row] for row in rows]
+    numbers = units.tolist()
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        found.setdefault(numbers[row], []).append(row)
+    return list(found.values())
+
+
+def prompt_units(batch: Batch) -> Tensor:
+    """[B] int64 the units of a batch whose rows of one (epoch, prompt) stay together."""
+    units: Tensor = torch.unique(batch.ids[:, :2], dim=0, return_inverse=True)[1]
+    return units

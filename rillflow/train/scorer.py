@@ -8,18 +8,19 @@ Legend: B rows, T tokens, U packed tokens, N loss tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rillflow.errors import TrainingError
 from rillflow.formulas.logprobs import TokenLogprobs, token_logprobs
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged, concatenate_ragged
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import loss_tokens
-from rillflow.train.packed import PackedAttention, pack
+from rillflow.train.minibatches import gathered
+from rillflow.train.reading import lay_out
 
 
 class Scorer:
@@ -50,11 +51,8 @@ class Scorer:
             TrainingError: a row's first token is a loss token.
         """
         rows = batch.only("tokens", "loss_mask")
-        parts = micro_batches(rows, self._budget)
-        scored = [self._aligned(rows.select(part), temperature) for part in parts]
-        if not scored:
-            return rows.ragged("tokens").with_values(torch.zeros(0))
-        return concatenate_ragged(scored).select(torch.argsort(torch.cat(parts)))
+        loss_tokens(rows)
+        return in_micro_batches(rows, self._budget, lambda part: self.forward(part, temperature).logprobs)
 
     def forward(self, part: Batch, temperature: float = 1.0) -> TokenLogprobs:
         """Log probability and entropy of the part's N loss tokens, in row order; one pass of the module.
@@ -63,57 +61,59 @@ class Scorer:
             part: rows with ``tokens`` and ``loss_mask``, at least one loss token among them.
             temperature: the one the tokens were sampled at.
         """
-        tokens, mask = part.ragged("tokens"), part.ragged("loss_mask")
-        index = mask.values.nonzero().squeeze(1)
-        rows, places = mask.row_of[index], mask.positions[index]
-        needed = torch.zeros_like(mask.lengths).scatter_reduce(0, rows, places, "amax")
-        inputs = _beginnings(tokens, needed)
-        packed = pack(inputs)
-        predicting = packed.places.values[inputs.starts[rows] + places - 1]
-        plan = PackedAttention(packed, self.device)
-        logits = self._module(
-            input_ids=packed.tokens[None].to(self.device),
-            position_ids=packed.positions[None].to(self.device),
-            use_cache=False,
-            attention_plan=plan,
-            logits_to_keep=predicting.to(self.device),
-        ).logits[0]
-        if not plan.layers:
-            raise TrainingError(
-                f"{type(self._module).__name__} does not use Rillflow's attention",
-                why="rows that lie end to end would see each other",
-                fix='build the module with attn_implementation="rillflow"',
-            )
-        return token_logprobs(logits, tokens.values[index].to(self.device), temperature)
-
-    def _aligned(self, part: Batch, temperature: float) -> Ragged:
-        mask = loss_tokens(part).ragged("loss_mask"), part.ragged("loss_mask")
-        values = torch.zeros(mask[1].values.shape[0])
-        if mask[0].values.numel():
-            values[mask[1].values] = self.forward(part, temperature).logprobs.float().cpu()
-        return mask[1].with_values(values)
+        reading = lay_out(part, self.device, back=1)
+        logits = self._module(**reading.inputs, logits_to_keep=reading.wanted).logits[0]
+        reading.check(self._module)
+        chosen = part.ragged("tokens").values[part.ragged("loss_mask").values]
+        return token_logprobs(logits, chosen.to(self.device), temperature)
 
 
-def micro_batches(batch: Batch, budget: int) -> list[Tensor]:
-    """Indices of rows, cut so that no part has more than ``budget`` tokens unless one row alone does.
+def in_micro_batches(rows: Batch, budget: int, read: Callable[[Batch], Tensor]) -> Ragged:
+    """What ``read`` gives the loss tokens [N] of every micro-batch, in the rows' own order.
+
+    Args:
+        rows: with ``tokens`` and ``loss_mask``.
+        budget: tokens of a micro-batch.
+        read: called with micro-batches that have a loss token.
+
+    Returns:
+        float32, aligned to ``tokens``; 0 where the loss mask is False.
+    """
+
+    def aligned(part: Batch) -> Ragged:
+        mask = part.ragged("loss_mask")
+        values = torch.zeros(mask.values.shape[0])
+        if bool(mask.values.any()):
+            values[mask.values] = read(part).float().cpu()
+        return mask.with_values(values)
+
+    parts = micro_batches(rows, budget)
+    if not parts:
+        return rows.ragged("tokens").with_values(torch.zeros(0))
+    found = concatenate_ragged([aligned(rows.select(part)) for part in parts])
+    return found.select(torch.argsort(torch.cat(parts)))
+
+
+def micro_batches(batch: Batch, budget: int, units: Tensor | None = None) -> list[Tensor]:
+    """Indices of rows, cut so that no part has more than ``budget`` tokens unless one unit alone does.
 
     Rows of one prompt stay neighbours, because what they share is computed once in each part.
+
+    Args:
+        batch: rows with ``tokens``.
+        budget: tokens of a part.
+        units: [B] int64; rows that share a number stay in one part. Each row is a unit without it.
     """
     ids = batch.ids.tolist()
     order = sorted(range(len(batch)), key=ids.__getitem__)
     lengths = batch.ragged("tokens").lengths.tolist()
     parts: list[list[int]] = []
     held = budget
-    for row in order:
-        if not parts or held + lengths[row] > budget:
+    for unit in gathered(order, units):
+        size = sum(lengths[row] for row in unit)
+        if not parts or held + size > budget:
             parts.append([])
             held = 0
-        parts[-1].append(row)
-        held += lengths[row]
+        parts[-1] += unit
+        held += size
     return [torch.tensor(part, dtype=torch.int64) for part in parts]
-
-
-def _beginnings(rows: Ragged, lengths: Tensor) -> Ragged:
-    """The first ``lengths`` [B] values of each row."""
-    kept = rows.positions < rows.expand(lengths)
-    return Ragged(values=rows.values[kept], lengths=lengths)

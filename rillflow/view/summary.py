@@ -179,7 +179,7 @@ def _accuracy_lines(summary: Summary) -> list[str]:
     first = f"{before.accuracy:.3f} {interval_text(before.interval)}".rstrip()
     if after is None:
         return [
-            f"Held-out accuracy  {first} after step {before.step}, looked at once ({before.count:,} problems)",
+            f"Held-out accuracy  {first} after step {before.step}, seen once ({before.count:,} problems)",
             *_reward_line(before),
         ]
     last = f"{after.accuracy:.3f} {interval_text(after.interval)}".rstrip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,16 @@ from rillflow.cli.main import main
 from rillflow.config.load import validate
 from rillflow.dataflow.checkpoint import save_checkpoint
 from rillflow.errors import ConfigError, ModelError, RolloutError, RunDirectoryError
+from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.observe.run_directory import RunDirectory
 
 NEW = NewModel(hidden=32, layers=2, heads=4, kv_heads=2, context=24, alphabet="0123456789+=")
+
+
+def saved(model: LanguageModel) -> Callable[[Path], None]:
+    return lambda folder: save_model(model, folder / "policy")
 
 
 def made(seed: int) -> LanguageModel:
@@ -38,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = validate(Recipe, data, "recipe")
     with RunDirectory.open(path, recipe.model_dump(mode="json")) as directory:
         for step in (2, 4):
-            save_checkpoint(directory.checkpoints, step, made(step), {"a": torch.zeros(1)}, {}, keep=5)
+            save_checkpoint(directory.checkpoints, step, saved(made(step)), {}, keep=5)
     return path
 
 
@@ -55,11 +61,12 @@ def test_a_greedy_answer_is_always_the_same(run: Path) -> None:
 
 
 def test_sampled_answers_differ_from_question_to_question(run: Path) -> None:
-    respondent = Respondent(run, temperature=5.0)
+    respondent = Respondent(run, temperature=5.0, seed=1)
     answers = [respondent.answer("1+1") for _ in range(8)]
     assert len(set(answers)) > 1
-    again = Respondent(run, temperature=5.0)
+    again, another = (Respondent(run, temperature=5.0, seed=seed) for seed in (1, None))
     assert [again.answer("1+1") for _ in range(8)] == answers
+    assert [another.answer("1+1") for _ in range(8)] != answers, "who asks again hears something else"
 
 
 def test_answers_end_where_training_ended_them(run: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rillflow.dataflow import checkpoint as module
-from rillflow.dataflow.checkpoint import latest_checkpoint, save_checkpoint
+from rillflow.dataflow.checkpoint import latest_checkpoint, save_checkpoint, write_role
 from rillflow.errors import RunDirectoryError
+from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 
@@ -25,8 +28,20 @@ def model() -> LanguageModel:
     return load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=Path())
 
 
+class Role:
+    """A role that saves a model and some tensors."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self.saved_bytes = sum(int(weight.nbytes) for weight in model.module.parameters())
+
+    def save(self, folder: Path) -> None:
+        save_model(self._model, folder / "policy")
+        save_file(TENSORS, folder / "policy.optimizer.safetensors")
+
+
 def save(folder: Path, step: int, model: LanguageModel, keep: int = 3) -> Path:
-    return save_checkpoint(folder, step, model, TENSORS, {"done": step}, keep)
+    return save_checkpoint(folder, step, partial(write_role, Role(model)), {"done": step}, keep)
 
 
 def test_what_was_saved_is_what_is_read(tmp_path: Path, model: LanguageModel) -> None:
@@ -34,7 +49,7 @@ def test_what_was_saved_is_what_is_read(tmp_path: Path, model: LanguageModel) ->
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert (found.step, found.state["done"]) == (4, 4)
-    assert torch.equal(found.tensors()["exp_avg/a"], TENSORS["exp_avg/a"])
+    assert torch.equal(load_file(found.optimizer("policy"))["exp_avg/a"], TENSORS["exp_avg/a"])
     again = load_model(
         ModelConfig(path=str(found.policy.absolute())), seed=1, device=torch.device("cpu"), base=Path()
     )

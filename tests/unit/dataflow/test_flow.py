@@ -1,20 +1,27 @@
-"""The controller: stages are timed and journalled, fields are matched by name, mistakes are named."""
+"""The controller: stages are journalled, fields are matched by name, mistakes are named."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from rillflow import formulas
+from rillflow.cluster.backend import Site
+from rillflow.cluster.inline import InlineBackend
+from rillflow.cluster.pool import Pool
+from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.errors import RecordError, RillflowError
-from rillflow.observe.spans import Span, Spans
+from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.workers.endpoint import endpoint, endpoints_of
+from rillflow.workers.group import Group
+from rillflow.workers.transfer import DP
 
 IDS = row_ids([RowId(0, prompt, sample) for prompt in range(2) for sample in range(2)])
 
@@ -22,8 +29,10 @@ IDS = row_ids([RowId(0, prompt, sample) for prompt in range(2) for sample in ran
 class Doubler:
     """A role with one endpoint and one method that is none."""
 
-    endpoints: tuple[str, ...] = ("double",)
+    def __init__(self, _: Site) -> None:
+        pass
 
+    @endpoint(DP, reads=("rewards",), writes=("tokens",))
     def double(self, batch: Batch) -> Batch:
         return batch.with_fields(tokens=Ragged.from_rows([[1, 2], [3], [], [4, 5, 6]]))
 
@@ -32,13 +41,13 @@ class Doubler:
 
 
 @pytest.fixture
-def spans() -> list[Span]:
-    return []
-
-
-@pytest.fixture
-def flow(spans: list[Span]) -> Flow:
-    return Flow({"doubler": Doubler()}, Spans(clock=time.monotonic, write=spans.append))
+def flow() -> Iterator[Flow]:
+    backend = InlineBackend()
+    backend.open([Pool(name="main", size=1)])
+    group = Group("doubler", endpoints_of(Doubler), mesh=Mesh.of(dp=1), pool="main", backend=backend)
+    group.start(Doubler)
+    yield Flow(GroupExecutor({"doubler": group}, backend))
+    backend.close()
 
 
 def scored(order: list[int]) -> Batch:
@@ -53,20 +62,38 @@ def scored(order: list[int]) -> Batch:
     return batch.select(order)
 
 
-def test_a_stage_is_timed_and_journalled(flow: Flow, spans: list[Span]) -> None:
-    flow.begin(7)
+def test_a_stage_is_journalled_with_what_is_known_of_it(flow: Flow) -> None:
+    flow.begin()
     result = flow.doubler.double(scored([0, 1, 2, 3]))
-    assert flow.journal("doubler.double") == [result]
-    assert flow.batches() == [result]
-    assert [(span.stage, span.step, span.rows, span.tokens) for span in spans] == [
-        ("doubler.double", 7, 4, 6)
-    ]
-    flow.begin(8)
-    assert flow.batches() == []
+    assert [(entry.stage, entry.result) for entry in flow.journal] == [("doubler.double", result)]
+    (facts,) = result.facts()
+    assert (facts.rows, facts.tokens) == (4, 6)
+    assert facts.began <= facts.ended
+    flow.begin()
+    assert not flow.journal
+
+
+def test_numbers_are_remembered_from_step_to_step(flow: Flow) -> None:
+    def larger(rewards: Tensor, *, than: float) -> float:
+        return float(rewards.sum()) + than
+
+    for expected in (3.5, 6.5):
+        flow.remember("floor", flow.number(larger, scored([0, 1, 2, 3]), than=flow.recall("floor", 0.5)))
+        assert flow.state["floor"].read() == expected
+
+
+def test_rows_are_filtered_by_a_field(flow: Flow) -> None:
+    def good(rewards: Tensor) -> Tensor:
+        return rewards > 0.5
+
+    kept = flow.filter(flow.compute(good, scored([0, 1, 2, 3]), into="kept"), "kept").read()
+    assert kept.ids.tolist() == [[0, 0, 0], [0, 1, 0], [0, 1, 1]]
 
 
 def test_a_formula_reads_fields_by_its_parameters_names(flow: Flow) -> None:
-    result = flow.compute(formulas.group_advantages, scored([0, 1, 2, 3]), into="advantages", scale="off")
+    result = flow.compute(
+        formulas.group_advantages, scored([0, 1, 2, 3]), into="advantages", scale="off"
+    ).read()
     assert result.dense("advantages").tolist() == [0.5, -0.5, 0.0, 0.0]
     assert result.dense("rewards").tolist() == [1.0, 0.0, 1.0, 1.0]
 
@@ -76,7 +103,7 @@ def test_batches_are_joined_by_row_id_whatever_their_order(flow: Flow) -> None:
         return rewards - costs
 
     costs = Batch(ids=IDS, fields={"costs": torch.tensor([0.0, 1.0, 2.0, 3.0])}).select([3, 1, 0, 2])
-    result = flow.compute(difference, scored([0, 1, 2, 3]), costs, into="gain")
+    result = flow.compute(difference, scored([0, 1, 2, 3]), costs, into="gain").read()
     assert result.dense("gain").tolist() == [1.0, -1.0, -1.0, -2.0]
 
 
@@ -92,4 +119,4 @@ def test_unknown_roles_and_endpoints_are_named(flow: Flow) -> None:
     with pytest.raises(RillflowError, match=r"no role 'dubler'(?s:.*)did you mean 'doubler'"):
         _ = flow.dubler
     with pytest.raises(RillflowError, match="no endpoint 'secret'"):
-        _ = flow.doubler.secret
+        flow.doubler.secret()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from pydantic import ValidationError
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.policy_loss import clipped_policy_loss, importance_weights
+from rillflow.formulas.policy_loss import clipped_policy_loss, importance_weights, sequence_log_ratio
+from rillflow.records.ragged import Ragged
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
 BOUNDS = st.fixed_dictionaries(
@@ -20,6 +22,7 @@ BOUNDS = st.fixed_dictionaries(
         "clip_low": st.sampled_from([0.0, 0.2, 0.9]),
         "clip_high": st.sampled_from([0.0, 0.2, 0.28, 5.0]),
         "dual_clip": st.sampled_from([0.0, 1.5, 3.0]),
+        "surrogate": st.sampled_from(["clip", "weight"]),
     }
 )
 
@@ -50,12 +53,17 @@ def test_golden_values(ratio: float, advantage: float, options: dict[str, float]
 
 @settings(max_examples=50, deadline=None)
 @given(advantages=st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=8), bounds=BOUNDS)
-def test_on_policy_gradient_is_that_of_a_log_pi(advantages: list[float], bounds: dict[str, float]) -> None:
-    logprobs = torch.linspace(-3, -0.1, len(advantages), dtype=torch.float64, requires_grad=True)
-    values = torch.tensor(advantages, dtype=torch.float64)
-    clipped_policy_loss(logprobs - logprobs.detach(), values, **bounds).sum().backward()
-    assert logprobs.grad is not None
-    torch.testing.assert_close(logprobs.grad, -values, rtol=1e-12, atol=0)
+def test_on_policy_gradient_is_that_of_a_log_pi(advantages: list[float], bounds: dict[str, Any]) -> None:
+    for by_row in (False, True):
+        logprobs = torch.linspace(-3, -0.1, len(advantages), dtype=torch.float64, requires_grad=True)
+        values = torch.tensor(advantages, dtype=torch.float64)
+        log_ratio = logprobs - logprobs.detach()
+        if by_row:
+            lengths = torch.tensor([1, len(advantages) - 1])
+            log_ratio = sequence_log_ratio(Ragged(values=log_ratio, lengths=lengths))
+        clipped_policy_loss(log_ratio, values, **bounds).sum().backward()
+        assert logprobs.grad is not None
+        torch.testing.assert_close(logprobs.grad, -values, rtol=1e-12, atol=0)
 
 
 def test_where_the_clip_binds_there_is_no_gradient() -> None:
@@ -78,6 +86,94 @@ def test_advantages_and_weights_carry_no_gradient() -> None:
     assert advantages.grad is None and old.grad is None and sampler.grad is None
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"), [(1.0, 2.0, 1.0), (0.5, 2.0, 0.8), (1.1, -2.0, 1.1), (9.0, -2.0, 1.28)]
+)
+def test_a_bounded_weight_keeps_the_gradient_of_every_token(
+    ratio: float, advantage: float, weight: float
+) -> None:
+    """CISPO: -sg[clip(r)] A log pi."""
+    logprobs = torch.tensor([math.log(ratio) - 2], dtype=torch.float64, requires_grad=True)
+    loss = clipped_policy_loss(
+        logprobs + 2,
+        torch.tensor([advantage], dtype=torch.float64),
+        **{**OPTIONS, "clip_high": 0.28},
+        surrogate="weight",
+    )
+    loss.sum().backward()
+    assert float(loss.detach()) == pytest.approx(-weight * advantage * math.log(ratio), rel=1e-12, abs=1e-12)
+    assert logprobs.grad is not None
+    assert float(logprobs.grad) == pytest.approx(-weight * advantage, rel=1e-12)
+
+
+def test_a_lower_bound_of_zero_leaves_small_weights_as_they_are() -> None:
+    log_ratio = torch.tensor([-5.0, 9.0], dtype=torch.float64, requires_grad=True)
+    options = {"clip_low": 1.0, "clip_high": 4.0, "dual_clip": 3.0}
+    clipped_policy_loss(log_ratio, -torch.ones(2), **options, surrogate="weight").sum().backward()  # type: ignore[arg-type]
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.tolist() == pytest.approx([math.exp(-5), 5.0], rel=1e-12)
+
+
+def two_rows() -> Ragged:
+    """Log ratios of a row of three tokens and a row of one."""
+    values = torch.tensor([0.3, -0.1, 0.4, -0.7], dtype=torch.float64, requires_grad=True)
+    return Ragged(values=values, lengths=torch.tensor([3, 0, 1]))
+
+
+def test_the_ratio_of_a_sequence_by_hand() -> None:
+    found = sequence_log_ratio(two_rows())
+    assert found.tolist() == pytest.approx([0.2, 0.2, 0.2, -0.7], rel=1e-12)
+
+
+def test_its_terms_have_the_gradient_of_the_sequences_ratio() -> None:
+    """GSPO's s A, s = exp(mean log r), against autograd through s itself."""
+    rows, advantages = two_rows(), torch.tensor([1.5, 0.0, -2.0], dtype=torch.float64)
+    free = {"clip_low": 0.99, "clip_high": 9.0, "dual_clip": 0.0}
+    terms = clipped_policy_loss(sequence_log_ratio(rows), rows.expand(advantages), **free)
+    (terms / rows.expand(rows.lengths)).sum().backward()
+    direct = two_rows()
+    means = direct.sums() / direct.lengths.clamp_min(1)
+    (-means.exp() * advantages).sum().backward()
+    assert rows.values.grad is not None and direct.values.grad is not None
+    torch.testing.assert_close(rows.values.grad, direct.values.grad, rtol=1e-12, atol=0)
+
+
+def test_a_sequence_beyond_its_bound_is_clipped_as_one() -> None:
+    rows = two_rows()
+    clipped_policy_loss(
+        sequence_log_ratio(rows), torch.tensor([1.0, 1.0, 1.0, 1.0]), clip_low=0.2, clip_high=0.1, dual_clip=0
+    ).sum().backward()
+    assert rows.values.grad is not None
+    assert rows.values.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, -math.exp(-0.7)])
+
+
+@settings(max_examples=50, deadline=None)
+@given(ratios=st.lists(st.floats(-2, 2), min_size=1, max_size=8), bounds=BOUNDS)
+def test_gspo_on_rows_of_one_token_is_ppo(ratios: list[float], bounds: dict[str, Any]) -> None:
+    advantages = torch.linspace(-1, 1, len(ratios), dtype=torch.float64)
+    found = []
+    for by_row in (False, True):
+        log_ratio = torch.tensor(ratios, dtype=torch.float64, requires_grad=True)
+        rows = Ragged(values=log_ratio, lengths=torch.ones(len(ratios), dtype=torch.int64))
+        losses = clipped_policy_loss(sequence_log_ratio(rows) if by_row else log_ratio, advantages, **bounds)
+        losses.sum().backward()
+        assert log_ratio.grad is not None
+        found.append((losses.detach(), log_ratio.grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), data=st.data(), seed=st.integers(0, 99))
+def test_a_sequences_ratio_does_not_depend_on_other_rows(
+    lengths: list[int], data: st.DataObject, seed: int
+) -> None:
+    numbers = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(seed))
+    rows = Ragged(values=numbers, lengths=torch.tensor(lengths))
+    order = torch.tensor(data.draw(st.permutations(range(len(lengths)))))
+    expected = rows.with_values(sequence_log_ratio(rows)).select(order).values
+    assert torch.equal(sequence_log_ratio(rows.select(order)), expected)
+
+
 def test_importance_weights_are_ratios_up_to_the_cap() -> None:
     old, sampler = torch.tensor([-1.0, -1.0, -5.0]), torch.tensor([-1.0, -2.0, -1.0])
     found = importance_weights(old, sampler, cap=2.0)
@@ -94,5 +190,7 @@ def test_a_dual_clip_that_would_bound_an_unchanged_policy_is_refused(bound: floa
 def test_shapes_are_checked() -> None:
     with pytest.raises(FormulaError, match=r"advantages has shape \[2\] and log_ratio has \[3\]"):
         clipped_policy_loss(torch.zeros(3), torch.zeros(2), **OPTIONS)
+    with pytest.raises(FormulaError, match=r"surrogate is 'clap'.*\n.*did you mean 'clip'"):
+        clipped_policy_loss(torch.zeros(1), torch.zeros(1), **OPTIONS, surrogate="clap")  # type: ignore[arg-type]
     with pytest.raises(FormulaError, match="importance_weights: sampler_logprobs"):
         importance_weights(torch.zeros(3), torch.zeros(2), cap=1.0)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from rillflow.models.attention import ATTENTION, register
 from rillflow.records.batch import Batch, row_ids
@@ -26,27 +34,56 @@ def one_thread() -> None:
 def make_module() -> MakeModule:
     """A two-layer Qwen2 with random weights that depend on the seed alone."""
 
-    def make(seed: int = 0, attention: str = ATTENTION, **changes: object) -> PreTrainedModel:
+    return partial(_module, AutoModelForCausalLM)
+
+
+@pytest.fixture
+def make_scalar() -> MakeModule:
+    """The same with a random scalar head."""
+    return partial(_module, AutoModelForSequenceClassification, num_labels=1)
+
+
+@pytest.fixture
+def make_exact() -> MakeModule:
+    """A two-layer GPT-2 with a scalar head in float64: unlike Qwen2, it computes nothing in float32."""
+
+    def make(attention: str = ATTENTION) -> PreTrainedModel:
         register()
-        torch.manual_seed(seed)
-        settings: dict[str, object] = {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.2,
-            "dtype": torch.float32,
-        }
-        dtype = settings.pop("dtype")
-        dtype = changes.pop("dtype", dtype)
-        config = Qwen2Config(**{**settings, **changes})
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        return model.to(dtype).eval()
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=256,
+            initializer_range=0.2,
+            num_labels=1,
+        )
+        model = AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+        return model.to(torch.float64).eval()
 
     return make
+
+
+def _module(kind: Any, seed: int = 0, attention: str = ATTENTION, **changes: object) -> PreTrainedModel:
+    register()
+    torch.manual_seed(seed)
+    settings: dict[str, object] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "dtype": torch.float32,
+    }
+    dtype = settings.pop("dtype")
+    dtype = changes.pop("dtype", dtype)
+    config = Qwen2Config(**{**settings, **changes})
+    model = kind.from_config(config, attn_implementation=attention)
+    return model.to(dtype).eval()
 
 
 @pytest.fixture

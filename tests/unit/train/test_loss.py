@@ -85,6 +85,25 @@ def test_on_policy_every_policy_loss_has_the_gradient_of_a_log_pi(
     assert_close(gradient(module, rows, loss), expected)
 
 
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("surrogate", ["clip", "weight"])
+def test_on_policy_neither_ratio_nor_surrogate_nor_the_advantages_form_matters(
+    module: PreTrainedModel, make_rows: MakeRows, ratio: str, surrogate: str
+) -> None:
+    rows = sampled(module, make_rows(samples=4))
+    expected = gradient(module, rows, PolicyLoss(PolicyLossConfig()))
+    loss = PolicyLoss(PolicyLossConfig(ratio=ratio, surrogate=surrogate))
+    assert_close(gradient(module, rows, loss), expected)
+    assert_close(gradient(module, by_token(rows), loss, budget=30), expected)
+
+
+def by_token(rows: Batch) -> Batch:
+    """The same advantages aligned to the tokens, with numbers at the prompts that must not be read."""
+    mask = rows.ragged("loss_mask")
+    spread = torch.where(mask.values, mask.expand(rows.dense("advantages")), math.nan)
+    return rows.with_fields(advantages=mask.with_values(spread))
+
+
 class Unclipped(PolicyLoss):
     """A loss of one's own, as docs/design/training.md shows it."""
 
@@ -100,10 +119,13 @@ def test_a_loss_of_ones_own_takes_one_method(module: PreTrainedModel, make_rows:
     assert_close(gradient(module, rows, Unclipped(PolicyLossConfig()), budget=30), expected)
 
 
+@pytest.mark.parametrize("form", [{}, {"ratio": "sequence"}, {"surrogate": "weight"}])
 @pytest.mark.parametrize("how", AGGREGATIONS)
-def test_partition_blind_through_the_model(module: PreTrainedModel, make_rows: MakeRows, how: str) -> None:
+def test_partition_blind_through_the_model(
+    module: PreTrainedModel, make_rows: MakeRows, how: str, form: dict[str, str]
+) -> None:
     rows = sampled(module, make_rows(prompts=(5, 3, 8), samples=4), drift=0.2)
-    config = PolicyLossConfig(aggregation=how, kl=0.1, entropy=0.01, importance_cap=2.0, constant=9)
+    config = PolicyLossConfig(aggregation=how, kl=0.1, entropy=0.01, importance_cap=2.0, constant=9, **form)
     whole = gradient(module, rows, PolicyLoss(config))
     for budget in (1, 25, 60):
         assert_close(gradient(module, rows, PolicyLoss(config), budget), whole)
@@ -194,6 +216,40 @@ def test_metrics_say_what_they_are_named_for() -> None:
         rel=1e-5,
         abs=1e-7,
     )
+
+
+def test_the_metrics_of_other_ratios_and_surrogates_are_theirs() -> None:
+    rows, now = four_tokens(), torch.tensor([-1.0, 0.0, -1.0, -3.0])  # log ratios 0, 1 and 0, -2
+    found = call(PolicyLossConfig(ratio="sequence"), rows, now).metrics
+    assert found["policy/ratio/mean"].value == pytest.approx((math.exp(0.5) + math.exp(-1)) / 2)
+    assert found["policy/clipped_high/share"].value == found["policy/clipped_low/share"].value == 0.5
+    advantages = torch.tensor([-1.0, 1.0])  # away from which the clip surrogate is not bounded
+    rows = rows.with_fields(advantages=advantages)
+    for surrogate, share in (("clip", 0.0), ("weight", 0.25)):
+        found = call(PolicyLossConfig(surrogate=surrogate), rows, now).metrics
+        assert found["policy/clipped_high/share"].value == found["policy/clipped_low/share"].value == share
+
+
+def test_a_bounded_weight_is_paid_for_beyond_the_bound() -> None:
+    now = torch.tensor([-1.0, 0.0, -1.0, -3.0], requires_grad=True)  # ratios 1, e and 1, e^-2
+    call(PolicyLossConfig(surrogate="weight", clip_high=0.28), four_tokens(), now).terms.sum().backward()
+    assert now.grad is not None
+    assert now.grad.tolist() == pytest.approx([-1.0, -1.28, 1.0, 0.8])
+
+
+def test_advantages_of_tokens_weigh_each_its_own() -> None:
+    rows, now = four_tokens(), torch.full((4,), -1.0)
+    mask = rows.ragged("loss_mask")
+    mixed = mask.with_values(torch.tensor([math.nan, 9.0, 1.0, -2.0, 0.0, 5.0, 0.0, 0.0]))
+    rows = rows.with_fields(advantages=mixed)
+    assert call(PolicyLossConfig(), rows, now).terms.tolist() == [-1.0, 2.0, 0.0, 0.0]
+    assert PolicyLoss(PolicyLossConfig()).prepare(rows).dense("loss_active").tolist() == [True, False]
+    values = mixed.values.clone()
+    values[3] = math.nan
+    with pytest.raises(
+        TrainingError, match=r"advantages is nan at token 3 \(id 3\) of row \(epoch 0 prompt 0"
+    ):
+        PolicyLoss(PolicyLossConfig()).prepare(rows.with_fields(advantages=mask.with_values(values)))
 
 
 def test_each_companion_adds_its_term() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.row import RowId
-from rillflow.train.minibatches import minibatches
+from rillflow.train.minibatches import minibatches, prompt_units
 
 
 def batch_of(size: int) -> Batch:
@@ -44,3 +45,26 @@ def test_the_order_depends_on_seed_step_and_epoch() -> None:
 def test_one_minibatch_is_the_batch_itself() -> None:
     batch = batch_of(5)
     assert [rows(part) for part in minibatches(batch, 2, 1, 0, 0)] == [list(range(5))] * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs=st.integers(0, 12), parts=st.integers(1, 7), step=st.integers(0, 99))
+def test_units_stay_together(pairs: int, parts: int, step: int) -> None:
+    ids = [RowId(0, pair % pairs, pair // pairs) for pair in range(2 * pairs)]  # partners lie far apart
+    batch = Batch(ids=row_ids(ids), fields={})
+    found = list(minibatches(batch, 2, parts, 3, step, prompt_units(batch)))
+    each = min(parts, pairs)
+    assert len(found) == 2 * each
+    sizes = [len(part) for part in found]
+    assert not sizes or max(sizes) - min(sizes) <= 2
+    for part in found:
+        assert all(rows(part).count(prompt) == 2 for prompt in rows(part))
+    for epoch in range(2):
+        seen = [row for part in found[epoch * each : (epoch + 1) * each] for row in part.row_ids()]
+        assert sorted(seen) == sorted(ids)
+
+
+def test_units_of_one_row_are_no_units() -> None:
+    batch = batch_of(11)
+    alone = [rows(part) for part in minibatches(batch, 2, 3, 5, 1)]
+    assert [rows(part) for part in minibatches(batch, 2, 3, 5, 1, torch.arange(11))] == alone

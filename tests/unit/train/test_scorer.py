@@ -76,6 +76,25 @@ def test_micro_batches_keep_to_the_budget_and_groups_together(lengths: list[int]
         assert sum(lengths[row] for row in part) <= budget or len(part) == 1
 
 
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=12), budget=st.integers(1, 30))
+def test_units_stay_in_one_micro_batch(rows: list[tuple[int, int]], budget: int) -> None:
+    lengths, units = [length for length, _ in rows], torch.tensor([unit for _, unit in rows])
+    ids = [RowId(0, index % 3, index) for index in range(len(rows))]
+    batch = Batch(ids=row_ids(ids), fields={"tokens": Ragged.from_rows([[0] * length for length in lengths])})
+    parts = [part.tolist() for part in micro_batches(batch, budget, units)]
+    assert sorted(row for part in parts for row in part) == list(range(len(rows)))
+    homes = [
+        {place for place, part in enumerate(parts) for row in part if rows[row][1] == unit}
+        for unit in range(5)
+    ]
+    assert all(len(home) <= 1 for home in homes)
+    for part in parts:
+        assert sum(lengths[row] for row in part) <= budget or len({rows[row][1] for row in part}) == 1
+    alone = [part.tolist() for part in micro_batches(batch, budget, torch.arange(len(rows)))]
+    assert alone == [part.tolist() for part in micro_batches(batch, budget)]
+
+
 def test_a_first_token_cannot_be_a_loss_token(module: PreTrainedModel) -> None:
     batch = Batch(
         ids=row_ids([RowId(0, 4, 1), RowId(2, 5, 6)]),

@@ -78,7 +78,7 @@ def test_a_stopped_run_names_the_command_that_goes_on(make_run: MakeRun) -> None
     (run / "finished.json").unlink()
     text = render_text(summarise(run))
     assert "go on:           rillflow run recipes/arithmetic/run.toml" in text
-    assert "looked at once" in text
+    assert "seen once" in text
     assert "train longer" not in text
 
 

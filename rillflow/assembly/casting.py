@@ -1,0 +1,72 @@
+"""Casting: what makes each role's object, on whatever rank it is to be.
+
+    settings ─ partial(policy, ...) ─ travels ─> rank: policy(..., site) ─> the role's object
+
+A factory is a function of this module with its settings bound. Settings travel; models are loaded where
+they are used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rillflow.cluster.backend import Site
+from rillflow.models.checkpoint import save_model
+from rillflow.models.config import ModelConfig
+from rillflow.models.language_model import choose_device, load_model
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.workers import RewardWorkers
+from rillflow.roles.policy import Policy
+from rillflow.roles.reference import Reference
+from rillflow.roles.reward import Reward
+from rillflow.rollout.config import RolloutConfig
+from rillflow.train.config import TrainConfig
+
+
+def policy(
+    model: ModelConfig,
+    base: Path,
+    device: str,
+    threads: int,
+    train: TrainConfig,
+    rollout: RolloutConfig,
+    seed: int,
+    version: int,
+    site: Site,
+) -> Policy:
+    """The policy; the first phase says what it is trained with."""
+    if threads:
+        torch.set_num_threads(threads)
+    loaded = load_model(model, seed=seed, device=choose_device(device), base=base)
+    del site
+    return Policy(loaded, train=train, rollout=rollout, seed=seed, updates=1, version=version)
+
+
+def reference(
+    model: ModelConfig, device: str, train: TrainConfig, temperature: float, site: Site
+) -> Reference:
+    """The reference, from the directory that ``keep_policy`` wrote."""
+    loaded = load_model(model, seed=0, device=choose_device(device), base=Path())
+    del site
+    return Reference(loaded, train=train, temperature=temperature)
+
+
+def reward(function: FunctionPath, settings: RewardConfig, tokenizer: Tokenizer, site: Site) -> Reward:
+    """The reward function, in children that end with the rank."""
+    workers = site.stack.enter_context(RewardWorkers(function, settings))
+    return Reward(workers, tokenizer, max_failures=settings.max_failures)
+
+
+def voice(policy: Policy) -> tuple[Tokenizer, int]:
+    """The policy's tokeniser, and its context in tokens: what prompts are made with."""
+    return policy.model.tokenizer, policy.model.context
+
+
+def keep_policy(policy: Policy, folder: Path) -> None:
+    """Write the policy as it is now, so that a reference, and a resumed run's reference, can be it."""
+    if not folder.exists():
+        save_model(policy.model, folder)

@@ -1,0 +1,86 @@
+"""Backend: what inline and Ray have in common, as the rest of Rillflow sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rillflow.cluster.pool import Place, Pool
+from rillflow.cluster.ranks import Ranks
+
+
+@dataclass(kw_only=True)
+class Site:
+    """One rank from inside: what a call finds where it runs."""
+
+    place: Place
+    """Which rank this is."""
+    ranks: Ranks
+    """The other ranks of the pool, for collectives."""
+    fetch: Callable[[Any], Any]
+    """The value of a reference."""
+    objects: dict[str, Any] = field(default_factory=dict)
+    """What calls left here for later ones: the role programs."""
+    stack: ExitStack = field(default_factory=ExitStack)
+    """What is closed when the rank ends: children, files."""
+
+
+Work = Callable[..., Any]
+"""A function of a module, called as ``work(site, *arguments)``."""
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """What went through the controller's process."""
+
+    sent_bytes: int = 0
+    """Arguments that left it."""
+    read_bytes: int = 0
+    """Values it read."""
+    calls: int = 0
+    """Calls submitted."""
+
+
+class Backend(Protocol):
+    """Runs calls on the ranks of pools."""
+
+    traffic: Traffic
+    """Counted since the start."""
+
+    def open(self, pools: Sequence[Pool]) -> None:
+        """Start every rank.
+
+        Raises:
+            ClusterError: a pool does not fit; it says what is there and what is missing.
+        """
+
+    def pack(self, value: Any) -> Any:
+        """Make an argument ready to travel to several ranks; it arrives as it was.
+
+        Raises:
+            ClusterError: it cannot travel, or is too large for an argument.
+        """
+
+    def submit(self, place: Place, work: Work, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
+        """Run ``work(site, *arguments)`` at a place, after what was submitted there before.
+
+        Returns:
+            ``results`` references, of the parts of the tuple it returns (of the value itself for one).
+        """
+
+    def read(self, reference: Any, deadline_s: float) -> Any:
+        """The value of a reference.
+
+        Raises:
+            TimeoutError: it is not there in time.
+            ClusterError: its rank has died.
+            Exception: what the call raised.
+        """
+
+    def is_ready(self, reference: Any) -> bool:
+        """Whether reading would not wait."""
+
+    def close(self) -> None:
+        """End every rank; nothing is left behind. Calling it again changes nothing."""

@@ -1,0 +1,133 @@
+"""Inline: everything in this process.
+
+    one rank in all      submit runs the call at once, in the caller's thread: breakpoint() works
+    several ranks        a thread for each
+
+Loop of a rank's thread
+    consumes      calls submitted to its place, in that order
+    waits for     references its arguments hold, made by calls submitted earlier
+    unblocked by  those calls; every wait ends at the deadline
+    produces      the values of its references
+    shuts down    healthy: ``close`` after its last call. A call that fails gives its error to whoever
+                  reads, and breaks the collective its group is in; the thread goes on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from rillflow.cluster.backend import Site, Traffic, Work
+from rillflow.cluster.pool import Place, Pool, places
+from rillflow.cluster.ranks import Alone, Circle, Ranks, ThreadRanks
+from rillflow.errors import ClusterError
+
+
+class InlineBackend:
+    """Runs calls in this process.
+
+    Args:
+        deadline_s: how long a rank waits for another one.
+    """
+
+    def __init__(self, deadline_s: float = 3600.0) -> None:
+        self.traffic = Traffic()
+        self._deadline_s = deadline_s
+        self._sites: dict[Place, Site] = {}
+        self._threads: dict[Place, ThreadPoolExecutor] = {}
+        self._circles: dict[str, Circle] = {}
+
+    def open(self, pools: Sequence[Pool]) -> None:
+        """See Backend."""
+        found = places(pools)
+        for pool in pools:
+            if pool.size > 1:
+                self._circles[pool.name] = Circle(pool.size, self._deadline_s)
+        for place in found:
+            circle = self._circles.get(place.pool)
+            ranks: Ranks = Alone() if circle is None else ThreadRanks(circle, place.rank)
+            self._sites[place] = Site(place=place, ranks=ranks, fetch=self._fetch)
+            if len(found) > 1:
+                name = f"{place.pool}-{place.rank}"
+                self._threads[place] = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def pack(self, value: Any) -> Any:
+        """See Backend; nothing travels here."""
+        return value
+
+    def submit(self, place: Place, work: Work, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
+        """See Backend."""
+        self.traffic.calls += 1
+        whole: Future[Any]
+        if place in self._threads:
+            whole = self._threads[place].submit(self._run, place, work, arguments)
+        else:
+            whole = Future()
+            whole.set_result(work(self._sites[place], *arguments))
+        if results == 1:
+            return (whole,)
+        return tuple(_Part(whole, index) for index in range(results))
+
+    def read(self, reference: Any, deadline_s: float) -> Any:
+        """See Backend."""
+        try:
+            return reference.result(deadline_s)
+        except FutureTimeoutError:
+            if reference.done():
+                raise
+            raise TimeoutError from None
+
+    def is_ready(self, reference: Any) -> bool:
+        """See Backend."""
+        ready: bool = reference.done()
+        return ready
+
+    def close(self) -> None:
+        """See Backend; a call that still runs is waited for."""
+        for circle in self._circles.values():
+            circle.barrier.abort()
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(wait=True)
+        for site in self._sites.values():
+            site.stack.close()
+        self._threads.clear()
+        self._circles.clear()
+        self._sites.clear()
+
+    def _fetch(self, reference: Any) -> Any:
+        try:
+            return self.read(reference, self._deadline_s)
+        except TimeoutError:
+            raise ClusterError(
+                f"an argument was not there after {self._deadline_s:g} s",
+                why="the call that makes it still runs, or waits itself",
+            ) from None
+
+    def _run(self, place: Place, work: Work, arguments: tuple[Any, ...]) -> Any:
+        try:
+            return work(self._sites[place], *arguments)
+        except BaseException:
+            circle = self._circles.get(place.pool)
+            if circle is not None:  # the others would wait for this rank; after a failure nobody goes on
+                circle.barrier.abort()
+            raise
+
+
+class _Part:
+    """One part of the tuple that a call returns."""
+
+    def __init__(self, whole: Future[Any], index: int) -> None:
+        self._whole = whole
+        self._index = index
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The part, when it is there."""
+        return self._whole.result(timeout)[self._index]
+
+    def done(self) -> bool:
+        """Whether it is there, or never will be."""
+        return self._whole.done()

@@ -1,0 +1,161 @@
+"""Ranks: collectives among the ranks of one pool.
+
+    sum_(tensors)    every rank has the sum of all, added in the order of ranks: the same bits on every
+                     rank, in every backend and every time, which a ring's order would not promise
+    gather(tensor)   every rank has everyone's
+
+Each tensor of a sum is cut into as many parts as there are ranks; a rank adds up its own part of
+everyone's, then all get all parts: 2 (p - 1) / p of the bytes, as a ring needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from rillflow.errors import ClusterError
+
+
+class Ranks(Protocol):
+    """This rank among those of its pool."""
+
+    rank: int
+    """Which one, from 0."""
+    size: int
+    """How many there are."""
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace every tensor by its sum over all ranks; shapes and types are the same on all."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in order; first sizes may differ."""
+
+
+class Alone:
+    """One rank: nothing to add, nobody to hear from."""
+
+    rank = 0
+    size = 1
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """See Ranks."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """See Ranks."""
+        return [tensor]
+
+
+class Circle:
+    """What the threads of one pool share.
+
+    Args:
+        size: threads.
+        deadline_s: how long one waits for the others.
+    """
+
+    def __init__(self, size: int, deadline_s: float) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=deadline_s)
+        self.given: list[list[Tensor]] = [[] for _ in range(size)]
+
+
+class ThreadRanks:
+    """A rank that is a thread of this process.
+
+    Args:
+        circle: shared with the others.
+        rank: which one this is.
+    """
+
+    def __init__(self, circle: Circle, rank: int) -> None:
+        self.rank = rank
+        self.size = circle.size
+        self._circle = circle
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """See Ranks."""
+        everyone = self._exchange(list(tensors))
+        sums = [_added([theirs[index] for theirs in everyone]) for index in range(len(tensors))]
+        self._meet()  # nobody writes before all have read
+        for tensor, total in zip(tensors, sums, strict=True):
+            tensor.copy_(total)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """See Ranks."""
+        found = [theirs[0].clone() for theirs in self._exchange([tensor])]
+        self._meet()
+        return found
+
+    def _exchange(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        self._circle.given[self.rank] = tensors
+        self._meet()
+        return list(self._circle.given)
+
+    def _meet(self) -> None:
+        try:
+            self._circle.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise ClusterError(
+                f"rank {self.rank} of {self.size} waits in a collective for ranks that do not come",
+                why="one of them failed, or the ranks of a group took different ways through a method",
+            ) from None
+
+
+class ProcessRanks:
+    """A rank that is a process, joined to the others by torch.distributed.
+
+    Args:
+        rank: which one this is.
+        size: how many there are.
+        meeting: a file that all of them see and that is new; where they find each other.
+        backend: gloo or nccl.
+    """
+
+    def __init__(self, rank: int, size: int, meeting: Path, backend: str = "gloo") -> None:
+        self.rank = rank
+        self.size = size
+        store = FileStore(str(meeting), size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """See Ranks."""
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            length = flat.numel()
+            share = -(-length // self.size)
+            sent = torch.nn.functional.pad(flat, (0, share * self.size - length))
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent)
+            total = _added(list(received.view(self.size, share)))
+            dist.all_gather_into_tensor(sent, total)
+            parts = torch.split(sent[:length], [tensor.numel() for tensor in alike])
+            for tensor, part in zip(alike, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """See Ranks."""
+        length = torch.tensor([tensor.shape[0]], device=tensor.device)
+        lengths = [torch.empty_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length)
+        most = max(int(each) for each in lengths)
+        filled = tensor.new_zeros(most, *tensor.shape[1:])
+        filled[: tensor.shape[0]] = tensor
+        found = [torch.empty_like(filled) for _ in range(self.size)]
+        dist.all_gather(found, filled)
+        return [each[: int(count)] for each, count in zip(found, lengths, strict=True)]
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in the order given, into a new tensor."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

@@ -1,0 +1,132 @@
+"""GroupExecutor: a step's stages on groups of ranks.
+
+role stage ──> Group.call ──> Pending
+formula    ──> a rank that holds the first batch computes; no batch comes to the controller
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rillflow.cluster.backend import Backend
+from rillflow.cluster.pool import Place
+from rillflow.errors import RecordError, nearest
+from rillflow.graph.trace import ROW_FIELDS, field_parameters
+from rillflow.records.batch import Batch, Field, joined
+from rillflow.workers import program
+from rillflow.workers.group import Group
+from rillflow.workers.pending import Pending
+from rillflow.workers.values import Reference
+
+
+class GroupExecutor:
+    """Runs stages on groups.
+
+    Args:
+        groups: by role.
+        backend: where they are.
+    """
+
+    def __init__(self, groups: Mapping[str, Group], backend: Backend) -> None:
+        self.groups = groups
+        self._backend = backend
+
+    @property
+    def endpoints(self) -> Mapping[str, Collection[str]]:
+        """See Executor."""
+        return {name: group.endpoints for name, group in self.groups.items()}
+
+    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Pending:
+        """See Executor."""
+        return self.groups[role].call(endpoint, *args, **options)
+
+    def compute(
+        self,
+        formula: Callable[..., Any],
+        batches: Sequence[Any],
+        into: str | None,
+        options: Mapping[str, Any],
+    ) -> Pending:
+        """See Executor."""
+        return self.apply(apply_formula, formula, into, *batches, place=self._home(batches), **options)
+
+    def filter(self, batch: Any, field: str) -> Pending:
+        """See Executor."""
+        return self.apply(rows_where, field, batch, place=self._home([batch]))
+
+    def apply(self, function: Callable[..., Any], *arguments: Any, place: Place, **options: Any) -> Pending:
+        """Call a function of a module at one rank; batches among its arguments arrive whole."""
+        return self._at(place, function.__name__, (program.apply, function), arguments, options)
+
+    def _at(
+        self,
+        place: Place,
+        name: str,
+        work: Sequence[Any],
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> Pending:
+        given = [each.whole() if isinstance(each, Pending) else each for each in arguments]
+        named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
+        packed = self._backend.pack(named)
+        value, facts = self._backend.submit(place, *work, given, packed, results=2)
+        return Pending(
+            name,
+            given="",
+            places=[place],
+            references=[Reference(value=value, facts=facts)],
+            others=[],
+            is_partial=False,
+            sources=[each for each in (*arguments, *options.values()) if isinstance(each, Pending)],
+            backend=self._backend,
+        )
+
+    def look(self, role: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Pending:
+        """Call a function of a module with a role's object, at the role's first rank."""
+        place = self.groups[role].places[0]
+        return self._at(
+            place, f"{role}: {function.__name__}", (program.look, role, function), arguments, options
+        )
+
+    def _home(self, batches: Sequence[Any]) -> Place:
+        """Where the first batch is, at least a part of it."""
+        for batch in batches:
+            if isinstance(batch, Pending):
+                return batch.places[0]
+        return next(iter(self.groups.values())).places[0]
+
+
+def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch, **options: Any) -> Any:
+    """A formula on the fields its parameters name.
+
+    Raises:
+        RecordError: no batch has one of them.
+    """
+    rows = joined(batches) if batches else None
+    fields: dict[str, Field] = {} if rows is None else dict(rows.fields)
+    if rows is not None:
+        fields |= {name: _of_rows(rows) for name in ROW_FIELDS}
+    names = field_parameters(formula, options)
+    missing = [name for name in names if name not in fields]
+    if missing:
+        raise RecordError(
+            f"formula {formula.__name__} reads the field {missing[0]!r}, which no batch it is given has",
+            why=f"the fields are {', '.join(sorted(fields))}",
+            fix=nearest(missing[0], fields),
+        )
+    result = formula(**{name: fields[name] for name in names}, **options)
+    return result if into is None else batches[0].with_fields(**{into: result})
+
+
+def rows_where(field: str, batch: Batch) -> Batch:
+    """The rows whose field is true."""
+    return batch.select(batch.dense(field).nonzero().squeeze(1))
+
+
+def _of_rows(rows: Batch) -> torch.Tensor:
+    """[B] int64: rows of one prompt share a number."""
+    numbers: torch.Tensor = torch.unique(rows.ids[:, :2], dim=0, return_inverse=True)[1]
+    return numbers

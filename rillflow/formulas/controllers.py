@@ -1,0 +1,79 @@
+"""Weights that move with what is measured: pure transitions from one step's number to the next's.
+
+No torch here: a controller of an algorithm may hold such a number without loading it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rillflow.errors import FormulaError
+
+ERROR_BOUND = 0.2
+"""Largest share of its target by which a measured divergence counts as off."""
+LARGEST_LOGARITHM = 700.0
+"""Where an exponential leaves the range of float64."""
+
+
+def next_kl_weight(weight: float, observed: float, target: float, horizon: float, rows: int) -> float:
+    """The price of divergence after a step, moved towards the one at which the divergence is the target.
+
+    weight' = weight (1 + e rows / horizon), e = clip(observed / target - 1, -0.2, 0.2); Ziegler et al.,
+    arXiv 1909.08593, section 2.2, where rows / horizon is K = 0.1.
+
+    Args:
+        weight: the present price of one nat.
+        observed: the step's divergence of a row, in nats.
+        target: the divergence of a row that is wanted, in nats.
+        horizon: rows over which an error of 1 would double the weight.
+        rows: rows of the step.
+
+    Raises:
+        FormulaError: a number is not finite, ``target`` or ``horizon`` is not positive, or one step could
+            make the weight negative.
+    """
+    if not (target > 0 and horizon > 0 and math.isfinite(weight) and math.isfinite(observed)):
+        raise FormulaError(
+            f"next_kl_weight: weight is {weight}, observed {observed}, target {target}, horizon {horizon}",
+            why="all are finite, and target and horizon are positive",
+        )
+    pace = rows / horizon
+    if ERROR_BOUND * pace >= 1:
+        raise FormulaError(
+            f"next_kl_weight: {rows} rows a step and a horizon of {horizon:g}",
+            why="one step could take the whole weight away",
+            fix=f"give a horizon of more than {ERROR_BOUND * rows:g} rows, usually ten times a step's",
+        )
+    error = min(max(observed / target - 1, -ERROR_BOUND), ERROR_BOUND)
+    return weight * (1 + error * pace)
+
+
+def next_log_multiplier(
+    log_multiplier: float, mean_cost: float, limit: float, lr: float, *, highest: float = math.inf
+) -> float:
+    """The logarithm of a constraint's price after a step, raised while the cost is above its limit.
+
+    log lambda' = log lambda + lr lambda (mean_cost - limit): ascent of lambda (E[C] - limit) in log
+    lambda, so that lambda stays positive; Safe RLHF, arXiv 2310.12773.
+
+    Args:
+        log_multiplier: the present log lambda.
+        mean_cost: the step's mean cost of a row.
+        limit: the cost of a row that is allowed.
+        lr: size of the step in log lambda, for lambda = 1 and a cost one above the limit.
+        highest: lambda never grows above it; a cost that cannot be lowered would send it to infinity.
+
+    Raises:
+        FormulaError: a number is not finite, ``lr`` or ``highest`` is not positive, or lambda has left the
+            range of numbers.
+    """
+    finite = all(math.isfinite(number) for number in (log_multiplier, mean_cost, limit, lr))
+    if not (finite and lr > 0 and highest > 0 and log_multiplier < LARGEST_LOGARITHM):
+        raise FormulaError(
+            f"next_log_multiplier: log_multiplier is {log_multiplier}, mean_cost {mean_cost}, "
+            f"limit {limit}, lr {lr}, highest {highest}",
+            why=f"all are finite, lr and highest positive, and log_multiplier below {LARGEST_LOGARITHM:g}",
+            fix="give a highest lambda if the cost cannot be brought below its limit",
+        )
+    moved = log_multiplier + lr * math.exp(log_multiplier) * (mean_cost - limit)
+    return min(moved, math.log(highest))

@@ -1,0 +1,194 @@
+"""Advantages of tokens: what followed a token in its row, against what was expected there.
+
+    token_rewards, values ── loss tokens of scored rows, laid end to end ──> deltas [N]
+    deltas [N] ── discounted sums within each row ──> advantages ── whitened ──> advantages
+                                                          └── + values ──> returns ── explained_variance
+
+Prompt tokens and tokens that were put into a row are stepped over: what follows a loss token is the
+row's next loss token, and a discount is paid for loss tokens alone. The value of a token is what its
+predecessors let expect; behind a row's last loss token nothing is expected. Results are aligned to the
+tokens and 0 wherever no loss token of a scored row stands.
+
+Legend: B rows, T tokens, N loss tokens of scored rows, L the most of them in one row.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rillflow.errors import FormulaError
+from rillflow.formulas.advantages import EPSILON
+from rillflow.formulas.shapes import aligned
+from rillflow.records.ragged import Ragged
+
+
+def gae(
+    token_rewards: Ragged, values: Ragged, loss_mask: Ragged, valid: Tensor, *, gamma: float, lam: float
+) -> Ragged:
+    """[T] generalised advantage estimates of the loss tokens.
+
+    delta_t = R_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; GAE, arXiv 1506.02438,
+    equations 16 to 18. lam = 1 with gamma = 1 is return minus value, lam = 0 the error of one step.
+
+    Args:
+        token_rewards: float, the reward paid at each token.
+        values: float, what the critic expects before each token.
+        loss_mask: bool, True where the policy sampled the token.
+        valid: [B] bool; a row without a score gets 0.
+        gamma: discount a token, in [0, 1].
+        lam: how much a later error counts a token, in [0, 1].
+
+    Raises:
+        FormulaError: rows differ in length, or ``gamma`` or ``lam`` is no share.
+    """
+    aligned("gae", loss_mask=loss_mask, token_rewards=token_rewards, values=values, valid=valid)
+    _share("gae", gamma=gamma, lam=lam)
+    counted = _counted(loss_mask, valid)
+    rewards, expected = _chosen(token_rewards, counted), _chosen(values, counted)
+    following = expected.values.roll(-1).masked_fill(_left(expected) <= 1, 0)
+    deltas = rewards.values + gamma * following - expected.values
+    return _placed(_discounted_sums(rewards.with_values(deltas), gamma * lam), counted)
+
+
+def returns_to_go(token_rewards: Ragged, loss_mask: Ragged, valid: Tensor, *, gamma: float) -> Ragged:
+    """[T] the discounted rewards from each loss token to the end of its row.
+
+    G_t = sum_{k >= 0} gamma^k R_{t+k}, over loss tokens; ``gae`` with lam = 1 where nothing is expected.
+
+    Args:
+        token_rewards: float, the reward paid at each token.
+        loss_mask: bool, True where the policy sampled the token.
+        valid: [B] bool; a row without a score gets 0.
+        gamma: discount a token, in [0, 1].
+
+    Raises:
+        FormulaError: rows differ in length, or ``gamma`` is no share.
+    """
+    aligned("returns_to_go", loss_mask=loss_mask, token_rewards=token_rewards, valid=valid)
+    _share("returns_to_go", gamma=gamma)
+    counted = _counted(loss_mask, valid)
+    return _placed(_discounted_sums(_chosen(token_rewards, counted), gamma), counted)
+
+
+def value_targets(advantages: Ragged, values: Ragged, loss_mask: Ragged) -> Ragged:
+    """[T] what the critic should have expected before each loss token: advantage plus value.
+
+    R_t = A_t + V_t (the lambda-return; PPO, arXiv 1707.06347). A row without a score has advantage 0, so
+    its targets are its values.
+
+    Args:
+        advantages: float, those of ``gae`` before they are whitened.
+        values: float, what the critic expected before each token.
+        loss_mask: bool, True where the policy sampled the token.
+
+    Raises:
+        FormulaError: rows differ in length.
+    """
+    aligned("value_targets", loss_mask=loss_mask, advantages=advantages, values=values)
+    targets = advantages.values + values.values
+    return loss_mask.with_values(targets.masked_fill(~loss_mask.values, 0))
+
+
+def explained_variance(values: Ragged, returns: Ragged, loss_mask: Ragged, valid: Tensor) -> float:
+    """The share of the returns' variance that the values explain, over the loss tokens of scored rows.
+
+    1 - Var(R - V) / Var(R), in float64: 1 for a perfect critic, 0 for one that knows the mean alone,
+    negative for one that is worse. Where returns do not vary there is nothing to explain: 0.
+
+    Args:
+        values: float, what the critic expected before each token.
+        returns: float, those of ``value_targets``.
+        loss_mask: bool, True where the policy sampled the token.
+        valid: [B] bool; a row without a score does not count.
+
+    Raises:
+        FormulaError: rows differ in length.
+    """
+    aligned("explained_variance", loss_mask=loss_mask, values=values, returns=returns, valid=valid)
+    counted = _counted(loss_mask, valid).values
+    aims, guesses = returns.values[counted].double(), values.values[counted].double()
+    if not aims.numel() or bool((aims == aims[0]).all()):
+        return 0.0
+    return float(1 - (aims - guesses).var(correction=0) / aims.var(correction=0))
+
+
+def whitened(advantages: Ragged, loss_mask: Ragged, valid: Tensor) -> Ragged:
+    """[T] advantages with mean 0 and deviation 1 over the loss tokens of all scored rows.
+
+    (A - mean) / (std + 1e-6), the deviation that of a sample (N - 1), summed in float64. Equal
+    advantages, and one alone, give exactly 0.
+
+    Args:
+        advantages: float.
+        loss_mask: bool, True where the policy sampled the token.
+        valid: [B] bool; a row without a score gets 0 and does not count.
+
+    Raises:
+        FormulaError: rows differ in length.
+    """
+    aligned("whitened", loss_mask=loss_mask, advantages=advantages, valid=valid)
+    counted = _counted(loss_mask, valid)
+    chosen = advantages.values[counted.values].double()
+    if chosen.numel():
+        chosen = chosen - chosen.min()  # so that equal ones are exactly 0, whatever their mean rounds to
+        chosen = chosen - chosen.mean()
+        variance = chosen.square().sum() / max(chosen.numel() - 1, 1)
+        chosen = chosen / (variance.sqrt() + EPSILON)
+    return _placed(chosen.to(advantages.values.dtype), counted)
+
+
+def whitened_returns(token_rewards: Ragged, loss_mask: Ragged, valid: Tensor, *, gamma: float) -> Ragged:
+    """[T] discounted rewards to go, whitened over the batch: the advantages of REINFORCE++.
+
+    A = whitened(G), G_t = sum_{k >= 0} gamma^k R_{t+k} of rewards that pay for divergence token by token
+    (``penalised_token_rewards``); arXiv 2501.03262.
+
+    Args:
+        token_rewards: float, the reward paid at each token.
+        loss_mask: bool, True where the policy sampled the token.
+        valid: [B] bool; a row without a score gets 0 and does not count.
+        gamma: discount a token, in [0, 1].
+
+    Raises:
+        FormulaError: rows differ in length, or ``gamma`` is no share.
+    """
+    return whitened(returns_to_go(token_rewards, loss_mask, valid, gamma=gamma), loss_mask, valid)
+
+
+def _share(formula: str, **options: float) -> None:
+    for name, value in options.items():
+        if not 0 <= value <= 1:
+            raise FormulaError(f"{formula}: {name} is {value}", why="a discount lies between 0 and 1")
+
+
+def _counted(loss_mask: Ragged, valid: Tensor) -> Ragged:
+    """Bool, True at the loss tokens of scored rows."""
+    return loss_mask.with_values(loss_mask.values & loss_mask.expand(valid))
+
+
+def _chosen(field: Ragged, counted: Ragged) -> Ragged:
+    """The counted tokens' entries alone."""
+    return Ragged(values=field.values[counted.values], lengths=counted.sums())
+
+
+def _placed(chosen: Tensor, counted: Ragged) -> Ragged:
+    """Entries [N] of the counted tokens back at their places."""
+    return counted.with_values(chosen.new_zeros(counted.values.shape).masked_scatter(counted.values, chosen))
+
+
+def _left(rows: Ragged) -> Tensor:
+    """[N] int64 how many entries of its row there are from each on, itself included."""
+    return rows.expand(rows.lengths) - rows.positions
+
+
+def _discounted_sums(rows: Ragged, discount: float) -> Tensor:
+    """[N] sum_{k >= 0} discount^k x_{t+k} to the end of each row, in log2 L passes over all entries.
+
+    A sum over the next n entries and the same of the one n further on make the sum over 2 n.
+    """
+    sums, left, reach = rows.values, _left(rows), 1
+    longest = int(rows.lengths.max()) if len(rows) else 0
+    while reach < longest:
+        sums = sums + discount**reach * sums.roll(-reach).masked_fill(left <= reach, 0)
+        reach *= 2
+    return sums

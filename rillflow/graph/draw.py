@@ -1,0 +1,63 @@
+"""Draw: a graph as text, as Mermaid, as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rillflow.graph.graph import CONTROLLER, DATA, Graph, Stage
+
+_SHOWN = 4
+"""Fields an arrow names before it says how many more there are."""
+
+
+def as_json(graph: Graph) -> dict[str, Any]:
+    """For machines: stages and edges as they are."""
+    return {
+        "name": graph.name,
+        "roles": list(graph.roles),
+        "stages": [{**asdict(stage), "name": stage.name} for stage in graph.stages],
+        "edges": [asdict(edge) for edge in graph.edges],
+    }
+
+
+def as_text(graph: Graph) -> str:
+    """One line a stage: where each field it reads comes from, and what it leaves."""
+    lines = [f"{graph.name}: {len(graph.stages)} stages, roles {', '.join(graph.roles)}"]
+    width = max((len(stage.name) for stage in graph.stages), default=0)
+    for stage in graph.stages:
+        taken = "; ".join(
+            f"{_fields(edge.fields)} of {_source(graph, edge.source)}" for edge in graph.into(stage.index)
+        )
+        left = f" -> {', '.join(stage.writes)}" if stage.writes else ""
+        lines.append(f"{stage.index:3}  {stage.name:<{width}}  {taken or 'nothing'}{left}")
+    return "\n".join(lines)
+
+
+def as_mermaid(graph: Graph) -> str:
+    """A flowchart: boxes are stages, rounded ones formulas; arrows carry fields."""
+    lines = ["flowchart LR", f"    {DATA}[/{DATA}/]"]
+    lines += [f"    {_node(stage.index)}{_box(stage)}" for stage in graph.stages]
+    for edge in graph.edges:
+        label = f"|{_fields(edge.fields)}|" if edge.fields else ""
+        lines.append(f"    {_node(edge.source)} -->{label} {_node(edge.destination)}")
+    return "\n".join(lines)
+
+
+def _source(graph: Graph, index: int) -> str:
+    return DATA if index < 0 else f"{index} {graph.stages[index].name}"
+
+
+def _node(index: int) -> str:
+    return DATA if index < 0 else f"s{index}"
+
+
+def _box(stage: Stage) -> str:
+    return f"([{stage.endpoint}])" if stage.role == CONTROLLER else f"[{stage.name}]"
+
+
+def _fields(fields: tuple[str, ...]) -> str:
+    if not fields:
+        return "result"
+    more = f" and {len(fields) - _SHOWN} more" if len(fields) > _SHOWN else ""
+    return ", ".join(fields[:_SHOWN]) + more

@@ -1,0 +1,173 @@
+"""Trace: an algorithm's step run on symbols, and the graph it leaves behind.
+
+    step(Flow(tracer), symbol, config)
+        flow.policy.generate(prompts)  ──> a stage, an edge for every symbol it is given, a new symbol
+        flow.compute(formula, ...)     ──> the same, the formula's parameters being what it reads
+
+A symbol has the names of its fields and nothing else, so what no stage provides is found here, before
+a model is loaded. A step that looks at a value cannot be traced, and is told so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from rillflow.errors import GraphError, nearest
+from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
+
+ROW_FIELDS = ("groups",)
+"""What a formula may read of any batch: it follows from the rows' ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What an endpoint reads of its arguments and adds to them.
+
+    Example:
+        Signature(reads=("tokens", "loss_mask"), writes=("values",), transfer="DP_PROTO")
+    """
+
+    reads: tuple[str, ...]
+    """Fields some argument must have."""
+    writes: tuple[str, ...]
+    """Fields of the result; empty where it is no batch."""
+    transfer: str
+    """The name of how arguments and results travel."""
+
+
+class Symbol:
+    """A result that will exist: where it comes from, and its fields."""
+
+    def __init__(self, source: int, fields: tuple[str, ...]) -> None:
+        self.source = source
+        self.fields = fields
+
+    def __bool__(self) -> NoReturn:
+        raise self._looked_at("its truth")
+
+    def __float__(self) -> NoReturn:
+        raise self._looked_at("its number")
+
+    def __int__(self) -> NoReturn:
+        raise self._looked_at("its number")
+
+    def __len__(self) -> NoReturn:
+        raise self._looked_at("its length")
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        raise self._looked_at("a part of it")
+
+    def _looked_at(self, what: str) -> GraphError:
+        return GraphError(
+            f"the step asks the result of stage {self.source} for {what}",
+            why="the controller passes results on without reading them; while it is traced there is none",
+            fix="let a formula decide: flow.compute for a field, flow.number for a number",
+        )
+
+
+class Tracer:
+    """The executor of a traced step (see dataflow.flow): every call becomes a stage.
+
+    Args:
+        endpoints: of every role, by name.
+    """
+
+    def __init__(self, endpoints: Mapping[str, Mapping[str, Signature]]) -> None:
+        self.endpoints = endpoints
+        self.stages: list[Stage] = []
+        self.edges: list[Edge] = []
+
+    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Symbol:
+        """A role's stage."""
+        signature = self.endpoints[role][endpoint]
+        index = self._stage(role, endpoint, signature.reads, signature.writes, signature.transfer)
+        self._connect(index, signature.reads, [*args, *options.values()])
+        return Symbol(index, signature.writes)
+
+    def compute(
+        self,
+        formula: Callable[..., Any],
+        batches: Sequence[Any],
+        into: str | None,
+        options: Mapping[str, Any],
+    ) -> Symbol:
+        """A formula's stage; its result is the first batch with one more field, or a number."""
+        reads = field_parameters(formula, options)
+        kept = self._fields(batches[0]) if into and batches else ()
+        writes = tuple(dict.fromkeys((*kept, into))) if into else ()
+        index = self._stage(CONTROLLER, formula.__name__, reads, (into,) if into else (), "")
+        self._connect(index, reads, [*batches, *options.values()])
+        return Symbol(index, writes)
+
+    def filter(self, batch: Any, field: str) -> Symbol:
+        """The rows of a batch whose field is true."""
+        kept = self._fields(batch)
+        index = self._stage(CONTROLLER, f"where {field}", (field,), kept, "")
+        self._connect(index, (field,), [batch])
+        return Symbol(index, kept)
+
+    def _stage(
+        self, role: str, endpoint: str, reads: tuple[str, ...], writes: tuple[str, ...], transfer: str
+    ) -> int:
+        index = len(self.stages)
+        self.stages.append(
+            Stage(index=index, role=role, endpoint=endpoint, reads=reads, writes=writes, transfer=transfer)
+        )
+        return index
+
+    def _connect(self, index: int, wanted: Sequence[str], values: Sequence[Any]) -> None:
+        """Edges from every symbol among the values; each field comes from the first that has it.
+
+        A symbol that has none of them is given for what it is: all of it travels.
+        """
+        symbols = [value for value in values if isinstance(value, Symbol)]
+        left = list(dict.fromkeys(wanted))
+        for symbol in symbols:
+            taken = tuple(name for name in left if name in symbol.fields)
+            left = [name for name in left if name not in taken]
+            self.edges.append(Edge(source=symbol.source, destination=index, fields=taken or symbol.fields))
+        missing = [name for name in left if name not in ROW_FIELDS]
+        if missing:
+            self._refuse(index, missing[0], symbols)
+
+    def _refuse(self, index: int, missing: str, symbols: Sequence[Symbol]) -> NoReturn:
+        there = sorted({name for symbol in symbols for name in symbol.fields})
+        raise GraphError(
+            f"{self.stages[index].name} reads the field {missing!r}, which none of its arguments has",
+            why=f"they have {', '.join(there) or 'no fields'}",
+            fix=nearest(missing, there),
+        )
+
+    def _fields(self, value: Any) -> tuple[str, ...]:
+        return value.fields if isinstance(value, Symbol) else ()
+
+
+def field_parameters(formula: Callable[..., Any], options: Collection[str]) -> tuple[str, ...]:
+    """The fields a formula reads: its parameters without a default that are not given as options."""
+    return tuple(
+        name
+        for name, parameter in inspect.signature(formula).parameters.items()
+        if name not in options and parameter.default is inspect.Parameter.empty
+    )
+
+
+def trace(
+    name: str, run: Callable[[Tracer, Symbol], Any], tracer: Tracer, data_fields: Sequence[str]
+) -> Graph:
+    """Run a step on symbols.
+
+    Args:
+        name: of the algorithm.
+        run: calls the step with a flow made of the tracer, and what the step is given.
+        tracer: records.
+        data_fields: of what the step is given.
+
+    Raises:
+        GraphError: a field is missing, a role or endpoint is unknown, or the step looks at a value.
+    """
+    run(tracer, Symbol(-1, tuple(data_fields)))
+    edges = sorted(tracer.edges, key=lambda edge: (edge.destination, edge.source))
+    return Graph(name=name, stages=tuple(tracer.stages), edges=tuple(edges))

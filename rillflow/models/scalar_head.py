@@ -1,0 +1,92 @@
+"""Scalar head: one number a token, on top of a decoder's body.
+
+    tokens ── module.base_model ──> hidden states [U, D] ── head, a linear layer to one number ──> [U]
+
+The module is transformers' own (ForSequenceClassification, ForTokenClassification), unmodified. Its
+forward pass would give one number a row, or drop some of them; body and head are asked in turn instead.
+Legend: U tokens of all rows, laid end to end; D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rillflow.errors import ModelError
+
+HeadStart = Literal["zero", "normal"]
+"""A new head's weights: all 0, so that every number begins at 0; or small and random, by the seed."""
+_DEVIATION = 0.02
+"""Of a random head's weights, as transformers starts its linear layers."""
+
+
+def head_of(module: Any) -> nn.Linear:
+    """The head: the one linear layer beside the body.
+
+    Raises:
+        ModelError: there is none, or it gives more than one number.
+    """
+    body = module.base_model
+    found = [part for part in module.children() if part is not body and isinstance(part, nn.Linear)]
+    if len(found) != 1 or found[0].out_features != 1:
+        shape = [f"{part.in_features} to {part.out_features}" for part in found]
+        raise ModelError(
+            f"{type(module).__name__} has no scalar head",
+            why=f"beside its body it has {len(found)} linear layers {', '.join(shape)}; a head is one, to 1",
+            fix="load it with load_scalar_model",
+        )
+    return found[0]
+
+
+def head_weights(module: PreTrainedModel) -> frozenset[str]:
+    """The names of the head's parameters in the module."""
+    own = {id(parameter) for parameter in head_of(module).parameters()}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in own)
+
+
+def start_head(module: PreTrainedModel, start: HeadStart, seed: int) -> None:
+    """Give a new head, on the CPU, its first weights; its bias, if it has one, is 0."""
+    head = head_of(module)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.zero_()
+        if start == "normal":
+            generator = torch.Generator().manual_seed(seed)
+            head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * _DEVIATION)
+
+
+def settle_head(source: str, module: PreTrainedModel) -> None:
+    """Give a head that was read from ``source`` memory of its own, and refuse one that is not finite.
+
+    On a CPU the product of a matrix and a vector rounds by where the vector lies in memory. Weights mapped
+    from a file lie anywhere, so a resumed run would differ from one that was not interrupted.
+    """
+    for parameter in head_of(module).parameters():
+        parameter.data = parameter.data.clone()
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in head_of(module).parameters()):
+        raise ModelError(
+            f"the head of the model {source} has weights that are not finite",
+            why="every value and score would be NaN or infinite",
+            fix="name another checkpoint",
+        )
+
+
+def require_one_number(config: PreTrainedConfig) -> None:
+    """Set a config to a head of one number, read at a row's last token.
+
+    A padding token would have transformers read the number before it. A row's last token may be the end
+    token, which many models pad with too.
+    """
+    config.num_labels = 1
+    config.get_text_config().pad_token_id = None
+
+
+def token_scores(body: Any, head: nn.Linear, inputs: dict[str, Any]) -> Tensor:
+    """[U] the head's number at every token, in float32 or wider."""
+    hidden = body(**inputs).last_hidden_state[0]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    bias = None if head.bias is None else head.bias.to(wide)
+    return nn.functional.linear(hidden.to(wide), head.weight.to(wide), bias).squeeze(-1)

@@ -1,0 +1,213 @@
+"""Boxing: the moves that turn one placement into another, with the fewest bytes received.
+
+    cell ─> who holds it, who is to hold it ─┬─ one contribution ──> copies                    stage 1
+                                             └─ several ─ owners ──> contributions, combined   stage 1
+                                                            └──────> copies of the result      stage 2
+
+- What a rank holds already stays there; among copies elsewhere the load is spread evenly.
+- Contributions are combined once, at an owner that then has to hold the result: one that brings a
+  contribution of its own, if there is such a rank. All such ranks share a cell, so that Partial to Broadcast
+  is a reduce-scatter and an all-gather.
+- A partial destination takes every contribution at one coordinate, where it costs least; the others
+  hold the neutral element. Of a mean there is none: there every rank gets the value, unless there are
+  as many contributions before as afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+from rillflow.placement.cells import Cell, Copies, Holders, cells
+from rillflow.placement.sbp import Op, Placement
+from rillflow.placement.slices import Slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A slice that goes from one rank to another, or stays."""
+
+    source: int
+    """The rank that sends."""
+    destination: int
+    """The rank that receives; the sender itself of what is kept."""
+    slice: Slice
+    """What is sent, in the value's own coordinates."""
+    op: Op | None
+    """How it is combined with all that has this destination and slice; none where it is the value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """A slice that a rank makes up: it brings nothing to the contributions of the others."""
+
+    rank: int
+    """The rank that holds it."""
+    slice: Slice
+    """Where."""
+    op: Op
+    """Whose neutral element it is: 0 of a sum, the least number of a maximum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boxing:
+    """The moves from one placement to another.
+
+    Every slice a destination rank holds is covered once: by what is kept, moved or filled without an
+    operation, or by one set of contributions of the first stage that share destination and slice.
+    """
+
+    stages: tuple[tuple[Move, ...], ...]
+    """The moves between ranks: the first stage sends what the source holds, the second what the first has
+    combined. Contributions are combined in the order they stand in, after the one that is kept."""
+    kept: tuple[Move, ...]
+    """What the destination rank holds already, with an operation where it is its own contribution."""
+    fills: tuple[Fill, ...]
+    """What a partial destination holds where another coordinate holds the value."""
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The moves between ranks, of all stages."""
+        return tuple(chain.from_iterable(self.stages))
+
+    def bytes(self, itemsize: int) -> int:
+        """Bytes received by all ranks together, of elements of ``itemsize`` bytes."""
+        return itemsize * sum(self._received.values())
+
+    def received(self, rank: int, itemsize: int) -> int:
+        """Bytes a rank receives, of elements of ``itemsize`` bytes."""
+        return itemsize * self._received.get(rank, 0)
+
+    @cached_property
+    def _received(self) -> dict[int, int]:
+        found: dict[int, int] = defaultdict(int)
+        for move in self.moves:
+            found[move.destination] += move.slice.size
+        return dict(found)
+
+
+def boxing(source: Placement, destination: Placement, shape: Sequence[int]) -> Boxing:
+    """The moves that bring every rank of ``destination`` its slices of a value of this shape.
+
+    Raises:
+        PlacementError: a placement does not fit the shape.
+    """
+    moves, before, after = _Moves(), source.op, destination.op
+    for cell in cells(source, destination, shape):
+        if after is None:
+            moves.bring(cell.slice, cell.source, cell.destination[0], before)
+        elif after == "mean":
+            _bring_mean(moves, cell, before)
+        else:
+            _bring_partial(moves, cell, before, after)
+    return moves.boxing()
+
+
+def _bring_mean(moves: _Moves, cell: Cell, op: Op | None) -> None:
+    """As many contributions to a mean stay contributions, those at home there; else all get the value."""
+    if op != "mean" or len(cell.source) != len(cell.destination):
+        moves.bring(cell.slice, cell.source, tuple(chain.from_iterable(cell.destination)), op)
+        return
+    left = list(cell.source)
+    for ranks in sorted(cell.destination, key=lambda ranks: min(_cost((held,), ranks) for held in left)):
+        nearest = min(left, key=lambda held: _cost((held,), ranks))
+        left.remove(nearest)
+        moves.bring(cell.slice, (nearest,), ranks, None)
+
+
+def _bring_partial(moves: _Moves, cell: Cell, before: Op | None, after: Op) -> None:
+    """Contributions go one by one, or all together where the operation changes, to where they add least."""
+    items = [(copies,) for copies in cell.source] if before == after else [cell.source]
+    items.sort(key=lambda item: min(_cost(item, ranks) for ranks in cell.destination))
+    taken: list[Holders] = [() for _ in cell.destination]
+    costs = [0 for _ in cell.destination]
+    for item in items:
+        found = [_cost(held + item, ranks) for held, ranks in zip(taken, cell.destination, strict=True)]
+        best = min(
+            range(len(taken)),
+            key=lambda place: (
+                found[place] - costs[place],
+                len(taken[place]),
+                moves.received[cell.destination[place][0]],
+            ),
+        )
+        taken[best] += item
+        costs[best] = found[best]
+    for held, ranks in zip(taken, cell.destination, strict=True):
+        if held:
+            moves.bring(cell.slice, held, ranks, before)
+        else:
+            moves.fills += [Fill(rank=rank, slice=cell.slice, op=after) for rank in ranks]
+
+
+def _cost(source: Holders, ranks: Copies) -> int:
+    """How many copies of a cell are received until all of ``ranks`` hold the contributions combined."""
+    if len(source) == 1:
+        return len(set(ranks).difference(source[0]))
+    owned = not set(ranks).isdisjoint(chain.from_iterable(source))
+    return len(source) - owned + len(ranks) - 1
+
+
+class _Moves:
+    """The moves found so far, and what they load the ranks with."""
+
+    def __init__(self) -> None:
+        self.first: list[Move] = []
+        self.second: list[Move] = []
+        self.kept: list[Move] = []
+        self.fills: list[Fill] = []
+        self.sent: dict[int, int] = defaultdict(int)
+        self.received: dict[int, int] = defaultdict(int)
+
+    def boxing(self) -> Boxing:
+        stages = (self.first, self.second)
+        return Boxing(
+            stages=tuple(tuple(stage) for stage in stages if stage),
+            kept=tuple(self.kept),
+            fills=tuple(self.fills),
+        )
+
+    def bring(self, piece: Slice, source: Holders, ranks: Copies, op: Op | None) -> None:
+        """Let all of ``ranks`` hold these contributions, combined if they are several."""
+        if len(source) == 1:
+            self._keep_or_send(source[0], dict.fromkeys(ranks, piece), None)
+            return
+        holding = set(chain.from_iterable(source))
+        owners = [rank for rank in ranks if rank in holding] or ranks
+        owned = dict(zip(owners, piece.pieces(len(owners)), strict=False))
+        for copies in source:
+            self._keep_or_send(copies, owned, op)
+        for owner, part in owned.items():
+            self.second += [self._move(owner, rank, part, None) for rank in ranks if rank != owner]
+
+    def _keep_or_send(self, copies: Copies, wanted: dict[int, Slice], op: Op | None) -> None:
+        """Let every rank have its slice of a contribution."""
+        away = [rank for rank in wanted if rank not in copies]
+        for rank, sender in zip(away, self._senders(copies, len(away)), strict=True):
+            self.first.append(self._move(sender, rank, wanted[rank], op))
+        if len(away) < len(wanted):
+            self.kept += [
+                Move(source=rank, destination=rank, slice=wanted[rank], op=op)
+                for rank in wanted
+                if rank in copies
+            ]
+
+    def _senders(self, copies: Copies, count: int) -> Sequence[int]:
+        """``count`` times one of the copies, each as often, and the same ones side by side.
+
+        What is left over goes to those that have sent least. As ranks stand in the order of their mesh,
+        most are served by a copy of their own replica.
+        """
+        if len(copies) == 1:
+            return copies * count
+        each, left = divmod(count, len(copies))
+        once_more = sorted(copies, key=self.sent.__getitem__)[:left]
+        return [rank for rank in copies for _ in range(each + (rank in once_more))]
+
+    def _move(self, source: int, destination: int, piece: Slice, op: Op | None) -> Move:
+        self.sent[source] += piece.size
+        self.received[destination] += piece.size
+        return Move(source=source, destination=destination, slice=piece, op=op)

@@ -1,0 +1,148 @@
+"""Mesh: a grid of ranks with named axes, the last axis running fastest.
+
+Mesh.of(dp=2, tp=4)        tp 0  1  2  3
+                    dp 0      0  1  2  3     coordinates(6) == {"dp": 1, "tp": 2}
+                       1      4  5  6  7     groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from rillflow.errors import PlacementError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One direction of a mesh."""
+
+    name: str
+    """What the direction is for: ``dp``, ``pp``, ``tp``."""
+    size: int
+    """How many coordinates it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """A named grid of ranks.
+
+    Example:
+        Mesh.of(dp=2, tp=4, first=8).groups("tp") == ((8, 9, 10, 11), (12, 13, 14, 15))
+
+    Raises:
+        PlacementError: an axis has a size below 1 or stands twice; a rank stands twice or is negative;
+            the ranks do not fill the axes.
+    """
+
+    axes: tuple[Axis, ...]
+    """The axes, the slowest one first; a mesh without axes is one rank."""
+    ranks: tuple[int, ...]
+    """The global ids of the ranks, row-major."""
+
+    def __post_init__(self) -> None:
+        for axis in self.axes:
+            if axis.size < 1:
+                raise PlacementError(f"axis {axis.name!r} has size {axis.size}", why="the least is 1")
+        if twice := _twice(self.names):
+            raise PlacementError(f"axis {twice[0]!r} stands twice", why="an axis is found by its name")
+        if twice := _twice(self.ranks):
+            raise PlacementError(f"rank {twice[0]} stands twice", why="a rank has one place in a mesh")
+        if min(self.ranks, default=0) < 0:
+            raise PlacementError(f"a rank is {min(self.ranks)}", why="ranks are counted from 0")
+        cells = prod(axis.size for axis in self.axes)
+        if len(self.ranks) != cells:
+            sizes = " x ".join(f"{axis.name} {axis.size}" for axis in self.axes) or "no axis"
+            raise PlacementError(
+                f"{len(self.ranks)} ranks do not fill a mesh of {sizes}",
+                why=f"it has {cells} places, one a rank",
+            )
+
+    @staticmethod
+    def of(*, first: int = 0, ranks: Iterable[int] | None = None, **sizes: int) -> Mesh:
+        """A mesh of axes by name, of the ranks from ``first`` on or of ``ranks``, row-major."""
+        axes = tuple(Axis(name=name, size=size) for name, size in sizes.items())
+        count = prod(max(size, 0) for size in sizes.values())
+        return Mesh(axes=axes, ranks=tuple(range(first, first + count) if ranks is None else ranks))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes, the slowest one first."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.ranks)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of this name; PlacementError names the nearest one when there is none."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise PlacementError(
+            f"the mesh has no axis {name!r}",
+            why=f"its axes are {', '.join(self.names) or 'none'}",
+            fix=nearest(name, self.names),
+        )
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is, by axis.
+
+        Raises:
+            PlacementError: the rank is not in the mesh.
+        """
+        if rank not in self._coordinates:
+            raise PlacementError(
+                f"rank {rank} is not in the mesh", why=f"its ranks are {_listed(sorted(self.ranks))}"
+            )
+        return dict(zip(self.names, self._coordinates[rank], strict=True))
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank that is there.
+
+        Raises:
+            PlacementError: a coordinate is missing or outside its axis, or the mesh has no such axis.
+        """
+        for name in coordinates:
+            self.axis(name)
+        place = 0
+        for axis in self.axes:
+            if axis.name not in coordinates:
+                raise PlacementError(
+                    f"no coordinate for axis {axis.name!r}", why="a rank is found by one coordinate an axis"
+                )
+            at = coordinates[axis.name]
+            if not 0 <= at < axis.size:
+                raise PlacementError(
+                    f"coordinate {at} of axis {axis.name!r} is outside",
+                    why=f"the axis goes from 0 to {axis.size - 1}",
+                )
+            place = place * axis.size + at
+        return self.ranks[place]
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ in this axis only, group by group; both in the order of the mesh."""
+        place = self.names.index(self.axis(axis).name)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, at in self._coordinates.items():
+            found.setdefault(at[:place] + at[place + 1 :], []).append(rank)
+        return tuple(tuple(group) for group in found.values())
+
+    @cached_property
+    def _coordinates(self) -> dict[int, tuple[int, ...]]:
+        places = product(*(range(axis.size) for axis in self.axes))
+        return dict(zip(self.ranks, places, strict=True))
+
+
+def _twice(values: Iterable[Hashable]) -> list[Hashable]:
+    """Those that stand there more than once."""
+    return [value for value, times in Counter(values).items() if times > 1]
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"

@@ -1,0 +1,157 @@
+"""Placement: how a value lies on a mesh; for every axis Split, Broadcast or Partial.
+
+    mesh dp 2, tp 2, ranks 0 1    {"tp": Split(0)}         the upper half on 0 and 2, the lower on 1 and 3
+                           2 3    {"dp": Partial("sum")}   the value is rank 0's plus rank 2's
+
+Several axes may split one dim: the first of ``Placement.order`` cuts the dim, the next one cuts every
+piece of it. By default that is the order of the mesh, as in DTensor. FSDP2 over tensor parallelism cuts
+with ``tp`` first, so its ``(_StridedShard(0, split_factor=tp), Shard(0))`` on a mesh (dp, tp) is
+
+    Placement(mesh, {"dp": Split(0), "tp": Split(0)}, order=("tp", "dp"))
+
+Any other ``_StridedShard(dim, split_factor=n)`` is ``Split(dim, runs=n)``: a rank then holds several slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal, get_args
+
+from rillflow.errors import PlacementError, nearest
+from rillflow.placement.mesh import Mesh
+
+Op = Literal["sum", "mean", "max"]
+"""What makes the value out of its contributions."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The axis cuts a dim: every coordinate holds its piece.
+
+    Raises:
+        PlacementError: the dim, a size or the number of runs cannot be.
+    """
+
+    dim: int
+    """Which dim of the value."""
+    _: KW_ONLY
+    sizes: tuple[int, ...] | None = None
+    """The length of the piece of every coordinate, where the cut is not torch.chunk's: pieces of
+    ceil(length / coordinates), the last ones shorter or empty."""
+    runs: int = 1
+    """Cut into so many runs first, and give every coordinate its piece of each (a fused weight)."""
+
+    def __post_init__(self) -> None:
+        if self.dim < 0:
+            raise PlacementError(f"a split of dim {self.dim}", why="dims are counted from 0, from the front")
+        if self.runs < 1:
+            raise PlacementError(f"a split into {self.runs} runs", why="the least is 1")
+        if self.sizes is not None and min(self.sizes, default=0) < 0:
+            raise PlacementError(f"a piece of length {min(self.sizes)}", why="the least is 0")
+        if self.sizes is not None and self.runs > 1:
+            raise PlacementError(
+                f"sizes {self.sizes} together with {self.runs} runs",
+                why="it is open which run they are the sizes of",
+                fix="make a value of every run",
+            )
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Every coordinate of the axis holds the same."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Every coordinate of the axis holds a contribution; the value is their sum, mean or maximum.
+
+    Raises:
+        PlacementError: there is no such operation.
+    """
+
+    op: Op = "sum"
+    """What makes the value out of the contributions."""
+
+    def __post_init__(self) -> None:
+        if self.op not in get_args(Op):
+            raise PlacementError(
+                f"a partial value by {self.op!r}",
+                why="contributions are combined by sum, mean or max",
+                fix=nearest(self.op, get_args(Op)),
+            )
+
+
+Part = Split | Broadcast | Partial
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a value lies on a mesh. Axes that are not named are Broadcast.
+
+    Example:
+        Placement(Mesh.of(dp=2, tp=4), {"tp": Split(0)})
+
+    Raises:
+        PlacementError: the mesh has not an axis; sizes are not one a coordinate; two operations at once;
+            the order names an axis that does not split, or one twice.
+    """
+
+    mesh: Mesh
+    """The ranks."""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """What every axis does with the value; complete and in the order of the mesh once it is made."""
+    _: KW_ONLY
+    order: tuple[str, ...] = ()
+    """The axes that split, the one that cuts first in front; those not given follow in mesh order."""
+
+    def __post_init__(self) -> None:
+        for name, part in self.parts.items():
+            size = self.mesh.axis(name).size
+            if isinstance(part, Split) and part.sizes is not None and len(part.sizes) != size:
+                raise PlacementError(
+                    f"axis {name!r} has {len(part.sizes)} sizes {part.sizes} and {size} coordinates",
+                    why="every coordinate holds one piece",
+                )
+        parts: dict[str, Part] = {name: Broadcast() for name in self.mesh.names} | dict(self.parts)
+        splitting = [name for name, part in parts.items() if isinstance(part, Split)]
+        for place, name in enumerate(self.order):
+            self.mesh.axis(name)
+            if name not in splitting or name in self.order[:place]:
+                problem = "twice" if name in splitting else "but does not split a dim"
+                raise PlacementError(f"axis {name!r} stands in the order {problem}", why="an axis cuts once")
+        rest = [name for name in splitting if name not in self.order]
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "order", (*self.order, *rest))
+        if len(ops := {part.op for part in self._partial.values()}) > 1:
+            raise PlacementError(
+                f"contributions are combined by {' and by '.join(sorted(ops))}",
+                why="a move combines in one way, and which comes first can change the value",
+                fix="combine one axis before the value is given the other",
+            )
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, tuple(self.parts.items()), self.order))
+
+    @property
+    def op(self) -> Op | None:
+        """What makes the value out of its contributions; none where every rank holds values."""
+        return next((part.op for part in self._partial.values()), None)
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """The axes whose coordinates hold contributions, in mesh order; an axis of one is none."""
+        return tuple(self._partial)
+
+    def splits(self, dim: int) -> dict[str, Split]:
+        """The axes that cut a dim, in the order they cut."""
+        cutting = ((name, self.parts[name]) for name in self.order)
+        return {name: part for name, part in cutting if isinstance(part, Split) and part.dim == dim}
+
+    @property
+    def _partial(self) -> dict[str, Partial]:
+        return {
+            name: part
+            for name, part in self.parts.items()
+            if isinstance(part, Partial) and self.mesh.axis(name).size > 1
+        }

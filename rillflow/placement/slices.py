@@ -1,0 +1,180 @@
+"""Slices: which part of a value each rank holds.
+
+    length 10, {"dp": Split(0), "tp": Split(0)}, dp 2, tp 2
+
+        dp 0 [0:5]           dp 1 [5:10]             every axis cuts what the one before it left
+        tp 0 [0:3]  [3:5]    [5:8]  [8:10]
+
+Dims are cut apart from each other, so a rank holds the product of its intervals of every dim. Its own
+tensor is these intervals joined dim by dim, in ascending order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise, product
+from math import prod
+
+from rillflow.errors import PlacementError
+from rillflow.placement.sbp import Placement, Split
+
+Interval = tuple[int, int]
+"""Start, and stop (excluded)."""
+Coordinates = tuple[int, ...]
+Cuts = dict[Coordinates, list[Interval]]
+"""What of one dim goes to which coordinates of the axes that cut it; ascending, without the empty ones."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box of a value.
+
+    Example:
+        Slice(((0, 4), (2, 8))).size == 24
+    """
+
+    bounds: tuple[Interval, ...]
+    """Start and stop (excluded) in every dim; of a number there is none."""
+
+    @cached_property
+    def size(self) -> int:
+        """How many elements."""
+        return prod([max(stop - start, 0) for start, stop in self.bounds])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no element."""
+        return self.size == 0
+
+    def intersection(self, other: Slice) -> Slice:
+        """The elements that are in both; it may be empty.
+
+        Raises:
+            PlacementError: they have different numbers of dims.
+        """
+        if len(self.bounds) != len(other.bounds):
+            raise PlacementError(f"{self} and {other} do not meet", why="their dims differ in number")
+        pairs = zip(self.bounds, other.bounds, strict=True)
+        return Slice(tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in pairs))
+
+    def pieces(self, count: int) -> list[Slice]:
+        """At most ``count`` boxes that make it up, none empty, as equal as one cut allows.
+
+        The cut goes through the first dim that is long enough, or else through the longest.
+        """
+        if not self.bounds or count == 1:
+            return [] if self.is_empty else [self]
+        lengths = [stop - start for start, stop in self.bounds]
+        dim = next((dim for dim, length in enumerate(lengths) if length >= count), -1)
+        dim = lengths.index(max(lengths)) if dim < 0 else dim
+        start, length = self.bounds[dim][0], lengths[dim]
+        edges = [start + length * place // count for place in range(count + 1)]
+        boxes = (Slice((*self.bounds[:dim], (a, b), *self.bounds[dim + 1 :])) for a, b in pairwise(edges))
+        return [box for box in boxes if not box.is_empty]
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{start}:{stop}' for start, stop in self.bounds)}]"
+
+
+def slices(placement: Placement, shape: Sequence[int]) -> dict[int, tuple[Slice, ...]]:
+    """What every rank holds of a value of this shape; nothing empty, and several only where runs are split.
+
+    Raises:
+        PlacementError: see ``cuts``.
+    """
+    by_dim = cuts(placement, shape)
+    found = {}
+    for rank in placement.mesh.ranks:
+        at = keys(placement, rank, len(shape))
+        found[rank] = tuple(map(Slice, product(*(cut[key] for cut, key in zip(by_dim, at, strict=True)))))
+    return found
+
+
+def keys(placement: Placement, rank: int, dims: int) -> tuple[Coordinates, ...]:
+    """For every dim, the rank's coordinates along the axes that cut it."""
+    at = placement.mesh.coordinates(rank)
+    return tuple(tuple(at[name] for name in placement.splits(dim)) for dim in range(dims))
+
+
+def cuts(placement: Placement, shape: Sequence[int]) -> list[Cuts]:
+    """How each dim is cut.
+
+    Raises:
+        PlacementError: a length is negative, the placement splits a dim that the shape has not, or given
+            sizes do not add up to what they cut.
+    """
+    for name in placement.order:
+        part = placement.parts[name]
+        if isinstance(part, Split) and part.dim >= len(shape):
+            raise PlacementError(
+                f"axis {name!r} splits dim {part.dim} of a value of shape {list(shape)}",
+                why=f"the value has {len(shape)} dims, counted from 0",
+            )
+    if min(shape, default=0) < 0:
+        raise PlacementError(f"a value of shape {list(shape)}", why="a length is at least 0")
+    return [_cut(placement, dim, length) for dim, length in enumerate(shape)]
+
+
+def _cut(placement: Placement, dim: int, length: int) -> Cuts:
+    held: Cuts = {(): [(0, length)] if length else []}
+    for name, split in placement.splits(dim).items():
+        count = placement.mesh.axis(name).size
+        held = {
+            (*at, coordinate): piece
+            for at, intervals in held.items()
+            for coordinate, piece in enumerate(_dealt(intervals, split, count, name))
+        }
+    return held
+
+
+def _dealt(intervals: list[Interval], split: Split, count: int, name: str) -> list[list[Interval]]:
+    """The intervals of every coordinate of an axis."""
+    length = _length(intervals)
+    if split.sizes is not None:
+        if sum(split.sizes) != length:
+            raise PlacementError(
+                f"the sizes {split.sizes} of axis {name!r} add up to {sum(split.sizes)}",
+                why=f"they cut a length of {length} of dim {split.dim}",
+            )
+        return _parted(intervals, split.sizes)
+    runs = _parted(intervals, _chunks(length, split.runs))
+    pieces = [_parted(run, _chunks(_length(run), count)) for run in runs]
+    return [_merged(chain.from_iterable(run[place] for run in pieces)) for place in range(count)]
+
+
+def _length(intervals: Iterable[Interval]) -> int:
+    return sum(stop - start for start, stop in intervals)
+
+
+def _chunks(length: int, count: int) -> list[int]:
+    """The lengths of torch.chunk's pieces, with 0 for those it leaves out."""
+    size = -(-length // count)
+    return [min(size, max(0, length - place * size)) for place in range(count)]
+
+
+def _parted(intervals: Sequence[Interval], lengths: Sequence[int]) -> list[list[Interval]]:
+    """The intervals one behind the other, cut into pieces of these lengths."""
+    rest = list(reversed(intervals))
+    parts: list[list[Interval]] = []
+    for wanted in lengths:
+        parts.append([])
+        while wanted:
+            start, stop = rest.pop()
+            taken = min(wanted, stop - start)
+            parts[-1].append((start, start + taken))
+            wanted -= taken
+            if start + taken < stop:
+                rest.append((start + taken, stop))
+    return parts
+
+
+def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Neighbours made one."""
+    found: list[Interval] = []
+    for start, stop in intervals:
+        if found and found[-1][1] == start:
+            start, _ = found.pop()
+        found.append((start, stop))
+    return found

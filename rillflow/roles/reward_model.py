@@ -1,0 +1,145 @@
+"""The reward model: a score for every rollout, learned from pairs of answers; and, by another name, a cost.
+
+    rollouts ─ score ─> rewards (or costs), with the fields of the reward role
+    pairs ─ prefer ─> metrics                                     chosen above rejected
+
+A rollout is scored at its last token, prompt and answer read as the policy's tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from rillflow.errors import RewardError
+from rillflow.models.scalar_model import ScalarModel
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Metric, merge_metrics
+from rillflow.records.rollout import completions
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.roles.reward import SCORE_FIELDS, scored_rows
+from rillflow.roles.scalar_role import ScalarRole
+from rillflow.train.config import PassesConfig, TrainConfig
+from rillflow.train.minibatches import minibatches, prompt_units
+from rillflow.train.scalar_loss import PreferenceLoss
+from rillflow.workers.endpoint import endpoint
+from rillflow.workers.transfer import DP, TRAIN
+
+COST_FIELDS = ("costs", *SCORE_FIELDS[1:])
+"""What a cost adds to a row."""
+
+
+class RewardModel(ScalarRole):
+    """A model with a scalar head that scores rollouts and is trained on pairs.
+
+    Args:
+        model: the module and its tokeniser.
+        tokenizer: the policy's; the two must have the same tokens.
+        train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
+        seed: the run's seed; it decides how pairs are cut into minibatches.
+        updates: optimiser steps of that phase, for the schedule.
+        version: calls of ``prefer`` so far.
+        field: what the scores are called; a traced step takes ``CostModel`` for costs.
+
+    Raises:
+        ModelError: the policy's tokens are others.
+    """
+
+    def __init__(
+        self,
+        model: ScalarModel,
+        *,
+        tokenizer: Tokenizer,
+        train: TrainConfig,
+        seed: int,
+        updates: int,
+        version: int = 0,
+        field: Literal["rewards", "costs"] = "rewards",
+    ) -> None:
+        super().__init__(
+            model,
+            name=f"{field.removesuffix('s')} model",
+            tokenizer=tokenizer,
+            train=train,
+            seed=seed,
+            updates=updates,
+            version=version,
+        )
+        self._field = field
+
+    @endpoint(DP, reads=("tokens", "loss_mask"), writes=SCORE_FIELDS)
+    def score(self, rollouts: Batch) -> Batch:
+        """Score every rollout.
+
+        Returns:
+            The fields of ``Reward.score``; every row is valid.
+
+        Raises:
+            RewardError: a score is not finite.
+            TrainingError: a row is empty.
+        """
+        return self._scored(rollouts)
+
+    @endpoint(TRAIN, reads=("tokens",))
+    def prefer(self, pairs: Batch, passes: PassesConfig) -> dict[str, Metric]:
+        """Optimiser steps that raise the chosen answers' scores above the rejected ones'.
+
+        Args:
+            pairs: two rows a pair, as ``tasks.prompts.preference_batch`` makes them. For costs the chosen
+                answer is the one that costs more.
+            passes: how often the pairs are gone through, and in how many steps.
+
+        Raises:
+            TrainingError: a row has no partner, or a number is not finite.
+        """
+        cut = minibatches(
+            pairs, passes.epochs, passes.minibatches, self._seed, self.version, prompt_units(pairs)
+        )
+        metrics = merge_metrics([self.trainer.update(part, PreferenceLoss()) for part in cut])
+        self.version += 1
+        return metrics
+
+    def _scored(self, rollouts: Batch) -> Batch:
+        values = self._scorer.scores(rollouts)
+        odd = (~torch.isfinite(values)).nonzero()
+        if len(odd):
+            row = int(odd[0])
+            raise RewardError(
+                f"the model's score of row ({rollouts.row_id(row)}) is {float(values[row])}",
+                why=f"nothing can be learned from such {self._field}",
+                fix="look for weights that are not finite",
+            )
+        texts = [self._tokenizer.decode(tokens.tolist()) for tokens in completions(rollouts).rows()]
+        scores = [Score(outcome=Outcome.SCORE, value=value) for value in values.tolist()]
+        return scored_rows(rollouts, texts, scores, self._field)
+
+
+class CostModel(RewardModel):
+    """A reward model whose scores are ``costs``: more is worse. Args as there, without ``field``."""
+
+    def __init__(
+        self,
+        model: ScalarModel,
+        *,
+        tokenizer: Tokenizer,
+        train: TrainConfig,
+        seed: int,
+        updates: int,
+        version: int = 0,
+    ) -> None:
+        super().__init__(
+            model,
+            tokenizer=tokenizer,
+            train=train,
+            seed=seed,
+            updates=updates,
+            version=version,
+            field="costs",
+        )
+
+    @endpoint(DP, reads=("tokens", "loss_mask"), writes=COST_FIELDS)
+    def score(self, rollouts: Batch) -> Batch:
+        """Score every rollout: as ``RewardModel.score``, the scores called ``costs``."""
+        return self._scored(rollouts)

@@ -1,0 +1,83 @@
+"""What critic and reward model have in common: a model with a scalar head, trained in phases.
+
+begin, save: a phase of training, and what it goes on from
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rillflow.models.checkpoint import save_model
+from rillflow.models.scalar_model import ScalarModel, require_same_tokens
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.train.config import TrainConfig
+from rillflow.train.scalar_scorer import ScalarScorer
+from rillflow.train.scalar_trainer import ScalarTrainer
+from rillflow.train.state_file import load_state, save_state
+from rillflow.workers.endpoint import endpoint
+from rillflow.workers.transfer import TOGETHER
+
+
+class ScalarRole:
+    """A model with a scalar head that scores and is trained.
+
+    Args:
+        model: the module and its tokeniser.
+        name: what errors and files call it.
+        tokenizer: the policy's; the two must have the same tokens.
+        train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
+        seed: the run's seed; it decides how rows are cut into minibatches.
+        updates: optimiser steps of that phase, for the schedule.
+        version: calls of the training endpoint so far.
+
+    Raises:
+        ModelError: the policy's tokens are others.
+    """
+
+    def __init__(
+        self,
+        model: ScalarModel,
+        *,
+        name: str,
+        tokenizer: Tokenizer,
+        train: TrainConfig,
+        seed: int,
+        updates: int,
+        version: int = 0,
+    ) -> None:
+        require_same_tokens(model, tokenizer, name)
+        self.model = model
+        self.version = version
+        self._name = name.replace(" ", "_")
+        self._scorer = ScalarScorer(model.module, train)
+        self._tokenizer = tokenizer
+        self._train = train
+        self._seed = seed
+        self._updates = updates
+        self._trainer: ScalarTrainer | None = None
+
+    @property
+    def trainer(self) -> ScalarTrainer:
+        """Made when it is first asked for: a model that only scores needs no optimiser's memory."""
+        if self._trainer is None:
+            self._trainer = ScalarTrainer(self.model.module, self._train, total_steps=self._updates)
+        return self._trainer
+
+    @endpoint(TOGETHER)
+    def begin(self, train: TrainConfig, updates: int, resume: Path | None = None) -> None:
+        """Start a phase with an optimiser of its own.
+
+        Args:
+            train: its settings.
+            updates: optimiser steps of the whole phase.
+            resume: the file ``save`` wrote in this phase; None starts afresh.
+        """
+        self._train, self._updates, self._trainer = train, updates, None
+        if resume is not None:
+            load_state(self.trainer, resume)
+
+    @endpoint(TOGETHER)
+    def save(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face directory of the role's name, the optimiser beside it."""
+        save_model(self.model, folder / self._name)
+        save_state(self.trainer, folder / f"{self._name}.optimizer.safetensors")

@@ -1,0 +1,113 @@
+"""Preference: a prompt with two answers, one better than the other.
+
+    a row of a file ── preference_of ──> Preference(prompt, completion = chosen, rejected, columns)
+    a made problem ──── a wrong answer beside the right one ──^
+
+It is an example whose answer to learn from is the chosen one, so it can be split, streamed and
+imitated as any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rillflow.errors import DataError, nearest
+from rillflow.tasks.arithmetic import arithmetic_examples
+from rillflow.tasks.example import Example, message_of, prompt_of, shown, text_of
+from rillflow.tasks.files import read_rows
+
+_NEAR = 9
+"""A wrong answer differs from the right one by at most so much: it has to be looked at."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preference(Example):
+    """One pair of answers; ``completion`` is the chosen one.
+
+    Example:
+        Preference(index=3, prompt="17+25=", completion="42", rejected="43")
+    """
+
+    rejected: str
+    """The worse answer."""
+
+    def plain(self) -> list[Any]:
+        """See Example."""
+        return [*Example.plain(self), self.rejected]
+
+
+def read_preferences(path: Path) -> list[Preference]:
+    """The pairs of a .jsonl or .parquet file with the columns ``prompt``, ``chosen`` and ``rejected``.
+
+    Raises:
+        DataError: as ``read_examples``.
+    """
+    return read_rows(path, preference_of)
+
+
+def preference_of(row: dict[str, Any], index: int) -> Preference:
+    """A row as a pair, which keeps the row's dict as its columns.
+
+    Raises:
+        DataError: as ``example_of``; an answer is missing, null, or neither text nor one message of the
+            assistant; the two are the same. The message does not say where the row stands.
+    """
+    prompt = prompt_of(row)
+    chosen, rejected = (_answer(row, name) for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise DataError(
+            f"chosen and rejected are both {shown(chosen)}",
+            why="two equal answers say nothing about which is better",
+            fix="remove the row",
+        )
+    return Preference(index=index, prompt=prompt, completion=chosen, rejected=rejected, columns=row)
+
+
+def arithmetic_preferences(*, size: int, digits: int, operators: str, seed: int) -> list[Preference]:
+    """The problems of ``arithmetic_examples``, each with its answer and a wrong one nearby, by the seed.
+
+    Raises:
+        DataError: an operator is unknown or stands twice.
+    """
+    random = Random(seed ^ 0x57524F4E47)
+    return [
+        Preference(
+            index=example.index,
+            prompt=example.prompt,
+            completion=example.completion,
+            rejected=str(int(str(example.completion)) + random.choice((-1, 1)) * random.randint(1, _NEAR)),
+            columns=example.columns,
+        )
+        for example in arithmetic_examples(size=size, digits=digits, operators=operators, seed=seed)
+    ]
+
+
+def _answer(row: dict[str, Any], name: str) -> str:
+    """Take an answer out of a row."""
+    if name not in row:
+        raise DataError(
+            f"there is no column {name!r}",
+            why=f"the other columns are {', '.join(map(repr, row)) or 'none'}",
+            fix=nearest(name, row),
+        )
+    value = row.pop(name)
+    if isinstance(value, str):
+        return text_of(value, f"answer {name!r}")
+    if not isinstance(value, list):
+        raise DataError(
+            f"the answer {name!r} is {shown(value)}",
+            why="an answer is text, or a list of one message of the assistant",
+            fix="remove the row, or write the answer",
+        )
+    messages = [message_of(item, number, f"answer {name!r}") for number, item in enumerate(value, 1)]
+    if [message["role"] for message in messages] != ["assistant"]:
+        roles = ", ".join(message["role"] for message in messages) or "nobody"
+        raise DataError(
+            f"the answer {name!r} has messages of {roles}",
+            why="an answer is one message of the assistant; what came before it is the prompt",
+            fix="move the other messages into the column 'prompt'",
+        )
+    return messages[0]["content"]

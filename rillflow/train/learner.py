@@ -1,0 +1,170 @@
+"""Learner: one optimiser step a minibatch, whatever is read from the module and whatever the loss.
+
+    minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ forward ─> what is read [N] ─ loss ─> terms
+                                                     └ guards: finite?                    │ sum / denominator
+                      weights <─ Optimizer.step <─ gradients, added up <─ backward <──────┘
+
+What is read is one type for the forward pass and the loss: log probabilities (``Trainer``) or numbers of a
+scalar head (``ScalarTrainer``). Rows whose terms have no gradient (groups of equal rewards) are measured and
+not trained on: no backward pass. Where no row has one, the weights stay and the step is counted. Any error
+leaves weights, moments and step count as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rillflow.errors import TrainingError
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Mean, Metric, merge_metrics
+from rillflow.train.config import TrainConfig
+from rillflow.train.guards import describe_token, loss_tokens
+from rillflow.train.loss import LossPart
+from rillflow.train.optimizer import Optimizer, TrainerState
+from rillflow.train.recompute import Recompute
+from rillflow.train.scorer import micro_batches
+
+Read = TypeVar("Read")
+ReadByLoss = TypeVar("ReadByLoss", contravariant=True)
+
+
+class Forward(Protocol[Read]):
+    """A forward pass over one part."""
+
+    def __call__(self, part: Batch, tokens: Batch) -> Read:
+        """What the module says about the part's N loss tokens, guarded.
+
+        Args:
+            part: rows as ``prepare`` gave them.
+            tokens: the part at its loss tokens alone.
+        """
+        ...
+
+    def describe(self, read: Read, index: int) -> str:
+        """What was read for loss token ``index``, in words, for an error."""
+        ...
+
+
+class Objective(Protocol[ReadByLoss]):
+    """A loss over what a forward pass reads; ``train.loss.Loss`` is the one over log probabilities."""
+
+    @property
+    def name(self) -> str:
+        """The area of its metrics."""
+        ...
+
+    def prepare(self, minibatch: Batch) -> Batch:
+        """The fields the loss reads, checked, with three more as in ``train.loss.Loss``.
+
+        A fourth is optional: ``loss_units`` [B] int64. Rows that share a number there, and are alike in
+        ``loss_active``, come in one part.
+        """
+        ...
+
+    def __call__(self, read: ReadByLoss, part: Batch, /) -> LossPart:
+        """The terms of one part; ``part`` holds the prepared fields at the loss tokens alone."""
+        ...
+
+
+class Learner:
+    """Steps of one module and its optimiser.
+
+    Args:
+        module: whose parameters are changed in place; it is put in evaluation mode.
+        config: the optimiser, and how a minibatch is cut.
+        total_steps: optimiser steps of the whole phase, for the schedule.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainConfig, *, total_steps: int) -> None:
+        self._budget = config.tokens_per_micro_batch
+        self._device = next(module.eval().parameters()).device
+        self._optimizer = Optimizer(module, config, total_steps=total_steps)
+        self._recompute: AbstractContextManager[None] = (
+            Recompute(module) if config.gradient_checkpointing else nullcontext()
+        )
+
+    def step(self, minibatch: Batch, loss: Objective[Read], forward: Forward[Read]) -> dict[str, Metric]:
+        """Make one optimiser step.
+
+        Returns:
+            The loss's metrics, ``{loss.name}/loss/mean``, ``train/grad_norm/mean`` and ``train/lr/mean``.
+
+        Raises:
+            TrainingError: a number is not finite, or there is no loss token; nothing was changed.
+        """
+        rows = loss.prepare(minibatch)
+        lr, total, metrics = self._optimizer.lr, 0.0, []
+        try:
+            for part in self._parts(rows):
+                share, measured = self._accumulate(part, loss, forward)
+                total += share
+                metrics.append(measured)
+            norm = self._optimizer.step()
+        finally:
+            self._optimizer.discard()
+        return {
+            **merge_metrics(metrics),
+            f"{loss.name}/loss/mean": Mean(total=total, count=1),
+            "train/grad_norm/mean": Mean(total=norm, count=1),
+            "train/lr/mean": Mean(total=lr, count=1),
+        }
+
+    def state(self) -> TrainerState:
+        """What a resumed trainer needs besides the weights."""
+        return self._optimizer.state()
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
+        """Go on from a state, bit for bit; see ``Optimizer.load_state``."""
+        self._optimizer.load_state(tensors, counters)
+
+    def _parts(self, rows: Batch) -> Iterator[Batch]:
+        """Micro-batches with loss tokens; rows that have a gradient and rows that have none come apart."""
+        active = rows.dense("loss_active")
+        for kind in (True, False):
+            alike = rows.select((active == kind).nonzero().squeeze(1))
+            units = alike.dense("loss_units") if "loss_units" in alike.fields else None
+            for index in micro_batches(alike, self._budget, units):
+                part = alike.select(index)
+                if bool(part.ragged("loss_mask").values.any()):
+                    yield part
+
+    def _accumulate(
+        self, part: Batch, loss: Objective[Read], forward: Forward[Read]
+    ) -> tuple[float, Mapping[str, Metric]]:
+        """Add one micro-batch's gradient, if it has any; return its share of the loss and its metrics."""
+        tokens = loss_tokens(part).to(self._device)
+        learns = bool(part.dense("loss_active")[0])
+        with self._recompute, torch.set_grad_enabled(learns):
+            read = forward(part, tokens)
+            found = loss(read, tokens)
+            share = found.terms.sum() / float(part.dense("loss_denominator")[0])
+            value = float(share.detach())
+            if not math.isfinite(value):
+                raise _not_finite(tokens, found.terms.detach(), read, forward, value)
+            if learns:
+                share.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.collect()
+        return value, found.metrics
+
+
+def _not_finite(
+    tokens: Batch, terms: Tensor, read: Read, forward: Forward[Read], value: float
+) -> TrainingError:
+    odd = (~torch.isfinite(terms)).nonzero()
+    where = "the sum of finite terms overflows"
+    if len(odd):
+        index = int(odd[0])
+        where = (
+            f"{describe_token(tokens, index)} costs {float(terms[index])}, {forward.describe(read, index)}"
+        )
+    return TrainingError(
+        f"the loss is {value}: {where}",
+        why="the step was not applied; the weights are unchanged",
+        fix="look for weights that are not finite, or extreme numbers in the metrics before this step",
+    )

@@ -1,0 +1,81 @@
+"""Endpoint: the mark on a role's method that a controller may call it.
+
+class Critic:
+    @endpoint(DP, reads=("tokens", "loss_mask"), writes=("values",))
+    def values(self, rollouts: Batch) -> Batch: ...
+
+endpoints_of(Critic) == {"values": Endpoint(...)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from rillflow.graph.trace import Signature
+from rillflow.workers.transfer import Transfer
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """What the controller knows of a method."""
+
+    name: str
+    """The method."""
+    transfer: Transfer
+    """How values travel."""
+    reads: tuple[str, ...]
+    """Fields its batches must have between them."""
+    writes: tuple[str, ...]
+    """Fields of the batch it returns; empty where it returns none."""
+
+    @property
+    def signature(self) -> Signature:
+        """For a traced step."""
+        return Signature(reads=self.reads, writes=self.writes, transfer=self.transfer.name)
+
+
+class Marked(Generic[_P, _T]):
+    """A method with what its mark says; called through an instance, it is that method."""
+
+    def __init__(
+        self,
+        method: Callable[Concatenate[Any, _P], _T],
+        transfer: Transfer,
+        fields: tuple[tuple[str, ...], ...],
+    ) -> None:
+        self.method = method
+        self.transfer = transfer
+        self.reads, self.writes = fields
+        self.__doc__ = method.__doc__
+
+    def __get__(self, instance: object, owner: type) -> Callable[_P, _T]:
+        return MethodType(self.method, instance)
+
+
+def endpoint(
+    transfer: Transfer, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+) -> Callable[[Callable[Concatenate[Any, _P], _T]], Marked[_P, _T]]:
+    """Mark a method as an endpoint.
+
+    Args:
+        transfer: how arguments and results travel.
+        reads: fields its batches must have between them.
+        writes: fields of the batch it returns.
+    """
+    return lambda method: Marked(method, transfer, (reads, writes))
+
+
+def endpoints_of(role: type) -> dict[str, Endpoint]:
+    """The endpoints of a class and of those it inherits from, by name."""
+    return {
+        name: Endpoint(name=name, transfer=marked.transfer, reads=marked.reads, writes=marked.writes)
+        for owner in reversed(role.__mro__)
+        for name, marked in vars(owner).items()
+        if isinstance(marked, Marked)
+    }

@@ -1,0 +1,147 @@
+"""Group: the ranks of one pool that run the same role program.
+
+call(endpoint, *arguments, **options)
+    Batch, Pending   cut or broadcast over the mesh as the endpoint's transfer says
+    anything else    the same for every rank, as options are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rillflow.cluster.backend import Backend
+from rillflow.cluster.pool import Place
+from rillflow.errors import ClusterError, nearest
+from rillflow.placement.mesh import Mesh
+from rillflow.placement.sbp import Partial, Split
+from rillflow.records.batch import Batch
+from rillflow.workers import program
+from rillflow.workers.endpoint import Endpoint
+from rillflow.workers.pending import Pending
+from rillflow.workers.program import Call, Factory
+from rillflow.workers.transfer import Transfer
+from rillflow.workers.values import Reference, piece
+
+
+class Group:
+    """A role on the ranks of a pool.
+
+    Args:
+        role: its name.
+        endpoints: what may be called.
+        mesh: names the axes of the pool's ranks, from rank 0 on.
+        pool: the pool's name.
+        backend: where the ranks are.
+
+    Example:
+        group = Group("critic", endpoints_of(Critic), mesh=Mesh.of(dp=2), pool="main", backend=backend)
+        group.start(factory)
+        values = group.call("values", rollouts)
+    """
+
+    def __init__(
+        self, role: str, endpoints: Mapping[str, Endpoint], *, mesh: Mesh, pool: str, backend: Backend
+    ) -> None:
+        self.role = role
+        self.endpoints = endpoints
+        self.mesh = mesh
+        self.places = [Place(pool, rank) for rank in mesh.ranks]
+        self._backend = backend
+
+    def start(self, factory: Factory, deadline_s: float = 600.0) -> None:
+        """Make the role's object on every rank.
+
+        Raises:
+            RillflowError: what a constructor raised.
+            ClusterError: a rank died or did not answer.
+        """
+        packed = self._backend.pack(factory)
+        made = [self._backend.submit(place, program.start, self.role, packed) for place in self.places]
+        for place, (reference,) in zip(self.places, made, strict=True):
+            try:
+                self._backend.read(reference, deadline_s)
+            except TimeoutError:
+                raise ClusterError(
+                    f"{self.role} was not made on {place} in {deadline_s:g} s",
+                    why="its constructor still runs",
+                ) from None
+
+    def call(self, endpoint: str, *arguments: Any, **options: Any) -> Pending:
+        """Run an endpoint on all ranks; returns at once.
+
+        Raises:
+            ClusterError: there is no such endpoint, a batch has no row, or an argument cannot travel.
+        """
+        if endpoint not in self.endpoints:
+            raise ClusterError(
+                f"role {self.role!r} has no endpoint {endpoint!r}",
+                why=f"it has {', '.join(sorted(self.endpoints))}",
+                fix=nearest(endpoint, self.endpoints),
+            )
+        transfer = self.endpoints[endpoint].transfer
+        call = Call(role=self.role, endpoint=endpoint)
+        self._refuse_empty(call, arguments)
+        packed = self._backend.pack({key: _described(value) for key, value in options.items()})
+        made = []
+        for rank, place in enumerate(self.places):
+            given = [self._part(argument, transfer, rank) for argument in arguments]
+            self._backend.traffic.sent_bytes += sum(part.nbytes for part in given if isinstance(part, Batch))
+            value, facts = self._backend.submit(place, program.run, call, given, packed, results=2)
+            made.append(Reference(value=value, facts=facts))
+        taken = self._taken(transfer)
+        return Pending(
+            str(call),
+            given="; ".join(program.described(each) for each in arguments if isinstance(each, Batch)),
+            places=[self.places[rank] for rank in taken],
+            references=[made[rank] for rank in taken],
+            others=[made[rank] for rank in range(len(made)) if rank not in taken],
+            is_partial=any(isinstance(part, Partial) for part in transfer.receive.values()),
+            sources=[each for each in (*arguments, *options.values()) if isinstance(each, Pending)],
+            backend=self._backend,
+        )
+
+    def _part(self, argument: Any, transfer: Transfer, rank: int) -> Any:
+        """What one rank is sent of an argument."""
+        if transfer.send is None:
+            return argument[rank]
+        index, count = self._share(transfer, rank)
+        if isinstance(argument, Pending):
+            return argument.whole() if count == 1 else argument.rows(index, count)
+        if isinstance(argument, Batch):
+            return piece(argument, index, count)
+        return argument
+
+    def _share(self, transfer: Transfer, rank: int) -> tuple[int, int]:
+        """Which of how many parts a rank gets: its coordinate along the axes that cut rows."""
+        index, count, coordinates = 0, 1, self.mesh.coordinates(rank)
+        for axis in self.mesh.axes:
+            if isinstance((transfer.send or {}).get(axis.name), Split):
+                index, count = index * axis.size + coordinates[axis.name], count * axis.size
+        return index, count
+
+    def _taken(self, transfer: Transfer) -> list[int]:
+        """The ranks whose results are taken: along axes that receive nothing, one copy is enough."""
+        found = []
+        for rank in self.mesh.ranks:
+            coordinates = self.mesh.coordinates(rank)
+            wanted = {
+                axis.name: range(axis.size)[transfer.at.get(axis.name, 0)]
+                for axis in self.mesh.axes
+                if axis.name in transfer.at or axis.name not in transfer.receive
+            }
+            if all(coordinates[name] == place for name, place in wanted.items()):
+                found.append(rank)
+        return found
+
+    def _refuse_empty(self, call: Call, arguments: Sequence[Any]) -> None:
+        if any(isinstance(argument, Batch) and not len(argument) for argument in arguments):
+            raise ClusterError(
+                f"{call} was called with a batch of 0 rows",
+                why="there is nothing to compute, and a mean over nothing is no number",
+                fix="look at what filtered or drew the rows",
+            )
+
+
+def _described(value: Any) -> Any:
+    return value.whole() if isinstance(value, Pending) else value

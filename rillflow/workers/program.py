@@ -1,0 +1,121 @@
+"""Program: what happens on a rank when the controller calls (see cluster.backend.Site).
+
+    start(site, role, factory)          the role's object is made and stays here
+    run(site, call, arguments)          references become values, the method runs, its result and Facts stay
+    apply(site, function, ...)          the same for a function that belongs to no role
+    look(site, role, function, ...)     the same for a function that is given a role's object first
+
+This is the supervision boundary: whatever a role raises leaves with the name of role, rank and method and
+the shapes of what it was given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rillflow.cluster.backend import Site
+from rillflow.errors import ClusterError, RillflowError
+from rillflow.records.batch import Batch
+from rillflow.records.ragged import Ragged
+from rillflow.workers.values import Facts, resolved
+
+Factory = Callable[[Site], Any]
+"""Makes a role's object on one rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One method of one role."""
+
+    role: str
+    """The role's name."""
+    endpoint: str
+    """The method's."""
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.endpoint}"
+
+
+def start(site: Site, role: str, factory: Factory) -> None:
+    """Make a role's object."""
+    try:
+        site.objects[role] = factory(site)
+    except Exception as error:
+        raise _located(error, f"making {role}", site, []) from error
+
+
+def run(site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Facts]:
+    """Call a role's method; its result, and the facts about it."""
+    method = getattr(site.objects[call.role], call.endpoint)  # the group has checked the name
+    return _run(site, str(call), method, arguments, options)
+
+
+def apply(
+    site: Site, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Any, Facts]:
+    """Call a function."""
+    return _run(site, function.__name__, function, arguments, options)
+
+
+def look(
+    site: Site, role: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Any, Facts]:
+    """Call a function with a role's object and more."""
+    return _run(site, function.__name__, partial(function, site.objects[role]), arguments, options)
+
+
+def _run(
+    site: Site,
+    name: str,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+) -> tuple[Any, Facts]:
+    given = [resolved(argument, site.fetch) for argument in arguments]
+    named = {key: resolved(option, site.fetch) for key, option in options.items()}
+    began = time.time()
+    try:
+        result = function(*given, **named)
+    except Exception as error:
+        raise _located(error, name, site, given) from error
+    return result, _facts(result, began)
+
+
+def _facts(result: Any, began: float) -> Facts:
+    rows, tokens = -1, 0
+    if isinstance(result, Batch):
+        rows = len(result)
+        tokens = int(result.ragged("tokens").lengths.sum()) if "tokens" in result.fields else 0
+    return Facts(rows=rows, tokens=tokens, began=began, ended=time.time())
+
+
+def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> RillflowError:
+    """The error with where it happened; one a user can mend keeps its words."""
+    where = f"in {name} on {site.place}"
+    if given:
+        where += f", given {'; '.join(described(value) for value in given)}"
+    if isinstance(error, RillflowError):
+        error.add_note(where)
+        return error
+    return ClusterError(
+        f"{type(error).__name__} {where}: {error}",
+        why="the role program raised it; the run cannot go on without its result",
+        fix="the first traceback above shows the line; with one rank and no Ray, breakpoint() works there",
+    )
+
+
+def described(value: Any) -> str:
+    """An argument in a few words: the shapes of a batch, the type of anything else."""
+    if not isinstance(value, Batch):
+        return type(value).__name__
+    fields = ", ".join(
+        f"{name} {field.values.shape[0]} in {len(field)}"
+        if isinstance(field, Ragged)
+        else f"{name} {list(field.shape)}"
+        for name, field in sorted(value.fields.items())
+    )
+    return f"{len(value)} rows of {fields}"

@@ -1,0 +1,55 @@
+"""Transfer: a pair of placements, how arguments reach a group's ranks and how results leave them.
+
+    Batch ── send ──> every rank's part ── method ──> every rank's result ── receive ──> one value
+
+Placements name the axes of the group's mesh; an axis that is not named is Broadcast.
+- Split(0): a batch is cut by rows, along one axis after the other; results are laid end to end.
+  Results that are no batches make a list, in the order of ranks.
+- Broadcast: everyone has the whole; one copy of the result is taken.
+- Partial: every rank has a share; metrics are merged by their own reductions.
+
+The six protocols of HybridFlow (arXiv 2409.19256, Table 3) are six such pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rillflow.placement.sbp import Part, Partial, Split
+
+ROWS = Split(0)
+"""Cut by rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """How values travel to a group and back.
+
+    Example:
+        Transfer(name="DP_PROTO", send={"dp": Split(0)}, receive={"dp": Split(0)})
+    """
+
+    name: str
+    """How a graph shows it."""
+    send: Mapping[str, Part] | None
+    """Of every batch among the arguments; None: an argument is a list, one element a rank."""
+    receive: Mapping[str, Part]
+    """Of the result."""
+    at: Mapping[str, int] = field(default_factory=dict)
+    """The ranks whose results are taken: coordinates by axis, -1 the last; all ranks where none is given."""
+
+
+ONE_TO_ALL = Transfer(name="ONE_TO_ALL", send={}, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
+THREE_D = Transfer(name="3D_PROTO", send={"dp": ROWS}, receive={"dp": ROWS}, at={"pp": -1, "tp": 0})
+ALL_MICRO_DP = Transfer(
+    name="3D_ALL_MICRO_DP", send={"dp": ROWS, "micro_dp": ROWS}, receive={"dp": ROWS, "micro_dp": ROWS}
+)
+PP_ONLY = Transfer(name="3D_PP_ONLY", send={}, receive={"pp": ROWS}, at={"dp": 0, "tp": 0})
+DP = Transfer(name="DP_PROTO", send={"dp": ROWS}, receive={"dp": ROWS})
+ALL_TO_ALL = Transfer(name="ALL_TO_ALL", send=None, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
+
+TRAIN = Transfer(name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial("sum")})
+"""Rows are shared out over dp, reports come back as shares of one."""
+TOGETHER = Transfer(name="TOGETHER", send={}, receive={})
+"""Every rank does the same and gives the same."""

@@ -1,0 +1,136 @@
+"""Values: how an argument is described to a rank, and how it becomes one there.
+
+    controller                                     rank
+    Rows(references, index, count)  ────────────>  its rows of the batch, pulled from the ranks that hold them
+    Whole(references, receive)      ────────────>  all of it
+    anything else                   ────────────>  as it is
+
+A reference is a pair: the value, and facts about it. The facts are small and pulled first, so that a rank
+pulls no value it needs no row of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from rillflow.errors import ClusterError
+from rillflow.placement.boxing import boxing
+from rillflow.placement.mesh import Mesh
+from rillflow.placement.sbp import Placement, Split
+from rillflow.records.batch import Batch, concatenate
+from rillflow.records.metrics import merge_metrics
+
+Fetch = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a result without looking at it."""
+
+    rows: int
+    """Its rows; -1 where it is no batch."""
+    tokens: int
+    """Tokens in them."""
+    began: float
+    """When the method began, in seconds since the epoch; its arguments were there by then."""
+    ended: float
+    """When it ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What one rank returned, where it is."""
+
+    value: Any
+    """The backend's reference to it."""
+    facts: Any
+    """The backend's reference to its Facts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """One rank's part of a batch that lies on other ranks, end to end."""
+
+    references: tuple[Reference, ...]
+    """The parts, in order."""
+    index: int
+    """Which part is wanted."""
+    count: int
+    """Of how many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """All of a value that lies on other ranks."""
+
+    references: tuple[Reference, ...]
+    """The parts, in order."""
+    is_partial: bool
+    """Whether the parts are shares to be added, not pieces to be laid end to end."""
+
+
+def resolved(value: Any, fetch: Fetch) -> Any:
+    """What a described argument stands for."""
+    if isinstance(value, Rows):
+        return _rows(value, fetch)
+    if isinstance(value, Whole):
+        return assembled([fetch(each.value) for each in value.references], is_partial=value.is_partial)
+    return value
+
+
+def assembled(parts: Sequence[Any], *, is_partial: bool) -> Any:
+    """One value of the ranks' results."""
+    if len(parts) == 1:
+        return parts[0]
+    if is_partial:
+        return merge_metrics(list(parts))
+    if all(isinstance(part, Batch) for part in parts):
+        return concatenate(list(parts))
+    return list(parts)
+
+
+def shares(rows: int, count: int) -> tuple[int, ...]:
+    """How many of ``rows`` each of ``count`` ranks gets: sizes differ by one at most, larger ones first."""
+    least, more = divmod(rows, count)
+    return tuple(least + (index < more) for index in range(count))
+
+
+def piece(batch: Batch, index: int, count: int) -> Batch:
+    """One rank's rows of a batch."""
+    ends = [0, *accumulate(shares(len(batch), count))]
+    return batch.slice(ends[index], ends[index + 1])
+
+
+def _rows(wanted: Rows, fetch: Fetch) -> Batch:
+    lengths = tuple(fetch(each.facts).rows for each in wanted.references)
+    if min(lengths) < 0:
+        raise ClusterError(
+            "an argument that is to be cut by rows is no batch",
+            why="the method that made it returned something else",
+            fix="give it as an option by name: options are the same for every rank",
+        )
+    if lengths == shares(sum(lengths), wanted.count):
+        return _batch(fetch(wanted.references[wanted.index].value))
+    held = Placement(Mesh.of(part=len(lengths)), {"part": Split(0, sizes=lengths)})
+    first = len(lengths)
+    asked = Placement(
+        Mesh.of(part=wanted.count, first=first), {"part": Split(0, sizes=shares(sum(lengths), wanted.count))}
+    )
+    starts = [0, *accumulate(lengths)]
+    found = []
+    for move in boxing(held, asked, (sum(lengths),)).moves:
+        if move.destination == first + wanted.index:
+            source = _batch(fetch(wanted.references[move.source].value))
+            begin, end = move.slice.bounds[0]
+            found.append(source.slice(begin - starts[move.source], end - starts[move.source]))
+    if not found:
+        return _batch(fetch(wanted.references[0].value)).slice(0, 0)
+    return concatenate(found)
+
+
+def _batch(value: Any) -> Batch:
+    assert isinstance(value, Batch)
+    return value

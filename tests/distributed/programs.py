@@ -1,0 +1,112 @@
+"""Small role programs that the tests of both backends run."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from rillflow.cluster.backend import Site
+from rillflow.errors import RecordError
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Max, Mean, Metric
+from rillflow.workers.endpoint import endpoint
+from rillflow.workers.transfer import ALL_TO_ALL, DP, ONE_TO_ALL, PP_ONLY, THREE_D, TOGETHER, TRAIN
+
+
+class Worker:
+    """Endpoints of every kind."""
+
+    def __init__(self, site: Site) -> None:
+        self.ranks = site.ranks
+
+    @endpoint(DP, reads=("x",), writes=("y",))
+    def double(self, batch: Batch) -> Batch:
+        return Batch(ids=batch.ids, fields={"y": batch.dense("x") * 2, "rank": self._mine(batch)})
+
+    @endpoint(DP)
+    def join(self, one: Batch, other: Batch) -> Batch:
+        return one.join(other)
+
+    @endpoint(DP)
+    def same(self, batch: Batch) -> Batch:
+        return batch
+
+    @endpoint(DP)
+    def first_half(self, batch: Batch) -> Batch:
+        """Fewer rows than were given: what comes after has to find them."""
+        return batch.slice(0, len(batch) // 2 + self.ranks.rank % 2)
+
+    @endpoint(DP)
+    def make(self, batch: Batch, *, numbers: int) -> Batch:
+        """A large field."""
+        return Batch(ids=batch.ids, fields={"big": torch.ones(len(batch), numbers)})
+
+    @endpoint(TRAIN)
+    def measure(self, batch: Batch) -> dict[str, Metric]:
+        values = batch.dense("x").double()
+        most = float(values.max()) if len(values) else float("-inf")
+        return {
+            "x/all/mean": Mean(total=float(values.sum()), count=len(values)),
+            "x/all/max": Max(value=most),
+        }
+
+    @endpoint(TOGETHER)
+    def add_up(self, *, seed: int) -> torch.Tensor:
+        mine = torch.randn(1000, generator=torch.Generator().manual_seed(seed + self.ranks.rank))
+        exact = mine.double()
+        self.ranks.sum_([mine, exact])
+        return torch.cat([mine.double(), exact])
+
+    @endpoint(ONE_TO_ALL)
+    def gather(self) -> list[list[float]]:
+        mine = torch.full((self.ranks.rank,), float(self.ranks.rank))
+        return [each.tolist() for each in self.ranks.gather(mine)]
+
+    @endpoint(ALL_TO_ALL)
+    def own(self, value: object) -> object:
+        return value, self.ranks.rank
+
+    @endpoint(THREE_D)
+    def by_data_rank(self, batch: Batch) -> Batch:
+        return Batch(ids=batch.ids, fields={"rank": self._mine(batch)})
+
+    @endpoint(PP_ONLY)
+    def stage_name(self) -> int:
+        return self.ranks.rank
+
+    @endpoint(DP)
+    def sleep(self, batch: Batch, *, seconds: float) -> Batch:
+        time.sleep(seconds)
+        return batch
+
+    @endpoint(DP)
+    def fail(self, batch: Batch, *, rank: int) -> Batch:
+        if self.ranks.rank == rank:
+            raise ValueError("one divided by none")
+        return batch
+
+    @endpoint(DP)
+    def complain(self, batch: Batch) -> Batch:
+        raise RecordError("the batch has no field 'z'", why="it has x", fix="add it")
+
+    @endpoint(DP)
+    def die(self, batch: Batch, *, rank: int) -> Batch:
+        if self.ranks.rank == rank:
+            os._exit(3)
+        return batch
+
+    def _mine(self, batch: Batch) -> torch.Tensor:
+        return torch.full((len(batch),), self.ranks.rank)
+
+
+class Unmakeable:
+    """Raises in its constructor."""
+
+    def __init__(self, site: Site) -> None:
+        raise OSError(f"no weights on rank {site.ranks.rank}")
+
+    @endpoint(DP)
+    def double(self, batch: Batch) -> Batch:
+        return batch

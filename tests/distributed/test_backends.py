@@ -1,0 +1,212 @@
+"""Groups behave alike on both backends: rows find their ranks, reports become one, errors say where."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rillflow.cluster.backend import Backend
+from rillflow.cluster.inline import InlineBackend
+from rillflow.cluster.pool import Pool
+from rillflow.errors import ClusterError, RecordError
+from rillflow.placement.mesh import Mesh
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.metrics import Max, Mean
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
+from rillflow.workers.endpoint import endpoints_of
+from rillflow.workers.group import Group
+
+sys.path.insert(0, str(Path(__file__).parent))
+from programs import Unmakeable, Worker
+
+POOLS = [Pool(name="one", size=1), Pool(name="two", size=2), Pool(name="four", size=4)]
+WAIT_S = 60.0
+
+Groups = Callable[..., Group]
+
+
+def backend_of(kind: str, deadline_s: float = WAIT_S) -> Backend:
+    if kind == "inline":
+        return InlineBackend(deadline_s)
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    from rillflow.cluster.ray import RayBackend
+
+    return RayBackend(deadline_s)
+
+
+@pytest.fixture(scope="module", params=["inline", "ray"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    made = backend_of(request.param)
+    made.open(POOLS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def groups(backend: Backend) -> dict[int, Group]:
+    """A group of workers by size."""
+    found = {}
+    for pool in POOLS:
+        group = Group(
+            f"worker{pool.size}",
+            endpoints_of(Worker),
+            mesh=Mesh.of(dp=pool.size),
+            pool=pool.name,
+            backend=backend,
+        )
+        group.start(Worker)
+        found[pool.size] = group
+    return found
+
+
+def rows(count: int, **fields: Any) -> Batch:
+    ids = row_ids([RowId(0, index, 0) for index in range(count)])
+    return Batch(ids=ids, fields={"x": torch.arange(float(count)), **fields})
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+@pytest.mark.parametrize(("first", "second"), [(1, 4), (2, 4), (4, 2), (4, 4), (4, 1)])
+def test_rows_pass_from_group_to_group_in_order(
+    count: int, first: int, second: int, groups: dict[int, Group]
+) -> None:
+    """Numbers that do not divide, and ranks without a row, included."""
+    batch = rows(count)
+    doubled = groups[first].call("double", batch)
+    found = groups[second].call("join", doubled, batch).read(WAIT_S)
+    assert torch.equal(found.ids, batch.ids)
+    assert torch.equal(found.dense("y"), 2 * batch.dense("x"))
+    assert torch.equal(found.dense("x"), batch.dense("x"))
+    assert found.dense("rank").tolist() == sorted(found.dense("rank").tolist())
+
+
+def test_results_of_uneven_lengths_are_shared_out_again(groups: dict[int, Group]) -> None:
+    batch = rows(13)
+    part = groups[4].call("first_half", batch)
+    kept = part.read(WAIT_S)
+    doubled = groups[2].call("double", part).read(WAIT_S)
+    assert 0 < len(kept) < 13
+    assert torch.equal(doubled.ids, kept.ids)
+    assert torch.equal(doubled.dense("y"), kept.dense("x") * 2)
+
+
+def test_every_kind_of_field_travels_unchanged(groups: dict[int, Group]) -> None:
+    batch = rows(
+        5,
+        half=torch.randn(5, 3).bfloat16(),
+        flag=torch.tensor([True, False, True, True, False]),
+        text=Ragged.from_text(["", "å", "two words", "x", "y"]),
+        tokens=Ragged.from_rows([[1], [2, 3], [], [4, 5, 6], [7]], torch.int64),
+    )
+    found = groups[2].call("same", groups[4].call("same", batch)).read(WAIT_S)
+    assert torch.equal(found.dense("half"), batch.dense("half"))
+    assert torch.equal(found.dense("flag"), batch.dense("flag"))
+    assert found.ragged("text").to_text() == batch.ragged("text").to_text()
+    assert torch.equal(found.ragged("tokens").values, batch.ragged("tokens").values)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shares_of_a_report_become_one(size: int, groups: dict[int, Group]) -> None:
+    report = groups[size].call("measure", rows(10)).read(WAIT_S)
+    assert report == {"x/all/mean": Mean(total=45.0, count=10), "x/all/max": Max(value=9.0)}
+
+
+def test_sums_have_the_bits_of_adding_in_the_order_of_ranks(groups: dict[int, Group]) -> None:
+    """The same on both backends, because both are compared with the same sum."""
+    parts = [torch.randn(1000, generator=torch.Generator().manual_seed(7 + rank)) for rank in range(4)]
+    total, exact = parts[0].clone(), parts[0].double()
+    for part in parts[1:]:
+        total += part
+        exact += part.double()
+    found = groups[4].call("add_up", seed=7).read(WAIT_S)
+    assert torch.equal(found, torch.cat([total.double(), exact]))
+
+
+def test_every_rank_hears_from_all(groups: dict[int, Group]) -> None:
+    heard = [[], [1.0], [2.0, 2.0], [3.0, 3.0, 3.0]]
+    assert groups[4].call("gather").read(WAIT_S) == [heard] * 4
+
+
+def test_one_argument_a_rank(groups: dict[int, Group]) -> None:
+    assert groups[2].call("own", ["a", {"b": 2}]).read(WAIT_S) == [("a", 0), ({"b": 2}, 1)]
+
+
+def test_three_axes(backend: Backend, groups: dict[int, Group]) -> None:
+    """Over a mesh of pipeline, data and tensor ranks, results are those of the last stage's first ranks."""
+    mesh = Mesh.of(pp=2, dp=2, tp=1)
+    group = Group("worker4", endpoints_of(Worker), mesh=mesh, pool="four", backend=backend)
+    assert group.call("by_data_rank", rows(6)).read(WAIT_S).dense("rank").tolist() == [2, 2, 2, 3, 3, 3]
+    assert group.call("stage_name").read(WAIT_S) == [0, 2]
+
+
+def test_pools_run_side_by_side_and_ranks_in_turn(groups: dict[int, Group]) -> None:
+    batch = rows(4)
+    first = groups[2].call("sleep", batch, seconds=0.6)
+    beside = groups[4].call("sleep", batch, seconds=0.6)
+    after = groups[2].call("sleep", batch, seconds=0.1)
+    one, two, three = (pending.facts(WAIT_S)[0] for pending in (first, beside, after))
+    assert two.began < one.ended and one.began < two.ended
+    assert three.began >= one.ended
+
+
+def test_batches_do_not_pass_through_the_controller(backend: Backend, groups: dict[int, Group]) -> None:
+    """no-bytes-through-the-controller: of 64 MiB from group to group it counts less than 1."""
+    before = backend.traffic.sent_bytes + backend.traffic.read_bytes
+    made = groups[2].call("make", rows(64), numbers=2**18)
+    groups[4].call("same", made).wait(WAIT_S)
+    assert sum(facts.rows for facts in made.facts(WAIT_S)) == 64
+    assert backend.traffic.sent_bytes + backend.traffic.read_bytes - before < 2**20
+
+
+def test_a_rank_that_raises_is_named(groups: dict[int, Group]) -> None:
+    with pytest.raises(ClusterError) as caught:
+        groups[4].call("fail", rows(8), rank=2).read(WAIT_S)
+    for word in (
+        "ValueError",
+        "worker4.fail",
+        "rank 2 of pool 'four'",
+        "2 rows of x [2]",
+        "one divided by none",
+    ):
+        assert word in str(caught.value)
+
+
+def test_an_error_reaches_whoever_waits_further_down(groups: dict[int, Group]) -> None:
+    broken = groups[2].call("fail", rows(8), rank=1)
+    with pytest.raises(ClusterError, match=r"ValueError in worker2\.fail on rank 1"):
+        groups[4].call("double", broken).read(WAIT_S)
+
+
+def test_an_error_a_user_can_mend_keeps_its_words(groups: dict[int, Group]) -> None:
+    with pytest.raises(RecordError, match="no field 'z'") as caught:
+        groups[2].call("complain", rows(2)).read(WAIT_S)
+    assert caught.value.fix == "add it"
+
+
+def test_a_role_that_raises_in_its_constructor(backend: Backend) -> None:
+    group = Group("broken", endpoints_of(Unmakeable), mesh=Mesh.of(dp=2), pool="two", backend=backend)
+    with pytest.raises(ClusterError, match=r"OSError in making broken on rank 0 .*no weights on rank 0"):
+        group.start(Unmakeable)
+
+
+def test_a_batch_without_rows_is_refused(groups: dict[int, Group]) -> None:
+    with pytest.raises(ClusterError, match=r"worker2\.double was called with a batch of 0 rows"):
+        groups[2].call("double", rows(0))
+
+
+def test_an_unknown_endpoint_is_refused(groups: dict[int, Group]) -> None:
+    with pytest.raises(ClusterError, match="no endpoint 'dubble'") as caught:
+        groups[2].call("dubble", rows(1))
+    assert "double" in caught.value.fix
+
+
+def test_what_is_to_be_cut_by_rows_is_a_batch(groups: dict[int, Group]) -> None:
+    with pytest.raises(ClusterError, match="no batch"):
+        groups[4].call("double", groups[2].call("measure", rows(4))).read(WAIT_S)

@@ -1,0 +1,164 @@
+"""Baselines of rows besides the group's mean, each by its definition and by reduction to the others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rillflow.errors import FormulaError
+from rillflow.formulas.advantages import (
+    greedy_baseline,
+    group_advantages,
+    lagrangian_advantages,
+    leave_one_out,
+    varied_groups,
+)
+from rillflow.records.ragged import Ragged
+
+REWARDS = st.one_of(st.floats(-100, 100, width=32), st.sampled_from([0.0, 1.0]))
+
+
+@st.composite
+def scored(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards, groups in any order, valid."""
+    groups = draw(st.lists(st.integers(0, 3), min_size=1, max_size=12))
+    rewards = draw(st.lists(REWARDS, min_size=len(groups), max_size=len(groups)))
+    valid = draw(st.lists(st.booleans(), min_size=len(groups), max_size=len(groups)))
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(valid)
+
+
+def everyone(rewards: Tensor) -> Tensor:
+    return torch.ones(len(rewards), dtype=torch.bool)
+
+
+def test_leave_one_out_by_hand() -> None:
+    rewards = torch.tensor([1.0, 0.0, 5.0, 0.5, 2.0])
+    groups = torch.tensor([7, 7, 3, 7, 3])
+    found = leave_one_out(rewards, groups, everyone(rewards))
+    assert found.tolist() == pytest.approx([0.75, -0.75, 3.0, 0.0, -3.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=scored())
+def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others(
+    rows: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    rewards, groups, valid = rows
+    found = leave_one_out(*rows)
+    for index in range(len(rewards)):
+        others = (groups == groups[index]) & valid
+        others[index] = False
+        expected = 0.0
+        if valid[index] and bool(others.any()):
+            expected = float(rewards[index] - rewards[others].mean())
+        assert float(found[index]) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rewards=st.lists(REWARDS, min_size=2, max_size=9))
+def test_rloo_is_g_over_g_minus_one_times_grpo_without_deviation(rewards: list[float]) -> None:
+    values = torch.tensor(rewards, dtype=torch.float64)
+    groups, size = torch.zeros(len(values), dtype=torch.int64), len(values)
+    grpo = group_advantages(values, groups, everyone(values), scale="off")
+    torch.testing.assert_close(
+        leave_one_out(values, groups, everyone(values)), grpo * size / (size - 1), rtol=1e-14, atol=0
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(reward=REWARDS, size=st.integers(1, 17))
+def test_equal_rewards_are_exactly_zero_and_not_varied(reward: float, size: int) -> None:
+    rewards = torch.full((size,), reward, dtype=torch.float32)
+    groups = torch.zeros(size, dtype=torch.int64)
+    assert leave_one_out(rewards, groups, everyone(rewards)).tolist() == [0.0] * size
+    assert varied_groups(rewards, everyone(rewards), groups).tolist() == [False] * size
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=scored())
+def test_varied_groups_are_those_with_two_different_scores(rows: tuple[Tensor, Tensor, Tensor]) -> None:
+    rewards, groups, valid = rows
+    found = varied_groups(rewards, valid, groups)
+    for index in range(len(rewards)):
+        mates = rewards[(groups == groups[index]) & valid].tolist()
+        assert bool(found[index]) == (len(set(mates)) > 1)
+    assert not bool(leave_one_out(rewards, groups, valid)[~found].any())
+    assert not bool(group_advantages(rewards, groups, valid, scale="std")[~found].any())
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=scored(), data=st.data())
+def test_the_order_of_rows_changes_nothing(rows: tuple[Tensor, Tensor, Tensor], data: st.DataObject) -> None:
+    rewards, groups, valid = rows
+    order = torch.tensor(data.draw(st.permutations(range(len(rewards)))))
+    again = leave_one_out(rewards[order], groups[order], valid[order])
+    torch.testing.assert_close(again, leave_one_out(*rows)[order], rtol=1e-9, atol=1e-9)
+    varied = varied_groups(rewards[order], valid[order], groups[order])
+    assert torch.equal(varied, varied_groups(rewards, valid, groups)[order])
+
+
+def test_a_reward_of_an_invalid_row_is_never_read() -> None:
+    rewards = torch.tensor([1.0, 3.0, math.nan, math.inf, -math.inf])
+    groups = torch.tensor([0, 0, 0, 0, 1])
+    valid = torch.tensor([True, True, False, False, False])
+    assert leave_one_out(rewards, groups, valid).tolist() == [-2.0, 2.0, 0.0, 0.0, 0.0]
+    assert varied_groups(rewards, valid, groups).tolist() == [True, True, True, True, False]
+    greedy = torch.tensor([0.5, math.nan, 0.0, 0.0, 0.0])
+    greedy_valid = torch.tensor([True, False, True, True, True])
+    assert greedy_baseline(rewards, greedy, valid, greedy_valid).tolist() == [0.5, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_the_greedy_answer_itself_has_no_advantage_and_a_shift_of_rewards_none_either() -> None:
+    rewards, greedy = torch.tensor([1.0, 0.0, 0.25]), torch.tensor([0.5, 0.5, 0.25])
+    both = everyone(rewards)
+    assert greedy_baseline(rewards, greedy, both, both).tolist() == [0.5, -0.5, 0.0]
+    assert greedy_baseline(rewards + 8, greedy + 8, both, both).tolist() == [0.5, -0.5, 0.0]
+
+
+def test_reward_over_cost_by_hand_and_at_its_ends() -> None:
+    reward, cost = torch.tensor([1.0, -2.0, 0.0]), torch.tensor([3.0, 1.0, 0.0])
+    found = lagrangian_advantages(reward, cost, 0.5)
+    assert isinstance(found, Tensor)
+    assert found.tolist() == pytest.approx([-1 / 3, -5 / 3, 0.0])
+    free, dear = lagrangian_advantages(reward, cost, 0.0), lagrangian_advantages(reward, cost, 1e9)
+    assert isinstance(free, Tensor) and isinstance(dear, Tensor)
+    assert torch.equal(free, reward)
+    torch.testing.assert_close(dear, -cost)
+
+
+def test_reward_over_cost_of_tokens_is_that_of_their_values() -> None:
+    reward = Ragged.from_rows([[1.0, 2.0], [3.0]], torch.float32)
+    cost = reward.with_values(torch.tensor([0.5, -1.0, 2.0]))
+    found = lagrangian_advantages(reward, cost, multiplier=2.0)
+    assert isinstance(found, Ragged)
+    assert torch.equal(found.lengths, reward.lengths)
+    assert found.values.tolist() == pytest.approx([0.0, 4 / 3, -1 / 3])
+
+
+def test_shapes_and_prices_are_checked() -> None:
+    three, two = torch.zeros(3), torch.zeros(2)
+    groups = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(FormulaError, match=r"leave_one_out: valid has shape \[2\]"):
+        leave_one_out(three, groups, everyone(two))
+    with pytest.raises(FormulaError, match=r"varied_groups: groups has shape \[3\]"):
+        varied_groups(two, everyone(two), groups)
+    with pytest.raises(FormulaError, match=r"greedy_baseline: greedy_rewards has shape \[2\]"):
+        greedy_baseline(three, two, everyone(three), everyone(three))
+    with pytest.raises(FormulaError, match=r"cost_advantages has shape \[2\]"):
+        lagrangian_advantages(three, two, 1.0)
+    with pytest.raises(FormulaError, match="one advantage is of rows"):
+        lagrangian_advantages(three, Ragged.from_rows([[0.0]] * 3, torch.float32), 1.0)
+    with pytest.raises(FormulaError, match="row 1 has 2 entries of cost_advantages and 1 of reward_adv"):
+        lagrangian_advantages(
+            Ragged.from_rows([[0.0], [0.0]], torch.float32),
+            Ragged.from_rows([[0.0], [0.0, 0.0]], torch.float32),
+            1.0,
+        )
+    for price in (-1.0, math.inf, math.nan):
+        with pytest.raises(FormulaError, match=f"multiplier is {price}"):
+            lagrangian_advantages(three, three, price)

@@ -1,0 +1,123 @@
+"""A step becomes a graph: stages in order, fields on edges, and what cannot be said before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rillflow.dataflow.flow import Flow
+from rillflow.errors import GraphError
+from rillflow.graph.draw import as_json, as_mermaid, as_text
+from rillflow.graph.graph import Graph
+from rillflow.graph.trace import Signature, Symbol, Tracer, trace
+
+ENDPOINTS = {
+    "policy": {
+        "generate": Signature(reads=("tokens",), writes=("tokens", "loss_mask"), transfer="DP_PROTO"),
+        "update": Signature(reads=("tokens", "advantages"), writes=(), transfer="TRAIN"),
+        "publish": Signature(reads=(), writes=(), transfer="TOGETHER"),
+    },
+    "reward": {"score": Signature(reads=("tokens",), writes=("rewards",), transfer="DP_PROTO")},
+}
+
+
+def centred(rewards: Any, groups: Any, *, scale: float = 1.0) -> Any:
+    raise AssertionError("a formula is not called while its step is traced")
+
+
+def step(flow: Flow, prompts: Any, _: Any) -> Any:
+    rollouts = flow.policy.generate(prompts, samples=4)
+    rewards = flow.reward.score(rollouts)
+    advantages = flow.compute(centred, rewards, into="advantages")
+    report = flow.policy.update(rollouts, advantages)
+    flow.publish(flow.policy)
+    return report
+
+
+def traced(program: Callable[[Flow, Symbol, Any], Any] = step) -> Graph:
+    tracer = Tracer(ENDPOINTS)
+    return trace("toy", lambda executor, data: program(Flow(executor), data, None), tracer, ("tokens",))
+
+
+def test_stages_stand_in_the_order_of_the_program() -> None:
+    graph = traced()
+    assert [stage.name for stage in graph.stages] == [
+        "policy.generate",
+        "reward.score",
+        "controller.centred",
+        "policy.update",
+        "policy.publish",
+    ]
+    assert graph.roles == ("policy", "reward")
+    assert graph.stages[2].reads == ("rewards", "groups")
+
+
+def test_edges_carry_the_fields_that_are_read() -> None:
+    graph = traced()
+    found = {
+        (graph.source_name(edge), graph.stages[edge.destination].name): edge.fields for edge in graph.edges
+    }
+    assert found == {
+        ("data", "policy.generate"): ("tokens",),
+        ("policy.generate", "reward.score"): ("tokens",),
+        ("reward.score", "controller.centred"): ("rewards",),
+        ("policy.generate", "policy.update"): ("tokens",),
+        ("controller.centred", "policy.update"): ("advantages",),
+    }
+
+
+def test_a_missing_field_is_named_before_anything_runs() -> None:
+    def without(flow: Flow, prompts: Any, _: Any) -> Any:
+        return flow.policy.update(flow.policy.generate(prompts))
+
+    with pytest.raises(GraphError, match=r"policy\.update reads the field 'advantages'"):
+        traced(without)
+
+
+@pytest.mark.parametrize(
+    ("look", "what"), [(bool, "truth"), (float, "number"), (len, "length"), (lambda it: it[0], "part")]
+)
+def test_a_step_that_reads_a_value_is_told_so(look: Callable[[Any], Any], what: str) -> None:
+    def looking(flow: Flow, prompts: Any, _: Any) -> Any:
+        return look(flow.reward.score(flow.policy.generate(prompts)))
+
+    with pytest.raises(GraphError, match=rf"result of stage 1 for .*{what}"):
+        traced(looking)
+
+
+def test_unknown_roles_and_endpoints_are_named_with_the_nearest() -> None:
+    with pytest.raises(GraphError, match="no role 'polcy'") as role:
+        traced(lambda flow, prompts, _: flow.polcy.generate(prompts))
+    assert "policy" in role.value.fix
+    with pytest.raises(GraphError, match="no endpoint 'generat'") as endpoint:
+        traced(lambda flow, prompts, _: flow.policy.generat(prompts))
+    assert "generate" in endpoint.value.fix
+
+
+def test_numbers_and_filters_are_stages_too() -> None:
+    def least(rewards: Any, *, floor: float) -> Any:
+        raise AssertionError
+
+    def with_state(flow: Flow, prompts: Any, _: Any) -> Any:
+        rewards = flow.reward.score(flow.policy.generate(prompts))
+        floor = flow.recall("floor", 0.5)
+        flow.remember("floor", flow.number(least, rewards, floor=floor))
+        kept = flow.filter(flow.compute(centred, rewards, into="kept"), "kept")
+        return flow.compute(centred, kept, into="advantages", scale=flow.recall("floor", 0.5))
+
+    graph = traced(with_state)
+    assert [stage.endpoint for stage in graph.stages][2:] == ["least", "centred", "where kept", "centred"]
+    last = list(graph.into(5))
+    assert {graph.source_name(edge) for edge in last} == {"controller.where kept", "controller.least"}
+
+
+def test_drawings_name_every_stage_and_arrow() -> None:
+    graph = traced()
+    text, mermaid, data = as_text(graph), as_mermaid(graph), as_json(graph)
+    for stage in graph.stages:
+        assert stage.name in text
+        assert stage.endpoint in mermaid
+    assert mermaid.count("-->") == len(graph.edges) == len(data["edges"])
+    assert data["stages"][3]["transfer"] == "TRAIN"

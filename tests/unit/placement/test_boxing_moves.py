@@ -1,0 +1,204 @@
+"""A boxing carried out on numbers gives every rank what its placement says, each element once.
+
+numbers per source rank ── execute(boxing) ──> numbers per destination rank == what the placement says
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise, product
+from math import inf, prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rillflow.placement.boxing import Boxing, boxing
+from rillflow.placement.mesh import Mesh
+from rillflow.placement.sbp import Broadcast, Op, Partial, Placement, Split
+from rillflow.placement.slices import Slice, slices
+
+Element = tuple[int, ...]
+Numbers = dict[int, dict[Element, Fraction | float]]
+"""By rank and element."""
+COMBINE = {"sum": sum, "max": max, "mean": lambda values: sum(values) / len(values)}
+NEUTRAL = {"sum": 0, "max": -inf}
+
+
+def elements(piece: Slice) -> list[Element]:
+    return list(product(*(range(*bounds) for bounds in piece.bounds)))
+
+
+def held(placement: Placement, shape: list[int]) -> dict[int, set[Element]]:
+    """The elements of every rank; no two of its slices share one."""
+    found = {}
+    for rank, pieces in slices(placement, shape).items():
+        listed = [element for piece in pieces for element in elements(piece)]
+        found[rank] = set(listed)
+        assert len(found[rank]) == len(listed)
+    return found
+
+
+def contribution(placement: Placement, rank: int) -> Element:
+    """Which contribution a rank holds."""
+    at = placement.mesh.coordinates(rank)
+    return tuple(at[name] for name in placement.partial)
+
+
+def execute(plan: Boxing, given: Numbers) -> Numbers:
+    """The reference executor: every stage reads, combines, and writes each element of a rank once."""
+    result: Numbers = defaultdict(dict)
+    for number, stage in enumerate(plan.stages or ((),)):
+        read = {rank: dict(own) for rank, own in result.items()} if number else given
+        arrived = defaultdict(list)
+        for move in (() if number else plan.kept) + stage:
+            values = [read[move.source][element] for element in elements(move.slice)]
+            arrived[move.destination, move.slice, move.op].append(values)
+        for (rank, piece, op), columns in arrived.items():
+            assert op is not None or len(columns) == 1
+            for element, values in zip(elements(piece), zip(*columns, strict=True), strict=True):
+                assert element not in result[rank]
+                result[rank][element] = COMBINE[op](values) if op else values[0]
+    for fill in plan.fills:
+        for element in elements(fill.slice):
+            assert element not in result[fill.rank]
+            result[fill.rank][element] = NEUTRAL[fill.op]
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Numbers laid on ranks, and the value they are."""
+
+    value: dict[Element, Fraction]
+    """What they are together."""
+    numbers: Numbers
+    """What every source rank holds of it."""
+
+
+def laid(placement: Placement, shape: list[int], seed: int = 0) -> Case:
+    """Random contributions, the same in all copies."""
+    draw = random.Random(seed)
+    own = held(placement, shape)
+    kinds = sorted({contribution(placement, rank) for rank in own})
+    everything = elements(Slice(tuple((0, length) for length in shape)))
+    made = {
+        (kind, element): Fraction(draw.randint(-(10**6), 10**6)) for kind in kinds for element in everything
+    }
+    numbers = {
+        rank: {element: made[contribution(placement, rank), element] for element in own[rank]} for rank in own
+    }
+    combine = COMBINE[placement.op or "max"]
+    value = {element: combine([made[kind, element] for kind in kinds]) for element in everything}
+    return Case(value=value, numbers=numbers)
+
+
+def check(source: Placement, destination: Placement, shape: list[int]) -> Boxing:
+    """Carry the boxing out and hold the result against the placement."""
+    case, plan = laid(source, shape), boxing(source, destination, shape)
+    assert all(move.source != move.destination for move in plan.moves)
+    assert all(move.source == move.destination for move in plan.kept)
+    assert not any(move.slice.is_empty for move in plan.moves + plan.kept)
+    result, wanted = execute(plan, case.numbers), held(destination, shape)
+    assert {rank: set(own) for rank, own in result.items() if own} == {r: e for r, e in wanted.items() if e}
+    for element, value in case.value.items():
+        by_kind = defaultdict(set)
+        for rank in destination.mesh.ranks:
+            if element in wanted[rank]:
+                by_kind[contribution(destination, rank)].add(result[rank][element])
+        assert all(len(copies) == 1 for copies in by_kind.values()), "copies differ"
+        assert COMBINE[destination.op or "max"]([min(copies) for copies in by_kind.values()]) == value
+    assert plan.bytes(2) == sum(plan.received(rank, 2) for rank in destination.mesh.ranks)
+    return plan
+
+
+SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3)
+
+
+@st.composite
+def placements(draw: st.DrawFn, shape: list[int]) -> Placement:
+    """A placement on 1 to 3 axes of ranks below 14, whatever their order."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda sizes: prod(sizes) <= 12))
+    names = "abc"[: len(sizes)]
+    ranks = draw(st.permutations(range(14)))[: prod(sizes)]
+    op: Op = draw(st.sampled_from(["sum", "mean", "max"]))
+    parts = {}
+    for name, size in zip(names, sizes, strict=True):
+        kind = draw(st.sampled_from(["split", "split", "broadcast", "partial"]))
+        dim = draw(st.integers(0, len(shape) - 1))
+        alone = not any(isinstance(part, Split) and part.dim == dim for part in parts.values())
+        if kind == "broadcast":
+            parts[name] = Broadcast()
+        elif kind == "partial":
+            parts[name] = Partial(op)
+        elif alone and draw(st.booleans()):
+            edges = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=size - 1, max_size=size - 1)))
+            edges = [0, *edges, shape[dim]]
+            parts[name] = Split(dim, sizes=tuple(b - a for a, b in pairwise(edges)))
+        else:
+            parts[name] = Split(dim, runs=draw(st.integers(1, 3)))
+    given_sizes = [name for name, part in parts.items() if isinstance(part, Split) and part.sizes is not None]
+    others = [n for n, part in parts.items() if isinstance(part, Split) and n not in given_sizes]
+    order = (*given_sizes, *draw(st.permutations(others)))
+    return Placement(Mesh.of(ranks=ranks, **dict(zip(names, sizes, strict=True))), parts, order=order)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), shape=SHAPES)
+def test_any_placement_becomes_any_other(data: st.DataObject, shape: list[int]) -> None:
+    check(data.draw(placements(shape)), data.draw(placements(shape)), shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), shape=SHAPES)
+def test_a_placement_becomes_itself_without_a_move(data: st.DataObject, shape: list[int]) -> None:
+    placement = data.draw(placements(shape))
+    plan = check(placement, placement, shape)
+    assert (plan.moves, plan.fills) == ((), ())
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), shape=SHAPES)
+def test_the_least_is_received(data: st.DataObject, shape: list[int]) -> None:
+    """To placements without contributions, element by element.
+
+    A copy goes to each rank that has none. Of several contributions, all but its own have to reach the
+    first rank that is done, and from then on every other rank receives at least once more.
+    """
+    source, destination = data.draw(placements(shape)), data.draw(placements(shape))
+    if destination.op is not None:
+        destination = Placement(destination.mesh)
+    before, after, least = held(source, shape), held(destination, shape), 0
+    for element in elements(Slice(tuple((0, length) for length in shape))):
+        holding = {rank for rank in before if element in before[rank]}
+        wanting = {rank for rank in after if element in after[rank]}
+        kinds = {contribution(source, rank) for rank in holding}
+        if len(kinds) == 1:
+            least += len(wanting - holding)
+        else:
+            least += len(kinds) - bool(wanting & holding) + len(wanting) - 1
+    assert boxing(source, destination, shape).bytes(1) == least
+
+
+PARTS = [Split(0), Split(1), Broadcast(), Partial("sum"), Partial("mean"), Partial("max")]
+
+
+@pytest.mark.parametrize("after", PARTS, ids=str)
+@pytest.mark.parametrize("before", PARTS, ids=str)
+@pytest.mark.parametrize("first", [0, 2, 9], ids=["same", "overlapping", "apart"])
+def test_every_pair_on_one_axis(before, after, first: int) -> None:
+    check(Placement(Mesh.of(x=4), {"x": before}), Placement(Mesh.of(x=4, first=first), {"x": after}), [5, 7])
+
+
+def test_a_number_is_moved_too() -> None:
+    plan = check(Placement(Mesh.of(x=3), {"x": Partial()}), Placement(Mesh.of(x=3)), [])
+    assert len(plan.stages) == 2
+
+
+def test_a_boxing_is_the_same_every_time() -> None:
+    source = Placement(Mesh.of(a=2, b=3), {"a": Partial(), "b": Split(0)})
+    destination = Placement(Mesh.of(x=4, first=3), {"x": Split(1)})
+    assert boxing(source, destination, [7, 9]) == boxing(source, destination, [7, 9])

@@ -1,0 +1,112 @@
+"""The critic role: it fits returns, batches in and out, minibatches by seed and version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from rillflow.errors import ModelError, RecordError, TrainingError
+from rillflow.models.new_model import character_tokenizer
+from rillflow.models.scalar_model import ScalarModel
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.records.batch import Batch
+from rillflow.roles.critic import Critic
+from rillflow.train.config import PassesConfig, TrainConfig, ValueLossConfig
+
+MakeModel = Callable[..., ScalarModel]
+MakeRollouts = Callable[[ScalarModel, Sequence[str]], Batch]
+ANSWERS = ("7", "42", "108", "3", "55")
+
+
+def critic_of(model: ScalarModel, lr: float = 1e-3, seed: int = 0, version: int = 0) -> Critic:
+    return Critic(
+        model,
+        tokenizer=model.tokenizer,
+        train=TrainConfig(lr=lr),
+        seed=seed,
+        updates=100,
+        version=version,
+    )
+
+
+def returns_of(rollouts: Batch) -> Batch:
+    """What the row's number of tokens left is, in tens: a value every state tells."""
+    mask = rollouts.ragged("loss_mask")
+    left = mask.expand(mask.lengths) - mask.positions
+    return Batch(ids=rollouts.ids, fields={"returns": mask.with_values(left.float() / 10)})
+
+
+def weights(model: ScalarModel) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.module.parameters()]
+
+
+def test_a_critic_fits_its_returns(make_model: MakeModel, make_rollouts: MakeRollouts) -> None:
+    model = make_model()
+    critic, rollouts = critic_of(model, lr=3e-3), make_rollouts(model, ANSWERS)
+    returns, loss = returns_of(rollouts), ValueLossConfig()
+    first = critic.values(rollouts)
+    assert set(first.fields) == {"values"} and torch.equal(first.ids, rollouts.ids)
+    assert first.ragged("values").values.tolist() == [0.0] * len(rollouts.ragged("tokens").values)
+    for _ in range(25):
+        metrics = critic.update(
+            rollouts, critic.values(rollouts), returns, loss=loss, reuse=PassesConfig(epochs=2, minibatches=2)
+        )
+    assert critic.version == 25 and critic.trainer.state().counters == {"step": 100}
+    mask = rollouts.ragged("loss_mask").values
+    gap = critic.values(rollouts).ragged("values").values - returns.ragged("returns").values
+    spread = returns.ragged("returns").values[mask].var()
+    assert float(gap[mask].square().mean() / spread) < 0.1
+    assert metrics["critic/squared_error/mean"].value < 0.2 * metrics["critic/return_variance/mean"].value
+    assert metrics["critic/value/mean"].count == 4 * sum(mask.tolist()) / 2
+
+
+def test_known_batches_may_be_in_any_order(make_model: MakeModel, make_rollouts: MakeRollouts) -> None:
+    found = []
+    for order in ([0, 1, 2, 3, 4], [3, 0, 4, 1, 2]):
+        model = make_model()
+        critic, rollouts = critic_of(model), make_rollouts(model, ANSWERS)
+        values, returns = critic.values(rollouts).select(order), returns_of(rollouts).select(order)
+        critic.update(rollouts, values, returns, loss=ValueLossConfig(), reuse=PassesConfig(minibatches=2))
+        found.append(weights(model))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_the_cut_depends_on_seed_and_version(make_model: MakeModel, make_rollouts: MakeRollouts) -> None:
+    def after(seed: int, version: int) -> Tensor:
+        model = make_model()
+        critic, rollouts = critic_of(model, seed=seed, version=version), make_rollouts(model, ANSWERS)
+        known = (rollouts, critic.values(rollouts), returns_of(rollouts))
+        critic.update(*known, loss=ValueLossConfig(), reuse=PassesConfig(minibatches=5))
+        assert critic.version == version + 1
+        return torch.cat([weight.flatten() for weight in weights(model)])
+
+    assert torch.equal(after(1, 2), after(1, 2))
+    assert not torch.equal(after(1, 2), after(1, 3))
+    assert not torch.equal(after(1, 2), after(2, 2))
+
+
+def test_what_is_missing_or_not_finite_is_named(make_model: MakeModel, make_rollouts: MakeRollouts) -> None:
+    model = make_model()
+    critic, rollouts = critic_of(model), make_rollouts(model, ANSWERS)
+    values, returns = critic.values(rollouts), returns_of(rollouts)
+    once: dict = {"loss": ValueLossConfig(), "reuse": PassesConfig()}
+    with pytest.raises(RecordError, match="no field 'values'"):
+        critic.update(rollouts, returns, **once)
+    with pytest.raises(RecordError, match="no field 'returns'"):
+        critic.update(rollouts, values, **once)
+    column = returns.ragged("returns")
+    broken = returns.with_fields(returns=column.with_values(torch.full_like(column.values, torch.nan)))
+    before = weights(model)
+    with pytest.raises(TrainingError, match=r"returns is nan at .*prompt 0 sample 0"):
+        critic.update(rollouts, values, broken, **once)
+    assert critic.version == 0
+    assert all(torch.equal(one, other) for one, other in zip(before, weights(model), strict=True))
+
+
+def test_a_critic_with_other_tokens_than_the_policy_is_refused(make_model: MakeModel) -> None:
+    other = Tokenizer(character_tokenizer("=0123456789+-", 32))
+    with pytest.raises(ModelError, match="the critic and the policy read the token 1 as different text"):
+        Critic(make_model(), tokenizer=other, train=TrainConfig(), seed=0, updates=1)

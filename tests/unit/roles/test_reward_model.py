@@ -1,0 +1,150 @@
+"""The reward model role: it learns from pairs, and its scores travel as the reward role's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rillflow.errors import ModelError, RewardError, TrainingError
+from rillflow.models.config import ModelConfig
+from rillflow.models.new_model import character_tokenizer
+from rillflow.models.scalar_model import ScalarModel, load_scalar_model
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.records.batch import Batch
+from rillflow.records.ragged import Ragged
+from rillflow.roles.reward import OUTCOMES
+from rillflow.roles.reward_model import CostModel, RewardModel
+from rillflow.tasks.preference import arithmetic_preferences
+from rillflow.tasks.prompts import preference_batch
+from rillflow.train.config import PassesConfig, TrainConfig
+from rillflow.workers.endpoint import endpoints_of
+
+MakeModel = Callable[..., ScalarModel]
+MakeRollouts = Callable[[ScalarModel, Sequence[str]], Batch]
+
+
+def role(model: ScalarModel, lr: float = 1e-3, **settings: object) -> RewardModel:
+    given: dict = {"tokenizer": model.tokenizer, "seed": 0, "updates": 100} | settings
+    return RewardModel(model, train=TrainConfig(lr=lr), **given)
+
+
+def pairs_for(model: ScalarModel, size: int = 200) -> Batch:
+    examples = arithmetic_preferences(size=size, digits=1, operators="+-", seed=0)
+    return preference_batch(examples, model.tokenizer, epoch=0, context=model.context)
+
+
+def accuracy(reward: RewardModel, pairs: Batch) -> float:
+    scores = reward.score(pairs).dense("rewards")
+    return float((scores[0::2] > scores[1::2]).float().mean())
+
+
+def weights(model: ScalarModel) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.module.parameters()]
+
+
+def test_accuracy_rises_on_200_arithmetic_pairs(make_model: MakeModel) -> None:
+    model = make_model(hidden=128)
+    reward, pairs = role(model), pairs_for(model)
+    assert len(pairs) == 400
+    assert accuracy(reward, pairs) == 0.0, "a new head scores all alike"
+    first = reward.prefer(pairs, PassesConfig())
+    assert first["preference/loss/mean"].value == pytest.approx(0.6931, abs=1e-3)
+    assert first["preference/accuracy/mean"].count == 200
+    last = reward.prefer(pairs, PassesConfig(epochs=30, minibatches=4))
+    assert reward.version == 2 and reward.trainer.state().counters == {"step": 121}
+    assert accuracy(reward, pairs) > 0.8
+    assert last["preference/margin/mean"].value > 0 and last["preference/accuracy/mean"].value > 0.5
+
+
+def test_scores_have_the_reward_role_s_fields(make_model: MakeModel, make_rollouts: MakeRollouts) -> None:
+    model = make_model()
+    rollouts = make_rollouts(model, ["7", "42", ""])
+    with torch.no_grad():
+        model.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    found = role(model).score(rollouts)
+    assert list(found.fields) == ["rewards", "valid", "outcome", "groups", "completion", "message"]
+    rewards = found.dense("rewards")
+    assert rewards.dtype == torch.float32 and len(set(rewards.tolist())) == 3
+    assert found.dense("valid").tolist() == [True] * 3
+    assert [OUTCOMES[index] for index in found.dense("outcome").tolist()] == ["score"] * 3
+    assert found.dense("outcome").dtype == torch.int8 and found.dense("groups").tolist() == [0, 1, 2]
+    assert found.ragged("completion").to_text() == ["7", "42", ""]
+    assert found.ragged("message").to_text() == [""] * 3
+    last = [row[-1:].tolist() for row in rollouts.ragged("tokens").rows()]
+    assert last == [[0]] * 3, "read at the end token"
+    costs = role(model, field="costs").score(rollouts)
+    assert "rewards" not in costs.fields and torch.equal(costs.dense("costs"), rewards)
+
+
+@pytest.mark.parametrize("kind", [RewardModel, CostModel])
+def test_a_saved_role_goes_on_bit_for_bit(
+    make_model: MakeModel, tmp_path: Path, kind: type[RewardModel]
+) -> None:
+    model, name = make_model(), {RewardModel: "reward_model", CostModel: "cost_model"}[kind]
+    given: dict = {"tokenizer": model.tokenizer, "train": TrainConfig(lr=1e-3), "seed": 0, "updates": 9}
+    first, pairs, twice = kind(model, **given), pairs_for(model, 20), PassesConfig(minibatches=3)
+    first.prefer(pairs, twice)
+    first.save(tmp_path)
+    again = load_scalar_model(ModelConfig(path=name), seed=5, device=torch.device("cpu"), base=tmp_path)
+    second = kind(again, **given, version=first.version)
+    second.begin(given["train"], 9, resume=tmp_path / f"{name}.optimizer.safetensors")
+    for one, other in zip(first.score(pairs).fields.items(), second.score(pairs).fields.items(), strict=True):
+        assert one[0] == other[0]
+        if isinstance(one[1], Tensor) and isinstance(other[1], Tensor):
+            assert torch.equal(one[1], other[1])
+    assert first.prefer(pairs, twice) == second.prefer(pairs, twice)
+    assert all(torch.equal(one, two) for one, two in zip(weights(model), weights(again), strict=True))
+    second.begin(given["train"], 9)
+    assert second.trainer.state().counters == {"step": 0}, "a new phase begins afresh"
+
+
+def test_endpoints_say_what_they_read_and_write() -> None:
+    reward, cost = endpoints_of(RewardModel), endpoints_of(CostModel)
+    assert set(reward) == set(cost) == {"begin", "save", "score", "prefer"}
+    assert reward["score"].writes[0] == "rewards" and cost["score"].writes[0] == "costs"
+    assert reward["score"].writes[1:] == cost["score"].writes[1:]
+
+
+def test_a_model_that_only_scores_may_be_frozen(make_model: MakeModel, make_rollouts: MakeRollouts) -> None:
+    model = make_model()
+    model.module.requires_grad_(False)
+    reward = role(model)
+    reward.score(make_rollouts(model, ["7"]))
+    with pytest.raises(TrainingError, match="no parameter that requires a gradient"):
+        reward.prefer(pairs_for(model, 4), PassesConfig())
+
+
+def test_a_pair_without_its_partner_is_refused_and_changes_nothing(make_model: MakeModel) -> None:
+    model = make_model()
+    reward, pairs = role(model), pairs_for(model, 4)
+    before = weights(model)
+    with pytest.raises(TrainingError, match="is not one of a pair") as caught:
+        reward.prefer(pairs.slice(0, 7), PassesConfig(minibatches=1))
+    assert f"({pairs.row_id(6)})" in caught.value.what
+    assert reward.version == 0
+    assert all(torch.equal(one, two) for one, two in zip(before, weights(model), strict=True))
+
+
+def test_an_empty_row_and_a_score_that_is_not_finite_are_named(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    model = make_model()
+    rollouts = make_rollouts(model, ["7", "8"])
+    empty = rollouts.with_fields(tokens=Ragged.from_rows([[1, 2], []]))
+    with pytest.raises(TrainingError, match=r"row \(epoch 0 prompt 1 sample 0\) is empty"):
+        role(model).score(empty)
+    with torch.no_grad():
+        model.head.weight.fill_(torch.inf)
+    with pytest.raises(RewardError, match=r"score of row \(epoch 0 prompt 0 sample 0\) is (nan|-?inf)"):
+        role(model).score(rollouts)
+
+
+@pytest.mark.parametrize(("field", "name"), [("rewards", "reward model"), ("costs", "cost model")])
+def test_other_tokens_than_the_policy_s_are_refused(make_model: MakeModel, field: str, name: str) -> None:
+    other = Tokenizer(character_tokenizer("=0123456789+-", 32))
+    with pytest.raises(ModelError, match=f"the {name} and the policy read the token 1"):
+        role(make_model(), tokenizer=other, field=field)

@@ -1,0 +1,204 @@
+"""Pairs of answers: read, made, split, and as batches; every bad row is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rillflow.errors import DataError
+from rillflow.models.new_model import character_tokenizer
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.records.row import RowId
+from rillflow.tasks.arithmetic import arithmetic_examples
+from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.preference import Preference, arithmetic_preferences, read_preferences
+from rillflow.tasks.prompts import PromptStream, preference_batch, supervised_batch
+from rillflow.tasks.task import open_preferences, open_task
+
+Write = Callable[..., Path]
+ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz:\n"
+CHAT = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def lines(*rows: object, name: str = "pairs.jsonl") -> Path:
+        text = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / name).write_text("\n".join(text) + "\n", encoding="utf-8")
+        return tmp_path / name
+
+    return lines
+
+
+def tokenizer(template: str | None = None) -> Tokenizer:
+    inner = character_tokenizer(ALPHABET, 64)
+    inner.chat_template = template
+    return Tokenizer(inner)
+
+
+def row(**changes: object) -> dict[str, object]:
+    return {"prompt": "1+1=", "chosen": "2", "rejected": "3"} | changes
+
+
+def assistant(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def test_rows_become_pairs(write: Write) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    pairs = read_preferences(
+        write(row(level=1), row(prompt=chat, chosen=assistant("yes"), rejected="no", level=None))
+    )
+    assert pairs == [
+        Preference(index=0, prompt="1+1=", completion="2", rejected="3", columns={"level": 1}),
+        Preference(index=1, prompt=(chat[0],), completion="yes", rejected="no", columns={"level": None}),
+    ]
+
+
+def test_parquet_rows_become_the_same_pairs(tmp_path: Path, write: Write) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [row(), row(prompt="2+2=", chosen="4", rejected="22")]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    assert read_preferences(tmp_path / "pairs.parquet") == read_preferences(write(*rows))
+    bad = [row(), row(rejected=None)]
+    parquet.write_table(pyarrow.Table.from_pylist(bad), tmp_path / "bad.parquet")
+    with pytest.raises(DataError, match=r"bad\.parquet, row 2: the answer 'rejected' is null"):
+        read_preferences(tmp_path / "bad.parquet")
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (row(chosen=None), "the answer 'chosen' is null"),
+        (row(rejected=7), "the answer 'rejected' is 7"),
+        (row(rejected=["x"]), "message 1 of the answer 'rejected' \"x\""),
+        (row(rejected=[{"role": "assistant"}]), "message 1 of the answer 'rejected' has the keys 'role'"),
+        (row(chosen=[{"role": "asistant", "content": ""}]), "message 1 of the answer 'chosen' has the role"),
+        (row(chosen=[{"role": "user", "content": "a"}]), "the answer 'chosen' has messages of user"),
+        (row(chosen=assistant("a") * 2), "the answer 'chosen' has messages of assistant, assistant"),
+        (row(chosen=[]), "the answer 'chosen' has messages of nobody"),
+        (row(chosen="3"), 'chosen and rejected are both "3"'),
+        (row(chosen=assistant("3")), 'chosen and rejected are both "3"'),
+        (row(prompt=""), "the prompt is empty"),
+        (row(prompt=None), "the prompt is null"),
+        (row(prompt=assistant("a")), "the prompt's last message is the assistant's"),
+        ('{"prompt": "a", "chosen": "\\ud800", "rejected": "b"}', "the answer 'chosen' has half a character"),
+        ({"prompt": "a", "chosen": "b"}, "there is no column 'rejected', which line 1 has"),
+        ('{"prompt": "a", ', "this is not JSON"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(write: Write, bad: object, says: str) -> None:
+    path = write(row(), "", bad)
+    with pytest.raises(DataError) as caught:
+        read_preferences(path)
+    assert f"{path}, line 3: " in caught.value.what and says in caught.value.what
+    assert caught.value.why
+
+
+@pytest.mark.parametrize("name", ["prompt", "chosen", "rejected"])
+def test_a_missing_column_is_named_with_the_nearest(write: Write, name: str) -> None:
+    full = row()
+    full[f"{name}s"] = full.pop(name)
+    if name == "prompt":
+        full["promt"] = full.pop("prompts")  # 'prompts' is a reward's own argument and refused as such
+    with pytest.raises(DataError, match=rf"line 1: there is no column '{name}'") as caught:
+        read_preferences(write(full))
+    assert "did you mean" in caught.value.fix
+
+
+def test_an_empty_or_missing_file_is_named(tmp_path: Path, write: Write) -> None:
+    with pytest.raises(DataError, match="has no rows"):
+        read_preferences(write(""))
+    with pytest.raises(DataError, match="is not there"):
+        read_preferences(tmp_path / "none.jsonl")
+
+
+def test_made_pairs_are_right_wrong_and_the_seed_s() -> None:
+    settings: dict = {"size": 300, "digits": 2, "operators": "+-*"}
+    pairs = arithmetic_preferences(**settings, seed=4)
+    examples = arithmetic_examples(**settings, seed=4)
+    assert [(p.index, p.prompt, p.completion) for p in pairs] == [
+        (e.index, e.prompt, e.completion) for e in examples
+    ]
+    gaps = [int(pair.rejected) - int(str(pair.completion)) for pair in pairs]
+    assert 0 not in gaps and min(gaps) == -9 and max(gaps) == 9
+    assert 100 < sum(gap > 0 for gap in gaps) < 200, "the larger number is as often right as wrong"
+    assert arithmetic_preferences(**settings, seed=4) == pairs
+    assert arithmetic_preferences(**settings, seed=5) != pairs
+
+
+def test_a_pair_is_two_rows_of_one_prompt() -> None:
+    pairs = [
+        Preference(index=7, prompt="17+25=", completion="42", rejected="4", columns={"level": 1}),
+        Preference(index=2, prompt="3-4=", completion="-1", rejected=""),
+    ]
+    batch = preference_batch(pairs, tokenizer(), epoch=[3, 4], context=64)
+    assert batch.row_ids() == [RowId(3, 7, 0), RowId(3, 7, 1), RowId(4, 2, 0), RowId(4, 2, 1)]
+    texts = [tokenizer().decode(tokens.tolist()) for tokens in batch.ragged("tokens").rows()]
+    assert texts == ["17+25=42", "17+25=4", "3-4=-1", "3-4="]
+    assert batch.ragged("loss_mask").sums().tolist() == [3, 2, 3, 1]
+    last = batch.ragged("tokens").bounds[1:] - 1
+    assert batch.ragged("tokens").values[last].tolist() == [0] * 4, "every answer ends"
+    columns = [json.loads(text) for text in batch.ragged("columns").to_text()]
+    assert columns[0] == columns[1] == {"prompt": "17+25=", "level": 1}
+    chosen = supervised_batch(pairs, tokenizer(), epoch=[3, 4], context=64)
+    assert batch.fields.keys() == chosen.fields.keys()
+    assert torch.equal(batch.select([0, 2]).ragged("tokens").values, chosen.ragged("tokens").values)
+
+
+def test_chats_share_their_template() -> None:
+    chat = Preference(index=1, prompt=({"role": "user", "content": "hi"},), completion="yes", rejected="no")
+    batch = preference_batch([chat], tokenizer(CHAT), epoch=0, context=64)
+    texts = [tokenizer().decode(tokens.tolist()) for tokens in batch.ragged("tokens").rows()]
+    assert texts == ["user:hi\nassistant:yes", "user:hi\nassistant:no"]
+
+
+def test_a_pair_that_is_too_long_goes_as_a_whole() -> None:
+    pairs = [
+        Preference(index=0, prompt="1+1=", completion="2", rejected="3"),
+        Preference(index=4, prompt="1" * 60, completion="2", rejected="2345"),
+    ]
+    with pytest.raises(DataError, match=r"prompt 4 .*65 tokens"):
+        preference_batch(pairs, tokenizer(), epoch=0, context=64)
+    kept = preference_batch(pairs, tokenizer(), epoch=0, context=64, too_long="drop")
+    assert [(row.prompt, row.sample) for row in kept.row_ids()] == [(0, 0), (0, 1)]
+    assert len(preference_batch(pairs, tokenizer(), epoch=0, context=65)) == 4
+
+
+@pytest.mark.parametrize(("name", "says"), [("completion", "chosen"), ("rejected", "rejected")])
+def test_an_answer_that_cannot_be_encoded_names_its_row(name: str, says: str) -> None:
+    answers = {"completion": "2", "rejected": "3"} | {name: "Z"}
+    bad = Preference(index=5, prompt="1+1=", **answers)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=rf"the {says} answer of prompt 5 .*'Z'"):
+        preference_batch([bad], tokenizer(), epoch=0, context=64)
+
+
+def test_pairs_are_split_streamed_and_digested_as_tasks_are(tmp_path: Path, write: Write) -> None:
+    config = TaskConfig(size=60, held_out=10, digits=1)
+    task = open_preferences(config, base=tmp_path, seed=0)
+    assert (len(task.train), len(task.held_out), task.reward) == (50, 10, None)
+    assert not {pair.key for pair in task.train} & {pair.key for pair in task.held_out}
+    assert task.digest != open_task(config, base=tmp_path, seed=0).digest
+    drawn = PromptStream(task.train, seed=0).take(60)
+    batch = preference_batch(
+        [draw.example for draw in drawn], tokenizer(), epoch=[draw.epoch for draw in drawn], context=64
+    )
+    assert len(batch) == 120 and len(set(batch.row_ids())) == 120
+    rows = [row(prompt=f"{number}=") for number in range(5)]
+    files = TaskConfig(source=write(*rows).name, held_out=2)
+    from_file = open_preferences(files, base=tmp_path, seed=0)
+    assert (len(from_file.train), len(from_file.held_out)) == (3, 2)
+    write(*[pair | {"rejected": "4"} for pair in rows])
+    assert open_preferences(files, base=tmp_path, seed=0).digest != from_file.digest
+
+
+def test_problems_with_one_answer_are_no_pairs(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'reasoning-gym:chain_sum'"):
+        open_preferences(TaskConfig(source="reasoning-gym:chain_sum"), base=tmp_path, seed=0)
+    with pytest.raises(DataError, match=r"task\.source is 'arithmetik'"):
+        open_preferences(TaskConfig(source="arithmetik"), base=tmp_path, seed=0)
