@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,8 @@ class Algorithm:
 
     config: type[AlgorithmConfig]
     """The class of its settings."""
-    step: Callable[..., Mapping[str, Any]]
-    """One iteration: ``step(flow, data, config)`` returns the update's metrics."""
+    step: Callable[..., Any]
+    """One iteration: ``step(flow, data, config)`` returns the update's report, or a tuple of reports."""
     data: Data
     """What the iteration is given."""
     roles: Callable[[Any], tuple[str, ...]]

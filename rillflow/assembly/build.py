@@ -37,9 +37,11 @@ from rillflow.pipeline.loop import Cadence, Loop, Phase, Stream
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch
 from rillflow.rewards.function import parse_function
+from rillflow.roles.critic import Critic
 from rillflow.roles.policy import Policy
 from rillflow.roles.reference import Reference
-from rillflow.roles.reward import Reward
+from rillflow.roles.reward import Cost, Reward
+from rillflow.roles.reward_model import CostModel, RewardModel
 from rillflow.rollout.config import SamplingConfig
 from rillflow.tasks.example import Example
 from rillflow.tasks.prompts import PromptStream, StreamPosition, prompt_batch, supervised_batch
@@ -49,6 +51,8 @@ from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.program import Factory
 
+CRITICS = ("critic", "cost_critic")
+"""Roles that are critics: of the reward, and of the cost."""
 HELD_OUT_EPOCH = -1
 """The epoch in the row ids of held-out prompts: their random numbers are no training row's."""
 
@@ -133,7 +137,7 @@ class Build:
         self._start("policy", Policy, self._policy_factory())
         voiced = self._executor.look("policy", casting.voice).read(placement.deadline_s)
         self._tokenizer, self._context = voiced
-        self._start_reward()
+        self._start_scorers()
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
         """Run what is left of every phase."""
@@ -164,8 +168,15 @@ class Build:
             resume=goes_on.optimizer("policy").absolute() if goes_on else None,
         )
         begun.read(self._recipe.placement.deadline_s)
+        critics = [role for role in plan.algorithm.roles(plan.config) if role in CRITICS]
+        for role in critics:
+            self._start_critic(role, plan, goes_on)
         if "reference" in plan.algorithm.roles(plan.config):
-            self._start("reference", Reference, self._reference_factory(plan.train))
+            temperature = self._recipe.rollout.temperature
+            factory = partial(
+                casting.reference, self._kept_policy(), self._recipe.run.device, plan.train, temperature
+            )
+            self._start("reference", Reference, factory)
         return Phase(
             name=plan.name,
             steps=plan.config.steps,
@@ -174,10 +185,40 @@ class Build:
             config=plan.config,
             flow=Flow(self._executor, resumed["numbers"] if resumed else None),
             executor=self._executor,
-            trained=("policy",),
+            trained=("policy", *critics),
             stream=self._stream(plan.algorithm.data, resumed["stream"] if resumed else None),
             evaluated=plan.evaluated,
         )
+
+    def _start_critic(self, role: str, plan: PhasePlan, goes_on: Checkpoint | None) -> None:
+        """A critic as the phase begins: the policy with a new head, or what recipe or checkpoint have."""
+        recipe = self._recipe
+        done = goes_on.state["done"] if goes_on is not None else 0
+        model = self._kept_policy()
+        if recipe.critic.path is not None:
+            model = model.model_copy(update={"path": recipe.critic.path})
+        if goes_on is not None:
+            model = model.model_copy(update={"path": str((goes_on.path / role).absolute())})
+        train = TrainConfig(**{name: getattr(plan.train, name) for name in TrainConfig.model_fields})
+        if recipe.critic.lr is not None:
+            train = train.model_copy(update={"lr": recipe.critic.lr})
+        factory = partial(
+            casting.critic,
+            model,
+            self._base,
+            recipe.run.device,
+            train,
+            recipe.run.seed,
+            plan.config.updates,
+            done,
+            role,
+            self._tokenizer,
+        )
+        self._start(role, Critic, factory)
+        if goes_on is not None:
+            resume = goes_on.optimizer(role).absolute()
+            begun = self._groups[role].call("begin", train=train, updates=plan.config.updates, resume=resume)
+            begun.read(recipe.placement.deadline_s)
 
     def _start(self, role: str, kind: type, factory: Factory) -> None:
         """Make a role on every rank of its pool."""
@@ -205,28 +246,46 @@ class Build:
             checkpoint.state["version"] if checkpoint is not None else 0,
         )
 
-    def _reference_factory(self, train: TrainConfig) -> Factory:
+    def _kept_policy(self) -> ModelConfig:
         """The policy as this phase found it; kept in the run directory so that a resume finds the same."""
         folder = (self._run.path / "reference").absolute()
         self._executor.look("policy", casting.keep_policy, folder).read(self._recipe.placement.deadline_s)
-        model = ModelConfig(path=str(folder), dtype=self._recipe.policy.model.dtype)
-        temperature = self._recipe.rollout.temperature
-        return partial(casting.reference, model, self._recipe.run.device, train, temperature)
+        return ModelConfig(path=str(folder), dtype=self._recipe.policy.model.dtype)
 
-    def _start_reward(self) -> None:
-        """The recipe's reward, or else the task's own; none where no phase asks for one."""
-        settings = self._recipe.reward
-        chosen = settings.function or self._task.reward
-        if chosen is None:
-            if any("reward" in plan.algorithm.roles(plan.config) for plan in phase_plans(self._recipe)):
-                raise ConfigError(
-                    f"reward.function is not set and the task {self._task.name} has no reward of its own",
-                    why="the algorithm scores what it samples",
-                    fix='write reward.function = "reward.py:name", relative to the recipe',
-                )
-            return
-        function = parse_function(chosen, self._base)
-        self._start("reward", Reward, partial(casting.reward, function, settings, self._tokenizer))
+    def _start_scorers(self) -> None:
+        """The reward, the recipe's or the task's own, and the cost; none where no phase asks for one."""
+        recipe = self._recipe
+        asked = {role for plan in phase_plans(recipe) for role in plan.algorithm.roles(plan.config)}
+        function = recipe.reward.function or self._task.reward
+        if recipe.reward.model is not None:
+            self._start("reward", RewardModel, self._model_factory(recipe.reward.model, RewardModel))
+        elif function is not None:
+            settings = (parse_function(function, self._base), recipe.reward, self._tokenizer)
+            self._start("reward", Reward, partial(casting.reward, *settings))
+        elif "reward" in asked:
+            raise ConfigError(
+                f"reward.function is not set and the task {self._task.name} has no reward of its own",
+                why="the algorithm scores what it samples",
+                fix='write reward.function = "reward.py:name", relative to the recipe',
+            )
+        if recipe.cost.model is not None:
+            self._start("cost", CostModel, self._model_factory(recipe.cost.model, CostModel))
+        elif recipe.cost.function is not None:
+            settings = (parse_function(recipe.cost.function, self._base), recipe.reward, self._tokenizer)
+            self._start("cost", Cost, partial(casting.cost, *settings))
+        elif "cost" in asked:
+            raise ConfigError(
+                "cost.function and cost.model are not set",
+                why=f"{recipe.algorithm.name} keeps a cost below a limit, and nothing says what a row costs",
+                fix='write cost.function = "cost.py:name", relative to the recipe',
+            )
+
+    def _model_factory(self, path: str, kind: type[RewardModel]) -> Factory:
+        recipe = self._recipe
+        model = ModelConfig(path=path, dtype=recipe.policy.model.dtype)
+        train = TrainConfig(tokens_per_micro_batch=recipe.policy.tokens_per_micro_batch)
+        bound = (model, self._base, recipe.run.device, train, recipe.run.seed, self._tokenizer, kind)
+        return partial(casting.reward_model, *bound)
 
     def _stream(self, data: Data, saved: Mapping[str, int] | None) -> Stream:
         """The training rows in the order of every epoch, from the saved place on."""

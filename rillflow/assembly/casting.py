@@ -16,13 +16,16 @@ from rillflow.cluster.backend import Site
 from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import choose_device, load_model
+from rillflow.models.scalar_model import load_scalar_model
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.workers import RewardWorkers
+from rillflow.roles.critic import Critic
 from rillflow.roles.policy import Policy
 from rillflow.roles.reference import Reference
-from rillflow.roles.reward import Reward
+from rillflow.roles.reward import Cost, Reward
+from rillflow.roles.reward_model import RewardModel
 from rillflow.rollout.config import RolloutConfig
 from rillflow.train.config import TrainConfig
 
@@ -42,8 +45,9 @@ def policy(
     if threads:
         torch.set_num_threads(threads)
     loaded = load_model(model, seed=seed, device=choose_device(device), base=base)
-    del site
-    return Policy(loaded, train=train, rollout=rollout, seed=seed, updates=1, version=version)
+    return Policy(
+        loaded, train=train, rollout=rollout, seed=seed, updates=1, version=version, ranks=site.ranks
+    )
 
 
 def reference(
@@ -59,6 +63,58 @@ def reward(function: FunctionPath, settings: RewardConfig, tokenizer: Tokenizer,
     """The reward function, in children that end with the rank."""
     workers = site.stack.enter_context(RewardWorkers(function, settings))
     return Reward(workers, tokenizer, max_failures=settings.max_failures)
+
+
+def reward_model(
+    model: ModelConfig,
+    base: Path,
+    device: str,
+    train: TrainConfig,
+    seed: int,
+    tokenizer: Tokenizer,
+    kind: type[RewardModel],
+    site: Site,
+) -> RewardModel:
+    """A reward or cost model, from a directory that has a scalar head."""
+    loaded = load_scalar_model(
+        model, seed=seed, device=choose_device(device), base=base, section="reward.model"
+    )
+    del site
+    return kind(loaded, tokenizer=tokenizer, train=train, seed=seed, updates=1)
+
+
+def cost(function: FunctionPath, settings: RewardConfig, tokenizer: Tokenizer, site: Site) -> Reward:
+    """The cost function, under the reward's limits; its scores are called ``costs``."""
+    workers = site.stack.enter_context(RewardWorkers(function, settings))
+    return Cost(workers, tokenizer, max_failures=settings.max_failures)
+
+
+def critic(
+    model: ModelConfig,
+    base: Path,
+    device: str,
+    train: TrainConfig,
+    seed: int,
+    updates: int,
+    version: int,
+    name: str,
+    tokenizer: Tokenizer,
+    site: Site,
+) -> Critic:
+    """A critic, its new head at zero, or as a checkpoint has it."""
+    loaded = load_scalar_model(
+        model, seed=seed, device=choose_device(device), base=base, section=f"{name}.path"
+    )
+    return Critic(
+        loaded,
+        tokenizer=tokenizer,
+        train=train,
+        seed=seed,
+        updates=updates,
+        version=version,
+        name=name,
+        ranks=site.ranks,
+    )
 
 
 def voice(policy: Policy) -> tuple[Tokenizer, int]:

@@ -29,7 +29,7 @@ from rillflow.assembly.preflight import (
     require_room,
     reward_function,
 )
-from rillflow.assembly.recipe import LoadedRecipe, leaves
+from rillflow.assembly.recipe import LoadedRecipe, Recipe, leaves, roles_of
 from rillflow.config.problems import shown
 from rillflow.errors import ConfigError, RillflowError, RunDirectoryError
 from rillflow.observe import layout
@@ -82,6 +82,7 @@ def check(loaded: LoadedRecipe) -> Report:
     report = Report()
     report.say("settings", setting_lines(loaded))
     report.say("batch", batch_lines(loaded.recipe))
+    report.say("placement", placement_lines(loaded.recipe))
     task: Task[Example] | None = None
     try:
         task = open_task(loaded.recipe.task, base=loaded.base, seed=loaded.recipe.run.seed)
@@ -106,6 +107,21 @@ def setting_lines(loaded: LoadedRecipe) -> list[str]:
             value = value[name]
         origin = loaded.given.get(dotted, "default")
         lines.append(f"{dotted} = {shown(value)}  ({origin})")
+    return lines
+
+
+def placement_lines(recipe: Recipe) -> list[str]:
+    """Which role is on which ranks, and what runs them."""
+    placement = recipe.placement
+    device = "cuda" if recipe.run.device.startswith("cuda") else recipe.run.device
+    ranks = sum(placement.pools.values())
+    where = "in this process" if placement.is_inline else f"on Ray, {ranks} processes"
+    lines = [f"{where}; device {device}"]
+    for role in roles_of(recipe):
+        pool = placement.pool_of(role)
+        size = placement.pools[pool]
+        last = f" to {size - 1}" if size > 1 else ""
+        lines.append(f"{role}: pool {pool}, rank 0{last}")
     return lines
 
 

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly.arithmetic import step_rows
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import NewModel
 from rillflow.train.config import TrainConfig
+
+ROLES = ("policy", "reference", "critic", "cost_critic", "reward", "cost", "reward_model")
+"""Every role a recipe may place."""
 
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe
@@ -20,7 +23,36 @@ if TYPE_CHECKING:
 
 def inconsistencies(recipe: Recipe) -> list[ConfigError]:
     """Every contradiction between the recipe's settings."""
-    return [*_model(recipe), *_context(recipe), *_batch(recipe), *_schedule(recipe), *_sampling(recipe)]
+    return [
+        *_model(recipe),
+        *_context(recipe),
+        *_batch(recipe),
+        *_schedule(recipe),
+        *_sampling(recipe),
+        *_placement(recipe),
+    ]
+
+
+def _placement(recipe: Recipe) -> Iterator[ConfigError]:
+    placement = recipe.placement
+    for name, size in placement.pools.items():
+        if size < 1:
+            yield ConfigError(
+                f"placement.pools.{name} is {size}", why="a pool has a rank at least", fix="try 1"
+            )
+    for role, pool in placement.roles.items():
+        if pool not in placement.pools:
+            yield ConfigError(
+                f"placement.roles.{role} is {pool!r}",
+                why=f"the pools are {', '.join(placement.pools)}",
+                fix=nearest(pool, placement.pools),
+            )
+        if role not in ROLES:
+            yield ConfigError(
+                f"placement.roles has {role!r}, which is no role",
+                why=f"the roles are {', '.join(ROLES)}",
+                fix=nearest(role, ROLES),
+            )
 
 
 def _model(recipe: Recipe) -> Iterator[ConfigError]:

@@ -23,7 +23,7 @@ from rillflow.config.overrides import apply_overrides, parse_override
 from rillflow.config.problems import together
 from rillflow.config.section import Section
 from rillflow.models.config import ModelConfig
-from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.config import CostConfig, RewardConfig
 from rillflow.rollout.config import RolloutConfig
 from rillflow.tasks.config import TaskConfig
 from rillflow.train.config import TrainConfig
@@ -60,6 +60,15 @@ class PolicyConfig(TrainConfig):
     model: ModelConfig
 
 
+class CriticConfig(Section):
+    """The critic, where an algorithm has one; in all else it is trained as the policy is."""
+
+    path: str | None = Field(
+        None, description="A directory to start from; left out, the policy's weights with a new head."
+    )
+    lr: float | None = Field(None, gt=0, description="Peak learning rate; left out, the policy's.")
+
+
 class EvaluateConfig(Section):
     """How the policy is judged on held-out prompts."""
 
@@ -83,6 +92,8 @@ class Recipe(Section):
     policy: PolicyConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    cost: CostConfig = CostConfig()
+    critic: CriticConfig = CriticConfig()
     warm_start: WarmStartConfig | None = None
     algorithm: AnyAlgorithm = Field(discriminator="name")
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -130,6 +141,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     given = dict.fromkeys(leaves(data), path.name)
     given |= dict.fromkeys(leaves(apply_overrides({}, settings)), "--set")
     return LoadedRecipe(recipe=recipe, path=path, base=path.parent, given=given)
+
+
+def roles_of(recipe: Recipe) -> tuple[str, ...]:
+    """The roles a recipe's phases call, in the order they appear."""
+    found = ["policy"]
+    found += ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm)
+    return tuple(dict.fromkeys(found))
 
 
 def run_name(path: Path) -> str:

@@ -47,6 +47,23 @@ def check(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def graph(arguments: argparse.Namespace) -> int:
+    """``rillflow graph``: the stages of a recipe's phases, and the fields between them."""
+    loaded = _load(arguments)
+    from rillflow.assembly.drawing import graphs
+    from rillflow.graph.draw import as_json, as_mermaid, as_text
+
+    found = graphs(loaded.recipe)
+    if arguments.format == "json":
+        import json
+
+        print(json.dumps([as_json(each) for each in found], indent=1))
+        return DONE
+    draw = as_text if arguments.format == "text" else as_mermaid
+    print("\n\n".join(draw(each) for each in found))
+    return DONE
+
+
 def ask(arguments: argparse.Namespace) -> int:
     """``rillflow ask``: answer one prompt, or one a line of the input."""
     from rillflow.observe.reader import require_run

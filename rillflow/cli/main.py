@@ -90,6 +90,13 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
 
 
+def _graph_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe_arguments(parser)
+    parser.add_argument(
+        "--format", choices=("text", "mermaid", "json"), default="text", help="how it is drawn (text)"
+    )
+
+
 def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument(
@@ -122,6 +129,11 @@ COMMANDS = {
         help="say everything about a recipe that can be known before it runs",
         run=commands.check,
         arguments=_recipe_arguments,
+    ),
+    "graph": Command(
+        help="draw the stages of a recipe's phases and the fields that flow between them",
+        run=commands.graph,
+        arguments=_graph_arguments,
     ),
     "ask": Command(
         help="let the trained model of a run answer a prompt", run=commands.ask, arguments=_ask_arguments

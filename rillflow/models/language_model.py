@@ -6,6 +6,7 @@ ModelConfig ─┬─ path ─> pretrained ─┐
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ from rillflow.models.pretrained import load_module
 from rillflow.models.quiet import quiet
 from rillflow.models.tokenizer import Tokenizer, load_tokenizer
 
+_LOADING = threading.Lock()
+"""One model at a time: while the library makes a module it changes settings of the whole process."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -102,7 +105,7 @@ def module_and_tokenizer(
         )
     register()
     dtype = _DTYPES[config.dtype]
-    with quiet():
+    with _LOADING, quiet():
         if config.new is not None:
             inner = character_tokenizer(config.new.alphabet, config.new.context)
             return new(config.new, vocabulary=len(inner), dtype=dtype).to(device), inner

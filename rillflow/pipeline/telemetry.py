@@ -19,7 +19,8 @@ from rillflow.records.batch import Batch, Field
 from rillflow.records.metrics import Max, Mean, Metric, Metrics, Sum
 from rillflow.records.rollout import Finish
 from rillflow.roles.policy import Policy
-from rillflow.roles.reward import OUTCOMES
+from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS
+from rillflow.train.minibatches import prompt_units
 
 SAMPLING, SCORING = "policy.generate", "reward.score"
 
@@ -64,7 +65,7 @@ def reward_metrics(scores: Batch) -> dict[str, Metric]:
     """Scores of the rows that have one, what the others got instead, and groups without a difference."""
     valid = scores.dense("valid")
     rewards = scores.dense("rewards")[valid].double()
-    groups = scores.dense("groups")[valid]
+    groups = prompt_units(scores)[valid]
     metrics: dict[str, Metric] = {
         "reward/score/mean": _mean(rewards),
         "reward/solved/share": _mean((rewards >= 1.0).double()),

@@ -7,11 +7,21 @@ from pydantic import Field
 from rillflow.config.section import Section
 
 
+class CostConfig(Section):
+    """What is to stay below a limit: a function as a reward's, or a model."""
+
+    function: str | None = Field(None, description="file.py:name of a cost, relative to the recipe.")
+    model: str | None = Field(None, description="A directory with a scalar head; it says the cost instead.")
+
+
 class RewardConfig(Section):
-    """A function of named columns, run in killable children."""
+    """A function of named columns, run in killable children; or a model."""
 
     function: str | None = Field(
         None, description="file.py:name, relative to the recipe; without it the task's own function scores."
+    )
+    model: str | None = Field(
+        None, description="A directory with a scalar head, relative to the recipe; it scores in its place."
     )
     timeout_s: float = Field(10.0, gt=0, description="Longest time for one call.")
     memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")

@@ -6,6 +6,7 @@ rollouts + values + returns ─ update ─> metrics
 
 from __future__ import annotations
 
+from rillflow.cluster.ranks import Ranks
 from rillflow.models.scalar_model import ScalarModel
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch, joined
@@ -28,6 +29,8 @@ class Critic(ScalarRole):
         seed: the run's seed; it decides how rows are cut into minibatches.
         updates: optimiser steps of that phase, for the schedule.
         version: calls of ``update`` so far.
+        ranks: those that hold the other rows of every batch.
+        name: ``critic``, or ``cost_critic`` for one that is trained on costs.
 
     Raises:
         ModelError: the policy's tokens are others.
@@ -42,15 +45,18 @@ class Critic(ScalarRole):
         seed: int,
         updates: int,
         version: int = 0,
+        name: str = "critic",
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(
             model,
-            name="critic",
+            name=name,
             tokenizer=tokenizer,
             train=train,
             seed=seed,
             updates=updates,
             version=version,
+            ranks=ranks,
         )
 
     @endpoint(DP, reads=("tokens", "loss_mask"), writes=("values",))
@@ -62,14 +68,14 @@ class Critic(ScalarRole):
     def update(self, *known: Batch, loss: ValueLossConfig, reuse: PassesConfig) -> dict[str, Metric]:
         """Optimiser steps on rows joined from ``known``: rollouts, the ``values`` they had, and ``returns``.
 
-        Both are aligned to ``tokens`` and count at the sampled tokens.
+        Both are aligned to ``tokens`` and count at the sampled tokens. Metrics are named after the role.
 
         Raises:
             TrainingError: a number is not finite.
         """
         rows = joined(known)
         rows = rows.with_fields(old_values=rows.ragged("values"))
-        cut = minibatches(rows, reuse.epochs, reuse.minibatches, self._seed, self.version)
+        cut = minibatches(rows, reuse.epochs, reuse.minibatches, self._seed, self.version, ranks=self._ranks)
         metrics = merge_metrics([self.trainer.update(part, ValueLoss(loss)) for part in cut])
         self.version += 1
-        return metrics
+        return {f"{self._name}/{name.partition('/')[2]}": metric for name, metric in metrics.items()}

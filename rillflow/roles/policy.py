@@ -1,6 +1,6 @@
 """The policy: the model that is sampled from and trained.
 
-    prompts ─ generate ─> rollouts                 (rollout engine)
+    prompts ─ generate, greedy ─> rollouts         (rollout engine)
     rollouts ─ logprobs ─> old_logprobs            (training engine)
     rollouts + advantages ─ update ─> metrics      (training engine)
     publish: what was trained is what is sampled next, under the next version
@@ -11,8 +11,12 @@ Both engines work on the same parameters, so publishing moves no byte here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from rillflow.cluster.ranks import Alone, Ranks
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.checkpoint import save_model
 from rillflow.models.language_model import LanguageModel
@@ -28,8 +32,10 @@ from rillflow.train.trainer import Trainer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP, TOGETHER, TRAIN
 
-ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish", "columns")
-"""What ``records.rollout.rollout_batch`` makes."""
+ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish", "columns", "limits")
+"""What ``records.rollout.rollout_batch`` makes, and the most tokens that each row could have sampled."""
+GREEDY_SAMPLE = -1
+"""The sample in the row ids of greedy answers: they are no sample of their prompt."""
 
 
 class Policy:
@@ -42,6 +48,7 @@ class Policy:
         seed: the run's seed; every random number follows from it and from row ids.
         updates: optimiser steps of that phase, for the schedule.
         version: publishes so far.
+        ranks: those that hold the other rows of every batch.
     """
 
     def __init__(
@@ -53,10 +60,12 @@ class Policy:
         seed: int,
         updates: int,
         version: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.version = version
-        self.trainer = Trainer(model.module, train, total_steps=updates)
+        self._ranks = ranks or Alone()
+        self.trainer = Trainer(model.module, train, total_steps=updates, ranks=self._ranks)
         self._rollout = rollout
         self._seed = seed
         stop = {model.tokenizer.token_of(text) for text in rollout.stop}
@@ -78,7 +87,7 @@ class Policy:
             updates: optimiser steps of the whole phase.
             resume: the file ``save`` wrote in this phase; None starts afresh.
         """
-        self.trainer = Trainer(self.model.module, train, total_steps=updates)
+        self.trainer = Trainer(self.model.module, train, total_steps=updates, ranks=self._ranks)
         if resume is not None:
             load_state(self.trainer, resume)
 
@@ -96,7 +105,16 @@ class Policy:
     @endpoint(DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Rollouts of ``samples`` answers to every prompt, ordered by prompt and sample."""
-        return self._engine.generate(prompts, samples, sampling)
+        return self._generated(prompts, samples, sampling)
+
+    @endpoint(DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
+    def greedy(self, prompts: Batch) -> Batch:
+        """Rollouts of the likeliest answer to every prompt, in the prompts' order; see GREEDY_SAMPLE."""
+        sampling = SamplingConfig(temperature=0, max_tokens=self._rollout.max_tokens, stop=self._rollout.stop)
+        rollouts = self._generated(prompts, 1, sampling)
+        ids = rollouts.ids.clone()
+        ids[:, 2] = GREEDY_SAMPLE
+        return Batch(ids=ids, fields=rollouts.fields)
 
     @endpoint(DP, reads=("tokens", "loss_mask"), writes=("old_logprobs",))
     def logprobs(self, rollouts: Batch) -> Batch:
@@ -116,7 +134,7 @@ class Policy:
             rows = rows.with_fields(old_logprobs=rows.ragged("sampler_logprobs"))
         objective = PolicyLoss(loss, max_tokens=self._rollout.max_tokens)
         parts: list[dict[str, Metric]] = []
-        for minibatch in minibatches(rows, reuse.epochs, reuse.minibatches, self._seed, self.version):
+        for minibatch in self._minibatches(rows, reuse):
             tolerance = None if parts or not self._exact else reuse.ratio_tolerance
             metrics = self.trainer.update(minibatch, objective, self._temperature, ratio_tolerance=tolerance)
             parts.append(metrics)
@@ -125,7 +143,7 @@ class Policy:
     @endpoint(TRAIN, reads=("tokens", "loss_mask"))
     def imitate(self, demonstrations: Batch, passes: PassesConfig) -> dict[str, Metric]:
         """Optimiser steps that raise the probability of the demonstrations' loss tokens."""
-        cut = minibatches(demonstrations, passes.epochs, passes.minibatches, self._seed, self.version)
+        cut = self._minibatches(demonstrations, passes)
         return merge_metrics([self.trainer.update(part, SupervisedLoss()) for part in cut])
 
     @endpoint(TOGETHER)
@@ -134,6 +152,16 @@ class Policy:
         self.version += 1
         self._engine.version = self.version
         return self.version
+
+    def _generated(self, prompts: Batch, samples: int, sampling: SamplingConfig | None) -> Batch:
+        rollouts = self._engine.generate(prompts, samples, sampling)
+        limit = (sampling or self._rollout).max_tokens
+        return rollouts.with_fields(limits=torch.full((len(rollouts),), limit))
+
+    def _minibatches(self, rows: Batch, passes: PassesConfig) -> Iterator[Batch]:
+        return minibatches(
+            rows, passes.epochs, passes.minibatches, self._seed, self.version, ranks=self._ranks
+        )
 
     @property
     def _temperature(self) -> float:

@@ -21,7 +21,6 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.workers import RewardWorkers
-from rillflow.train.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
 
@@ -39,6 +38,9 @@ class Reward:
         max_failures: share of rows with a time-out or an error above which the run stops.
     """
 
+    field = "rewards"
+    """What the scores are called."""
+
     def __init__(self, workers: RewardWorkers, tokenizer: Tokenizer, *, max_failures: float) -> None:
         self._workers = workers
         self._tokenizer = tokenizer
@@ -50,16 +52,19 @@ class Reward:
 
         Returns:
             Fields ``rewards`` [B] float32 (0 where not valid), ``valid`` [B] bool, ``outcome`` [B] int8
-            (index into OUTCOMES), ``groups`` [B] int64 (rows of one prompt share a number), and the
-            texts ``completion`` and ``message``.
+            (index into OUTCOMES), and the texts ``completion`` and ``message``.
 
         Raises:
             RewardError: more than ``max_failures`` of the rows timed out or failed.
         """
+        return self.scored(rollouts)
+
+    def scored(self, rollouts: Batch) -> Batch:
+        """What ``score`` returns."""
         texts = [self._tokenizer.decode(tokens.tolist()) for tokens in completions(rollouts).rows()]
         scores = self._call(texts, rollouts.ragged("columns").to_text())
         self._stop_if_broken(rollouts, scores)
-        return scored_rows(rollouts, texts, scores)
+        return scored_rows(rollouts, texts, scores, self.field)
 
     def _call(self, texts: list[str], columns: list[str]) -> list[Score]:
         rows: list[dict[str, Any]] = [json.loads(text) for text in columns]
@@ -85,6 +90,17 @@ class Reward:
             )
 
 
+class Cost(Reward):
+    """A reward function whose scores are called ``costs``: more is worse."""
+
+    field = "costs"
+
+    @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=("costs", *SCORE_FIELDS[1:]))
+    def score(self, rollouts: Batch) -> Batch:
+        """Score every rollout; see Reward, with ``costs`` for ``rewards``."""
+        return self.scored(rollouts)
+
+
 def scored_rows(
     rollouts: Batch, texts: Sequence[str], scores: Sequence[Score], name: str = "rewards"
 ) -> Batch:
@@ -102,7 +118,6 @@ def scored_rows(
             name: torch.tensor([score.value or 0.0 for score in scores], dtype=torch.float32),
             "valid": torch.tensor([score.outcome is Outcome.SCORE for score in scores], dtype=torch.bool),
             "outcome": torch.tensor([OUTCOMES.index(score.outcome) for score in scores], dtype=torch.int8),
-            "groups": prompt_units(rollouts),
             "completion": Ragged.from_text(texts),
             "message": Ragged.from_text([score.message for score in scores]),
         },

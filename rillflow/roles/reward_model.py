@@ -25,7 +25,7 @@ from rillflow.train.config import PassesConfig, TrainConfig
 from rillflow.train.minibatches import minibatches, prompt_units
 from rillflow.train.scalar_loss import PreferenceLoss
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import DP, TRAIN
+from rillflow.workers.transfer import DP, TOGETHER
 
 COST_FIELDS = ("costs", *SCORE_FIELDS[1:])
 """What a cost adds to a row."""
@@ -82,7 +82,7 @@ class RewardModel(ScalarRole):
         """
         return self._scored(rollouts)
 
-    @endpoint(TRAIN, reads=("tokens",))
+    @endpoint(TOGETHER, reads=("tokens",))
     def prefer(self, pairs: Batch, passes: PassesConfig) -> dict[str, Metric]:
         """Optimiser steps that raise the chosen answers' scores above the rejected ones'.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rillflow.cluster.ranks import Alone, Ranks
 from rillflow.models.checkpoint import save_model
 from rillflow.models.scalar_model import ScalarModel, require_same_tokens
 from rillflow.models.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ class ScalarRole:
         seed: the run's seed; it decides how rows are cut into minibatches.
         updates: optimiser steps of that phase, for the schedule.
         version: calls of the training endpoint so far.
+        ranks: those that hold the other rows of every batch; None where each rank is given all.
 
     Raises:
         ModelError: the policy's tokens are others.
@@ -44,6 +46,7 @@ class ScalarRole:
         seed: int,
         updates: int,
         version: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         require_same_tokens(model, tokenizer, name)
         self.model = model
@@ -54,13 +57,16 @@ class ScalarRole:
         self._train = train
         self._seed = seed
         self._updates = updates
+        self._ranks = ranks or Alone()
         self._trainer: ScalarTrainer | None = None
 
     @property
     def trainer(self) -> ScalarTrainer:
         """Made when it is first asked for: a model that only scores needs no optimiser's memory."""
         if self._trainer is None:
-            self._trainer = ScalarTrainer(self.model.module, self._train, total_steps=self._updates)
+            self._trainer = ScalarTrainer(
+                self.model.module, self._train, total_steps=self._updates, ranks=self._ranks
+            )
         return self._trainer
 
     @endpoint(TOGETHER)
@@ -76,7 +82,12 @@ class ScalarRole:
         if resume is not None:
             load_state(self.trainer, resume)
 
-    @endpoint(TOGETHER)
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of what ``save`` writes, headers aside."""
+        weights = sum(int(weight.nbytes) for weight in self.model.module.parameters())
+        return weights + sum(tensor.nbytes for tensor in self.trainer.state().tensors.values())
+
     def save(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory of the role's name, the optimiser beside it."""
         save_model(self.model, folder / self._name)

@@ -8,6 +8,9 @@ What is read is one type for the forward pass and the loss: log probabilities (`
 scalar head (``ScalarTrainer``). Rows whose terms have no gradient (groups of equal rewards) are measured and
 not trained on: no backward pass. Where no row has one, the weights stay and the step is counted. Any error
 leaves weights, moments and step count as they were.
+
+Over several ranks each has a part of the minibatch's rows, perhaps none: the denominator and the
+gradients are summed over them, in the order of ranks, so all take the same step.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rillflow.cluster.ranks import Alone, Ranks
 from rillflow.errors import TrainingError
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, merge_metrics
@@ -79,9 +83,13 @@ class Learner:
         module: whose parameters are changed in place; it is put in evaluation mode.
         config: the optimiser, and how a minibatch is cut.
         total_steps: optimiser steps of the whole phase, for the schedule.
+        ranks: those that hold the other parts of every minibatch.
     """
 
-    def __init__(self, module: nn.Module, config: TrainConfig, *, total_steps: int) -> None:
+    def __init__(
+        self, module: nn.Module, config: TrainConfig, *, total_steps: int, ranks: Ranks | None = None
+    ) -> None:
+        self._ranks = ranks or Alone()
         self._budget = config.tokens_per_micro_batch
         self._device = next(module.eval().parameters()).device
         self._optimizer = Optimizer(module, config, total_steps=total_steps)
@@ -98,19 +106,21 @@ class Learner:
         Raises:
             TrainingError: a number is not finite, or there is no loss token; nothing was changed.
         """
-        rows = loss.prepare(minibatch)
+        rows = loss.prepare(minibatch) if len(minibatch) else None
+        denominator = self._denominator(rows)
         lr, total, metrics = self._optimizer.lr, 0.0, []
         try:
-            for part in self._parts(rows):
-                share, measured = self._accumulate(part, loss, forward)
+            for part in self._parts(rows) if rows is not None else ():
+                share, measured = self._accumulate(part, loss, forward, denominator)
                 total += share
                 metrics.append(measured)
+            self._optimizer.sum_over(self._ranks)
             norm = self._optimizer.step()
         finally:
             self._optimizer.discard()
         return {
             **merge_metrics(metrics),
-            f"{loss.name}/loss/mean": Mean(total=total, count=1),
+            f"{loss.name}/loss/mean": Mean(total=total, count=1 / self._ranks.size),
             "train/grad_norm/mean": Mean(total=norm, count=1),
             "train/lr/mean": Mean(total=lr, count=1),
         }
@@ -122,6 +132,14 @@ class Learner:
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
         """Go on from a state, bit for bit; see ``Optimizer.load_state``."""
         self._optimizer.load_state(tensors, counters)
+
+    def _denominator(self, rows: Batch | None) -> float:
+        """What the sum of all terms is divided by, those of other ranks included."""
+        own = torch.zeros(1, dtype=torch.float64)
+        if rows is not None:
+            own += rows.dense("loss_denominator")[0]
+        self._ranks.sum_([own])
+        return float(own)
 
     def _parts(self, rows: Batch) -> Iterator[Batch]:
         """Micro-batches with loss tokens; rows that have a gradient and rows that have none come apart."""
@@ -135,7 +153,7 @@ class Learner:
                     yield part
 
     def _accumulate(
-        self, part: Batch, loss: Objective[Read], forward: Forward[Read]
+        self, part: Batch, loss: Objective[Read], forward: Forward[Read], denominator: float
     ) -> tuple[float, Mapping[str, Metric]]:
         """Add one micro-batch's gradient, if it has any; return its share of the loss and its metrics."""
         tokens = loss_tokens(part).to(self._device)
@@ -143,7 +161,7 @@ class Learner:
         with self._recompute, torch.set_grad_enabled(learns):
             read = forward(part, tokens)
             found = loss(read, tokens)
-            share = found.terms.sum() / float(part.dense("loss_denominator")[0])
+            share = found.terms.sum() / denominator
             value = float(share.detach())
             if not math.isfinite(value):
                 raise _not_finite(tokens, found.terms.detach(), read, forward, value)

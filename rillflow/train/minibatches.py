@@ -8,12 +8,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from rillflow.cluster.ranks import Ranks
 from rillflow.formulas.counter import permutation
 from rillflow.records.batch import Batch
 
 
 def minibatches(
-    batch: Batch, epochs: int, parts: int, seed: int, step: int, units: Tensor | None = None
+    batch: Batch,
+    epochs: int,
+    parts: int,
+    seed: int,
+    step: int,
+    units: Tensor | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[Batch]:
     """Every row once in every epoch, in ``parts`` minibatches whose sizes differ by at most one unit.
 
@@ -27,9 +34,17 @@ def minibatches(
         seed: the run's seed.
         step: the iteration, so that no two are cut alike.
         units: [B] int64; rows that share a number stay in one minibatch. Each row is a unit without it.
+        ranks: those that have the rest of the rows. Minibatches are those of one rank with all rows, each
+            rank yields its own rows of them, perhaps none. Not together with ``units``.
     """
+    if parts == 1 and ranks is not None and ranks.size > 1:
+        yield from [batch] * epochs
+        return
     if parts == 1:
         yield from [batch] * (epochs if len(batch) else 0)
+        return
+    if ranks is not None and ranks.size > 1:
+        yield from _own_rows(batch, epochs, parts, seed, step, ranks)
         return
     members = gathered(range(len(batch)), units)
     cuts = [len(members) * part // parts for part in range(parts + 1)]
@@ -38,6 +53,19 @@ def minibatches(
         for start, stop in pairwise(cuts):
             if stop > start:
                 yield batch.select([row for unit in order[start:stop] for row in members[unit]])
+
+
+def _own_rows(batch: Batch, epochs: int, parts: int, seed: int, step: int, ranks: Ranks) -> Iterator[Batch]:
+    """One rank's rows of the minibatches that all ranks' rows, laid end to end, are cut into."""
+    counts = [int(count) for count in ranks.gather(torch.tensor([len(batch)]))]
+    before, total = sum(counts[: ranks.rank]), sum(counts)
+    cuts = [total * part // parts for part in range(parts + 1)]
+    for epoch in range(epochs):
+        order = permutation(seed, total, stream=step * epochs + epoch) - before
+        for start, stop in pairwise(cuts):
+            chosen = order[start:stop]
+            if stop > start:
+                yield batch.select(chosen[(chosen >= 0) & (chosen < len(batch))])
 
 
 def gathered(rows: Iterable[int], units: Tensor | None) -> list[list[int]]:

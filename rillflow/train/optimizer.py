@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rillflow.cluster.ranks import Ranks
 from rillflow.errors import TrainingError, nearest
 from rillflow.train.config import OptimizerConfig
 from rillflow.train.schedule import lr_factor
@@ -85,6 +86,20 @@ class Optimizer:
                 else:
                     master.grad += weight.grad
                 weight.grad = None
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Replace the gathered gradients by their sums over all ranks, unless no rank has any."""
+        if ranks.size == 1:
+            return
+        masters = list(self._masters.values())
+        learned = torch.tensor([float(any(master.grad is not None for master in masters))])
+        ranks.sum_([learned])
+        if not learned:
+            return
+        for master in masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        ranks.sum_([master.grad for master in masters if master.grad is not None])
 
     def step(self) -> float:
         """Clip the gathered gradients and apply them.

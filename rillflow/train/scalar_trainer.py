@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from rillflow.cluster.ranks import Ranks
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
 from rillflow.records.ragged import Ragged
@@ -25,14 +26,17 @@ class ScalarTrainer(Learner):
         module: a decoder with a scalar head and Rillflow's attention; its parameters are changed in place.
         config: the optimiser, and how a minibatch is cut.
         total_steps: optimiser steps of the whole phase, for the schedule.
+        ranks: those that hold the other parts of every minibatch.
 
     Example:
         trainer = ScalarTrainer(model.module, TrainConfig(lr=1e-4), total_steps=100)
         metrics = trainer.update(pairs, PreferenceLoss())
     """
 
-    def __init__(self, module: nn.Module, config: TrainConfig, *, total_steps: int) -> None:
-        super().__init__(module, config, total_steps=total_steps)
+    def __init__(
+        self, module: nn.Module, config: TrainConfig, *, total_steps: int, ranks: Ranks | None = None
+    ) -> None:
+        super().__init__(module, config, total_steps=total_steps, ranks=ranks)
         self._scorer = ScalarScorer(module, config)
 
     def values(self, batch: Batch) -> Ragged:

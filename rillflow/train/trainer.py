@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from rillflow.cluster.ranks import Ranks
 from rillflow.formulas.logprobs import TokenLogprobs
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
@@ -27,14 +28,17 @@ class Trainer(Learner):
         module: a causal language model with Rillflow's attention; its parameters are changed in place.
         config: the optimiser, and how a minibatch is cut.
         total_steps: optimiser steps of the whole phase, for the schedule.
+        ranks: those that hold the other parts of every minibatch.
 
     Example:
         trainer = Trainer(module, TrainConfig(lr=1e-4), total_steps=100)
         metrics = trainer.update(rows, SupervisedLoss())
     """
 
-    def __init__(self, module: nn.Module, config: TrainConfig, *, total_steps: int) -> None:
-        super().__init__(module, config, total_steps=total_steps)
+    def __init__(
+        self, module: nn.Module, config: TrainConfig, *, total_steps: int, ranks: Ranks | None = None
+    ) -> None:
+        super().__init__(module, config, total_steps=total_steps, ranks=ranks)
         self._scorer = Scorer(module, config)
 
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Ragged:
