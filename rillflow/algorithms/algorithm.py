@@ -18,6 +18,8 @@ class Data(StrEnum):
     """Prompts to sample answers for."""
     DEMONSTRATIONS = "demonstrations"
     """Prompts with the answer to learn."""
+    PREFERENCES = "preferences"
+    """Pairs of answers to one prompt, the better one first."""
 
 
 @dataclass(frozen=True, kw_only=True)

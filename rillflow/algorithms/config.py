@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
+from rillflow.formulas.config import PolicyLossConfig
 from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
 
 
@@ -29,11 +32,34 @@ class OnlineConfig(AlgorithmConfig, UpdateConfig):
     """Algorithms that sample from the policy they train."""
 
     samples_per_prompt: int = Field(8, gt=0, description="Rows sampled for each prompt: the group.")
+    loss: PolicyLossConfig = PolicyLossConfig()
 
     @property
     def rows_per_step(self) -> int:
         """Rows one iteration trains on."""
         return self.prompts_per_step * self.samples_per_prompt
+
+
+class GroupConfig(OnlineConfig):
+    """Algorithms that compare the answers to one prompt with each other."""
+
+    samples_per_prompt: int = Field(
+        8, ge=2, description="Rows sampled for each prompt: the group. A group of one has no baseline."
+    )
+
+
+class TokenLossConfig(PolicyLossConfig):
+    """The loss of algorithms whose tokens earn rewards of their own: there the divergence is paid."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="Estimator of the divergence.")
+    kl_in: Literal["loss", "reward"] = Field("reward", description="Where the divergence is paid.")
+
+
+class TokenConfig(OnlineConfig):
+    """Algorithms that tell the tokens of a row apart."""
+
+    gamma: float = Field(1.0, ge=0, le=1, description="What a later reward counts a token earlier.")
+    loss: TokenLossConfig = TokenLossConfig()
 
 
 class WarmStartConfig(TrainConfig):

@@ -20,7 +20,11 @@ from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.reward_model import CostModel, RewardModel
 from rillflow.workers.endpoint import endpoints_of
 
-DATA_FIELDS = {Data.PROMPTS: ("tokens", "columns"), Data.DEMONSTRATIONS: ("tokens", "loss_mask")}
+DATA_FIELDS = {
+    Data.PROMPTS: ("tokens", "columns"),
+    Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
+    Data.PREFERENCES: ("tokens", "loss_mask"),
+}
 """What a step is given."""
 
 

@@ -15,7 +15,7 @@ from rillflow.cluster.backend import Backend
 from rillflow.cluster.pool import Place
 from rillflow.errors import RecordError, nearest
 from rillflow.graph.trace import ROW_FIELDS, field_parameters
-from rillflow.records.batch import Batch, Field, joined
+from rillflow.records.batch import Batch, Field
 from rillflow.workers import program
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
@@ -53,9 +53,9 @@ class GroupExecutor:
         """See Executor."""
         return self.apply(apply_formula, formula, into, *batches, place=self._home(batches), **options)
 
-    def filter(self, batch: Any, field: str) -> Pending:
+    def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""
-        return self.apply(rows_where, field, batch, place=self._home([batch]))
+        return self.apply(rows_where, field, batch, by, place=self._home([batch]))
 
     def apply(self, function: Callable[..., Any], *arguments: Any, place: Place, **options: Any) -> Pending:
         """Call a function of a module at one rank; batches among its arguments arrive whole."""
@@ -105,28 +105,31 @@ def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch
     Raises:
         RecordError: no batch has one of them.
     """
-    rows = joined(batches) if batches else None
-    fields: dict[str, Field] = {} if rows is None else dict(rows.fields)
-    if rows is not None:
-        fields |= {name: _of_rows(rows) for name in ROW_FIELDS}
     names = field_parameters(formula, options)
+    fields = _fields(names, batches) if batches else {}
     missing = [name for name in names if name not in fields]
     if missing:
+        there = sorted({*fields, *(name for batch in batches for name in batch.fields)})
         raise RecordError(
             f"formula {formula.__name__} reads the field {missing[0]!r}, which no batch it is given has",
-            why=f"the fields are {', '.join(sorted(fields))}",
-            fix=nearest(missing[0], fields),
+            why=f"the fields are {', '.join(there)}",
+            fix=nearest(missing[0], there),
         )
     result = formula(**{name: fields[name] for name in names}, **options)
     return result if into is None else batches[0].with_fields(**{into: result})
 
 
-def rows_where(field: str, batch: Batch) -> Batch:
-    """The rows whose field is true."""
-    return batch.select(batch.dense(field).nonzero().squeeze(1))
+def rows_where(field: str, batch: Batch, by: Batch | None = None) -> Batch:
+    """The rows of a batch whose field, of ``by`` if there is one, is true."""
+    flags = batch if by is None else batch.only().join(by.only(field))
+    return batch.select(flags.dense(field).nonzero().squeeze(1))
 
 
-def _of_rows(rows: Batch) -> torch.Tensor:
-    """[B] int64: rows of one prompt share a number."""
+def _fields(names: Sequence[str], batches: Sequence[Batch]) -> dict[str, Field]:
+    """The fields the batches have; what is read comes from the first that has it, as when traced."""
+    rows = batches[0]
+    for other in batches[1:]:
+        taken = [name for name in names if name in other.fields and name not in rows.fields]
+        rows = rows.join(other.only(*taken)) if taken else rows
     numbers: torch.Tensor = torch.unique(rows.ids[:, :2], dim=0, return_inverse=True)[1]
-    return numbers
+    return dict(rows.fields) | dict(zip(ROW_FIELDS, (rows.ids, numbers), strict=True))

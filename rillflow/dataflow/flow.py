@@ -4,7 +4,7 @@
     flow.policy.generate(prompts)        a stage of the role "policy"
     flow.compute(formula, batch, ...)    a formula over fields: its parameters name what it reads
     flow.number(formula, batch, ...)     the same, giving one number
-    flow.filter(batch, field)            the rows whose field is true
+    flow.filter(batch, field, by=other)  the rows whose field (of another batch) is true
     flow.recall(name, initial)           a number that lives from step to step ...
     flow.remember(name, number)          ... and what it is from now on
     flow.publish(flow.policy)            the trained weights become those that are sampled
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rillflow.errors import GraphError, nearest
+from rillflow.graph.graph import CONTROLLER
 
 
 class Executor(Protocol):
@@ -42,8 +43,8 @@ class Executor(Protocol):
     ) -> Any:
         """A formula; the first batch with its result as the field ``into``, or a number for None."""
 
-    def filter(self, batch: Any, field: str) -> Any:
-        """The rows of a batch whose field is true."""
+    def filter(self, batch: Any, field: str, by: Any = None) -> Any:
+        """The rows of a batch whose field is true; ``by`` has the field where the batch has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,16 +119,22 @@ class Flow:
             The first batch with the formula's result added (or replaced) as the field ``into``.
         """
         result = self._executor.compute(formula, batches, into, options)
-        return self._noted(f"controller.{formula.__name__}", result)
+        return self._noted(f"{CONTROLLER}.{formula.__name__}", result)
 
     def number(self, formula: Callable[..., Any], *batches: Any, **options: Any) -> Any:
         """Apply a formula to fields and numbers; its result is a number, a handle as all results are."""
         result = self._executor.compute(formula, batches, None, options)
-        return self._noted(f"controller.{formula.__name__}", result)
+        return self._noted(f"{CONTROLLER}.{formula.__name__}", result)
 
-    def filter(self, batch: Any, field: str) -> Any:
-        """The rows whose boolean field is true."""
-        return self._noted(f"controller.where {field}", self._executor.filter(batch, field))
+    def filter(self, batch: Any, field: str, by: Any = None) -> Any:
+        """The rows whose boolean field is true.
+
+        Args:
+            batch: some rows.
+            field: its name.
+            by: the batch that has it, matched by row id; None for ``batch`` itself.
+        """
+        return self._noted(f"{CONTROLLER}.where {field}", self._executor.filter(batch, field, by))
 
     def recall(self, name: str, initial: float) -> Any:
         """A number as an earlier step left it; ``initial`` where none did."""

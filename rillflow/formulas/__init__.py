@@ -19,20 +19,24 @@ if TYPE_CHECKING:
     from rillflow.formulas.advantages import group_advantages as group_advantages
     from rillflow.formulas.advantages import lagrangian_advantages as lagrangian_advantages
     from rillflow.formulas.advantages import leave_one_out as leave_one_out
+    from rillflow.formulas.advantages import over_greedy as over_greedy
     from rillflow.formulas.advantages import varied_groups as varied_groups
     from rillflow.formulas.aggregation import LossWeights as LossWeights
     from rillflow.formulas.aggregation import loss_weights as loss_weights
+    from rillflow.formulas.controllers import multiplier as multiplier
     from rillflow.formulas.controllers import next_kl_weight as next_kl_weight
     from rillflow.formulas.controllers import next_log_multiplier as next_log_multiplier
     from rillflow.formulas.interval import wilson as wilson
     from rillflow.formulas.kl import divergence as divergence
     from rillflow.formulas.logprobs import TokenLogprobs as TokenLogprobs
     from rillflow.formulas.logprobs import token_logprobs as token_logprobs
+    from rillflow.formulas.penalty import mean_cost as mean_cost
     from rillflow.formulas.penalty import mean_divergence as mean_divergence
     from rillflow.formulas.penalty import overlong_penalty as overlong_penalty
     from rillflow.formulas.penalty import overlong_rewards as overlong_rewards
     from rillflow.formulas.penalty import penalised_rewards as penalised_rewards
     from rillflow.formulas.penalty import penalised_token_rewards as penalised_token_rewards
+    from rillflow.formulas.penalty import token_costs as token_costs
     from rillflow.formulas.penalty import token_rewards as token_rewards
     from rillflow.formulas.policy_loss import clipped_policy_loss as clipped_policy_loss
     from rillflow.formulas.policy_loss import importance_weights as importance_weights
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from rillflow.formulas.preference import preference_accuracy as preference_accuracy
     from rillflow.formulas.token_advantages import explained_variance as explained_variance
     from rillflow.formulas.token_advantages import gae as gae
+    from rillflow.formulas.token_advantages import lambda_returns as lambda_returns
     from rillflow.formulas.token_advantages import returns_to_go as returns_to_go
     from rillflow.formulas.token_advantages import value_targets as value_targets
     from rillflow.formulas.token_advantages import whitened as whitened
@@ -52,20 +57,24 @@ _HOMES = {
     "group_advantages": "advantages",
     "lagrangian_advantages": "advantages",
     "leave_one_out": "advantages",
+    "over_greedy": "advantages",
     "varied_groups": "advantages",
     "LossWeights": "aggregation",
     "loss_weights": "aggregation",
+    "multiplier": "controllers",
     "next_kl_weight": "controllers",
     "next_log_multiplier": "controllers",
     "wilson": "interval",
     "divergence": "kl",
     "TokenLogprobs": "logprobs",
     "token_logprobs": "logprobs",
+    "mean_cost": "penalty",
     "mean_divergence": "penalty",
     "overlong_penalty": "penalty",
     "overlong_rewards": "penalty",
     "penalised_rewards": "penalty",
     "penalised_token_rewards": "penalty",
+    "token_costs": "penalty",
     "token_rewards": "penalty",
     "clipped_policy_loss": "policy_loss",
     "importance_weights": "policy_loss",
@@ -74,6 +83,7 @@ _HOMES = {
     "preference_accuracy": "preference",
     "explained_variance": "token_advantages",
     "gae": "token_advantages",
+    "lambda_returns": "token_advantages",
     "returns_to_go": "token_advantages",
     "value_targets": "token_advantages",
     "whitened": "token_advantages",

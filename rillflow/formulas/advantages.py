@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rillflow.errors import FormulaError, nearest
 from rillflow.formulas.shapes import aligned, same_length
+from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 
 EPSILON = 1e-6
@@ -89,7 +90,33 @@ def greedy_baseline(rewards: Tensor, greedy_rewards: Tensor, valid: Tensor, gree
     return (rewards - greedy_rewards).masked_fill(~(valid & greedy_valid), 0)
 
 
-def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
+def over_greedy(rewards: Tensor, valid: Tensor, ids: Tensor, *, greedy: Batch) -> Tensor:
+    """[B] ``greedy_baseline`` of rows whose prompts' greedy answers stand in another batch.
+
+    Args:
+        rewards: [B] float.
+        valid: [B] bool; a row without a score gets 0.
+        ids: [B, 3] int64 the rows' ids; the first two, epoch and prompt, find the greedy answer.
+        greedy: a row a prompt with ``rewards`` and ``valid``, in any order.
+
+    Raises:
+        FormulaError: a prompt has not exactly one greedy answer.
+    """
+    prompts = torch.cat([greedy.ids[:, :2], ids[:, :2]])
+    names, number = torch.unique(prompts, dim=0, return_inverse=True)
+    answer, asked = number[: len(greedy)], number[len(greedy) :]
+    if not torch.equal(torch.sort(answer).values, torch.arange(len(names))):
+        raise FormulaError(
+            f"over_greedy: {len(greedy)} greedy answers and {len(names)} prompts",
+            why="every prompt has one answer that is the likeliest",
+            fix="decode one answer greedily from each prompt that is sampled",
+        )
+    place = torch.empty_like(answer).scatter_(0, answer, torch.arange(len(greedy)))[asked]
+    baseline, known = greedy.dense("rewards")[place], greedy.dense("valid")[place]
+    return greedy_baseline(rewards, baseline, valid, known)
+
+
+def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor, *, or_all: bool = False) -> Tensor:
     """[B] bool, True for every row of a group in which two scored rows have different rewards.
 
     The groups that teach something: DAPO trains on these and samples others in the place of the rest
@@ -99,6 +126,7 @@ def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
         rewards: [B] float.
         valid: [B] bool; a row without a score does not count in its group.
         groups: [B] int64; rows of one group share a number.
+        or_all: where no group varies, True for all rows: who keeps these keeps some.
 
     Raises:
         FormulaError: shapes differ.
@@ -107,7 +135,8 @@ def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
     names, group = torch.unique(groups, return_inverse=True)
     most = rewards.new_full((len(names),), -torch.inf)
     most = most.scatter_reduce(0, group, rewards.masked_fill(~valid, -torch.inf), "amax")
-    return (most > _least(rewards, valid, group, len(names)))[group]
+    varied = most > _least(rewards, valid, group, len(names))
+    return (varied | (or_all and not bool(varied.any())))[group]
 
 
 def lagrangian_advantages(

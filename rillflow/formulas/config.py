@@ -19,7 +19,7 @@ class PolicyLossConfig(Section):
         "clip",
         description="Bounds on the ratio: no gradient beyond them, or log pi weighed by the bounded ratio.",
     )
-    clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_low: float = Field(0.2, ge=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + clip_high.")
     dual_clip: float = Field(
         3.0,

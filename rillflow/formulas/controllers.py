@@ -48,6 +48,11 @@ def next_kl_weight(weight: float, observed: float, target: float, horizon: float
     return weight * (1 + error * pace)
 
 
+def multiplier(log_multiplier: float) -> float:
+    """lambda, the price that ``next_log_multiplier`` moves by its logarithm."""
+    return math.exp(log_multiplier)
+
+
 def next_log_multiplier(
     log_multiplier: float, mean_cost: float, limit: float, lr: float, *, highest: float = math.inf
 ) -> float:

@@ -4,6 +4,8 @@
                 ── penalised_token_rewards ──> minus the divergence of every loss token    [T]
                 ── penalised_rewards ──> minus their sum    [B]
                 ── overlong_rewards ──> minus what an answer close to the limit costs    [B]
+    costs [B]   ── token_costs ──> the last loss token's alone    [T]
+                ── mean_cost ──> what a controller of their price observes
     divergence  ── mean_divergence ──> what a controller of its price observes
 
 Legend: B rows, T tokens.
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.kl import divergence
-from rillflow.formulas.shapes import aligned
+from rillflow.formulas.shapes import aligned, same_length
 from rillflow.records.ragged import Ragged
 
 
@@ -70,6 +72,39 @@ def token_rewards(rewards: Tensor, loss_mask: Ragged) -> Ragged:
     paid = rewards.new_zeros(loss_mask.values.shape)
     paid[places[last]] = rewards[rows[last]]
     return loss_mask.with_values(paid)
+
+
+def token_costs(costs: Tensor, loss_mask: Ragged) -> Ragged:
+    """[T] each row's cost at its last loss token; ``token_rewards`` of what is to be low.
+
+    Args:
+        costs: [B] float.
+        loss_mask: True where the policy sampled the token.
+
+    Raises:
+        FormulaError: there is not one cost a row.
+    """
+    return token_rewards(costs, loss_mask)
+
+
+def mean_cost(costs: Tensor, valid: Tensor) -> float:
+    """The mean cost of the rows that have one, which ``next_log_multiplier`` observes.
+
+    Args:
+        costs: [B] float.
+        valid: [B] bool; a row without a cost does not count.
+
+    Raises:
+        FormulaError: shapes differ, or no row has a cost.
+    """
+    same_length("mean_cost", costs=costs, valid=valid)
+    if not bool(valid.any()):
+        raise FormulaError(
+            f"mean_cost: none of {len(valid)} rows has a cost",
+            why="whether a limit is kept cannot be told without one",
+            fix="look at what the cost function returns, and at cost/* in the metrics",
+        )
+    return float(costs[valid].double().mean())
 
 
 def penalised_token_rewards(
@@ -128,29 +163,30 @@ def mean_divergence(
     return float(spent.values.double().sum()) / max(int((loss_mask.sums() > 0).sum()), 1)
 
 
-def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
+def overlong_penalty(lengths: Tensor, *, max_tokens: int | Tensor, buffer: int) -> Tensor:
     """[B] float32, 0 for short answers, falling in a straight line to -1 over the last ``buffer`` tokens.
 
     min(0, max(-1, (max_tokens - buffer - length) / buffer)); DAPO, arXiv 2503.14476, equation 13.
 
     Args:
         lengths: [B] sampled tokens of each row.
-        max_tokens: the length at which the whole penalty is paid.
+        max_tokens: the length at which the whole penalty is paid; of all rows, or [B] of each.
         buffer: how many tokens before that it begins.
 
     Raises:
         FormulaError: the buffer is not between 1 and ``max_tokens``.
     """
-    if not 1 <= buffer <= max_tokens:
+    least = int(max_tokens.min()) if isinstance(max_tokens, Tensor) else max_tokens
+    if not 1 <= buffer <= least:
         raise FormulaError(
-            f"overlong_penalty: buffer is {buffer} and max_tokens {max_tokens}",
+            f"overlong_penalty: buffer is {buffer} and max_tokens {least}",
             why="the penalty begins that many tokens before the limit",
             fix="give a buffer between 1 and max_tokens",
         )
     return ((max_tokens - buffer - lengths).float() / buffer).clamp(-1, 0)
 
 
-def overlong_rewards(rewards: Tensor, loss_mask: Ragged, *, max_tokens: int, buffer: int) -> Tensor:
+def overlong_rewards(rewards: Tensor, loss_mask: Ragged, limits: Tensor, *, buffer: int) -> Tensor:
     """[B] each row's reward with the penalty of answers that come close to the limit.
 
     R' = R + overlong_penalty(sampled tokens); DAPO, arXiv 2503.14476, section 3.4.
@@ -158,14 +194,14 @@ def overlong_rewards(rewards: Tensor, loss_mask: Ragged, *, max_tokens: int, buf
     Args:
         rewards: [B] float.
         loss_mask: True where the policy sampled the token.
-        max_tokens: the length at which the whole penalty, 1, is paid.
+        limits: [B] the most tokens that could be sampled; there the whole penalty, 1, is paid.
         buffer: how many tokens before that it begins.
 
     Raises:
-        FormulaError: there is not one reward a row, or the buffer is not between 1 and ``max_tokens``.
+        FormulaError: there is not one reward and limit a row, or the buffer is not between 1 and the limit.
     """
-    aligned("overlong_rewards", loss_mask=loss_mask, rewards=rewards)
-    penalty = overlong_penalty(loss_mask.sums(), max_tokens=max_tokens, buffer=buffer)
+    aligned("overlong_rewards", loss_mask=loss_mask, rewards=rewards, limits=limits)
+    penalty = overlong_penalty(loss_mask.sums(), max_tokens=limits, buffer=buffer)
     return rewards + penalty.to(rewards.dtype)
 
 

@@ -89,6 +89,17 @@ def value_targets(advantages: Ragged, values: Ragged, loss_mask: Ragged) -> Ragg
     return loss_mask.with_values(targets.masked_fill(~loss_mask.values, 0))
 
 
+def lambda_returns(
+    token_rewards: Ragged, values: Ragged, loss_mask: Ragged, valid: Tensor, *, gamma: float, lam: float
+) -> Ragged:
+    """[T] ``value_targets`` of the advantages that ``gae`` finds: what a critic learns.
+
+    Args and raises as ``gae``; a row without a score has its values as targets.
+    """
+    found = gae(token_rewards, values, loss_mask, valid, gamma=gamma, lam=lam)
+    return value_targets(found, values, loss_mask)
+
+
 def explained_variance(values: Ragged, returns: Ragged, loss_mask: Ragged, valid: Tensor) -> float:
     """The share of the returns' variance that the values explain, over the loss tokens of scored rows.
 

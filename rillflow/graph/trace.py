@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 from rillflow.errors import GraphError, nearest
 from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
 
-ROW_FIELDS = ("groups",)
-"""What a formula may read of any batch: it follows from the rows' ids."""
+ROW_FIELDS = ("ids", "groups")
+"""What a formula may read of any batch: its rows' ids [B, 3], and a number [B] that a prompt's rows share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +102,11 @@ class Tracer:
         self._connect(index, reads, [*batches, *options.values()])
         return Symbol(index, writes)
 
-    def filter(self, batch: Any, field: str) -> Symbol:
-        """The rows of a batch whose field is true."""
+    def filter(self, batch: Any, field: str, by: Any = None) -> Symbol:
+        """The rows of a batch whose field, of ``by`` if there is one, is true."""
         kept = self._fields(batch)
         index = self._stage(CONTROLLER, f"where {field}", (field,), kept, "")
-        self._connect(index, (field,), [batch])
+        self._connect(index, (field,), [batch] if by is None or by is batch else [by, batch])
         return Symbol(index, kept)
 
     def _stage(

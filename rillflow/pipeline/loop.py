@@ -23,6 +23,7 @@ from rillflow.dataflow.checkpoint import save_checkpoint, write_role
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.errors import Interrupted
+from rillflow.graph.graph import CONTROLLER
 from rillflow.observe.progress import Progress
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.observe.spans import Span
@@ -146,6 +147,8 @@ class Loop:
         metrics = self._record(phase, step)
         for part in report if isinstance(report, tuple) else (report,):
             metrics |= part.read(self._deadline_s)
+        for name, number in phase.flow.state.items():
+            phase.flow.state[name] = self._number(number)
         seconds = time.monotonic() - began
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
         metrics["policy/version/max"] = Max(value=self.version)
@@ -155,16 +158,24 @@ class Loop:
     def _record(self, phase: Phase, step: int) -> dict[str, Metric]:
         """Write down the step's stages and rows; return what was measured of them."""
         stages, batches = [], []
+        numbers: dict[str, Metric] = {}
         for entry in phase.flow.journal:
             facts = entry.result.facts(self._deadline_s)
             self._run.log_span(_span(entry.stage, step, facts, self._run.elapsed_s()))
             if facts[0].rows >= 0:
                 stages.append(entry.stage)
                 batches.append(entry.result)
+            role, _, name = entry.stage.partition(".")
+            if role == CONTROLLER and facts[0].rows < 0:
+                numbers[f"flow/{name}/mean"] = Mean(total=self._number(entry.result), count=1)
             if entry.stage == "policy.publish":
                 self.version = entry.result.read(self._deadline_s)
         measured = phase.executor.look("policy", record, self._run.path.absolute(), step, stages, *batches)
-        return dict(measured.read(self._deadline_s))
+        return dict(measured.read(self._deadline_s)) | numbers
+
+    def _number(self, number: Any) -> float:
+        """A number of the flow, read where it is still a handle."""
+        return number if isinstance(number, float) else float(number.read(self._deadline_s))
 
     def _evaluate(self, phase: Phase, step: int) -> None:
         if self._judge is None:
@@ -185,16 +196,12 @@ class Loop:
         )
 
     def _checkpoint(self, phase: Phase, index: int, step: int, done: int) -> Path:
-        numbers = {
-            name: number if isinstance(number, float) else float(number.read(self._deadline_s))
-            for name, number in phase.flow.state.items()
-        }
         state = {
             "phase": index,
             "done": done,
             "version": self.version,
             "stream": dict(phase.stream.state()),
-            "numbers": numbers,
+            "numbers": {name: self._number(number) for name, number in phase.flow.state.items()},
         }
 
         def write(folder: Path) -> None:

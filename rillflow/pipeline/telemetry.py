@@ -22,7 +22,7 @@ from rillflow.roles.policy import Policy
 from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS
 from rillflow.train.minibatches import prompt_units
 
-SAMPLING, SCORING = "policy.generate", "reward.score"
+SAMPLING, SCORING, PRICING = "policy.generate", "reward.score", "cost.score"
 
 
 def record(policy: Policy, run: Path, step: int, stages: Sequence[str], *batches: Batch) -> Metrics:
@@ -42,8 +42,12 @@ def record(policy: Policy, run: Path, step: int, stages: Sequence[str], *batches
     for rollouts in sampled:
         metrics |= rollout_metrics(rollouts)
     for stage, scores in zip(stages, batches, strict=True):
+        if not any(torch.equal(scores.ids, rollouts.ids) for rollouts in sampled):
+            continue
         if stage == SCORING:
             metrics |= reward_metrics(scores)
+        if stage == PRICING:
+            metrics |= cost_metrics(scores)
     write_rollouts(run, step, rollout_rows(sampled, batches, policy.model.tokenizer.pieces))
     return metrics
 
@@ -78,6 +82,16 @@ def reward_metrics(scores: Batch) -> dict[str, Metric]:
     return metrics
 
 
+def cost_metrics(scores: Batch) -> dict[str, Metric]:
+    """Costs of the rows that have one, and how many have."""
+    valid = scores.dense("valid")
+    costs = scores.dense("costs")[valid].double()
+    metrics: dict[str, Metric] = {"cost/value/mean": _mean(costs), "cost/valid/share": _mean(valid.double())}
+    if len(costs):
+        metrics["cost/value/max"] = Max(value=float(costs.max()))
+    return metrics
+
+
 def rollout_rows(
     sampled: Sequence[Batch], batches: Sequence[Batch], decode: Callable[[list[int]], list[str]]
 ) -> Iterator[dict[str, Any]]:
@@ -92,7 +106,7 @@ def rollout_rows(
         known: dict[str, Field] = {}
         for batch in batches:
             if torch.equal(batch.ids, rollouts.ids):
-                known |= batch.fields
+                known |= _costs(batch) if "costs" in batch.fields else batch.fields
         yield from _rows(Batch(ids=rollouts.ids, fields=known), decode)
 
 
@@ -128,9 +142,18 @@ def _verdict(batch: Batch, index: int) -> dict[str, Any]:
         found |= {"outcome": str(outcome), "reward": None}
         if bool(batch.dense("valid")[index]):
             found["reward"] = float(batch.dense("rewards")[index])
+    if "costs" in batch.fields:
+        cost = float(batch.dense("costs")[index])
+        found["cost"] = None if cost != cost else cost
     if isinstance(advantages := batch.fields.get("advantages"), Tensor):
         found["advantage"] = float(advantages[index])
     return found
+
+
+def _costs(batch: Batch) -> dict[str, Field]:
+    """What a batch says of costs; NaN where a row has none. Its other verdicts are not the reward's."""
+    kept = {name: field for name, field in batch.fields.items() if name not in SCORE_FIELDS}
+    return {**kept, "costs": batch.dense("costs").masked_fill(~batch.dense("valid"), torch.nan)}
 
 
 def _mean(values: Tensor) -> Mean:

@@ -24,6 +24,8 @@ BANNED_OPTIONS = {
 }
 DRAWERS = {"utils", "util", "common", "base", "types", "manager", "experimental", "helpers", "misc"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+ORDINARY_WORDS = {"preference"}
+"""Names of algorithms that are words of the trade too: records, losses and formulas are called so."""
 ALGORITHM_FILES = {f"rillflow/algorithms/{name}.py" for name in ("registry", *ALGORITHMS)}
 
 
@@ -92,7 +94,7 @@ def names_an_algorithm(source: Any) -> Iterator[str]:
             case _:
                 continue
         words = re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", text).lower())
-        for name in ALGORITHMS.keys() & set(words):
+        for name in (ALGORITHMS.keys() - ORDINARY_WORDS) & set(words):
             yield f"{source.path}:{node.lineno} {name}"
 
 

@@ -72,7 +72,8 @@ def test_a_good_recipe_has_no_problem_and_every_topic(folder: Path) -> None:
     report = check(loaded(folder))
     assert report.problems == []
     titles = [topic.title for topic in report.topics]
-    assert titles == ["settings", "batch", "data", "model", "reward", "run directory"]
+    assert titles == ["settings", "batch", "placement", "data", "model", "reward", "run directory"]
+    assert "policy: pool main, rank 0" in report.topics[2].lines
     assert not (folder / "runs").exists(), "a check writes nothing"
 
 

@@ -107,7 +107,7 @@ def test_a_buffer_of_the_whole_length_charges_every_token() -> None:
 
 def test_overlong_rewards_count_sampled_tokens_alone() -> None:
     mask = Ragged.from_rows([[False] * 9 + [True] * 2, [False, True, True, True, True], []], torch.bool)
-    found = overlong_rewards(torch.tensor([1.0, 1.0, 0.5]), mask, max_tokens=4, buffer=2)
+    found = overlong_rewards(torch.tensor([1.0, 1.0, 0.5]), mask, torch.full((3,), 4), buffer=2)
     assert found.tolist() == [1.0, 0.0, 0.5]
 
 
@@ -125,4 +125,4 @@ def test_shapes_and_buffers_are_checked() -> None:
         penalised_token_rewards(torch.zeros(2), other, field, mask, weight=1.0, estimator="k1")
     for buffer in (0, 11):
         with pytest.raises(FormulaError, match=f"buffer is {buffer} and max_tokens 10"):
-            overlong_rewards(torch.zeros(2), mask, max_tokens=10, buffer=buffer)
+            overlong_rewards(torch.zeros(2), mask, torch.full((2,), 10), buffer=buffer)

@@ -19,7 +19,6 @@ def test_rewards_are_means_over_valid_rows_alone() -> None:
             "rewards": torch.tensor([1.0, 0.0, 0.5, 0.5, 2.0, 0.0]),
             "valid": torch.tensor([True, True, True, True, True, False]),
             "outcome": torch.tensor([0, 0, 0, 0, 0, 2], dtype=torch.int8),
-            "groups": torch.tensor([0, 0, 1, 1, 2, 2]),
         },
     )
     metrics = reward_metrics(scores)
@@ -38,7 +37,6 @@ def test_no_valid_row_is_no_number() -> None:
             "rewards": torch.zeros(1),
             "valid": torch.tensor([False]),
             "outcome": torch.tensor([1], dtype=torch.int8),
-            "groups": torch.zeros(1, dtype=torch.int64),
         },
     )
     metrics = reward_metrics(scores)

@@ -66,12 +66,12 @@ def test_scores_have_the_reward_role_s_fields(make_model: MakeModel, make_rollou
     with torch.no_grad():
         model.head.weight.normal_(generator=torch.Generator().manual_seed(0))
     found = role(model).score(rollouts)
-    assert list(found.fields) == ["rewards", "valid", "outcome", "groups", "completion", "message"]
+    assert list(found.fields) == ["rewards", "valid", "outcome", "completion", "message"]
     rewards = found.dense("rewards")
     assert rewards.dtype == torch.float32 and len(set(rewards.tolist())) == 3
     assert found.dense("valid").tolist() == [True] * 3
     assert [OUTCOMES[index] for index in found.dense("outcome").tolist()] == ["score"] * 3
-    assert found.dense("outcome").dtype == torch.int8 and found.dense("groups").tolist() == [0, 1, 2]
+    assert found.dense("outcome").dtype == torch.int8
     assert found.ragged("completion").to_text() == ["7", "42", ""]
     assert found.ragged("message").to_text() == [""] * 3
     last = [row[-1:].tolist() for row in rollouts.ragged("tokens").rows()]
@@ -104,7 +104,7 @@ def test_a_saved_role_goes_on_bit_for_bit(
 
 def test_endpoints_say_what_they_read_and_write() -> None:
     reward, cost = endpoints_of(RewardModel), endpoints_of(CostModel)
-    assert set(reward) == set(cost) == {"begin", "save", "score", "prefer"}
+    assert set(reward) == set(cost) == {"begin", "score", "prefer"}
     assert reward["score"].writes[0] == "rewards" and cost["score"].writes[0] == "costs"
     assert reward["score"].writes[1:] == cost["score"].writes[1:]
 

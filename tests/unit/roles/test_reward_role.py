@@ -1,4 +1,4 @@
-"""The reward role: four outcomes, groups by prompt, chat in TRL's form, and a broken reward stops the run."""
+"""The reward role: four outcomes, chat in TRL's form, and a broken reward stops the run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ def test_outcomes_are_told_apart_and_only_a_score_is_valid(tmp_path: Path, token
     ]
     assert found.dense("rewards").tolist() == [1.0, 0.0, 0.0, 0.0]
     assert found.dense("valid").tolist() == [True, True, False, False]
-    assert found.dense("groups").tolist() == [0, 0, 1, 1]
     assert "nine" in found.ragged("message").to_text()[3]
     assert found.ragged("completion").to_text() == ["7", "8", "0", "9"]
 

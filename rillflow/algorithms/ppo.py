@@ -1,0 +1,92 @@
+"""PPO: a critic says what to expect, the policy prefers what did better (Schulman et al., arXiv 1707.06347).
+
+prompts ─ generate ─> rollouts ─┬─ score ─> rewards ─ per token ─> token_rewards ─┐
+                                ├─ critic.values ─> values ─────── gae ───────────┴─> advantages ─ whitened ─┐
+                                ├─ critic.update <─ returns                                                  │
+                                └─ policy.update ─> publish <────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rillflow import formulas
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import TokenConfig
+from rillflow.algorithms.steps import earn, improve, look_back, reference_roles
+from rillflow.train.config import ValueLossConfig
+
+if TYPE_CHECKING:
+    from rillflow.dataflow.flow import Flow
+    from rillflow.records.batch import Batch
+    from rillflow.records.metrics import Metrics
+
+PATIENCE = 10
+"""Steps in which an error of 1 would double the price of divergence (Ziegler et al.: K = 0.1 a step)."""
+
+
+class CriticTrainedConfig(TokenConfig):
+    """What algorithms with a critic share."""
+
+    lam: float = Field(
+        0.95, ge=0, le=1, description="What a later error of the critic counts a token earlier."
+    )
+    kl_target: float = Field(
+        0.0,
+        ge=0,
+        description="Nats a row may differ from the reference; loss.kl then adapts. 0: it is fixed.",
+    )
+    value_loss: ValueLossConfig = ValueLossConfig()
+
+    @model_validator(mode="after")
+    def _priced(self) -> CriticTrainedConfig:
+        if self.kl_target and not (self.loss.kl and self.loss.kl_in == "reward"):
+            raise ValueError(
+                f"kl_target is {self.kl_target:g}, and loss.kl, which is to adapt, is {self.loss.kl:g} "
+                f"in the {self.loss.kl_in}: it has to begin above 0, in the reward"
+            )
+        return self
+
+
+class PPOConfig(CriticTrainedConfig):
+    """PPO's settings."""
+
+    name: Literal["ppo"]
+
+
+def step(flow: Flow, prompts: Batch, config: PPOConfig) -> tuple[Metrics, Metrics]:
+    """One iteration: sample, score, compare with what the critic expected; both learn."""
+    rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
+    rewards = flow.reward.score(rollouts)
+    known = look_back(flow, rollouts, config)
+    earned = earn(flow, rewards, known, config, weight=kl_weight(flow, known, config))
+    values = flow.critic.values(rollouts)
+    credit = {"gamma": config.gamma, "lam": config.lam}
+    estimates = flow.compute(formulas.gae, earned, values, rollouts, into="advantages", **credit)
+    returns = flow.compute(formulas.value_targets, estimates, values, rollouts, into="returns")
+    advantages = flow.compute(formulas.whitened, estimates, rollouts, into="advantages")
+    critic = flow.critic.update(rollouts, values, returns, loss=config.value_loss, reuse=config)
+    return critic, improve(flow, [*known, advantages], config)
+
+
+def kl_weight(flow: Flow, known: list[Any], config: CriticTrainedConfig) -> Any:
+    """The price of divergence in this step; the next one's is remembered, moved towards its target."""
+    weight = flow.recall("kl_weight", config.loss.kl)
+    if config.kl_target:
+        estimator = config.loss.kl_estimator
+        observed = flow.number(formulas.mean_divergence, *known, estimator=estimator)
+        rows = config.rows_per_step
+        pace = {"target": config.kl_target, "horizon": float(PATIENCE * rows), "rows": rows}
+        following = flow.number(formulas.next_kl_weight, weight=weight, observed=observed, **pace)
+        flow.remember("kl_weight", following)
+    return weight
+
+
+def roles(config: CriticTrainedConfig) -> tuple[str, ...]:
+    """The reference is there only where a divergence is paid."""
+    return ("policy", "reward", "critic", *reference_roles(config))
+
+
+ALGORITHM = Algorithm(config=PPOConfig, step=step, data=Data.PROMPTS, roles=roles)

@@ -1,0 +1,36 @@
+"""Preference: a reward or cost model learns from pairs of answers which is the better one.
+
+pairs ─ prefer ─> report            -log sigmoid(s_chosen - s_rejected): Bradley and Terry, 1952
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from rillflow.dataflow.flow import Flow
+    from rillflow.records.batch import Batch
+    from rillflow.records.metrics import Metrics
+
+
+class PreferenceConfig(AlgorithmConfig):
+    """Preference adds nothing to what every algorithm has; a prompt is a pair."""
+
+    name: Literal["preference"]
+
+
+def step(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Metrics:
+    """One iteration: raise the chosen answers' scores above the rejected ones'."""
+    report: Metrics = flow.reward_model.prefer(pairs, passes=config)
+    return report
+
+
+def roles(_: PreferenceConfig) -> tuple[str, ...]:
+    """The model learns alone."""
+    return ("reward_model",)
+
+
+ALGORITHM = Algorithm(config=PreferenceConfig, step=step, data=Data.PREFERENCES, roles=roles)

@@ -1,0 +1,41 @@
+"""RLOO: a row's baseline is the mean of the others of its group (Ahmadian et al., arXiv 2402.14740).
+
+prompts ─ generate ─> rollouts ─ score ─> rewards ─ leave_one_out ─> advantages ─┐
+                         └────────────────────────────────────────────────────── update ─> publish
+
+GRPO whose advantage is not divided by the group's deviation and is multiplied by G / (G - 1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rillflow import formulas
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import GroupConfig
+from rillflow.algorithms.grpo import roles
+from rillflow.algorithms.steps import charge, improve, look_back
+
+if TYPE_CHECKING:
+    from rillflow.dataflow.flow import Flow
+    from rillflow.records.batch import Batch
+    from rillflow.records.metrics import Metrics
+
+
+class RLOOConfig(GroupConfig):
+    """RLOO's settings."""
+
+    name: Literal["rloo"]
+
+
+def step(flow: Flow, prompts: Batch, config: RLOOConfig) -> Metrics:
+    """One iteration: sample groups, score them, prefer what beat the others of its group."""
+    rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
+    rewards = flow.reward.score(rollouts)
+    known = look_back(flow, rollouts, config)
+    rewards = charge(flow, rewards, known, config)
+    advantages = flow.compute(formulas.leave_one_out, rewards, into="advantages")
+    return improve(flow, [*known, advantages], config)
+
+
+ALGORITHM = Algorithm(config=RLOOConfig, step=step, data=Data.PROMPTS, roles=roles)

@@ -1,0 +1,77 @@
+"""Safe RLHF: the most reward whose cost stays below a limit (Dai et al., arXiv 2310.12773).
+
+rollouts ─┬─ reward.score ─ gae with critic.values ─────> reward_advantages ─┐
+          ├─ cost.score ─┬─ gae with cost_critic.values ─> cost_advantages ──┴─> advantages ─ policy.update
+          │              └─ mean_cost ─> the multiplier of the next step: dearer while cost exceeds the limit
+          └─ critic.update, cost_critic.update <─ returns of each
+
+PPO with a second critic; the two advantages are mixed at the multiplier's price.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from rillflow import formulas
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.ppo import CriticTrainedConfig, kl_weight
+from rillflow.algorithms.ppo import roles as without_cost
+from rillflow.algorithms.steps import earn, improve, look_back
+
+if TYPE_CHECKING:
+    from rillflow.dataflow.flow import Flow
+    from rillflow.records.batch import Batch
+    from rillflow.records.metrics import Metrics
+
+DEAREST = 10.0
+"""The multiplier grows no further: a cost that cannot be lowered would send it to infinity."""
+
+
+class SafeRLHFConfig(CriticTrainedConfig):
+    """Safe RLHF's settings."""
+
+    name: Literal["safe_rlhf"]
+    cost_limit: float = Field(0.0, description="Mean cost of a row that is allowed.")
+    multiplier_lr: float = Field(
+        0.1, gt=0, description="Step of the multiplier's logarithm for a cost one above the limit."
+    )
+
+
+def step(flow: Flow, prompts: Batch, config: SafeRLHFConfig) -> tuple[Metrics, Metrics, Metrics]:
+    """One iteration: sample, score, price; reward over cost at the present price, and the next price."""
+    rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
+    rewards = flow.reward.score(rollouts)
+    costs = flow.cost.score(rollouts)
+    known = look_back(flow, rollouts, config)
+    values, cost_values = flow.critic.values(rollouts), flow.cost_critic.values(rollouts)
+    credit = {"gamma": config.gamma, "lam": config.lam}
+    earned = earn(flow, rewards, known, config, weight=kl_weight(flow, known, config))
+    spent = flow.compute(formulas.token_costs, costs, rollouts, into="token_rewards")
+    gains = flow.compute(formulas.gae, earned, values, rollouts, into="reward_advantages", **credit)
+    harms = flow.compute(formulas.gae, spent, cost_values, rollouts, into="cost_advantages", **credit)
+    earnings = flow.compute(formulas.lambda_returns, earned, values, rollouts, into="returns", **credit)
+    expenses = flow.compute(formulas.lambda_returns, spent, cost_values, rollouts, into="returns", **credit)
+    log_price = flow.recall("log_multiplier", 0.0)
+    price = flow.number(formulas.multiplier, log_multiplier=log_price)
+    mixed = flow.compute(formulas.lagrangian_advantages, gains, harms, into="advantages", multiplier=price)
+    learn = {"loss": config.value_loss, "reuse": config}
+    critic = flow.critic.update(rollouts, values, earnings, **learn)
+    cost_critic = flow.cost_critic.update(rollouts, cost_values, expenses, **learn)
+    policy = improve(flow, [*known, mixed], config)
+    ascent = {"limit": config.cost_limit, "lr": config.multiplier_lr, "highest": DEAREST}
+    observed = flow.number(formulas.mean_cost, costs)
+    following = flow.number(
+        formulas.next_log_multiplier, log_multiplier=log_price, mean_cost=observed, **ascent
+    )
+    flow.remember("log_multiplier", following)
+    return critic, cost_critic, policy
+
+
+def roles(config: SafeRLHFConfig) -> tuple[str, ...]:
+    """PPO's, and those of the cost."""
+    return (*without_cost(config), "cost", "cost_critic")
+
+
+ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, data=Data.PROMPTS, roles=roles)

@@ -1,0 +1,134 @@
+"""Every algorithm's step becomes a graph with the real roles' endpoints, and stays one screen long."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import pytest
+
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import AlgorithmConfig
+from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.dataflow.flow import Flow
+from rillflow.graph.graph import Graph
+from rillflow.graph.trace import Signature, Tracer, trace
+from rillflow.roles.critic import Critic
+from rillflow.roles.policy import Policy
+from rillflow.roles.reference import Reference
+from rillflow.roles.reward import Cost, Reward
+from rillflow.roles.reward_model import CostModel, RewardModel
+from rillflow.workers.endpoint import endpoints_of
+
+FUNCTIONS: Mapping[str, type] = {
+    "policy": Policy,
+    "reference": Reference,
+    "critic": Critic,
+    "cost_critic": Critic,
+    "reward": Reward,
+    "cost": Cost,
+    "reward_model": RewardModel,
+}
+MODELS: Mapping[str, type] = {**FUNCTIONS, "reward": RewardModel, "cost": CostModel}
+DATA = {
+    Data.PROMPTS: ("tokens", "columns"),
+    Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
+    Data.PREFERENCES: ("tokens", "loss_mask"),
+}
+STEP_LINES = 40
+SETTINGS = [
+    {},
+    {"epochs": 2},
+    {"loss": {"kl": 0.1, "kl_in": "loss"}},
+    {"loss": {"kl": 0.1, "kl_in": "reward"}, "minibatches": 2},
+    {"loss": {"kl": 0.1}, "kl_target": 2.0},
+    {"overlong_buffer": 2},
+]
+
+
+def configured(name: str, settings: Mapping[str, object]) -> AlgorithmConfig | None:
+    """The algorithm's settings; None where it has no such setting."""
+    kind = ALGORITHMS[name].config
+    if set(settings) - set(kind.model_fields):
+        return None
+    return kind.model_validate({"name": name, "steps": 1, **settings})
+
+
+def traced(algorithm: Algorithm, config: AlgorithmConfig, kinds: Mapping[str, type] = FUNCTIONS) -> Graph:
+    roles: dict[str, dict[str, Signature]] = {
+        role: {name: marked.signature for name, marked in endpoints_of(kinds[role]).items()}
+        for role in algorithm.roles(config)
+    }
+
+    def run(tracer: Tracer, data: object) -> object:
+        return algorithm.step(Flow(tracer), data, config)
+
+    return trace(config.name, run, Tracer(roles), DATA[algorithm.data])
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_step_is_a_graph_in_which_no_field_is_missing(name: str, settings: dict[str, object]) -> None:
+    config = configured(name, settings)
+    if config is None:
+        return
+    for kinds in (FUNCTIONS, MODELS):
+        graph = traced(ALGORITHMS[name], config, kinds)
+        assert set(graph.roles) == set(ALGORITHMS[name].roles(config)), "roles that are named are used"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_step_is_one_screen(name: str) -> None:
+    lines, _ = inspect.getsourcelines(ALGORITHMS[name].step)
+    assert len(lines) <= STEP_LINES
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "gspo", "cispo"])
+def test_what_is_another_algorithm_with_other_settings_shares_its_step(name: str) -> None:
+    assert ALGORITHMS[name].step is ALGORITHMS["grpo"].step
+    assert ALGORITHMS[name].roles is ALGORITHMS["grpo"].roles
+
+
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        ("grpo", {"ratio": "token", "surrogate": "clip", "clip_high": 0.2, "aggregation": "token_mean"}),
+        ("dr_grpo", {"aggregation": "constant", "clip_high": 0.2}),
+        ("gspo", {"ratio": "sequence", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4}),
+        ("cispo", {"surrogate": "weight", "clip_low": 1.0, "clip_high": 4.0}),
+        ("dapo", {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean", "kl": 0.0}),
+        ("ppo", {"kl_in": "reward", "kl_estimator": "k1"}),
+        ("safe_rlhf", {"kl_in": "reward", "kl_estimator": "k1"}),
+        ("reinforce_pp", {"kl_in": "reward", "kl_estimator": "k1"}),
+    ],
+)
+def test_one_setting_of_a_loss_leaves_its_other_defaults(name: str, defaults: dict[str, object]) -> None:
+    config = configured(name, {"loss": {"entropy": 0.5}})
+    assert config is not None
+    loss = config.model_dump()["loss"]
+    assert loss["entropy"] == 0.5
+    assert {key: loss[key] for key in defaults} == defaults
+
+
+def test_a_price_that_is_to_adapt_begins_above_zero_in_the_reward() -> None:
+    for loss in ({}, {"kl": 0.1, "kl_in": "loss"}):
+        with pytest.raises(ValueError, match=r"kl_target is 2.*above 0, in the reward"):
+            configured("ppo", {"kl_target": 2.0, "loss": loss})
+
+
+def test_both_kinds_of_learners_learn_from_what_was_there_before_either_did() -> None:
+    config = configured("ppo", {})
+    assert config is not None
+    names = [stage.name for stage in traced(ALGORITHMS["ppo"], config).stages]
+    updates = [names.index(name) for name in ("critic.update", "policy.update")]
+    assert names.index("critic.values") < min(updates)
+    whitened = names.index("controller.whitened")
+    assert names.index("controller.value_targets") < whitened < names.index("policy.update")
+
+
+def test_only_rows_of_groups_that_differ_reach_the_update() -> None:
+    config = configured("dapo", {"epochs": 2})
+    assert config is not None
+    graph = traced(ALGORITHMS["dapo"], config)
+    update = [stage.name for stage in graph.stages].index("policy.update")
+    assert {graph.source_name(edge) for edge in graph.into(update)} == {"controller.where varied"}
