@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,9 @@ class Recompute:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         enable: Any = module.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings():  # newer versions rename it, older ones know this name alone
+            warnings.simplefilter("ignore", FutureWarning)
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def __enter__(self) -> None:
         self._module.train()

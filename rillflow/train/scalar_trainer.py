@@ -69,4 +69,4 @@ class _Scalars:
         return self.scorer.forward(part, back=self.back)
 
     def describe(self, read: Tensor, index: int) -> str:
-        return f"the head gives it {float(read[index])}"
+        return f"the head gives it {float(read[index].detach())}"
