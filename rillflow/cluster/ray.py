@@ -139,8 +139,9 @@ class RayBackend:
 
     def close(self) -> None:
         """See Backend."""
-        with suppress(RayError):  # a rank that is busy or dead cannot close; it is killed all the same
-            ray.get([rank.close.remote() for rank in self._ranks.values()], timeout=_CLOSE_S)
+        if self._ranks:  # without one, asking Ray for anything would start it again
+            with suppress(RayError):  # a rank that is busy or dead cannot close; it is killed all the same
+                ray.get([rank.close.remote() for rank in self._ranks.values()], timeout=_CLOSE_S)
         for rank in self._ranks.values():
             ray.kill(rank)
         for group in self._groups:

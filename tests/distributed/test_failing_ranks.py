@@ -123,6 +123,8 @@ def test_everything_listens_on_the_loopback_device_and_asks_for_a_token(backend:
 
 
 def test_closing_leaves_no_process_behind() -> None:
+    import ray
+
     made = RayBackend(30.0)
     made.open([Pool(name="main", size=2)])
     group_on(made).call("sleep", BATCH, seconds=600.0)
@@ -130,5 +132,6 @@ def test_closing_leaves_no_process_behind() -> None:
     assert children
     made.close()
     made.close()
+    assert not ray.is_initialized(), "closing twice must not start anything"
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive

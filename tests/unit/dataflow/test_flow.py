@@ -55,7 +55,6 @@ def scored(order: list[int]) -> Batch:
         ids=IDS,
         fields={
             "rewards": torch.tensor([1.0, 0.0, 1.0, 1.0]),
-            "groups": torch.tensor([0, 0, 1, 1]),
             "valid": torch.ones(4, dtype=torch.bool),
         },
     )
@@ -120,3 +119,31 @@ def test_unknown_roles_and_endpoints_are_named(flow: Flow) -> None:
         _ = flow.dubler
     with pytest.raises(RillflowError, match="no endpoint 'secret'"):
         flow.doubler.secret()
+
+
+def test_rows_are_filtered_by_a_field_of_another_batch_in_any_order(flow: Flow) -> None:
+    flags = Batch(ids=IDS, fields={"kept": torch.tensor([True, False, False, True])}).select([2, 3, 0, 1])
+    kept = flow.filter(scored([1, 0, 2, 3]), "kept", by=flags).read()
+    assert kept.ids.tolist() == [[0, 0, 0], [0, 1, 1]]
+    assert "kept" not in kept.fields
+
+
+def test_a_field_that_two_batches_have_is_the_first_ones(flow: Flow) -> None:
+    def sums(rewards: Tensor, costs: Tensor, valid: Tensor) -> Tensor:
+        return (rewards + costs) * valid
+
+    costs = Batch(ids=IDS, fields={"costs": torch.ones(4), "valid": torch.zeros(4, dtype=torch.bool)})
+    assert flow.compute(sums, scored([0, 1, 2, 3]), costs, into="sums").read().dense("sums").tolist() == [
+        2.0,
+        1.0,
+        2.0,
+        2.0,
+    ]
+
+
+def test_ids_and_groups_follow_from_the_rows(flow: Flow) -> None:
+    def places(ids: Tensor, groups: Tensor) -> Tensor:
+        return ids[:, 2] + 10 * groups
+
+    bare = Batch(ids=IDS, fields={}).select([3, 0, 1])
+    assert flow.compute(places, bare, into="places").read().dense("places").tolist() == [11, 0, 1]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import FormulaError
-from rillflow.formulas.controllers import next_kl_weight, next_log_multiplier
+from rillflow.formulas.controllers import multiplier, next_kl_weight, next_log_multiplier
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,8 @@ def test_a_multiplier_that_has_run_away_is_refused() -> None:
     for bad in ({"mean_cost": math.nan}, {"lr": 0.0}, {"highest": 0.0}):
         with pytest.raises(FormulaError, match=f"{next(iter(bad))} {next(iter(bad.values()))}"):
             next_log_multiplier(0.0, **{"mean_cost": 1.0, "limit": 0.0, "lr": 0.1, **bad})
+
+
+def test_the_multiplier_begins_at_one_and_stays_positive() -> None:
+    assert multiplier(0.0) == 1.0
+    assert 0 < multiplier(-700.0) < multiplier(-1.0) < 1

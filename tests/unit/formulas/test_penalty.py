@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.penalty import (
+    mean_cost,
     mean_divergence,
     overlong_penalty,
     overlong_rewards,
     penalised_rewards,
     penalised_token_rewards,
+    token_costs,
     token_rewards,
 )
 from rillflow.records.ragged import Ragged
@@ -126,3 +128,20 @@ def test_shapes_and_buffers_are_checked() -> None:
     for buffer in (0, 11):
         with pytest.raises(FormulaError, match=f"buffer is {buffer} and max_tokens 10"):
             overlong_rewards(torch.zeros(2), mask, torch.full((2,), 10), buffer=buffer)
+
+
+def test_costs_are_spread_as_rewards_are() -> None:
+    mask, costs = Ragged.from_rows([[False, True, True], [True]], torch.bool), torch.tensor([2.0, 3.0])
+    assert torch.equal(token_costs(costs, mask).values, token_rewards(costs, mask).values)
+
+
+def test_the_mean_cost_counts_rows_that_have_one() -> None:
+    costs = torch.tensor([1.0, 2.0, math.nan])
+    assert mean_cost(costs, torch.tensor([True, True, False])) == 1.5
+    with pytest.raises(FormulaError, match="none of 3 rows has a cost"):
+        mean_cost(costs, torch.zeros(3, dtype=torch.bool))
+
+
+def test_the_overlong_penalty_follows_the_limit_of_each_row() -> None:
+    found = overlong_penalty(torch.tensor([9, 9]), max_tokens=torch.tensor([10, 20]), buffer=2)
+    assert found.tolist() == [-0.5, 0.0]

@@ -16,8 +16,10 @@ from rillflow.formulas.advantages import (
     group_advantages,
     lagrangian_advantages,
     leave_one_out,
+    over_greedy,
     varied_groups,
 )
+from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 
 REWARDS = st.one_of(st.floats(-100, 100, width=32), st.sampled_from([0.0, 1.0]))
@@ -162,3 +164,24 @@ def test_shapes_and_prices_are_checked() -> None:
     for price in (-1.0, math.inf, math.nan):
         with pytest.raises(FormulaError, match=f"multiplier is {price}"):
             lagrangian_advantages(three, three, price)
+
+
+def test_greedy_answers_are_found_by_prompt_whatever_their_order_and_sample() -> None:
+    ids = torch.tensor([[0, 7, 0], [0, 7, 1], [1, 7, 0], [0, 2, 0]])
+    rewards, valid = torch.tensor([1.0, 0.0, 0.5, 2.0]), torch.tensor([True, True, True, False])
+    greedy = Batch(
+        ids=torch.tensor([[1, 7, -1], [0, 2, -1], [0, 7, -1]]),
+        fields={"rewards": torch.tensor([0.5, 1.0, 0.25]), "valid": torch.ones(3, dtype=torch.bool)},
+    )
+    assert over_greedy(rewards, valid, ids, greedy=greedy).tolist() == [0.75, -0.25, 0.0, 0.0]
+    for wrong in ([0, 1], [0, 1, 2, 2]):
+        with pytest.raises(FormulaError, match=r"over_greedy: \d greedy answers and 3 prompts"):
+            over_greedy(rewards, valid, ids, greedy=greedy.select(wrong))
+
+
+def test_where_no_group_varies_all_rows_can_be_kept() -> None:
+    rewards, groups = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0, 0, 1])
+    assert varied_groups(rewards, everyone(rewards), groups).tolist() == [False] * 3
+    assert varied_groups(rewards, everyone(rewards), groups, or_all=True).tolist() == [True] * 3
+    some = torch.tensor([1.0, 0.5, 0.0])
+    assert varied_groups(some, everyone(some), groups, or_all=True).tolist() == [True, True, False]

@@ -18,6 +18,7 @@ from rillflow.formulas.penalty import token_rewards
 from rillflow.formulas.token_advantages import (
     explained_variance,
     gae,
+    lambda_returns,
     returns_to_go,
     value_targets,
     whitened,
@@ -291,3 +292,10 @@ def test_shapes_and_discounts_are_checked() -> None:
             row.gae(gamma=1.0, lam=wrong)
         with pytest.raises(FormulaError, match=f"returns_to_go: gamma is {wrong}"):
             returns_to_go(row.rewards, row.mask, row.valid, gamma=wrong)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=rows(), gamma=SHARES, lam=SHARES)
+def test_lambda_returns_are_the_targets_of_the_advantages(rows: Rows, gamma: float, lam: float) -> None:
+    found = lambda_returns(rows.rewards, rows.values, rows.mask, rows.valid, gamma=gamma, lam=lam)
+    assert torch.equal(found.values, value_targets(rows.gae(gamma, lam), rows.values, rows.mask).values)
