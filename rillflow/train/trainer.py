@@ -81,4 +81,4 @@ class _Logprobs:
         return model
 
     def describe(self, read: TokenLogprobs, index: int) -> str:
-        return f"its log probability is {float(read.logprobs[index])}"
+        return f"its log probability is {float(read.logprobs[index].detach())}"

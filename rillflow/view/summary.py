@@ -193,7 +193,7 @@ def _accuracy_lines(summary: Summary) -> list[str]:
 
 def _reward_line(*scores: Score) -> list[str]:
     """The mean reward, where it says more than the share of rows solved: graded rewards."""
-    if all(score.mean_reward == score.accuracy for score in scores):
+    if all(abs(score.mean_reward - score.accuracy) < 1e-6 for score in scores):
         return []
     return [f"Held-out reward    {' -> '.join(f'{score.mean_reward:.3f}' for score in scores)} (mean)"]
 
