@@ -87,7 +87,7 @@ class InlineBackend:
     def close(self) -> None:
         """See Backend; a call that still runs is waited for."""
         for circle in self._circles.values():
-            circle.barrier.abort()
+            circle.abort()
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
         for thread in self._threads.values():
@@ -113,7 +113,7 @@ class InlineBackend:
         except BaseException:
             circle = self._circles.get(place.pool)
             if circle is not None:  # the others would wait for this rank; after a failure nobody goes on
-                circle.barrier.abort()
+                circle.abort()
             raise
 
 

@@ -1,5 +1,6 @@
 """Ranks: collectives among the ranks of one pool.
 
+    part(groups)     the same among some of them: the ranks along one axis of a mesh
     sum_(tensors)    every rank has the sum of all, added in the order of ranks: the same bits on every
                      rank, in every backend and every time, which a ring's order would not promise
     gather(tensor)   every rank has everyone's
@@ -37,6 +38,13 @@ class Ranks(Protocol):
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, in order; first sizes may differ."""
 
+    def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """This rank among those of its own group.
+
+        Args:
+            groups: ranks of this circle; disjoint, together all of them. Every rank calls it with the same.
+        """
+
 
 class Alone:
     """One rank: nothing to add, nobody to hear from."""
@@ -51,6 +59,11 @@ class Alone:
         """See Ranks."""
         return [tensor]
 
+    def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """See Ranks."""
+        del groups
+        return self
+
 
 class Circle:
     """What the threads of one pool share.
@@ -64,6 +77,24 @@ class Circle:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=deadline_s)
         self.given: list[list[Tensor]] = [[] for _ in range(size)]
+        self._deadline_s = deadline_s
+        self._parts: dict[tuple[int, ...], Circle] = {}
+        self._parting = threading.Lock()
+
+    def part(self, group: tuple[int, ...]) -> Circle:
+        """What some of the threads share; the same for all of them."""
+        with self._parting:
+            if group not in self._parts:
+                self._parts[group] = Circle(len(group), self._deadline_s)
+            return self._parts[group]
+
+    def abort(self) -> None:
+        """Let nobody wait any longer, here or in a part."""
+        self.barrier.abort()
+        with self._parting:
+            parts = list(self._parts.values())
+        for part in parts:
+            part.abort()
 
 
 class ThreadRanks:
@@ -93,6 +124,11 @@ class ThreadRanks:
         self._meet()
         return found
 
+    def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """See Ranks."""
+        group = _own(groups, self.rank)
+        return ThreadRanks(self._circle.part(group), group.index(self.rank))
+
     def _exchange(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         self._circle.given[self.rank] = tensors
         self._meet()
@@ -109,20 +145,47 @@ class ThreadRanks:
 
 
 class ProcessRanks:
-    """A rank that is a process, joined to the others by torch.distributed.
+    """A rank that is a process of a torch.distributed group.
 
     Args:
-        rank: which one this is.
-        size: how many there are.
-        meeting: a file that all of them see and that is new; where they find each other.
-        backend: gloo or nccl.
+        group: the group; its ranks are the processes' in ascending order.
+        members: the processes in it.
     """
 
-    def __init__(self, rank: int, size: int, meeting: Path, backend: str = "gloo") -> None:
-        self.rank = rank
-        self.size = size
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        self.group = group
+        """For what torch.distributed does itself."""
+        self.members = tuple(members)
+        self.rank = self.members.index(dist.get_rank())
+        self.size = len(self.members)
+
+    @staticmethod
+    def join(rank: int, size: int, meeting: Path, backend: str = "gloo") -> ProcessRanks:
+        """Join the other processes of a pool.
+
+        Args:
+            rank: which one this is.
+            size: how many there are.
+            meeting: a file that all of them see and that is new; where they find each other.
+            backend: gloo or nccl.
+        """
         store = FileStore(str(meeting), size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        assert dist.group.WORLD is not None  # it has just been made
+        return ProcessRanks(dist.group.WORLD, range(size))
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """See Ranks; every process makes every group, as torch.distributed asks."""
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in map(sorted, groups):
+            members = [self.members[rank] for rank in group]
+            found = dist.new_group(members) if len(members) > 1 else None
+            if found is not None:
+                made[tuple(group)] = found
+        own = _own(groups, self.rank)
+        if len(own) == 1:
+            return Alone()
+        return ProcessRanks(made[own], [self.members[rank] for rank in own])
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """See Ranks."""
@@ -133,9 +196,9 @@ class ProcessRanks:
             share = -(-length // self.size)
             sent = torch.nn.functional.pad(flat, (0, share * self.size - length))
             received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent)
+            dist.all_to_all_single(received, sent, group=self.group)
             total = _added(list(received.view(self.size, share)))
-            dist.all_gather_into_tensor(sent, total)
+            dist.all_gather_into_tensor(sent, total, group=self.group)
             parts = torch.split(sent[:length], [tensor.numel() for tensor in alike])
             for tensor, part in zip(alike, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
@@ -144,13 +207,18 @@ class ProcessRanks:
         """See Ranks."""
         length = torch.tensor([tensor.shape[0]], device=tensor.device)
         lengths = [torch.empty_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length)
+        dist.all_gather(lengths, length, group=self.group)
         most = max(int(each) for each in lengths)
         filled = tensor.new_zeros(most, *tensor.shape[1:])
         filled[: tensor.shape[0]] = tensor
         found = [torch.empty_like(filled) for _ in range(self.size)]
-        dist.all_gather(found, filled)
+        dist.all_gather(found, filled, group=self.group)
         return [each[: int(count)] for each, count in zip(found, lengths, strict=True)]
+
+
+def _own(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
+    """The group of a rank."""
+    return next(tuple(sorted(group)) for group in groups if rank in group)
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

@@ -233,7 +233,7 @@ class RankProcess:
         sys.path += [path for path in paths if path not in sys.path]  # the driver's own modules
         register_tensors()
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        ranks: Ranks = Alone() if size == 1 else ProcessRanks(place.rank, size, Path(meeting))
+        ranks: Ranks = Alone() if size == 1 else ProcessRanks.join(place.rank, size, Path(meeting))
         self._deadline_s = deadline_s
         self._site = Site(place=place, ranks=ranks, fetch=self._fetch)
 

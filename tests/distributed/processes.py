@@ -1,0 +1,78 @@
+"""Processes joined by gloo, for what needs real ranks and no Ray: ``together(4, function, ...)``.
+
+A function of a test module runs as ``function(ranks, *arguments)`` in every process; what it returns comes
+back in the order of ranks. The first error ends all of them and is raised here with its traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 180.0
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "transformers", "rillflow.models.language_model"]
+)
+
+
+def together(
+    size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = DEADLINE_S
+) -> list[Any]:
+    """Run ``function(ranks, *arguments)`` on ``size`` processes; what each returned, in order.
+
+    Raises:
+        AssertionError: one of them raised, died, or did not end in time.
+    """
+    said: Any = _CONTEXT.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        processes = [
+            _CONTEXT.Process(target=_run, args=(said, rank, size, meeting, function, arguments), daemon=True)
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collected(said, processes, time.monotonic() + deadline_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collected(said: Any, processes: list[Any], end: float) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(processes):
+        try:
+            rank, error, result = said.get(timeout=0.5)
+        except queue.Empty:
+            silent = [rank for rank in range(len(processes)) if rank not in found]
+            dead = [rank for rank in silent if not processes[rank].is_alive()]
+            assert not dead, f"rank {dead[0]} died with exit code {processes[dead[0]].exitcode}"
+            assert time.monotonic() < end, f"ranks {silent} did not end in time"
+            continue
+        assert error is None, f"rank {rank}:\n{error}"
+        found[rank] = result
+    return [found[rank] for rank in range(len(processes))]
+
+
+def _run(said: Any, rank: int, size: int, meeting: str, function: Callable[..., Any], arguments: Any) -> None:
+    import torch
+
+    from rillflow.cluster.ranks import Alone, ProcessRanks
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        ranks = Alone() if size == 1 else ProcessRanks.join(rank, size, Path(meeting))
+        said.put((rank, None, function(ranks, *arguments)))
+    except BaseException:  # noqa: BLE001  the parent raises it
+        said.put((rank, traceback.format_exc(), None))
