@@ -20,7 +20,8 @@ from typing import Any
 from rillflow.assembly.arithmetic import batch_lines
 from rillflow.assembly.doctor import available_memory
 from rillflow.assembly.launch import FREE_TO_CHANGE, resolved
-from rillflow.assembly.memory import ModelSizes, estimate, sizes_of_directory, sizes_of_new
+from rillflow.assembly.memory import ModelSizes, estimate, rank_lines, sizes_of_directory, sizes_of_new
+from rillflow.assembly.meshes import model_roles, unfit
 from rillflow.assembly.preflight import (
     longest_of,
     model_source,
@@ -116,12 +117,13 @@ def placement_lines(recipe: Recipe) -> list[str]:
     device = "cuda" if recipe.run.device.startswith("cuda") else recipe.run.device
     ranks = sum(placement.pools.values())
     where = "in this process" if placement.is_inline else f"on Ray, {ranks} processes"
-    lines = [f"{where}; device {device}"]
+    lines, models = [f"{where}; device {device}"], model_roles(recipe, roles_of(recipe))
     for role in roles_of(recipe):
         pool = placement.pool_of(role)
         size = placement.pools[pool]
         last = f" to {size - 1}" if size > 1 else ""
-        lines.append(f"{role}: pool {pool}, rank 0{last}")
+        grid = f", {placement.mesh_of(role)}" if role in models and size > 1 else ""
+        lines.append(f"{role}: pool {pool}, rank 0{last}{grid}")
     return lines
 
 
@@ -168,6 +170,11 @@ def _look_at_model(loaded: LoadedRecipe, report: Report) -> None:
             why="the context holds prompt and answer",
             fix=f"fewer than {sizes.context}",
         )
+    placement = recipe.placement
+    for problem in unfit(
+        placement.mesh_of("policy"), placement.generate_tp, sizes.heads, sizes.kv_heads, sizes.layers
+    ):
+        raise problem
     parts = estimate(recipe, sizes)
     total, free = sum(parts.values()), available_memory()
     terms = " + ".join(f"{what} {size(amount)}" for what, amount in parts.items())
@@ -176,6 +183,7 @@ def _look_at_model(loaded: LoadedRecipe, report: Report) -> None:
         [
             f"{name}: {sizes.parameters:,} parameters, context {sizes.context:,} tokens",
             f"memory: {terms} = {size(total)}, and activations",
+            *rank_lines(recipe, sizes),
         ],
     )
     if free is not None and total > free and not recipe.run.device.startswith("cuda"):

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.arithmetic import step_rows
+from rillflow.assembly.meshes import impossible, model_roles, unfit
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import NewModel
 from rillflow.train.config import TrainConfig
@@ -34,6 +36,14 @@ def inconsistencies(recipe: Recipe) -> list[ConfigError]:
 
 
 def _placement(recipe: Recipe) -> Iterator[ConfigError]:
+    unknown = [*_unknown(recipe)]
+    yield from unknown
+    if not unknown:
+        yield from _meshes(recipe)
+
+
+def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
+    """Pools without a rank, roles on no pool, names that are no role."""
     placement = recipe.placement
     for name, size in placement.pools.items():
         if size < 1:
@@ -53,6 +63,17 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
                 why=f"the roles are {', '.join(ROLES)}",
                 fix=nearest(role, ROLES),
             )
+
+
+def _meshes(recipe: Recipe) -> Iterator[ConfigError]:
+    """Grids that the pools cannot be, or that a new model cannot be cut into."""
+    roles = ("policy", *ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm))
+    problems = [*impossible(recipe.placement, model_roles(recipe, dict.fromkeys(roles)))]
+    yield from problems
+    new = recipe.policy.model.new
+    if new is not None and not problems:
+        mesh = recipe.placement.mesh_of("policy")
+        yield from unfit(mesh, recipe.placement.generate_tp, new.heads, new.kv_heads, new.layers)
 
 
 def _model(recipe: Recipe) -> Iterator[ConfigError]:

@@ -21,6 +21,7 @@ from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import ModelError
 from rillflow.models.config import NewModel
+from rillflow.observe.wording import size
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT32_BYTES = 4
@@ -42,6 +43,10 @@ class ModelSizes:
     """Numbers to train."""
     layers: int
     """Decoder layers."""
+    heads: int
+    """Attention heads of a layer."""
+    kv_heads: int
+    """Heads of keys and values."""
     kv_width: int
     """Numbers of one token's keys in one layer; its values are as many."""
     vocabulary: int
@@ -60,6 +65,8 @@ def sizes_of_new(new: NewModel) -> ModelSizes:
     return ModelSizes(
         parameters=vocabulary * new.hidden + new.layers * layer + new.hidden,
         layers=new.layers,
+        heads=new.heads,
+        kv_heads=new.kv_heads,
         kv_width=kv_width,
         vocabulary=vocabulary,
         context=new.context,
@@ -87,7 +94,13 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
     kv_heads = _first(config, ("num_key_value_heads",)) or heads
     head = _first(config, ("head_dim",)) or hidden // heads
     return ModelSizes(
-        parameters=parameters, layers=layers, kv_width=kv_heads * head, vocabulary=vocabulary, context=context
+        parameters=parameters,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        kv_width=kv_heads * head,
+        vocabulary=vocabulary,
+        context=context,
     )
 
 
@@ -99,6 +112,33 @@ def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
 def _numbers_in(file: Path) -> int:
     with safe_open(file, framework="np") as weights:
         return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+
+
+def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
+    """What the policy takes on one rank, phase by phase; empty where a rank holds it whole.
+
+    Weights that tensor parallelism leaves whole (norms, an embedding that is not tied) count as if they
+    were cut: an estimate.
+    """
+    placement, item = recipe.placement, _ITEM_BYTES[recipe.policy.model.dtype]
+    mesh, tp = placement.mesh_of("policy"), placement.generate_tp
+    if mesh.is_plain and tp == 1:
+        return []
+    whole = sizes.parameters * item
+    parts = mesh.pp * mesh.tp * (mesh.dp if mesh.is_sharded else 1)
+    rows = -(-min(recipe.rollout.max_rows, recipe.algorithm.rows_per_step) * tp // mesh.ranks)
+    cache = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item // tp
+    state = 2 * sizes.parameters * _FLOAT32_BYTES // parts
+    if item < _FLOAT32_BYTES:
+        state += sizes.parameters * _FLOAT32_BYTES // parts
+    share = size(whole // parts)
+    return [
+        f"the policy in training, {mesh}: weights {size(whole)} / {parts} = {share} a rank, gradients "
+        f"{share}, optimiser {size(state)}, and activations",
+        f"the policy in generation, tp {tp}: weights {size(whole)} / {tp} = {size(whole // tp)} a rank, "
+        f"{size(whole // tp - whole // parts)} of them received at the switch; KV cache {size(cache)}; "
+        f"{mesh.ranks // tp} replicas of {rows} rows",
+    ]
 
 
 def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:

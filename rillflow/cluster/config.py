@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
 from rillflow.config.section import Section
+
+TRAIN_AXES = ("dp", "fsdp", "pp", "tp")
+"""How ranks may share a model in training; ``fsdp`` is ``dp`` with the parameters cut over it."""
+GENERATE_AXES = ("tp",)
+"""How they may share it while they generate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """The grid in which the ranks of a pool run a model.
+
+    Example:
+        MeshSizes(dp=2, pp=1, tp=2).ranks == 4
+    """
+
+    dp: int = 1
+    """Ranks that have other rows."""
+    pp: int = 1
+    """Ranks that have other layers."""
+    tp: int = 1
+    """Ranks that have other parts of every layer."""
+    is_sharded: bool = False
+    """Whether the parameters are cut over dp too (``fsdp``)."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes."""
+        return self.dp * self.pp * self.tp
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every rank holds the whole model."""
+        return self.pp * self.tp == 1 and not self.is_sharded
+
+    def __str__(self) -> str:
+        return f"{'fsdp' if self.is_sharded else 'dp'} {self.dp} x pp {self.pp} x tp {self.tp}"
 
 
 class PlacementConfig(Section):
@@ -20,6 +57,12 @@ class PlacementConfig(Section):
     )
     pools: dict[str, int] = Field({"main": 1}, min_length=1, description="Ranks of each pool, by its name.")
     roles: dict[str, str] = Field({}, description="The pool of each role; the first pool where not said.")
+    train: dict[str, dict[str, int]] = Field(
+        {}, description="By pool, how its ranks share a model: dp or fsdp, pp, tp; dp is what is left."
+    )
+    generate: dict[str, int] = Field(
+        {}, description="How ranks share the policy while they generate: tp; 1 where not said."
+    )
     deadline_s: float = Field(3600.0, gt=0, description="Longest wait for any rank before the run stops.")
 
     @property
@@ -30,3 +73,16 @@ class PlacementConfig(Section):
     def pool_of(self, role: str) -> str:
         """The pool a role is on."""
         return self.roles.get(role, next(iter(self.pools)))
+
+    def mesh_of(self, role: str) -> MeshSizes:
+        """The grid of a role's ranks while they train or score; it fills the pool if the recipe is sound."""
+        pool = self.pool_of(role)
+        axes = dict(self.train[pool]) if pool in self.train else {}
+        pp, tp = axes.pop("pp", 1), axes.pop("tp", 1)
+        left = max(1, self.pools[pool] // max(1, pp * tp))
+        return MeshSizes(dp=next(iter(axes.values()), left), pp=pp, tp=tp, is_sharded="fsdp" in axes)
+
+    @property
+    def generate_tp(self) -> int:
+        """Ranks that share one copy of the policy while they generate."""
+        return ({"tp": 1} | self.generate)["tp"]

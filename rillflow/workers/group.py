@@ -30,7 +30,8 @@ class Group:
     Args:
         role: its name.
         endpoints: what may be called.
-        mesh: names the axes of the pool's ranks, from rank 0 on.
+        mesh: names the axes of the pool's ranks, from rank 0 on, for training and scoring.
+        generate: the same ranks as they generate; as ``mesh`` where it is not given.
         pool: the pool's name.
         backend: where the ranks are.
 
@@ -41,11 +42,18 @@ class Group:
     """
 
     def __init__(
-        self, role: str, endpoints: Mapping[str, Endpoint], *, mesh: Mesh, pool: str, backend: Backend
+        self,
+        role: str,
+        endpoints: Mapping[str, Endpoint],
+        *,
+        mesh: Mesh,
+        pool: str,
+        backend: Backend,
+        generate: Mesh | None = None,
     ) -> None:
         self.role = role
         self.endpoints = endpoints
-        self.mesh = mesh
+        self.meshes = {"train": mesh, "generate": generate or mesh}
         self.places = [Place(pool, rank) for rank in mesh.ranks]
         self._backend = backend
 
@@ -114,20 +122,21 @@ class Group:
 
     def _share(self, transfer: Transfer, rank: int) -> tuple[int, int]:
         """Which of how many parts a rank gets: its coordinate along the axes that cut rows."""
-        index, count, coordinates = 0, 1, self.mesh.coordinates(rank)
-        for axis in self.mesh.axes:
+        mesh = self.meshes[transfer.mesh]
+        index, count, coordinates = 0, 1, mesh.coordinates(rank)
+        for axis in mesh.axes:
             if isinstance((transfer.send or {}).get(axis.name), Split):
                 index, count = index * axis.size + coordinates[axis.name], count * axis.size
         return index, count
 
     def _taken(self, transfer: Transfer) -> list[int]:
         """The ranks whose results are taken: along axes that receive nothing, one copy is enough."""
-        found = []
-        for rank in self.mesh.ranks:
-            coordinates = self.mesh.coordinates(rank)
+        found, mesh = [], self.meshes[transfer.mesh]
+        for rank in mesh.ranks:
+            coordinates = mesh.coordinates(rank)
             wanted = {
                 axis.name: range(axis.size)[transfer.at.get(axis.name, 0)]
-                for axis in self.mesh.axes
+                for axis in mesh.axes
                 if axis.name in transfer.at or axis.name not in transfer.receive
             }
             if all(coordinates[name] == place for name, place in wanted.items()):

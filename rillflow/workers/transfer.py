@@ -38,18 +38,23 @@ class Transfer:
     """Of the result."""
     at: Mapping[str, int] = field(default_factory=dict)
     """The ranks whose results are taken: coordinates by axis, -1 the last; all ranks where none is given."""
+    mesh: str = "train"
+    """Which of the group's meshes names the axes: the one it trains and scores under, or ``generate``."""
 
 
 ONE_TO_ALL = Transfer(name="ONE_TO_ALL", send={}, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
 THREE_D = Transfer(name="3D_PROTO", send={"dp": ROWS}, receive={"dp": ROWS}, at={"pp": -1, "tp": 0})
 ALL_MICRO_DP = Transfer(
-    name="3D_ALL_MICRO_DP", send={"dp": ROWS, "micro_dp": ROWS}, receive={"dp": ROWS, "micro_dp": ROWS}
+    name="3D_ALL_MICRO_DP",
+    send={"dp": ROWS, "micro_dp": ROWS},
+    receive={"dp": ROWS, "micro_dp": ROWS},
+    mesh="generate",
 )
 PP_ONLY = Transfer(name="3D_PP_ONLY", send={}, receive={"pp": ROWS}, at={"dp": 0, "tp": 0})
 DP = Transfer(name="DP_PROTO", send={"dp": ROWS}, receive={"dp": ROWS})
 ALL_TO_ALL = Transfer(name="ALL_TO_ALL", send=None, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
 
-TRAIN = Transfer(name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial("sum")})
+TRAIN = Transfer(name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial("sum")}, at={"pp": -1, "tp": 0})
 """Rows are shared out over dp, reports come back as shares of one."""
 TOGETHER = Transfer(name="TOGETHER", send={}, receive={})
 """Every rank does the same and gives the same."""

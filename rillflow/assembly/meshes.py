@@ -1,0 +1,124 @@
+"""Meshes: whether a model can lie on the grid a recipe asks for, and what it then takes on every rank.
+
+    pools, train, generate ─ impossible ─> every contradiction, its sum shown
+    heads, layers          ─ unfit ──────> what a model cannot be cut into
+
+Imports nothing heavy; ``rillflow check`` prints it before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rillflow.cluster.config import GENERATE_AXES, TRAIN_AXES, MeshSizes, PlacementConfig
+from rillflow.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from rillflow.assembly.recipe import Recipe
+
+FUNCTIONS = ("reward", "cost")
+"""Roles that are functions unless a model is named for them."""
+
+
+def model_roles(recipe: Recipe, roles: Iterable[str]) -> list[str]:
+    """The roles among ``roles`` that are models."""
+    named = {"reward": recipe.reward.model, "cost": recipe.cost.model}
+    return [role for role in roles if role not in FUNCTIONS or named[role] is not None]
+
+
+def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigError]:
+    """What contradicts in the meshes of these roles; pools and roles are sound already."""
+    wrong = [*_wrong_axes("generate", placement.generate, GENERATE_AXES)]
+    for pool, axes in placement.train.items():
+        wrong += _wrong_pool(placement, pool)
+        wrong += _wrong_axes(f"train.{pool}", axes, TRAIN_AXES)
+    yield from wrong
+    if wrong:
+        return
+    for pool in dict.fromkeys(placement.pool_of(role) for role in roles):
+        yield from _filled(placement, pool, next(role for role in roles if placement.pool_of(role) == pool))
+    if "policy" in roles:
+        yield from _regrouped(placement)
+
+
+def _wrong_pool(placement: PlacementConfig, pool: str) -> Iterator[ConfigError]:
+    if pool not in placement.pools:
+        yield ConfigError(
+            f"placement.train names the pool {pool!r}",
+            why=f"the pools are {', '.join(placement.pools)}",
+            fix=nearest(pool, placement.pools),
+        )
+
+
+def _wrong_axes(where: str, axes: Mapping[str, int], known: Sequence[str]) -> Iterator[ConfigError]:
+    for axis, size in axes.items():
+        if axis not in known:
+            yield ConfigError(
+                f"placement.{where} has an axis {axis!r}",
+                why=f"it may have {', '.join(known)}",
+                fix=nearest(axis, known),
+            )
+        elif size < 1:
+            yield ConfigError(
+                f"placement.{where}.{axis} is {size}", why="the least is 1", fix="try 1, or leave it out"
+            )
+    if "dp" in axes and "fsdp" in axes:
+        yield ConfigError(
+            f"placement.{where} has dp = {axes['dp']} and fsdp = {axes['fsdp']}",
+            why="ranks with other rows each hold all parameters (dp) or their share of them (fsdp)",
+            fix="remove one of the two",
+        )
+
+
+def _filled(placement: PlacementConfig, pool: str, role: str) -> Iterator[ConfigError]:
+    mesh, size = placement.mesh_of(role), placement.pools[pool]
+    if mesh.ranks != size:
+        yield ConfigError(
+            f"placement.train.{pool} is {mesh} = {mesh.ranks} ranks and the pool has {size}",
+            why=f"every rank has one place in the grid; {size} / ({mesh.pp} x {mesh.tp}) is "
+            f"{size / (mesh.pp * mesh.tp):g}",
+            fix="change the pool's size or an axis; left out, dp is what remains",
+        )
+    elif placement.is_inline and not mesh.is_plain:
+        yield ConfigError(
+            f"placement.train.{pool} is {mesh} with everything in one process",
+            why="parameters are shared out over processes, one a rank",
+            fix='set placement.backend = "ray"',
+        )
+
+
+def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
+    mesh, tp = placement.mesh_of("policy"), placement.generate_tp
+    if mesh.tp % tp:
+        yield ConfigError(
+            f"placement.generate.tp is {tp} and the policy is trained with tp {mesh.tp}",
+            why="each rank's share for training has to lie inside its share for generation: the second "
+            f"divides the first; {mesh.tp} / {tp} leaves {mesh.tp % tp}",
+            fix=f"choose generate.tp among {', '.join(map(str, divisors(mesh.tp)))}",
+        )
+
+
+def unfit(mesh: MeshSizes, generate_tp: int, heads: int, kv_heads: int, layers: int) -> Iterator[ConfigError]:
+    """What a model of these sizes cannot be cut into."""
+    fitting = [part for part in divisors(heads) if kv_heads % part == 0]
+    for where, tp in (("train", mesh.tp), ("generate", generate_tp)):
+        odd = [(kind, count) for kind, count in (("attention", heads), ("key/value", kv_heads)) if count % tp]
+        if odd:
+            kind, count = odd[0]
+            yield ConfigError(
+                f"tp is {tp} in placement.{where} and the model has {count} {kind} heads",
+                why=f"every rank has as many heads; {count} / {tp} leaves {count % tp}",
+                fix=f"choose tp among {', '.join(map(str, fitting))}",
+            )
+    if mesh.pp > layers:
+        yield ConfigError(
+            f"pp is {mesh.pp} in placement.train and the model has {layers} layers",
+            why="every stage has a layer at least",
+            fix=f"at most {layers}",
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """The numbers that divide it."""
+    return [part for part in range(1, number + 1) if number % part == 0]
