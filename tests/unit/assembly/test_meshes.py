@@ -1,0 +1,88 @@
+"""Meshes of a recipe: what cannot be is refused with its sum; what each rank takes is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rillflow.assembly.memory import rank_lines, sizes_of_new
+from rillflow.assembly.recipe import Recipe
+from rillflow.cluster.config import MeshSizes
+from rillflow.config.load import validate
+from rillflow.errors import ConfigError
+
+NEW = {"hidden": 64, "heads": 8, "kv_heads": 4, "layers": 4, "context": 64}
+
+
+def recipe(**placement: Any) -> Recipe:
+    data = {
+        "policy": {"model": {"new": NEW}},
+        "rollout": {"max_tokens": 8},
+        "algorithm": {"name": "ppo", "steps": 3, "prompts_per_step": 4, "loss": {"kl": 0.01}},
+        "placement": placement,
+    }
+    return validate(Recipe, data, "recipe")
+
+
+def test_dp_is_what_is_left() -> None:
+    placement = recipe(pools={"main": 8}, train={"main": {"pp": 2, "tp": 2}}).placement
+    assert placement.mesh_of("policy") == MeshSizes(dp=2, pp=2, tp=2)
+    assert recipe(pools={"main": 8}).placement.mesh_of("critic") == MeshSizes(dp=8)
+
+
+def test_fsdp_cuts_parameters_too() -> None:
+    mesh = recipe(pools={"main": 4}, train={"main": {"fsdp": 2, "tp": 2}}).placement.mesh_of("policy")
+    assert mesh == MeshSizes(dp=2, tp=2, is_sharded=True) and not mesh.is_plain
+    assert str(mesh) == "fsdp 2 x pp 1 x tp 2"
+
+
+def test_every_pool_has_a_mesh_of_its_own() -> None:
+    placement = recipe(
+        pools={"main": 4, "side": 2}, roles={"critic": "side"}, train={"main": {"tp": 2}, "side": {"pp": 2}}
+    ).placement
+    assert placement.mesh_of("policy") == MeshSizes(dp=2, tp=2)
+    assert placement.mesh_of("critic") == MeshSizes(pp=2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "what", "why"),
+    [
+        ({"pools": {"main": 8}, "train": {"main": {"tp": 3}}}, "dp 2 x pp 1 x tp 3 = 6 ranks", "8 / (1 x 3)"),
+        ({"pools": {"main": 4}, "train": {"main": {"dp": 3}}}, "dp 3 x pp 1 x tp 1 = 3 ranks", "4 / (1 x 1)"),
+        ({"train": {"mian": {"tp": 1}}}, "names the pool 'mian'", "the pools are main"),
+        ({"train": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, pp, tp"),
+        ({"generate": {"pp": 2}}, "placement.generate has an axis 'pp'", "it may have tp"),
+        ({"train": {"main": {"tp": 0}}}, "placement.train.main.tp is 0", "the least is 1"),
+        (
+            {"pools": {"main": 2}, "train": {"main": {"dp": 2, "fsdp": 2}}},
+            "has dp = 2 and fsdp = 2",
+            "their share",
+        ),
+        (
+            {"pools": {"main": 4}, "train": {"main": {"tp": 4}}, "generate": {"tp": 3}},
+            "generate.tp is 3",
+            "4 / 3 leaves 1",
+        ),
+        ({"pools": {"main": 8}, "train": {"main": {"tp": 8}}}, "has 4 key/value heads", "4 / 8 leaves 4"),
+        ({"pools": {"main": 8}, "train": {"main": {"pp": 8}}}, "has 4 layers", "every stage has a layer"),
+        (
+            {"pools": {"main": 2}, "train": {"main": {"tp": 2}}, "backend": "inline"},
+            "with everything in one process",
+            "one a rank",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(placement: dict[str, Any], what: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe(**placement)
+    assert what in caught.value.what and why in caught.value.why
+
+
+def test_bytes_of_a_rank_by_phase() -> None:
+    asked = recipe(pools={"main": 8}, train={"main": {"pp": 2, "tp": 2}}, generate={"tp": 2})
+    sizes = sizes_of_new(asked.policy.model.new)  # type: ignore[arg-type]
+    training, generation = rank_lines(asked, sizes)
+    assert "/ 4 =" in training and "dp 2 x pp 2 x tp 2" in training
+    assert "/ 2 =" in generation and "4 replicas of 8 rows" in generation
+    assert rank_lines(recipe(pools={"main": 8}), sizes) == []
