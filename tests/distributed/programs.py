@@ -12,7 +12,16 @@ from rillflow.errors import RecordError
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import ALL_TO_ALL, DP, ONE_TO_ALL, PP_ONLY, THREE_D, TOGETHER, TRAIN
+from rillflow.workers.transfer import (
+    ALL_MICRO_DP,
+    ALL_TO_ALL,
+    DP,
+    ONE_TO_ALL,
+    PP_ONLY,
+    THREE_D,
+    TOGETHER,
+    TRAIN,
+)
 
 
 class Worker:
@@ -70,6 +79,10 @@ class Worker:
 
     @endpoint(THREE_D)
     def by_data_rank(self, batch: Batch) -> Batch:
+        return Batch(ids=batch.ids, fields={"rank": self._mine(batch)})
+
+    @endpoint(ALL_MICRO_DP)
+    def by_replica(self, batch: Batch) -> Batch:
         return Batch(ids=batch.ids, fields={"rank": self._mine(batch)})
 
     @endpoint(PP_ONLY)

@@ -87,6 +87,24 @@ def test_rows_pass_from_group_to_group_in_order(
     assert found.dense("rank").tolist() == sorted(found.dense("rank").tolist())
 
 
+def test_ranks_that_train_under_one_mesh_generate_under_another(backend: Backend) -> None:
+    """Training tp 4; generation tp 2, whose groups are ranks 0 and 2, 1 and 3: two replicas."""
+    group = Group(
+        "regrouped",
+        endpoints_of(Worker),
+        mesh=Mesh.of(dp=1, pp=1, tp=4),
+        generate=Mesh.of(ranks=[0, 2, 1, 3], dp=1, micro_dp=2, pp=1, tp=2),
+        pool="four",
+        backend=backend,
+    )
+    group.start(Worker)
+    batch = rows(5)
+    trained, generated = (group.call(name, batch).read(WAIT_S) for name in ("by_data_rank", "by_replica"))
+    assert torch.equal(trained.ids, batch.ids) and torch.equal(generated.ids, batch.ids)
+    assert trained.dense("rank").tolist() == [0, 0, 0, 0, 0]
+    assert generated.dense("rank").tolist() == [0, 0, 0, 1, 1]
+
+
 def test_results_of_uneven_lengths_are_shared_out_again(groups: dict[int, Group]) -> None:
     batch = rows(13)
     part = groups[4].call("first_half", batch)
