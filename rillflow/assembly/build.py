@@ -199,7 +199,7 @@ class Build:
             model = model.model_copy(update={"path": recipe.critic.path})
         if goes_on is not None:
             model = model.model_copy(update={"path": str((goes_on.path / role).absolute())})
-        train = TrainConfig(**{name: getattr(plan.train, name) for name in TrainConfig.model_fields})
+        train = plan.train.as_train()
         if recipe.critic.lr is not None:
             train = train.model_copy(update={"lr": recipe.critic.lr})
         factory = partial(

@@ -8,20 +8,16 @@ A rollout is scored at its last token, prompt and answer read as the policy's to
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from rillflow.errors import RewardError
-from rillflow.models.scalar_model import ScalarModel
-from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.roles.reward import SCORE_FIELDS, scored_rows
 from rillflow.roles.scalar_role import ScalarRole
-from rillflow.train.config import PassesConfig, TrainConfig
+from rillflow.train.config import PassesConfig
 from rillflow.train.minibatches import minibatches, prompt_units
 from rillflow.train.scalar_loss import PreferenceLoss
 from rillflow.workers.endpoint import endpoint
@@ -32,42 +28,11 @@ COST_FIELDS = ("costs", *SCORE_FIELDS[1:])
 
 
 class RewardModel(ScalarRole):
-    """A model with a scalar head that scores rollouts and is trained on pairs.
+    """A model with a scalar head that scores rollouts and is trained on pairs."""
 
-    Args:
-        model: the module and its tokeniser.
-        tokenizer: the policy's; the two must have the same tokens.
-        train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
-        seed: the run's seed; it decides how pairs are cut into minibatches.
-        updates: optimiser steps of that phase, for the schedule.
-        version: calls of ``prefer`` so far.
-        field: what the scores are called; a traced step takes ``CostModel`` for costs.
-
-    Raises:
-        ModelError: the policy's tokens are others.
-    """
-
-    def __init__(
-        self,
-        model: ScalarModel,
-        *,
-        tokenizer: Tokenizer,
-        train: TrainConfig,
-        seed: int,
-        updates: int,
-        version: int = 0,
-        field: Literal["rewards", "costs"] = "rewards",
-    ) -> None:
-        super().__init__(
-            model,
-            name=f"{field.removesuffix('s')} model",
-            tokenizer=tokenizer,
-            train=train,
-            seed=seed,
-            updates=updates,
-            version=version,
-        )
-        self._field = field
+    called = "reward model"
+    field = "rewards"
+    """What the scores are called."""
 
     @endpoint(DP, reads=("tokens", "loss_mask"), writes=SCORE_FIELDS)
     def score(self, rollouts: Batch) -> Batch:
@@ -108,36 +73,19 @@ class RewardModel(ScalarRole):
             row = int(odd[0])
             raise RewardError(
                 f"the model's score of row ({rollouts.row_id(row)}) is {float(values[row])}",
-                why=f"nothing can be learned from such {self._field}",
+                why=f"nothing can be learned from such {self.field}",
                 fix="look for weights that are not finite",
             )
         texts = [self._tokenizer.decode(tokens.tolist()) for tokens in completions(rollouts).rows()]
         scores = [Score(outcome=Outcome.SCORE, value=value) for value in values.tolist()]
-        return scored_rows(rollouts, texts, scores, self._field)
+        return scored_rows(rollouts, texts, scores, self.field)
 
 
 class CostModel(RewardModel):
-    """A reward model whose scores are ``costs``: more is worse. Args as there, without ``field``."""
+    """A reward model whose scores are ``costs``: more is worse."""
 
-    def __init__(
-        self,
-        model: ScalarModel,
-        *,
-        tokenizer: Tokenizer,
-        train: TrainConfig,
-        seed: int,
-        updates: int,
-        version: int = 0,
-    ) -> None:
-        super().__init__(
-            model,
-            tokenizer=tokenizer,
-            train=train,
-            seed=seed,
-            updates=updates,
-            version=version,
-            field="costs",
-        )
+    called = "cost model"
+    field = "costs"
 
     @endpoint(DP, reads=("tokens", "loss_mask"), writes=COST_FIELDS)
     def score(self, rollouts: Batch) -> Batch:
