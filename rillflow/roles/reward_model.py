@@ -21,7 +21,7 @@ from rillflow.train.config import PassesConfig
 from rillflow.train.minibatches import minibatches, prompt_units
 from rillflow.train.scalar_loss import PreferenceLoss
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import DP, TOGETHER
+from rillflow.workers.transfer import DP, TRAIN_PAIRS
 
 COST_FIELDS = ("costs", *SCORE_FIELDS[1:])
 """What a cost adds to a row."""
@@ -47,20 +47,26 @@ class RewardModel(ScalarRole):
         """
         return self._scored(rollouts)
 
-    @endpoint(TOGETHER, reads=("tokens",))
+    @endpoint(TRAIN_PAIRS, reads=("tokens",))
     def prefer(self, pairs: Batch, passes: PassesConfig) -> dict[str, Metric]:
         """Optimiser steps that raise the chosen answers' scores above the rejected ones'.
 
         Args:
-            pairs: two rows a pair, as ``tasks.prompts.preference_batch`` makes them. For costs the chosen
-                answer is the one that costs more.
+            pairs: two rows a pair, one after the other, as ``tasks.prompts.preference_batch`` makes them.
+                For costs the chosen answer is the one that costs more.
             passes: how often the pairs are gone through, and in how many steps.
 
         Raises:
             TrainingError: a row has no partner, or a number is not finite.
         """
         cut = minibatches(
-            pairs, passes.epochs, passes.minibatches, self._seed, self.version, prompt_units(pairs)
+            pairs,
+            passes.epochs,
+            passes.minibatches,
+            self._seed,
+            self.version,
+            prompt_units(pairs),
+            self._ranks,
         )
         metrics = merge_metrics([self.trainer.update(part, PreferenceLoss()) for part in cut])
         self.version += 1
