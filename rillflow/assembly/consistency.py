@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.arithmetic import step_rows
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import NewModel
 from rillflow.train.config import TrainConfig
 
-ROLES = ("policy", "reference", "critic", "cost_critic", "reward", "cost", "reward_model")
+ROLES = ("policy", "reference", "critic", "cost_critic", "reward", "cost", "judge", "reward_model")
 """Every role a recipe may place."""
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def inconsistencies(recipe: Recipe) -> list[ConfigError]:
     """Every contradiction between the recipe's settings."""
     return [
         *_model(recipe),
+        *_phases(recipe),
         *_context(recipe),
         *_batch(recipe),
         *_schedule(recipe),
@@ -99,9 +101,19 @@ def _divisor(whole: int, wish: int) -> int:
     return min((part for part in range(1, whole + 1) if whole % part == 0), key=lambda part: abs(part - wish))
 
 
+def _phases(recipe: Recipe) -> Iterator[ConfigError]:
+    own = ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm)
+    if recipe.lead not in own:
+        yield ConfigError(
+            f"warm_start trains the {recipe.lead} and {recipe.algorithm.name} has none",
+            why=f"it trains the {own[0].replace('_', ' ')}",
+            fix="--set warm_start=none",
+        )
+
+
 def _context(recipe: Recipe) -> Iterator[ConfigError]:
     new, limit = recipe.policy.model.new, recipe.rollout.max_tokens
-    if new is not None and limit >= new.context:
+    if recipe.has_policy and new is not None and limit >= new.context:
         yield ConfigError(
             f"rollout.max_tokens is {limit} and policy.model.new.context is {new.context}",
             why=f"the context holds prompt and answer; the prompt would have {new.context - limit} tokens",

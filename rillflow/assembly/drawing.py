@@ -8,16 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.assembly.build import phase_plans
+from rillflow.assembly.cast import kinds
+from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.recipe import Recipe
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.graph import Graph
 from rillflow.graph.trace import Signature, Tracer, trace
-from rillflow.roles.critic import Critic
-from rillflow.roles.policy import Policy
-from rillflow.roles.reference import Reference
-from rillflow.roles.reward import Cost, Reward
-from rillflow.roles.reward_model import CostModel, RewardModel
 from rillflow.workers.endpoint import endpoints_of
 
 DATA_FIELDS = {
@@ -37,7 +33,7 @@ def graphs(recipe: Recipe) -> list[Graph]:
     endpoints = signatures(recipe)
     found = []
     for plan in phase_plans(recipe):
-        roles = {role: endpoints[role] for role in plan.algorithm.roles(plan.config)}
+        roles = {role: endpoints[role] for role in plan.roles}
         step, config = plan.algorithm.step, plan.config
         tracer = Tracer(roles)
         fields = DATA_FIELDS[plan.algorithm.data]
@@ -47,16 +43,7 @@ def graphs(recipe: Recipe) -> list[Graph]:
 
 def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
     """The endpoints of every role a recipe may cast."""
-    kinds: dict[str, type] = {
-        "policy": Policy,
-        "reference": Reference,
-        "critic": Critic,
-        "cost_critic": Critic,
-        "reward": RewardModel if recipe.reward.model else Reward,
-        "cost": CostModel if recipe.cost.model else Cost,
-        "reward_model": RewardModel,
-    }
     return {
         role: {name: marked.signature for name, marked in endpoints_of(kind).items()}
-        for role, kind in kinds.items()
+        for role, kind in kinds(recipe).items()
     }

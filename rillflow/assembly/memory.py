@@ -17,7 +17,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import ModelError
 from rillflow.models.config import NewModel
@@ -110,9 +109,10 @@ def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:
         "weights": weights,
         "gradients": weights,
         "optimiser": 2 * sizes.parameters * _FLOAT32_BYTES,
-        "KV cache": 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item,
-        "logits": 2 * recipe.policy.tokens_per_micro_batch * sizes.vocabulary * _FLOAT32_BYTES,
     }
-    if "reference" in ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm):
+    if recipe.has_policy:
+        parts["KV cache"] = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item
+        parts["logits"] = 2 * recipe.policy.tokens_per_micro_batch * sizes.vocabulary * _FLOAT32_BYTES
+    if "reference" in recipe.roles:
         parts["reference"] = weights
     return parts
