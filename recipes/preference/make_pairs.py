@@ -1,4 +1,4 @@
-"""Makes pairs.jsonl: every sum of two digits with its answer and some wrong ones.
+"""Makes pairs.jsonl: every sum of two digits with its answer, and wrong ones to prefer it to.
 
 Run it again after a change of it: python recipes/preference/make_pairs.py
 """
@@ -9,17 +9,17 @@ import json
 from pathlib import Path
 from random import Random
 
-WRONG = 8
-"""Wrong answers to each sum."""
+DIGITS = "0123456789"
+LARGEST = 18
+"""The largest sum."""
 
 
 def wrong_answers(right: int, random: Random) -> list[str]:
-    """What a model that learns to add writes: other sums, digits too many, digits missing."""
+    """Every other sum, then slips: a digit too many, a digit too few, nothing at all."""
     text = str(right)
-    other = [str(number) for number in range(19) if number != right]
-    slips = [text + random.choice("0123456789"), random.choice("0123456789") + text, text[:-1], ""]
-    slips = [slip for slip in dict.fromkeys(slips) if slip != text]
-    return [*random.sample(other, WRONG - len(slips)), *slips]
+    slips = [text + random.choice(DIGITS), random.choice(DIGITS) + text, text[1:], ""]
+    found = dict.fromkeys([*map(str, range(LARGEST + 1)), *slips])
+    return [answer for answer in found if answer != text]
 
 
 def pairs() -> list[dict[str, str]]:
