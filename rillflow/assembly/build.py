@@ -40,6 +40,8 @@ from rillflow.tasks.prompts import (
 )
 from rillflow.tasks.task import Task
 
+BESIDE_SEED = 2**32
+"""Beyond every run's seed: what a step is given beside its data comes in an order of its own."""
 HELD_OUT_EPOCH = -1
 """The epoch in the row ids of held-out prompts: their random numbers are no training row's."""
 
@@ -104,13 +106,21 @@ class Build:
             flow=Flow(executor, resumed["numbers"] if resumed else None),
             executor=executor,
             stream=self._stream(plan.algorithm.data, resumed["stream"] if resumed else None),
+            beside=self._beside(plan, resumed),
             evaluated=plan.evaluated,
         )
 
-    def _stream(self, data: Data, saved: Mapping[str, int] | None) -> Stream:
-        """The training rows in the order of every epoch, from the saved place on."""
+    def _beside(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Stream | None:
+        """What the phase's step is given beside its data."""
+        data = plan.algorithm.beside(plan.config)
+        if data is None:
+            return None
+        return self._stream(data, resumed["beside"] if resumed else None, shift=BESIDE_SEED)
+
+    def _stream(self, data: Data, saved: Mapping[str, int] | None, shift: int = 0) -> Stream:
+        """The training rows in the order of every epoch, from the saved place on; a ``shift`` changes it."""
         position = StreamPosition(**(saved or {}))
-        rows = PromptStream(self._task.train, seed=self._recipe.run.seed, position=position)
+        rows = PromptStream(self._task.train, seed=self._recipe.run.seed + shift, position=position)
 
         def take(count: int) -> Batch:
             drawn = rows.take(count)

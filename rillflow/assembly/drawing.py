@@ -6,6 +6,7 @@ recipe ─> phases ─ step on symbols, with the endpoints of the real roles ─
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.cast import kinds
@@ -13,7 +14,7 @@ from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.recipe import Recipe
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.graph import Graph
-from rillflow.graph.trace import Signature, Tracer, trace
+from rillflow.graph.trace import Signature, Symbol, Tracer, trace
 from rillflow.workers.endpoint import endpoints_of
 
 DATA_FIELDS = {
@@ -35,9 +36,13 @@ def graphs(recipe: Recipe) -> list[Graph]:
     for plan in phase_plans(recipe):
         roles = {role: endpoints[role] for role in plan.roles}
         step, config = plan.algorithm.step, plan.config
-        tracer = Tracer(roles)
-        fields = DATA_FIELDS[plan.algorithm.data]
-        found.append(trace(plan.name, lambda it, data: step(Flow(it), data, config), tracer, fields))  # noqa: B023
+        extra = plan.algorithm.beside(config)
+        beside = {} if extra is None else {str(extra): DATA_FIELDS[extra]}
+
+        def run(tracer: Tracer, data: Symbol, *more: Symbol, step: Any = step, config: Any = config) -> Any:
+            return step(Flow(tracer), data, config, *more)
+
+        found.append(trace(plan.name, run, Tracer(roles), DATA_FIELDS[plan.algorithm.data], beside))
     return found
 
 

@@ -136,16 +136,21 @@ def reward_function(recipe: Recipe, base: Path, task: Task[Example] | None = Non
 
 def require_answers(recipe: Recipe, task: Task[Example]) -> None:
     """Where there are supervised steps, every row to train on has an answer to learn."""
-    supervised = ALGORITHMS[recipe.algorithm.name].data is Data.DEMONSTRATIONS
-    if not supervised and recipe.warm_start is None:
+    algorithm, config = ALGORITHMS[recipe.algorithm.name], recipe.algorithm
+    asking = ["warm_start"] if recipe.warm_start is not None else []
+    if algorithm.data is Data.DEMONSTRATIONS:
+        asking.append(f"algorithm.name = {config.name}")
+    if algorithm.beside(config) is Data.DEMONSTRATIONS:
+        asking.append(f"{config.name} with demonstrations beside its prompts (algorithm.pretrain_weight)")
+    if not asking:
         return
     silent = [example for example in task.train if example.completion is None]
     if silent:
         raise DataError(
             f"{len(silent):,} of {len(task.train):,} prompts of {task.name} have no answer to learn from; "
             f"the first is {named(silent[0])}",
-            why="supervised steps learn the column 'completion', or else 'answer'",
-            fix="add the column, or --set warm_start=none",
+            why=f"{' and '.join(asking)} would learn the column 'completion', or else 'answer'",
+            fix="add the column, or leave that out: --set warm_start=none, --set algorithm.pretrain_weight=0",
         )
 
 

@@ -55,7 +55,7 @@ class Phase:
     """Iterations."""
     rows: int
     """Prompts, demonstrations or pairs of one iteration."""
-    step: Callable[[Flow, Batch, Any], Any]
+    step: Callable[..., Any]
     """The algorithm; it returns a report, or several."""
     config: Any
     """Its settings."""
@@ -67,6 +67,8 @@ class Phase:
     """The roles it trains; checkpoints hold them, and rows are recorded where the first one is."""
     stream: Stream
     """Its data."""
+    beside: Stream | None
+    """What its step is given beside them, as many rows; None where that is nothing."""
     evaluated: bool
     """Whether what is trained is judged before, after and during this phase."""
 
@@ -143,7 +145,8 @@ class Loop:
         began = time.monotonic()
         phase.flow.begin()
         data = phase.stream.take(phase.rows)
-        report = phase.step(phase.flow, data, phase.config)
+        beside = [phase.beside.take(phase.rows)] if phase.beside is not None else []
+        report = phase.step(phase.flow, data, phase.config, *beside)
         metrics = self._record(phase, step)
         for part in report if isinstance(report, tuple) else (report,):
             metrics |= part.read(self._deadline_s)
@@ -202,6 +205,7 @@ class Loop:
             "done": done,
             "version": self.version,
             "stream": dict(phase.stream.state()),
+            "beside": dict(phase.beside.state()) if phase.beside is not None else None,
             "numbers": {name: self._number(number) for name, number in phase.flow.state.items()},
         }
 
