@@ -194,13 +194,14 @@ def test_the_recipe_s_pairs_are_those_its_script_makes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_two_recipes_raise_the_true_accuracy(tmp_path: Path) -> None:
     """The policy never sees a right answer named: it is scored by what learned from pairs."""
-    scorer = loaded(RECIPES / "run.toml", "run", f"run.dir={json.dumps(str(tmp_path / 'scorer'))}")
+    scorer = load_recipe(RECIPES / "run.toml", [f"run.dir={json.dumps(str(tmp_path / 'scorer'))}"])
     found = launch(scorer.recipe, scorer.base, quiet=True).summary
     assert found.after is not None and found.after.accuracy > 0.7
-    folder = [f"run.dir={json.dumps(str(tmp_path / 'use'))}", f"reward.model={json.dumps(found.run)}"]
-    use = load_recipe(RECIPES / "use.toml", folder)
+    settings = [f"run.dir={json.dumps(str(tmp_path / 'use'))}", f"reward.model={json.dumps(found.run)}"]
+    use = load_recipe(RECIPES / "use.toml", [*settings, "algorithm.steps=25"])
     run = launch(use.recipe, use.base, quiet=True).run
     right = [
         mean(row["completion"] == row["columns"]["answer"] for row in map(json.loads, file.open()))
