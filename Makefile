@@ -4,6 +4,7 @@
 #   make quickstart   a small model learns to calculate (minutes, two cores, no network but pip's)
 #   make test         the everyday tests             make test-all    the slow ones too
 #   make lint         ruff and mypy                  make benchmark   what benchmarks/ measures
+#   make docs         draws the graphs of docs/algorithms anew
 #   make clean        removes .venv and caches; runs/ stays
 
 # The first Python of 3.11 or newer; choose another with: make test PYTHON=/path/to/python
@@ -19,7 +20,7 @@ LEAN := $(VENV)/.lean
 FULL := $(VENV)/.full
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-all lint benchmark setup clean
+.PHONY: quickstart test test-all lint benchmark docs setup clean
 
 quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
@@ -37,6 +38,9 @@ lint: $(FULL)
 
 benchmark: $(FULL)
 	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+
+docs: $(LEAN)
+	$(BIN)/python docs/draw_graphs.py
 
 setup: $(FULL)
 

@@ -33,8 +33,13 @@ class Algorithm:
     config: type[AlgorithmConfig]
     """The class of its settings."""
     step: Callable[..., Any]
-    """One iteration: ``step(flow, data, config)`` returns the update's report, or a tuple of reports."""
+    """One iteration: ``step(flow, data, config)`` returns the update's report, or a tuple of reports.
+
+    Where there is something beside the data, it is the fourth argument.
+    """
     data: Data
     """What the iteration is given."""
     roles: Callable[[Any], tuple[str, ...]]
     """The roles it calls, from its settings."""
+    beside: Callable[[Any], Data | None] = lambda _: None
+    """What it is given beside the data, from its settings: as many rows, in an order of their own."""

@@ -4,6 +4,9 @@ prompts ─ generate ─> rollouts ─┬─ score ─> rewards ─ per token �
                                 ├─ critic.values ─> values ─────── gae ───────────┴─> advantages ─ whitened ─┐
                                 ├─ critic.update <─ returns                                                  │
                                 └─ policy.update ─> publish <────────────────────────────────────────────────┘
+
+With ``pretrain_weight`` the policy's optimiser steps imitate demonstrations too: PPO-ptx (Ouyang et al.,
+arXiv 2203.02155).
 """
 
 from __future__ import annotations
@@ -39,6 +42,11 @@ class CriticTrainedConfig(TokenConfig):
         description="Nats a row may differ from the reference; loss.kl then adapts. 0: it is fixed.",
     )
     value_loss: ValueLossConfig = ValueLossConfig()
+    pretrain_weight: float = Field(
+        0.0,
+        ge=0,
+        description="What demonstrations, their mean -log p, count in each optimiser step; 0: none.",
+    )
 
     @model_validator(mode="after")
     def _priced(self) -> CriticTrainedConfig:
@@ -49,6 +57,16 @@ class CriticTrainedConfig(TokenConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _shown(self) -> CriticTrainedConfig:
+        if self.pretrain_weight and self.minibatches > self.prompts_per_step:
+            raise ValueError(
+                f"minibatches is {self.minibatches} and prompts_per_step {self.prompts_per_step}: with "
+                f"pretrain_weight {self.pretrain_weight:g} every minibatch needs a demonstration, and a step "
+                "has as many as prompts"
+            )
+        return self
+
 
 class PPOConfig(CriticTrainedConfig):
     """PPO's settings."""
@@ -56,7 +74,9 @@ class PPOConfig(CriticTrainedConfig):
     name: Literal["ppo"]
 
 
-def step(flow: Flow, prompts: Batch, config: PPOConfig) -> tuple[Metrics, Metrics]:
+def step(
+    flow: Flow, prompts: Batch, config: PPOConfig, demonstrations: Batch | None = None
+) -> tuple[Metrics, Metrics]:
     """One iteration: sample, score, compare with what the critic expected; both learn."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
@@ -68,7 +88,17 @@ def step(flow: Flow, prompts: Batch, config: PPOConfig) -> tuple[Metrics, Metric
     returns = flow.compute(formulas.value_targets, estimates, values, rollouts, into="returns")
     advantages = flow.compute(formulas.whitened, estimates, rollouts, into="advantages")
     critic = flow.critic.update(rollouts, values, returns, loss=config.value_loss, reuse=config)
-    return critic, improve(flow, [*known, advantages], config)
+    return critic, learn(flow, [*known, advantages], config, demonstrations)
+
+
+def learn(flow: Flow, known: list[Any], config: CriticTrainedConfig, demonstrations: Batch | None) -> Metrics:
+    """``improve``, in the same optimiser steps beside demonstrations where they count (PPO-ptx)."""
+    if demonstrations is None:
+        return improve(flow, known, config)
+    counts = {"loss": config.loss, "reuse": config, "weight": config.pretrain_weight}
+    report: Metrics = flow.policy.update_and_imitate(*known, demonstrations, **counts)
+    flow.publish(flow.policy)
+    return report
 
 
 def kl_weight(flow: Flow, known: list[Any], config: CriticTrainedConfig) -> Any:
@@ -89,4 +119,9 @@ def roles(config: CriticTrainedConfig) -> tuple[str, ...]:
     return ("policy", "reward", "critic", *reference_roles(config))
 
 
-ALGORITHM = Algorithm(config=PPOConfig, step=step, data=Data.PROMPTS, roles=roles)
+def beside(config: CriticTrainedConfig) -> Data | None:
+    """Demonstrations, where they count."""
+    return Data.DEMONSTRATIONS if config.pretrain_weight else None
+
+
+ALGORITHM = Algorithm(config=PPOConfig, step=step, data=Data.PROMPTS, roles=roles, beside=beside)

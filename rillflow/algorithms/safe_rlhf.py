@@ -5,7 +5,8 @@ rollouts ─┬─ reward.score ─ gae with critic.values ─────> rewa
           │              └─ mean_cost ─> the multiplier of the next step: dearer while cost exceeds the limit
           └─ critic.update, cost_critic.update <─ returns of each
 
-PPO with a second critic; the two advantages are mixed at the multiplier's price.
+PPO with a second critic; the two advantages are mixed at the multiplier's price. Demonstrations beside the
+prompts, where ``pretrain_weight`` lets them count, are imitated in the policy's optimiser steps.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from pydantic import Field
 
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
-from rillflow.algorithms.ppo import CriticTrainedConfig, kl_weight
+from rillflow.algorithms.ppo import CriticTrainedConfig, beside, kl_weight, learn
 from rillflow.algorithms.ppo import roles as without_cost
-from rillflow.algorithms.steps import earn, improve, look_back
+from rillflow.algorithms.steps import earn, look_back
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
@@ -39,7 +40,9 @@ class SafeRLHFConfig(CriticTrainedConfig):
     )
 
 
-def step(flow: Flow, prompts: Batch, config: SafeRLHFConfig) -> tuple[Metrics, Metrics, Metrics]:
+def step(
+    flow: Flow, prompts: Batch, config: SafeRLHFConfig, demonstrations: Batch | None = None
+) -> tuple[Metrics, Metrics, Metrics]:
     """One iteration: sample, score, price; reward over cost at the present price, and the next price."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
@@ -56,10 +59,10 @@ def step(flow: Flow, prompts: Batch, config: SafeRLHFConfig) -> tuple[Metrics, M
     log_price = flow.recall("log_multiplier", 0.0)
     price = flow.number(formulas.multiplier, log_multiplier=log_price)
     mixed = flow.compute(formulas.lagrangian_advantages, gains, harms, into="advantages", multiplier=price)
-    learn = {"loss": config.value_loss, "reuse": config}
-    critic = flow.critic.update(rollouts, values, earnings, **learn)
-    cost_critic = flow.cost_critic.update(rollouts, cost_values, expenses, **learn)
-    policy = improve(flow, [*known, mixed], config)
+    use = {"loss": config.value_loss, "reuse": config}
+    critic = flow.critic.update(rollouts, values, earnings, **use)
+    cost_critic = flow.cost_critic.update(rollouts, cost_values, expenses, **use)
+    policy = learn(flow, [*known, mixed], config, demonstrations)
     ascent = {"limit": config.cost_limit, "lr": config.multiplier_lr, "highest": DEAREST}
     observed = flow.number(formulas.mean_cost, costs)
     following = flow.number(
@@ -74,4 +77,4 @@ def roles(config: SafeRLHFConfig) -> tuple[str, ...]:
     return (*without_cost(config), "cost", "cost_critic")
 
 
-ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, data=Data.PROMPTS, roles=roles)
+ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, data=Data.PROMPTS, roles=roles, beside=beside)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rillflow.algorithms.algorithm import Data
 from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig
+from rillflow.algorithms.registry import ALGORITHMS
 
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe
@@ -15,7 +17,7 @@ def step_rows(config: AlgorithmConfig) -> str:
     if isinstance(config, OnlineConfig):
         prompts, samples = config.prompts_per_step, config.samples_per_prompt
         return f"{prompts:,} prompts x {samples:,} samples = {config.rows_per_step:,} rows"
-    return _many(config.rows_per_step, "row")
+    return _many(config.rows_per_step, _row_word(config))
 
 
 def batch_lines(recipe: Recipe) -> list[str]:
@@ -29,7 +31,7 @@ def batch_lines(recipe: Recipe) -> list[str]:
     passes = f"{_many(config.epochs, 'epoch')} x {_many(config.minibatches, 'minibatch', 'es')}"
     lines.append(
         f"the run: {_many(config.steps, 'step')} x {passes} = {_many(config.updates, 'optimiser step')} "
-        f"on {_many(config.steps * config.rows_per_step, 'row')}"
+        f"on {_many(config.steps * config.rows_per_step, _row_word(config))}"
     )
     if isinstance(config, OnlineConfig):
         longest = recipe.rollout.max_tokens
@@ -43,8 +45,14 @@ def batch_lines(recipe: Recipe) -> list[str]:
 def _minibatches(config: AlgorithmConfig) -> str:
     """How one pass over a step's rows is cut. Example: ``3 minibatches of 171 or 170 rows``."""
     small, larger = divmod(config.rows_per_step, config.minibatches)
-    rows = f"{small + 1:,} or {small:,} rows" if larger else _many(small, "row")
+    word = _row_word(config)
+    rows = f"{small + 1:,} or {small:,} {word}s" if larger else _many(small, word)
     return f"{_many(config.minibatches, 'minibatch', 'es')} of {rows}"
+
+
+def _row_word(config: AlgorithmConfig) -> str:
+    """What a step is made of."""
+    return "pair" if ALGORITHMS[config.name].data is Data.PREFERENCES else "row"
 
 
 def _many(count: int, word: str, plural: str = "s") -> str:

@@ -12,9 +12,8 @@ from typing import Any, cast
 
 import torch
 
+from rillflow.assembly.trained import model_directory
 from rillflow.config.load import validate
-from rillflow.dataflow.checkpoint import latest_checkpoint
-from rillflow.errors import RunDirectoryError
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import choose_device, load_model
 from rillflow.observe import layout
@@ -42,7 +41,7 @@ class Respondent:
         seed: of the answers' random numbers; another one every time if None.
 
     Raises:
-        RunDirectoryError: it is no run directory, or has no such checkpoint.
+        RunDirectoryError: it is no run directory, has no such checkpoint, or trains no policy.
         ConfigError: a value is out of range.
     """
 
@@ -62,7 +61,8 @@ class Respondent:
         rollout = validate(RolloutConfig, asked, "the question")
         self._model = load_model(
             ModelConfig(
-                path=str(policy_directory(run, step).absolute()), dtype=config["policy"]["model"]["dtype"]
+                path=str(model_directory(run, "policy", step).absolute()),
+                dtype=config["policy"]["model"]["dtype"],
             ),
             seed=0,
             device=choose_device("auto"),
@@ -96,33 +96,6 @@ class Respondent:
         self._asked += 1
         rollouts = self._engine.generate(prompts)
         return tokenizer.decode(completions(rollouts).row(0).tolist())
-
-
-def policy_directory(run: Path, step: int | None = None) -> Path:
-    """The Hugging Face directory of a checkpoint: of the newest whole one if ``step`` is None.
-
-    Raises:
-        RunDirectoryError: there is none.
-    """
-    folder = run / layout.CHECKPOINTS
-    if step is None:
-        newest = latest_checkpoint(folder)
-        if newest is None:
-            raise RunDirectoryError(
-                f"{run} has no checkpoint",
-                why="the first one is written when a phase ends or the run is interrupted",
-                fix="wait for it, or set run.checkpoint_every",
-            )
-        return newest.policy
-    chosen = folder / f"step-{step:06d}" / "policy"
-    if not chosen.is_dir():
-        there = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-        raise RunDirectoryError(
-            f"{run} has no checkpoint of step {step}",
-            why=f"it has those of steps {', '.join(map(str, there))}" if there else "it has none",
-            fix=f"--checkpoint {there[-1]}" if there else "wait for the first one",
-        )
-    return chosen
 
 
 def asks_in_chat(run: Path) -> bool:

@@ -65,7 +65,7 @@ def reward(function: FunctionPath, settings: RewardConfig, tokenizer: Tokenizer,
     return Reward(workers, tokenizer, max_failures=settings.max_failures)
 
 
-def reward_model(
+def scorer(
     model: ModelConfig,
     base: Path,
     device: str,
@@ -73,14 +73,39 @@ def reward_model(
     seed: int,
     tokenizer: Tokenizer,
     kind: type[RewardModel],
+    section: str,
     site: Site,
 ) -> RewardModel:
-    """A reward or cost model, from a directory that has a scalar head."""
+    """A reward or cost model that only scores, from a directory that has a scalar head."""
+    loaded = load_scalar_model(model, seed=seed, device=choose_device(device), base=base, section=section)
+    return kind(loaded, tokenizer=tokenizer, train=train, seed=seed, updates=1, ranks=site.ranks)
+
+
+def learner(
+    model: ModelConfig,
+    base: Path,
+    device: str,
+    threads: int,
+    train: TrainConfig,
+    seed: int,
+    version: int,
+    site: Site,
+) -> RewardModel:
+    """A reward or cost model to train, alone: its tokens are its own; the first phase says with what."""
+    if threads:
+        torch.set_num_threads(threads)
     loaded = load_scalar_model(
-        model, seed=seed, device=choose_device(device), base=base, section="reward.model"
+        model, seed=seed, device=choose_device(device), base=base, section="policy.model"
     )
-    del site
-    return kind(loaded, tokenizer=tokenizer, train=train, seed=seed, updates=1)
+    return RewardModel(
+        loaded,
+        tokenizer=loaded.tokenizer,
+        train=train,
+        seed=seed,
+        updates=1,
+        version=version,
+        ranks=site.ranks,
+    )
 
 
 def cost(function: FunctionPath, settings: RewardConfig, tokenizer: Tokenizer, site: Site) -> Reward:
@@ -117,9 +142,9 @@ def critic(
     )
 
 
-def voice(policy: Policy) -> tuple[Tokenizer, int]:
-    """The policy's tokeniser, and its context in tokens: what prompts are made with."""
-    return policy.model.tokenizer, policy.model.context
+def voice(lead: Policy | RewardModel) -> tuple[Tokenizer, int]:
+    """The lead's tokeniser, and its context in tokens: what rows are made with."""
+    return lead.model.tokenizer, lead.model.context
 
 
 def keep_policy(policy: Policy, folder: Path) -> None:

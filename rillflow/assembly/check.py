@@ -25,12 +25,14 @@ from rillflow.assembly.meshes import model_roles, unfit
 from rillflow.assembly.preflight import (
     longest_of,
     model_source,
+    open_rows,
     prompt_length,
     require_answers,
     require_room,
     reward_function,
+    scorer_sources,
 )
-from rillflow.assembly.recipe import LoadedRecipe, Recipe, leaves, roles_of
+from rillflow.assembly.recipe import LoadedRecipe, Recipe, leaves
 from rillflow.config.problems import shown
 from rillflow.errors import ConfigError, RillflowError, RunDirectoryError
 from rillflow.observe import layout
@@ -40,7 +42,7 @@ from rillflow.rewards.columns import Text
 from rillflow.rewards.outcome import Score
 from rillflow.rewards.workers import check_function
 from rillflow.tasks.example import Example
-from rillflow.tasks.task import Task, open_task
+from rillflow.tasks.task import Task
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 
@@ -86,7 +88,7 @@ def check(loaded: LoadedRecipe) -> Report:
     report.say("placement", placement_lines(loaded.recipe))
     task: Task[Example] | None = None
     try:
-        task = open_task(loaded.recipe.task, base=loaded.base, seed=loaded.recipe.run.seed)
+        task = open_rows(loaded.recipe, loaded.base)
         report.say("data", _data_lines(loaded, task, report))
         require_answers(loaded.recipe, task)
         require_room(loaded.recipe, task)
@@ -117,8 +119,8 @@ def placement_lines(recipe: Recipe) -> list[str]:
     device = "cuda" if recipe.run.device.startswith("cuda") else recipe.run.device
     ranks = sum(placement.pools.values())
     where = "in this process" if placement.is_inline else f"on Ray, {ranks} processes"
-    lines, models = [f"{where}; device {device}"], model_roles(recipe, roles_of(recipe))
-    for role in roles_of(recipe):
+    lines, models = [f"{where}; device {device}"], model_roles(recipe, recipe.roles)
+    for role in recipe.roles:
         pool = placement.pool_of(role)
         size = placement.pools[pool]
         last = f" to {size - 1}" if size > 1 else ""
@@ -131,11 +133,14 @@ def _data_lines(loaded: LoadedRecipe, task: Task[Example], report: Report) -> li
     recipe = loaded.recipe
     longest = longest_of(task)
     judged = min(recipe.evaluate.problems, len(task.held_out))
+    word = "prompts" if recipe.has_policy else "pairs"
+    temperature = recipe.evaluate.temperature
+    how = f", answered at temperature {temperature:g}" if recipe.has_policy else ""
     prompts = recipe.algorithm.steps * recipe.algorithm.prompts_per_step
     if recipe.algorithm.prompts_per_step > len(task.train):
         report.notes.append(
-            f"a step draws {recipe.algorithm.prompts_per_step:,} prompts and there are {len(task.train):,}: "
-            "within a step, prompts repeat"
+            f"a step draws {recipe.algorithm.prompts_per_step:,} {word} and there are {len(task.train):,}: "
+            f"within a step, {word} repeat"
         )
     if not judged:
         report.notes.append("nothing is held out, so accuracy will not be measured")
@@ -144,10 +149,10 @@ def _data_lines(loaded: LoadedRecipe, task: Task[Example], report: Report) -> li
             f"of evaluate.problems = {recipe.evaluate.problems:,} only {judged:,} are held out"
         )
     return [
-        f"{task.name}: {len(task.train):,} prompts to train on, {len(task.held_out):,} held out, "
+        f"{task.name}: {len(task.train):,} {word} to train on, {len(task.held_out):,} held out, "
         f"{task.left_out:,} left out because they are among those",
-        f"the algorithm draws {prompts:,} prompts: {prompts / len(task.train):.1f} passes over them",
-        f"judged by {judged:,} prompts, answered at temperature {recipe.evaluate.temperature:g}",
+        f"the algorithm draws {prompts:,} {word}: {prompts / len(task.train):.1f} passes over them",
+        f"judged by {judged:,} {word}{how}",
         f"longest prompt: {prompt_length(longest):,} characters: {shown(longest.key)}",
     ]
 
@@ -164,7 +169,7 @@ def _look_at_model(loaded: LoadedRecipe, report: Report) -> None:
     if sizes is None:
         report.say("model", [f"{name}: its size is known when it is loaded"])
         return
-    if recipe.rollout.max_tokens >= sizes.context:
+    if recipe.has_policy and recipe.rollout.max_tokens >= sizes.context:
         raise ConfigError(
             f"rollout.max_tokens is {recipe.rollout.max_tokens} and the model's context is {sizes.context}",
             why="the context holds prompt and answer",
@@ -191,8 +196,10 @@ def _look_at_model(loaded: LoadedRecipe, report: Report) -> None:
 
 
 def _look_at_reward(loaded: LoadedRecipe, task: Task[Example] | None, report: Report) -> None:
+    for setting, source in scorer_sources(loaded.recipe, loaded.base).items():
+        report.say(setting, [source])
     function = reward_function(loaded.recipe, loaded.base, task)
-    if function is None or task is None:
+    if function is None or task is None or not loaded.recipe.has_policy:
         return
     rows = task.train[:2]
     answers = [rows[0].completion or "", *("" for _ in rows[1:])]

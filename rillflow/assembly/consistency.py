@@ -16,7 +16,7 @@ from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import NewModel
 from rillflow.train.config import TrainConfig
 
-ROLES = ("policy", "reference", "critic", "cost_critic", "reward", "cost", "reward_model")
+ROLES = ("policy", "reference", "critic", "cost_critic", "reward", "cost", "judge", "reward_model")
 """Every role a recipe may place."""
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def inconsistencies(recipe: Recipe) -> list[ConfigError]:
     """Every contradiction between the recipe's settings."""
     return [
         *_model(recipe),
+        *_phases(recipe),
         *_context(recipe),
         *_batch(recipe),
         *_schedule(recipe),
@@ -67,12 +68,11 @@ def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
 
 def _meshes(recipe: Recipe) -> Iterator[ConfigError]:
     """Grids that the pools cannot be, or that a new model cannot be cut into."""
-    roles = ("policy", *ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm))
-    problems = [*impossible(recipe.placement, model_roles(recipe, dict.fromkeys(roles)))]
+    problems = [*impossible(recipe.placement, model_roles(recipe, recipe.roles))]
     yield from problems
     new = recipe.policy.model.new
     if new is not None and not problems:
-        mesh = recipe.placement.mesh_of("policy")
+        mesh = recipe.placement.mesh_of(recipe.lead)
         yield from unfit(mesh, recipe.placement.generate_tp, new.heads, new.kv_heads, new.layers)
 
 
@@ -120,9 +120,19 @@ def _divisor(whole: int, wish: int) -> int:
     return min((part for part in range(1, whole + 1) if whole % part == 0), key=lambda part: abs(part - wish))
 
 
+def _phases(recipe: Recipe) -> Iterator[ConfigError]:
+    own = ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm)
+    if recipe.lead not in own:
+        yield ConfigError(
+            f"warm_start trains the {recipe.lead} and {recipe.algorithm.name} has none",
+            why=f"it trains the {own[0].replace('_', ' ')}",
+            fix="--set warm_start=none",
+        )
+
+
 def _context(recipe: Recipe) -> Iterator[ConfigError]:
     new, limit = recipe.policy.model.new, recipe.rollout.max_tokens
-    if new is not None and limit >= new.context:
+    if recipe.has_policy and new is not None and limit >= new.context:
         yield ConfigError(
             f"rollout.max_tokens is {limit} and policy.model.new.context is {new.context}",
             why=f"the context holds prompt and answer; the prompt would have {new.context - limit} tokens",

@@ -6,18 +6,15 @@ recipe ─> phases ─ step on symbols, with the endpoints of the real roles ─
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.assembly.build import phase_plans
+from rillflow.assembly.cast import kinds
+from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.recipe import Recipe
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.graph import Graph
-from rillflow.graph.trace import Signature, Tracer, trace
-from rillflow.roles.critic import Critic
-from rillflow.roles.policy import Policy
-from rillflow.roles.reference import Reference
-from rillflow.roles.reward import Cost, Reward
-from rillflow.roles.reward_model import CostModel, RewardModel
+from rillflow.graph.trace import Signature, Symbol, Tracer, trace
 from rillflow.workers.endpoint import endpoints_of
 
 DATA_FIELDS = {
@@ -37,26 +34,21 @@ def graphs(recipe: Recipe) -> list[Graph]:
     endpoints = signatures(recipe)
     found = []
     for plan in phase_plans(recipe):
-        roles = {role: endpoints[role] for role in plan.algorithm.roles(plan.config)}
+        roles = {role: endpoints[role] for role in plan.roles}
         step, config = plan.algorithm.step, plan.config
-        tracer = Tracer(roles)
-        fields = DATA_FIELDS[plan.algorithm.data]
-        found.append(trace(plan.name, lambda it, data: step(Flow(it), data, config), tracer, fields))  # noqa: B023
+        extra = plan.algorithm.beside(config)
+        beside = {} if extra is None else {str(extra): DATA_FIELDS[extra]}
+
+        def run(tracer: Tracer, data: Symbol, *more: Symbol, step: Any = step, config: Any = config) -> Any:
+            return step(Flow(tracer), data, config, *more)
+
+        found.append(trace(plan.name, run, Tracer(roles), DATA_FIELDS[plan.algorithm.data], beside))
     return found
 
 
 def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
     """The endpoints of every role a recipe may cast."""
-    kinds: dict[str, type] = {
-        "policy": Policy,
-        "reference": Reference,
-        "critic": Critic,
-        "cost_critic": Critic,
-        "reward": RewardModel if recipe.reward.model else Reward,
-        "cost": CostModel if recipe.cost.model else Cost,
-        "reward_model": RewardModel,
-    }
     return {
         role: {name: marked.signature for name, marked in endpoints_of(kind).items()}
-        for role, kind in kinds.items()
+        for role, kind in kinds(recipe).items()
     }

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rillflow.assembly.preflight import require_usable
+from rillflow.assembly.preflight import open_rows, require_usable
 from rillflow.assembly.recipe import Recipe
 from rillflow.observe import layout
 from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
 from rillflow.observe.run_directory import RunDirectory, set_aside
 from rillflow.tasks.example import Example
-from rillflow.tasks.task import Task, open_task
+from rillflow.tasks.task import Task
 from rillflow.view.report import write_report
 from rillflow.view.summary import Summary, render_text, summarise
 
@@ -50,7 +50,7 @@ def launch(recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = Fal
         RillflowError: anything a user can mend, with what, why and what to do.
         Interrupted: the user asked to stop; the same command goes on.
     """
-    task = open_task(recipe.task, base=base, seed=recipe.run.seed)
+    task = open_rows(recipe, base)
     require_usable(recipe, base, task)
     path = Path(recipe.run.dir or "runs/run")
     if fresh:

@@ -17,7 +17,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import ModelError
 from rillflow.models.config import NewModel
@@ -115,13 +114,13 @@ def _numbers_in(file: Path) -> int:
 
 
 def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
-    """What the policy takes on one rank, phase by phase; empty where a rank holds it whole.
+    """What the model of section ``policy`` takes on one rank, by phase; empty where a rank holds it whole.
 
     Weights that tensor parallelism leaves whole (norms, an embedding that is not tied) count as if they
     were cut: an estimate.
     """
     placement, item = recipe.placement, _ITEM_BYTES[recipe.policy.model.dtype]
-    mesh, tp = placement.mesh_of("policy"), placement.generate_tp
+    mesh, tp = placement.mesh_of(recipe.lead), placement.generate_tp
     if mesh.is_plain and tp == 1:
         return []
     whole = sizes.parameters * item
@@ -132,10 +131,15 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
     if item < _FLOAT32_BYTES:
         state += sizes.parameters * _FLOAT32_BYTES // parts
     share = size(whole // parts)
+    lines = [
+        f"{recipe.lead} in training, {mesh}: weights {size(whole)} / {parts} = {share} a rank, gradients "
+        f"{share}, optimiser {size(state)}, and activations"
+    ]
+    if not recipe.has_policy:
+        return lines
     return [
-        f"the policy in training, {mesh}: weights {size(whole)} / {parts} = {share} a rank, gradients "
-        f"{share}, optimiser {size(state)}, and activations",
-        f"the policy in generation, tp {tp}: weights {size(whole)} / {tp} = {size(whole // tp)} a rank, "
+        *lines,
+        f"policy in generation, tp {tp}: weights {size(whole)} / {tp} = {size(whole // tp)} a rank, "
         f"{size(whole // tp - whole // parts)} of them received at the switch; KV cache {size(cache)}; "
         f"{mesh.ranks // tp} replicas of {rows} rows",
     ]
@@ -150,9 +154,10 @@ def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:
         "weights": weights,
         "gradients": weights,
         "optimiser": 2 * sizes.parameters * _FLOAT32_BYTES,
-        "KV cache": 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item,
-        "logits": 2 * recipe.policy.tokens_per_micro_batch * sizes.vocabulary * _FLOAT32_BYTES,
     }
-    if "reference" in ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm):
+    if recipe.has_policy:
+        parts["KV cache"] = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item
+        parts["logits"] = 2 * recipe.policy.tokens_per_micro_batch * sizes.vocabulary * _FLOAT32_BYTES
+    if "reference" in recipe.roles:
         parts["reference"] = weights
     return parts

@@ -1,6 +1,6 @@
 """Preflight: what a recipe names and must be there, looked at before anything heavy is imported.
 
-recipe ─ require_ready ──> model and reward function are there
+recipe ─ require_ready ──> models and reward function are there
 + task ─ require_usable ─> its rows can be scored, learnt from, and fit into the context
 """
 
@@ -12,18 +12,37 @@ from pathlib import Path
 from rillflow.algorithms.algorithm import Data
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import LoadedRecipe, Recipe
+from rillflow.assembly.trained import model_directory
 from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, DataError, ModelError, RillflowError
 from rillflow.models.locate import locate
+from rillflow.observe import layout
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.tasks.example import Example
-from rillflow.tasks.task import Task
+from rillflow.tasks.preference import Preference
+from rillflow.tasks.task import Task, open_preferences, open_task
 
 
 def require_ready(loaded: LoadedRecipe) -> None:
     """Raise ConfigError with everything the recipe names that is not there."""
     recipe, base = loaded.recipe, loaded.base
-    _require([lambda: model_source(recipe, base), lambda: reward_function(recipe, base)], str(loaded.path))
+    looks = [
+        lambda: model_source(recipe, base),
+        lambda: reward_function(recipe, base),
+        lambda: scorer_sources(recipe, base),
+    ]
+    _require(looks, str(loaded.path))
+
+
+def open_rows(recipe: Recipe, base: Path) -> Task[Example]:
+    """The rows of the recipe's task, pairs of answers where its algorithm learns from those.
+
+    Raises:
+        DataError: the source is unknown or its data cannot be used.
+    """
+    if ALGORITHMS[recipe.algorithm.name].data is Data.PREFERENCES:
+        return open_preferences(recipe.task, base=base, seed=recipe.run.seed)
+    return open_task(recipe.task, base=base, seed=recipe.run.seed)
 
 
 def require_usable(recipe: Recipe, base: Path, task: Task[Example]) -> None:
@@ -54,8 +73,32 @@ def model_source(recipe: Recipe, base: Path) -> str | None:
         ModelError: there is no such model.
     """
     path = recipe.policy.model.path
-    if path is None:
-        return None
+    return None if path is None else _existing("policy.model.path", path, base)
+
+
+def scorer_sources(recipe: Recipe, base: Path) -> dict[str, str]:
+    """The directories or hub names of the models that score, by their settings; see ``scorer_source``."""
+    named = {"reward.model": recipe.reward.model, "cost.model": recipe.cost.model}
+    return {
+        setting: scorer_source(setting, path, base) for setting, path in named.items() if path is not None
+    }
+
+
+def scorer_source(setting: str, path: str, base: Path) -> str:
+    """The directory or hub name of a model that scores; of a run, the reward model it trained last.
+
+    Raises:
+        ModelError: there is no such model.
+        RunDirectoryError: the run has no reward model yet.
+    """
+    folder = base / Path(path).expanduser()
+    if layout.is_run_directory(folder):
+        return str(model_directory(folder, "reward_model").resolve())
+    return _existing(setting, path, base)
+
+
+def _existing(setting: str, path: str, base: Path) -> str:
+    """Where a model that exists is."""
     try:
         source = locate(path, base)
     except ModelError as error:
@@ -65,7 +108,7 @@ def model_source(recipe: Recipe, base: Path) -> str | None:
         raise
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ModelError(
-            f"policy.model.path is {path!r}",
+            f"{setting} is {path!r}",
             why=f"{source} has no config.json",
             fix="name the directory of a Hugging Face model",
         )
@@ -82,7 +125,7 @@ def reward_function(recipe: Recipe, base: Path, task: Task[Example] | None = Non
     text = recipe.reward.function
     if text is None and task is not None:
         text = task.reward
-        if text is None:
+        if text is None and recipe.reward.model is None and "reward" in recipe.roles:
             raise ConfigError(
                 "reward.function is missing",
                 why=f"{task.name} has no scorer of its own",
@@ -93,30 +136,45 @@ def reward_function(recipe: Recipe, base: Path, task: Task[Example] | None = Non
 
 def require_answers(recipe: Recipe, task: Task[Example]) -> None:
     """Where there are supervised steps, every row to train on has an answer to learn."""
-    supervised = ALGORITHMS[recipe.algorithm.name].data is Data.DEMONSTRATIONS
-    if not supervised and recipe.warm_start is None:
+    algorithm, config = ALGORITHMS[recipe.algorithm.name], recipe.algorithm
+    asking = ["warm_start"] if recipe.warm_start is not None else []
+    if algorithm.data is Data.DEMONSTRATIONS:
+        asking.append(f"algorithm.name = {config.name}")
+    if algorithm.beside(config) is Data.DEMONSTRATIONS:
+        asking.append(f"{config.name} with demonstrations beside its prompts (algorithm.pretrain_weight)")
+    if not asking:
         return
     silent = [example for example in task.train if example.completion is None]
     if silent:
         raise DataError(
             f"{len(silent):,} of {len(task.train):,} prompts of {task.name} have no answer to learn from; "
             f"the first is {named(silent[0])}",
-            why="supervised steps learn the column 'completion', or else 'answer'",
-            fix="add the column, or --set warm_start=none",
+            why=f"{' and '.join(asking)} would learn the column 'completion', or else 'answer'",
+            fix="add the column, or leave that out: --set warm_start=none, --set algorithm.pretrain_weight=0",
         )
 
 
 def require_room(recipe: Recipe, task: Task[Example]) -> None:
-    """A new model has a token for a character, so whether the longest prompt leaves room is known."""
+    """A new model has a token for a character, so whether the longest row has room is known."""
     new, limit = recipe.policy.model.new, recipe.rollout.max_tokens
-    longest = longest_of(task)
-    if new is None or recipe.task.too_long == "drop" or prompt_length(longest) + limit <= new.context:
+    longest = max((*task.train, *task.held_out), key=lambda example: _row_length(example, limit))
+    if new is None or recipe.task.too_long == "drop" or _row_length(longest, limit) <= new.context:
         return
+    rest, lower = f"rollout.max_tokens = {limit}", "lower rollout.max_tokens, "
+    if isinstance(longest, Preference):
+        rest, lower = "its longer answer and the end token", ""
     raise ConfigError(
         f"{named(longest)} has {prompt_length(longest)} characters",
-        why=f"with rollout.max_tokens = {limit} it exceeds policy.model.new.context = {new.context}",
-        fix='raise the context, lower rollout.max_tokens, or set task.too_long = "drop"',
+        why=f"with {rest} it exceeds policy.model.new.context = {new.context}",
+        fix=f'raise the context, {lower}or set task.too_long = "drop"',
     )
+
+
+def _row_length(example: Example, limit: int) -> int:
+    """Characters of a prompt with its longer answer and the end token, or with ``limit`` sampled ones."""
+    if isinstance(example, Preference):
+        return prompt_length(example) + max(len(str(example.completion)), len(example.rejected)) + 1
+    return prompt_length(example) + limit
 
 
 def longest_of(task: Task[Example]) -> Example:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 from pydantic import Field, model_validator
 
 from rillflow.algorithms.config import AlgorithmConfig, WarmStartConfig
-from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.algorithms.registry import ALGORITHMS, warm_start
 from rillflow.assembly.consistency import inconsistencies
 from rillflow.cluster.config import PlacementConfig
 from rillflow.config.load import read_toml, validate
@@ -55,7 +55,7 @@ class RunConfig(Section):
 
 
 class PolicyConfig(TrainConfig):
-    """The model that is trained, and how."""
+    """The model that is trained, and how: the policy, or the model that learns in its place."""
 
     model: ModelConfig
 
@@ -111,6 +111,26 @@ class Recipe(Section):
         """Steps of all phases."""
         return self.algorithm.steps + (self.warm_start.steps if self.warm_start is not None else 0)
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles the phases call, in the order they appear."""
+        found: list[str] = []
+        if self.warm_start is not None:
+            first, settings = warm_start(self.warm_start)
+            found += first.roles(settings)
+        found += ALGORITHMS[self.algorithm.name].roles(self.algorithm)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def lead(self) -> str:
+        """The role whose model the section ``policy`` describes: the one that is named first."""
+        return self.roles[0]
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether there is a policy; without one nothing is sampled, and no answer is scored."""
+        return "policy" in self.roles
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRecipe:
@@ -141,13 +161,6 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     given = dict.fromkeys(leaves(data), path.name)
     given |= dict.fromkeys(leaves(apply_overrides({}, settings)), "--set")
     return LoadedRecipe(recipe=recipe, path=path, base=path.parent, given=given)
-
-
-def roles_of(recipe: Recipe) -> tuple[str, ...]:
-    """The roles a recipe's phases call, in the order they appear."""
-    found = ["policy"]
-    found += ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm)
-    return tuple(dict.fromkeys(found))
 
 
 def run_name(path: Path) -> str:

@@ -57,6 +57,9 @@ def explain(error: ErrorDetails, schema: type[Section], data: Data) -> ConfigErr
         return _missing(place.dotted, place.field)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _unchosen(place.dotted, place.field, error["input"])
+    if kind == "value_error" and isinstance(error["input"], Mapping):
+        conflict = f"{place.dotted}: {context['error']}"
+        return ConfigError(conflict, why="these settings cannot go together", fix="change one of them")
     if subsections(place.field):
         return _not_a_section(place.dotted, place.field, error["input"])
     rule = _RULES[kind].format(**context) if kind in _RULES else error["msg"]

@@ -43,10 +43,9 @@ class Checkpoint:
     state: Mapping[str, Any]
     """What ``save_checkpoint`` was given as state."""
 
-    @property
-    def policy(self) -> Path:
-        """The Hugging Face directory inside it."""
-        return self.path / "policy"
+    def model(self, role: str) -> Path:
+        """The Hugging Face directory of a role."""
+        return self.path / role
 
     def optimizer(self, role: str) -> Path:
         """The file of a role's training state."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rillflow.graph.graph import CONTROLLER, DATA, Graph, Stage
+from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
 
 _SHOWN = 4
 """Fields an arrow names before it says how many more there are."""
@@ -18,6 +18,7 @@ def as_json(graph: Graph) -> dict[str, Any]:
         "roles": list(graph.roles),
         "stages": [{**asdict(stage), "name": stage.name} for stage in graph.stages],
         "edges": [asdict(edge) for edge in graph.edges],
+        "given": list(graph.given),
     }
 
 
@@ -27,7 +28,7 @@ def as_text(graph: Graph) -> str:
     width = max((len(stage.name) for stage in graph.stages), default=0)
     for stage in graph.stages:
         taken = "; ".join(
-            f"{_fields(edge.fields)} of {_source(graph, edge.source)}" for edge in graph.into(stage.index)
+            f"{_fields(edge.fields)} of {_source(graph, edge)}" for edge in graph.into(stage.index)
         )
         left = f" -> {', '.join(stage.writes)}" if stage.writes else ""
         lines.append(f"{stage.index:3}  {stage.name:<{width}}  {taken or 'nothing'}{left}")
@@ -36,20 +37,22 @@ def as_text(graph: Graph) -> str:
 
 def as_mermaid(graph: Graph) -> str:
     """A flowchart: boxes are stages, rounded ones formulas; arrows carry fields."""
-    lines = ["flowchart LR", f"    {DATA}[/{DATA}/]"]
+    lines = ["flowchart LR", *(f"    {name}[/{name}/]" for name in graph.given)]
     lines += [f"    {_node(stage.index)}{_box(stage)}" for stage in graph.stages]
     for edge in graph.edges:
         label = f"|{_fields(edge.fields)}|" if edge.fields else ""
-        lines.append(f"    {_node(edge.source)} -->{label} {_node(edge.destination)}")
+        source = _node(edge.source) if edge.source >= 0 else graph.source_name(edge)
+        lines.append(f"    {source} -->{label} {_node(edge.destination)}")
     return "\n".join(lines)
 
 
-def _source(graph: Graph, index: int) -> str:
-    return DATA if index < 0 else f"{index} {graph.stages[index].name}"
+def _source(graph: Graph, edge: Edge) -> str:
+    name = graph.source_name(edge)
+    return name if edge.source < 0 else f"{edge.source} {name}"
 
 
 def _node(index: int) -> str:
-    return DATA if index < 0 else f"s{index}"
+    return f"s{index}"
 
 
 def _box(stage: Stage) -> str:

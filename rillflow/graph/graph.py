@@ -46,7 +46,7 @@ class Edge:
     """A result, or a part of it, on its way to a later stage."""
 
     source: int
-    """The stage that made it; -1 for what the step was given."""
+    """The stage that made it; -1 for what the step was given, -2 for what was given beside it."""
     destination: int
     """The stage that takes it."""
     fields: tuple[str, ...]
@@ -67,6 +67,8 @@ class Graph:
     """In the order of the program."""
     edges: tuple[Edge, ...]
     """Ordered by destination, then source."""
+    given: tuple[str, ...] = (DATA,)
+    """What the step is given, the sources -1, -2, ... by name."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -79,4 +81,4 @@ class Graph:
 
     def source_name(self, edge: Edge) -> str:
         """The name of the stage an edge comes from, or ``data``."""
-        return DATA if edge.source < 0 else self.stages[edge.source].name
+        return self.given[-1 - edge.source] if edge.source < 0 else self.stages[edge.source].name

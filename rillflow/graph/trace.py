@@ -13,10 +13,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from rillflow.errors import GraphError, nearest
-from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
+from rillflow.graph.graph import CONTROLLER, DATA, Edge, Graph, Stage
 
 ROW_FIELDS = ("ids", "groups")
 """What a formula may read of any batch: its rows' ids [B, 3], and a number [B] that a prompt's rows share."""
@@ -155,19 +156,25 @@ def field_parameters(formula: Callable[..., Any], options: Collection[str]) -> t
 
 
 def trace(
-    name: str, run: Callable[[Tracer, Symbol], Any], tracer: Tracer, data_fields: Sequence[str]
+    name: str,
+    run: Callable[..., Any],
+    tracer: Tracer,
+    data_fields: Sequence[str],
+    beside: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Graph:
     """Run a step on symbols.
 
     Args:
         name: of the algorithm.
-        run: calls the step with a flow made of the tracer, and what the step is given.
+        run: given the tracer and what the step is given, calls the step with a flow made of the tracer.
         tracer: records.
         data_fields: of what the step is given.
+        beside: the fields of what it is given beside that, by name.
 
     Raises:
         GraphError: a field is missing, a role or endpoint is unknown, or the step looks at a value.
     """
-    run(tracer, Symbol(-1, tuple(data_fields)))
+    given = {DATA: data_fields, **beside}
+    run(tracer, *(Symbol(-1 - place, tuple(fields)) for place, fields in enumerate(given.values())))
     edges = sorted(tracer.edges, key=lambda edge: (edge.destination, edge.source))
-    return Graph(name=name, stages=tuple(tracer.stages), edges=tuple(edges))
+    return Graph(name=name, stages=tuple(tracer.stages), edges=tuple(edges), given=tuple(given))

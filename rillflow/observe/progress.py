@@ -25,6 +25,8 @@ HEADLINE = {
     "supervised/nll/mean": "nll",
     "supervised/accuracy/mean": "token accuracy",
     "policy/loss/mean": "loss",
+    "preference/loss/mean": "loss",
+    "preference/accuracy/mean": "accuracy",
     "policy/entropy/mean": "entropy",
     "rollout/length/mean": "length",
 }

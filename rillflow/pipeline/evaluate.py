@@ -1,10 +1,12 @@
-"""Evaluation: greedy answers to held-out prompts, scored by the reward.
+"""Evaluation: how what was trained does on held-out rows.
 
 prompts ─ policy.generate ─> rollouts ─ reward.score ─> scores ─ judged ─> a few numbers
+pairs ─ reward_model.score ─> scores of two answers each ─ ranked ─> the same
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rillflow.formulas.interval import wilson
@@ -16,26 +18,26 @@ SOLVED = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How the policy does on held-out prompts.
+    """How held-out rows, or pairs of them, come out.
 
     Example:
-        Evaluation(correct=43, count=50, mean_reward=0.86, interval=(0.738, 0.931), length_mean=3.2)
+        Evaluation(correct=43, count=50, mean_reward=0.86, interval=(0.74, 0.93), more={"length_mean": 3.2})
     """
 
     correct: int
-    """Rows solved: reward at least 1."""
+    """Rows solved: reward at least 1. Pairs in the right order: the chosen answer scores higher."""
     count: int
-    """Rows scored; a row without a score counts as not solved."""
+    """Rows or pairs looked at; a row without a score counts as not solved."""
     mean_reward: float
-    """Mean over the rows that have a score."""
+    """Mean over the rows that have a score; of pairs the accuracy, for an order is right or wrong."""
     interval: tuple[float, float]
     """95% Wilson interval of the accuracy."""
-    length_mean: float
-    """Mean tokens of an answer."""
+    more: Mapping[str, float]
+    """What else was measured, by name: mean tokens of an answer, or mean margin of a pair."""
 
     @property
     def accuracy(self) -> float:
-        """Share of rows solved."""
+        """Share of rows solved, or of pairs in the right order."""
         return self.correct / self.count
 
 
@@ -48,5 +50,18 @@ def judged(rollouts: Batch, scores: Batch) -> Evaluation:
         count=len(rollouts),
         mean_reward=float(rewards.mean()) if len(rewards) else float("nan"),
         interval=wilson(correct, len(rollouts)),
-        length_mean=float(rollouts.ragged("loss_mask").sums().double().mean()),
+        more={"length_mean": float(rollouts.ragged("loss_mask").sums().double().mean())},
+    )
+
+
+def ranked(scores: Batch) -> Evaluation:
+    """How the scores of held-out pairs, the chosen answer first, order them; equal scores are no order."""
+    chosen, rejected = scores.dense("rewards").view(-1, 2).double().unbind(1)
+    correct, count = int((chosen > rejected).sum()), len(chosen)
+    return Evaluation(
+        correct=correct,
+        count=count,
+        mean_reward=correct / count,
+        interval=wilson(correct, count),
+        more={"margin_mean": float((chosen - rejected).mean())},
     )

@@ -3,7 +3,7 @@
           ┌──────────────────────── for every step of every phase ───────────────────────┐
 stream ── take ──> step(flow, data, config) ──> record ──> evaluate ──> checkpoint ──> interrupted?
 
-consumes      prompts or demonstrations, in the stream's order
+consumes      prompts, demonstrations or pairs, in the stream's order
 waits for     nothing but the stages themselves
 produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
               evaluation and a checkpoint. Batches stay with the ranks; it reads reports alone
@@ -54,8 +54,8 @@ class Phase:
     steps: int
     """Iterations."""
     rows: int
-    """Prompts or demonstrations of one iteration."""
-    step: Callable[[Flow, Batch, Any], Any]
+    """Prompts, demonstrations or pairs of one iteration."""
+    step: Callable[..., Any]
     """The algorithm; it returns a report, or several."""
     config: Any
     """Its settings."""
@@ -64,11 +64,13 @@ class Phase:
     executor: GroupExecutor
     """What runs it."""
     trained: tuple[str, ...]
-    """The roles it trains; checkpoints hold them."""
+    """The roles it trains; checkpoints hold them, and rows are recorded where the first one is."""
     stream: Stream
     """Its data."""
+    beside: Stream | None
+    """What its step is given beside them, as many rows; None where that is nothing."""
     evaluated: bool
-    """Whether the policy is judged before, after and during this phase."""
+    """Whether what is trained is judged before, after and during this phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ class Loop:
         run: where everything is recorded.
         progress: what the user sees.
         cadence: how often to evaluate and to checkpoint.
-        judge: evaluates the policy; None where nothing is held out.
+        judge: evaluates what is trained; None where nothing is held out.
         deadline_s: longest wait for any stage.
         interruption: the user's wish to stop.
         total_steps: steps of all phases; after the last one there is nothing left to interrupt.
@@ -143,7 +145,8 @@ class Loop:
         began = time.monotonic()
         phase.flow.begin()
         data = phase.stream.take(phase.rows)
-        report = phase.step(phase.flow, data, phase.config)
+        beside = [phase.beside.take(phase.rows)] if phase.beside is not None else []
+        report = phase.step(phase.flow, data, phase.config, *beside)
         metrics = self._record(phase, step)
         for part in report if isinstance(report, tuple) else (report,):
             metrics |= part.read(self._deadline_s)
@@ -151,7 +154,6 @@ class Loop:
             phase.flow.state[name] = self._number(number)
         seconds = time.monotonic() - began
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
-        metrics["policy/version/max"] = Max(value=self.version)
         self._run.log_metrics(step, phase.name, metrics)
         self._progress.step(phase.name, step, metrics, seconds)
 
@@ -170,7 +172,9 @@ class Loop:
                 numbers[f"flow/{name}/mean"] = Mean(total=self._number(entry.result), count=1)
             if entry.stage == "policy.publish":
                 self.version = entry.result.read(self._deadline_s)
-        measured = phase.executor.look("policy", record, self._run.path.absolute(), step, stages, *batches)
+                numbers["policy/version/max"] = Max(value=self.version)
+        home, run = phase.trained[0], self._run.path.absolute()
+        measured = phase.executor.look(home, record, run, step, stages, *batches)
         return dict(measured.read(self._deadline_s)) | numbers
 
     def _number(self, number: Any) -> float:
@@ -187,7 +191,7 @@ class Loop:
             count=found.count,
             mean_reward=found.mean_reward,
             interval=found.interval,
-            more={"accuracy": found.accuracy, "length_mean": found.length_mean},
+            more={"accuracy": found.accuracy, **found.more},
         )
         low, high = found.interval
         self._progress.note(
@@ -201,6 +205,7 @@ class Loop:
             "done": done,
             "version": self.version,
             "stream": dict(phase.stream.state()),
+            "beside": dict(phase.beside.state()) if phase.beside is not None else None,
             "numbers": {name: self._number(number) for name, number in phase.flow.state.items()},
         }
 

@@ -9,29 +9,38 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rillflow.models.language_model import LoadedModel
 from rillflow.observe.run_directory import write_rollouts
 from rillflow.records.batch import Batch, Field
 from rillflow.records.metrics import Max, Mean, Metric, Metrics, Sum
 from rillflow.records.rollout import Finish
-from rillflow.roles.policy import Policy
 from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS
 from rillflow.train.minibatches import prompt_units
 
 SAMPLING, SCORING, PRICING = "policy.generate", "reward.score", "cost.score"
 
 
-def record(policy: Policy, run: Path, step: int, stages: Sequence[str], *batches: Batch) -> Metrics:
+class Speaker(Protocol):
+    """A role whose tokens the rows are made of."""
+
+    @property
+    def model(self) -> LoadedModel:
+        """What it starts from, its tokeniser among it."""
+        ...
+
+
+def record(lead: Speaker, run: Path, step: int, stages: Sequence[str], *batches: Batch) -> Metrics:
     """Write the rows sampled in a step into the run directory, and measure what was sampled and scored.
 
     Runs where the policy is, so that rollouts do not pass through the controller.
 
     Args:
-        policy: its tokeniser knows each token's text.
+        lead: the policy, or what is trained in its place; its tokeniser knows each token's text.
         run: the run directory, as this rank sees it.
         step: of the run.
         stages: what made each batch.
@@ -48,7 +57,7 @@ def record(policy: Policy, run: Path, step: int, stages: Sequence[str], *batches
             metrics |= reward_metrics(scores)
         if stage == PRICING:
             metrics |= cost_metrics(scores)
-    write_rollouts(run, step, rollout_rows(sampled, batches, policy.model.tokenizer.pieces))
+    write_rollouts(run, step, rollout_rows(sampled, batches, lead.model.tokenizer.pieces))
     return metrics
 
 

@@ -11,7 +11,9 @@ class CostConfig(Section):
     """What is to stay below a limit: a function as a reward's, or a model."""
 
     function: str | None = Field(None, description="file.py:name of a cost, relative to the recipe.")
-    model: str | None = Field(None, description="A directory with a scalar head; it says the cost instead.")
+    model: str | None = Field(
+        None, description="A model that says the cost instead, named as reward.model is."
+    )
 
 
 class RewardConfig(Section):
@@ -21,7 +23,9 @@ class RewardConfig(Section):
         None, description="file.py:name, relative to the recipe; without it the task's own function scores."
     )
     model: str | None = Field(
-        None, description="A directory with a scalar head, relative to the recipe; it scores in its place."
+        None,
+        description="A directory with a scalar head, or the run that trained it, relative to the recipe; it "
+        "scores what is trained on, and the function judges.",
     )
     timeout_s: float = Field(10.0, gt=0, description="Longest time for one call.")
     memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")

@@ -6,13 +6,10 @@ rollouts + values + returns ─ update ─> metrics
 
 from __future__ import annotations
 
-from rillflow.cluster.ranks import Ranks
-from rillflow.models.scalar_model import ScalarModel
-from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.roles.scalar_role import ScalarRole
-from rillflow.train.config import PassesConfig, TrainConfig, ValueLossConfig
+from rillflow.train.config import PassesConfig, ValueLossConfig
 from rillflow.train.minibatches import minibatches
 from rillflow.train.scalar_loss import ValueLoss
 from rillflow.workers.endpoint import endpoint
@@ -20,44 +17,9 @@ from rillflow.workers.transfer import DP, TRAIN
 
 
 class Critic(ScalarRole):
-    """A model with a scalar head that is trained on returns.
+    """A model with a scalar head that is trained on returns; the cost's has a name of its own."""
 
-    Args:
-        model: the module and its tokeniser.
-        tokenizer: the policy's; the two must have the same tokens.
-        train: the optimiser's settings of the first phase.
-        seed: the run's seed; it decides how rows are cut into minibatches.
-        updates: optimiser steps of that phase, for the schedule.
-        version: calls of ``update`` so far.
-        ranks: those that hold the other rows of every batch.
-        name: ``critic``, or ``cost_critic`` for one that is trained on costs.
-
-    Raises:
-        ModelError: the policy's tokens are others.
-    """
-
-    def __init__(
-        self,
-        model: ScalarModel,
-        *,
-        tokenizer: Tokenizer,
-        train: TrainConfig,
-        seed: int,
-        updates: int,
-        version: int = 0,
-        name: str = "critic",
-        ranks: Ranks | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            name=name,
-            tokenizer=tokenizer,
-            train=train,
-            seed=seed,
-            updates=updates,
-            version=version,
-            ranks=ranks,
-        )
+    called = "critic"
 
     @endpoint(DP, reads=("tokens", "loss_mask"), writes=("values",))
     def values(self, rollouts: Batch) -> Batch:

@@ -3,6 +3,7 @@
     prompts ─ generate, greedy ─> rollouts         (rollout engine)
     rollouts ─ logprobs ─> old_logprobs            (training engine)
     rollouts + advantages ─ update ─> metrics      (training engine)
+    the same + demonstrations ─ update_and_imitate ─> metrics, both losses in each optimiser step
     publish: what was trained is what is sampled next, under the next version
     begin, save: a phase of training, and what it goes on from
 
@@ -11,13 +12,15 @@ Both engines work on the same parameters, so publishing moves no byte here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.errors import TrainingError
 from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.logprobs import TokenLogprobs
 from rillflow.models.checkpoint import save_model
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, joined
@@ -25,6 +28,7 @@ from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
+from rillflow.train.learner import Aim
 from rillflow.train.loss import PolicyLoss, SupervisedLoss
 from rillflow.train.minibatches import minibatches
 from rillflow.train.state_file import load_state, save_state
@@ -129,16 +133,35 @@ class Policy:
         Raises:
             TrainingError: a number is not finite, or the first minibatch is not on-policy.
         """
-        rows = joined(known)
-        if reuse.reuses_rows and reuse.old_logprobs == "sampler":
-            rows = rows.with_fields(old_logprobs=rows.ragged("sampler_logprobs"))
-        objective = PolicyLoss(loss, max_tokens=self._rollout.max_tokens)
-        parts: list[dict[str, Metric]] = []
-        for minibatch in self._minibatches(rows, reuse):
-            tolerance = None if parts or not self._exact else reuse.ratio_tolerance
-            metrics = self.trainer.update(minibatch, objective, self._temperature, ratio_tolerance=tolerance)
-            parts.append(metrics)
-        return merge_metrics(parts)
+        return merge_metrics([self.trainer.step(aim) for aim in self._aims(known, loss, reuse)])
+
+    @endpoint(TRAIN, reads=("tokens", "loss_mask", "sampler_logprobs", "advantages"))
+    def update_and_imitate(
+        self, *batches: Batch, loss: PolicyLossConfig, reuse: UpdateConfig, weight: float
+    ) -> dict[str, Metric]:
+        """Optimiser steps that minimise what ``update`` does plus ``weight`` times what ``imitate`` does.
+
+        Args:
+            batches: what ``update`` is given, and last the demonstrations; both are cut into equally many
+                minibatches, and an optimiser step takes one of each.
+            loss: of the rollouts.
+            reuse: how often both are gone through.
+            weight: of the demonstrations' loss.
+
+        Raises:
+            TrainingError: as ``update``; there are fewer demonstrations than minibatches.
+        """
+        *known, demonstrations = batches
+        improving = list(self._aims(known, loss, reuse))
+        shown = list(self._minibatches(demonstrations, reuse))
+        if len(shown) != len(improving):
+            raise TrainingError(
+                f"demonstrations make {len(shown)} minibatches and rollouts make {len(improving)}",
+                why="every optimiser step takes one of each",
+                fix="lower algorithm.minibatches, or raise algorithm.prompts_per_step",
+            )
+        imitating = [self.trainer.aim(part, SupervisedLoss(), weight=weight) for part in shown]
+        return merge_metrics([self.trainer.step(*both) for both in zip(improving, imitating, strict=True)])
 
     @endpoint(TRAIN, reads=("tokens", "loss_mask"))
     def imitate(self, demonstrations: Batch, passes: PassesConfig) -> dict[str, Metric]:
@@ -157,6 +180,19 @@ class Policy:
         rollouts = self._engine.generate(prompts, samples, sampling)
         limit = (sampling or self._rollout).max_tokens
         return rollouts.with_fields(limits=torch.full((len(rollouts),), limit))
+
+    def _aims(
+        self, known: Sequence[Batch], loss: PolicyLossConfig, reuse: UpdateConfig
+    ) -> Iterator[Aim[TokenLogprobs]]:
+        """What each optimiser step on rows joined from ``known`` minimises; the first is on-policy."""
+        rows = joined(known)
+        if reuse.reuses_rows and reuse.old_logprobs == "sampler":
+            rows = rows.with_fields(old_logprobs=rows.ragged("sampler_logprobs"))
+        objective = PolicyLoss(loss, max_tokens=self._rollout.max_tokens)
+        tolerance = reuse.ratio_tolerance if self._exact else None
+        for minibatch in self._minibatches(rows, reuse):
+            yield self.trainer.aim(minibatch, objective, self._temperature, ratio_tolerance=tolerance)
+            tolerance = None
 
     def _minibatches(self, rows: Batch, passes: PassesConfig) -> Iterator[Batch]:
         return minibatches(

@@ -8,66 +8,31 @@ A rollout is scored at its last token, prompt and answer read as the policy's to
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from rillflow.errors import RewardError
-from rillflow.models.scalar_model import ScalarModel
-from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.roles.reward import SCORE_FIELDS, scored_rows
 from rillflow.roles.scalar_role import ScalarRole
-from rillflow.train.config import PassesConfig, TrainConfig
+from rillflow.train.config import PassesConfig
 from rillflow.train.minibatches import minibatches, prompt_units
 from rillflow.train.scalar_loss import PreferenceLoss
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import DP, TOGETHER
+from rillflow.workers.transfer import DP, TRAIN_PAIRS
 
 COST_FIELDS = ("costs", *SCORE_FIELDS[1:])
 """What a cost adds to a row."""
 
 
 class RewardModel(ScalarRole):
-    """A model with a scalar head that scores rollouts and is trained on pairs.
+    """A model with a scalar head that scores rollouts and is trained on pairs."""
 
-    Args:
-        model: the module and its tokeniser.
-        tokenizer: the policy's; the two must have the same tokens.
-        train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
-        seed: the run's seed; it decides how pairs are cut into minibatches.
-        updates: optimiser steps of that phase, for the schedule.
-        version: calls of ``prefer`` so far.
-        field: what the scores are called; a traced step takes ``CostModel`` for costs.
-
-    Raises:
-        ModelError: the policy's tokens are others.
-    """
-
-    def __init__(
-        self,
-        model: ScalarModel,
-        *,
-        tokenizer: Tokenizer,
-        train: TrainConfig,
-        seed: int,
-        updates: int,
-        version: int = 0,
-        field: Literal["rewards", "costs"] = "rewards",
-    ) -> None:
-        super().__init__(
-            model,
-            name=f"{field.removesuffix('s')} model",
-            tokenizer=tokenizer,
-            train=train,
-            seed=seed,
-            updates=updates,
-            version=version,
-        )
-        self._field = field
+    called = "reward model"
+    field = "rewards"
+    """What the scores are called."""
 
     @endpoint(DP, reads=("tokens", "loss_mask"), writes=SCORE_FIELDS)
     def score(self, rollouts: Batch) -> Batch:
@@ -82,20 +47,26 @@ class RewardModel(ScalarRole):
         """
         return self._scored(rollouts)
 
-    @endpoint(TOGETHER, reads=("tokens",))
+    @endpoint(TRAIN_PAIRS, reads=("tokens",))
     def prefer(self, pairs: Batch, passes: PassesConfig) -> dict[str, Metric]:
         """Optimiser steps that raise the chosen answers' scores above the rejected ones'.
 
         Args:
-            pairs: two rows a pair, as ``tasks.prompts.preference_batch`` makes them. For costs the chosen
-                answer is the one that costs more.
+            pairs: two rows a pair, one after the other, as ``tasks.prompts.preference_batch`` makes them.
+                For costs the chosen answer is the one that costs more.
             passes: how often the pairs are gone through, and in how many steps.
 
         Raises:
             TrainingError: a row has no partner, or a number is not finite.
         """
         cut = minibatches(
-            pairs, passes.epochs, passes.minibatches, self._seed, self.version, prompt_units(pairs)
+            pairs,
+            passes.epochs,
+            passes.minibatches,
+            self._seed,
+            self.version,
+            prompt_units(pairs),
+            self._ranks,
         )
         metrics = merge_metrics([self.trainer.update(part, PreferenceLoss()) for part in cut])
         self.version += 1
@@ -108,36 +79,19 @@ class RewardModel(ScalarRole):
             row = int(odd[0])
             raise RewardError(
                 f"the model's score of row ({rollouts.row_id(row)}) is {float(values[row])}",
-                why=f"nothing can be learned from such {self._field}",
+                why=f"nothing can be learned from such {self.field}",
                 fix="look for weights that are not finite",
             )
         texts = [self._tokenizer.decode(tokens.tolist()) for tokens in completions(rollouts).rows()]
         scores = [Score(outcome=Outcome.SCORE, value=value) for value in values.tolist()]
-        return scored_rows(rollouts, texts, scores, self._field)
+        return scored_rows(rollouts, texts, scores, self.field)
 
 
 class CostModel(RewardModel):
-    """A reward model whose scores are ``costs``: more is worse. Args as there, without ``field``."""
+    """A reward model whose scores are ``costs``: more is worse."""
 
-    def __init__(
-        self,
-        model: ScalarModel,
-        *,
-        tokenizer: Tokenizer,
-        train: TrainConfig,
-        seed: int,
-        updates: int,
-        version: int = 0,
-    ) -> None:
-        super().__init__(
-            model,
-            tokenizer=tokenizer,
-            train=train,
-            seed=seed,
-            updates=updates,
-            version=version,
-            field="costs",
-        )
+    called = "cost model"
+    field = "costs"
 
     @endpoint(DP, reads=("tokens", "loss_mask"), writes=COST_FIELDS)
     def score(self, rollouts: Batch) -> Batch:

@@ -6,6 +6,7 @@ begin, save: a phase of training, and what it goes on from
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from rillflow.cluster.ranks import Alone, Ranks
 from rillflow.models.checkpoint import save_model
@@ -24,30 +25,34 @@ class ScalarRole:
 
     Args:
         model: the module and its tokeniser.
-        name: what errors and files call it.
         tokenizer: the policy's; the two must have the same tokens.
         train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
         seed: the run's seed; it decides how rows are cut into minibatches.
         updates: optimiser steps of that phase, for the schedule.
         version: calls of the training endpoint so far.
-        ranks: those that hold the other rows of every batch; None where each rank is given all.
+        ranks: those that hold the other rows of every batch.
+        name: what errors and files call it; ``called`` where nothing is said.
 
     Raises:
         ModelError: the policy's tokens are others.
     """
 
+    called: ClassVar[str]
+    """The usual name."""
+
     def __init__(
         self,
         model: ScalarModel,
         *,
-        name: str,
         tokenizer: Tokenizer,
         train: TrainConfig,
         seed: int,
         updates: int,
         version: int = 0,
         ranks: Ranks | None = None,
+        name: str | None = None,
     ) -> None:
+        name = name or self.called
         require_same_tokens(model, tokenizer, name)
         self.model = model
         self.version = version

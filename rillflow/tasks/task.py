@@ -27,10 +27,11 @@ from rillflow.tasks.preference import Preference, arithmetic_preferences, read_p
 _DIGEST_ROWS = 1000
 """Rows written to the digest at once: quicker than one by one."""
 Row = TypeVar("Row", bound=Example)
+RowOut = TypeVar("RowOut", bound=Example, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(Generic[Row]):
+class Task(Generic[RowOut]):
     """Prompts to train on and prompts held out.
 
     Example:
@@ -39,9 +40,9 @@ class Task(Generic[Row]):
 
     name: str
     """What the source is called."""
-    train: tuple[Row, ...]
+    train: tuple[RowOut, ...]
     """Rows to train on."""
-    held_out: tuple[Row, ...]
+    held_out: tuple[RowOut, ...]
     """Rows to judge by; any first part of them is as good a sample as another."""
     left_out: int
     """Training rows left out because their prompt is held out."""

@@ -32,6 +32,10 @@ class TrainConfig(OptimizerConfig):
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
 
+    def as_train(self) -> TrainConfig:
+        """These settings without what a section adds to them."""
+        return TrainConfig.model_validate(self.model_dump(include=set(TrainConfig.model_fields)))
+
 
 class PassesConfig(Section):
     """How often a batch is gone through, and in how many optimiser steps."""

@@ -1,8 +1,11 @@
 """Learner: one optimiser step a minibatch, whatever is read from the module and whatever the loss.
 
     minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ forward ─> what is read [N] ─ loss ─> terms
-                                                     └ guards: finite?                    │ sum / denominator
-                      weights <─ Optimizer.step <─ gradients, added up <─ backward <──────┘
+                                                     └ guards: finite?         weight │ sum / denominator
+                      weights <─ Optimizer.step <─ gradients, added up <─ backward <──┘
+
+A step may minimise several losses, each over rows of its own: an ``Aim`` each, with its own denominator.
+The gradients of all are added up before the one clip and the one step.
 
 What is read is one type for the forward pass and the loss: log probabilities (``Trainer``) or numbers of a
 scalar head (``ScalarTrainer``). Rows whose terms have no gradient (groups of equal rewards) are measured and
@@ -18,7 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +80,24 @@ class Objective(Protocol[ReadByLoss]):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Aim(Generic[Read]):
+    """One loss over some rows, and what it counts among those of a step.
+
+    Example:
+        learner.step(Aim(rows=rows, loss=loss, forward=forward))
+    """
+
+    rows: Batch
+    """This rank's part of the minibatch; perhaps none."""
+    loss: Objective[Read]
+    """What is minimised."""
+    forward: Forward[Read]
+    """Reads of the module what the loss is over."""
+    weight: float = 1.0
+    """What its gradient is multiplied by; metrics are those of the loss itself."""
+
+
 class Learner:
     """Steps of one module and its optimiser.
 
@@ -97,30 +119,29 @@ class Learner:
             Recompute(module) if config.gradient_checkpointing else nullcontext()
         )
 
-    def step(self, minibatch: Batch, loss: Objective[Read], forward: Forward[Read]) -> dict[str, Metric]:
-        """Make one optimiser step.
+    def step(self, *aims: Aim[Any]) -> dict[str, Metric]:
+        """Make one optimiser step along the weighted sum of the aims' gradients.
 
         Returns:
-            The loss's metrics, ``{loss.name}/loss/mean``, ``train/grad_norm/mean`` and ``train/lr/mean``.
+            The losses' metrics, ``{loss.name}/loss/mean`` of each, ``train/grad_norm/mean`` and
+            ``train/lr/mean``.
 
         Raises:
             TrainingError: a number is not finite, or there is no loss token; nothing was changed.
         """
-        rows = loss.prepare(minibatch) if len(minibatch) else None
-        denominator = self._denominator(rows)
-        lr, total, metrics = self._optimizer.lr, 0.0, []
+        lr = self._optimizer.lr
+        metrics: dict[str, Metric] = {}
+        prepared = [aim.loss.prepare(aim.rows) if len(aim.rows) else None for aim in aims]
+        denominators = [self._denominator(rows) for rows in prepared]
         try:
-            for part in self._parts(rows) if rows is not None else ():
-                share, measured = self._accumulate(part, loss, forward, denominator)
-                total += share
-                metrics.append(measured)
+            for aim, rows, denominator in zip(aims, prepared, denominators, strict=True):
+                metrics |= self._gather(aim, rows, denominator)
             self._optimizer.sum_over(self._ranks)
             norm = self._optimizer.step()
         finally:
             self._optimizer.discard()
         return {
-            **merge_metrics(metrics),
-            f"{loss.name}/loss/mean": Mean(total=total, count=1 / self._ranks.size),
+            **metrics,
             "train/grad_norm/mean": Mean(total=norm, count=1),
             "train/lr/mean": Mean(total=lr, count=1),
         }
@@ -152,21 +173,31 @@ class Learner:
                 if bool(part.ragged("loss_mask").values.any()):
                     yield part
 
+    def _gather(self, aim: Aim[Any], rows: Batch | None, denominator: float) -> dict[str, Metric]:
+        """Add up one aim's gradient; its metrics."""
+        total, metrics = 0.0, []
+        for part in self._parts(rows) if rows is not None else ():
+            share, measured = self._accumulate(part, aim, denominator)
+            total += share
+            metrics.append(measured)
+        mean = Mean(total=total, count=1 / self._ranks.size)
+        return {**merge_metrics(metrics), f"{aim.loss.name}/loss/mean": mean}
+
     def _accumulate(
-        self, part: Batch, loss: Objective[Read], forward: Forward[Read], denominator: float
+        self, part: Batch, aim: Aim[Any], denominator: float
     ) -> tuple[float, Mapping[str, Metric]]:
         """Add one micro-batch's gradient, if it has any; return its share of the loss and its metrics."""
         tokens = loss_tokens(part).to(self._device)
         learns = bool(part.dense("loss_active")[0])
         with self._recompute, torch.set_grad_enabled(learns):
-            read = forward(part, tokens)
-            found = loss(read, tokens)
+            read = aim.forward(part, tokens)
+            found = aim.loss(read, tokens)
             share = found.terms.sum() / denominator
             value = float(share.detach())
             if not math.isfinite(value):
-                raise _not_finite(tokens, found.terms.detach(), read, forward, value)
+                raise _not_finite(tokens, found.terms.detach(), read, aim.forward, value)
             if learns:
-                share.backward()  # type: ignore[no-untyped-call]
+                (share * aim.weight).backward()  # type: ignore[no-untyped-call]
         self._optimizer.collect()
         return value, found.metrics
 

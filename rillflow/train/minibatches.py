@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import Ranks
+from rillflow.cluster.ranks import Alone, Ranks
 from rillflow.formulas.counter import permutation
 from rillflow.records.batch import Batch
 
@@ -34,38 +34,23 @@ def minibatches(
         seed: the run's seed.
         step: the iteration, so that no two are cut alike.
         units: [B] int64; rows that share a number stay in one minibatch. Each row is a unit without it.
-        ranks: those that have the rest of the rows. Minibatches are those of one rank with all rows, each
-            rank yields its own rows of them, perhaps none. Not together with ``units``.
+        ranks: those that have the rest of the rows, laid end to end, each unit whole. Minibatches are those
+            of one rank with all rows, each rank yields its own rows of them, perhaps none.
     """
-    if parts == 1 and ranks is not None and ranks.size > 1:
-        yield from [batch] * epochs
-        return
+    ranks = ranks or Alone()
     if parts == 1:
-        yield from [batch] * (epochs if len(batch) else 0)
-        return
-    if ranks is not None and ranks.size > 1:
-        yield from _own_rows(batch, epochs, parts, seed, step, ranks)
+        yield from [batch] * (epochs if len(batch) or ranks.size > 1 else 0)
         return
     members = gathered(range(len(batch)), units)
-    cuts = [len(members) * part // parts for part in range(parts + 1)]
-    for epoch in range(epochs):
-        order = permutation(seed, len(members), stream=step * epochs + epoch).tolist()
-        for start, stop in pairwise(cuts):
-            if stop > start:
-                yield batch.select([row for unit in order[start:stop] for row in members[unit]])
-
-
-def _own_rows(batch: Batch, epochs: int, parts: int, seed: int, step: int, ranks: Ranks) -> Iterator[Batch]:
-    """One rank's rows of the minibatches that all ranks' rows, laid end to end, are cut into."""
-    counts = [int(count) for count in ranks.gather(torch.tensor([len(batch)]))]
+    counts = [int(count) for count in ranks.gather(torch.tensor([len(members)]))]
     before, total = sum(counts[: ranks.rank]), sum(counts)
     cuts = [total * part // parts for part in range(parts + 1)]
     for epoch in range(epochs):
-        order = permutation(seed, total, stream=step * epochs + epoch) - before
+        order = (permutation(seed, total, stream=step * epochs + epoch) - before).tolist()
         for start, stop in pairwise(cuts):
-            chosen = order[start:stop]
+            own = [unit for unit in order[start:stop] if 0 <= unit < len(members)]
             if stop > start:
-                yield batch.select(chosen[(chosen >= 0) & (chosen < len(batch))])
+                yield batch.select([row for unit in own for row in members[unit]])
 
 
 def gathered(rows: Iterable[int], units: Tensor | None) -> list[list[int]]:

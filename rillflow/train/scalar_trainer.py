@@ -14,7 +14,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
 from rillflow.records.ragged import Ragged
 from rillflow.train.config import TrainConfig
-from rillflow.train.learner import Learner
+from rillflow.train.learner import Aim, Learner
 from rillflow.train.scalar_loss import ScalarLoss
 from rillflow.train.scalar_scorer import ScalarScorer
 
@@ -54,7 +54,7 @@ class ScalarTrainer(Learner):
             minibatch: rows with the fields the loss reads.
             loss: what is minimised.
         """
-        return self.step(minibatch, loss, _Scalars(self._scorer, loss.back))
+        return self.step(Aim(rows=minibatch, loss=loss, forward=_Scalars(self._scorer, loss.back)))
 
 
 @dataclass(frozen=True, eq=False)

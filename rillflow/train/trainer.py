@@ -1,6 +1,6 @@
 """Trainer: optimiser steps over log probabilities, and the log probabilities themselves.
 
-minibatch ─ Learner.step ─> part ─ Scorer.forward ─> log p [N] ─ on-policy? ─ loss ─> terms
+minibatch ─ aim ─ Learner.step ─> part ─ Scorer.forward ─> log p [N] ─ on-policy? ─ loss ─> terms
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rillflow.records.metrics import Metric
 from rillflow.records.ragged import Ragged
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import check_ratio
-from rillflow.train.learner import Learner
+from rillflow.train.learner import Aim, Learner
 from rillflow.train.loss import Loss
 from rillflow.train.scorer import Scorer
 
@@ -48,13 +48,7 @@ class Trainer(Learner):
     def update(
         self, minibatch: Batch, loss: Loss, temperature: float = 1.0, *, ratio_tolerance: float | None = None
     ) -> dict[str, Metric]:
-        """Make one optimiser step.
-
-        Args:
-            minibatch: rows with the fields the loss reads.
-            loss: what is minimised.
-            temperature: the one the tokens were sampled at.
-            ratio_tolerance: where the rows are on-policy, how far trainer and sampler may differ.
+        """Make one optimiser step: ``step`` of the one aim that ``aim`` makes.
 
         Returns:
             See ``Learner.step``.
@@ -63,7 +57,28 @@ class Trainer(Learner):
             TrainingError: a number is not finite, a row is not on-policy, or there is no loss token;
                 nothing was changed.
         """
-        return self.step(minibatch, loss, _Logprobs(self._scorer, temperature, ratio_tolerance))
+        return self.step(self.aim(minibatch, loss, temperature, ratio_tolerance=ratio_tolerance))
+
+    def aim(
+        self,
+        minibatch: Batch,
+        loss: Loss,
+        temperature: float = 1.0,
+        *,
+        ratio_tolerance: float | None = None,
+        weight: float = 1.0,
+    ) -> Aim[TokenLogprobs]:
+        """A loss over log probabilities, for a ``step``.
+
+        Args:
+            minibatch: rows with the fields the loss reads.
+            loss: what is minimised.
+            temperature: the one the tokens were sampled at.
+            ratio_tolerance: where the rows are on-policy, how far trainer and sampler may differ.
+            weight: what its gradient counts beside that of another aim.
+        """
+        forward = _Logprobs(self._scorer, temperature, ratio_tolerance)
+        return Aim(rows=minibatch, loss=loss, forward=forward, weight=weight)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,8 @@ from rillflow.view.samples import read_samples
 
 _FREE = "algorithm.steps="
 """The setting that the suggested commands choose themselves."""
+_ASKED = "policy"
+"""The model that can be asked."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 
@@ -128,13 +130,17 @@ def summary_of(data: RunData) -> Summary:
 
 
 def newest_model(run: Path) -> Path | None:
-    """The model directory of the newest checkpoint; None when there is none."""
+    """The model directory of the newest checkpoint, the policy's if it has one; None when there is none."""
     folder = run / layout.CHECKPOINTS
     found = (
         [entry for entry in folder.iterdir() if _CHECKPOINT.fullmatch(entry.name)] if folder.is_dir() else []
     )
-    models = [entry / "policy" for entry in found if (entry / "policy" / "config.json").is_file()]
-    return max(models, key=lambda path: int(path.parent.name.removeprefix("step-")), default=None)
+    models = [file.parent for entry in found for file in entry.glob("*/config.json")]
+    return max(models, key=_rank, default=None)
+
+
+def _rank(model: Path) -> tuple[int, bool]:
+    return int(model.parent.name.removeprefix("step-")), model.name == _ASKED
 
 
 def verdict(before: Score, after: Score) -> str:
@@ -217,7 +223,9 @@ def _next_lines(summary: Summary) -> list[str]:
     if not summary.is_finished:
         return ["Next", f"  go on:           {shlex.join(summary.command) or 'the same command'}"]
     lines = ["Next"]
-    if summary.checkpoint:
+    if summary.checkpoint and Path(summary.checkpoint).name != _ASKED:
+        lines.append(f"  score with it:   reward.model or cost.model = {summary.run!r} in another recipe")
+    elif summary.checkpoint:
         prompt = " ".join(summary.example_prompt.split())[:80] or "your question"
         lines.append(f"  ask it:          rillflow ask {shlex.quote(summary.run)} {shlex.quote(prompt)}")
     if summary.report:

@@ -115,9 +115,9 @@ class Group:
             return argument[rank]
         index, count = self._share(transfer, rank)
         if isinstance(argument, Pending):
-            return argument.whole() if count == 1 else argument.rows(index, count)
+            return argument.whole() if count == 1 else argument.rows(index, count, transfer.unit)
         if isinstance(argument, Batch):
-            return piece(argument, index, count)
+            return piece(argument, index, count, transfer.unit)
         return argument
 
     def _share(self, transfer: Transfer, rank: int) -> tuple[int, int]:

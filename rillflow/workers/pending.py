@@ -56,9 +56,9 @@ class Pending:
         self._backend = backend
         self._since = time.monotonic()
 
-    def rows(self, index: int, count: int) -> Rows:
-        """The description of one rank's rows."""
-        return Rows(references=self._references, index=index, count=count)
+    def rows(self, index: int, count: int, unit: int = 1) -> Rows:
+        """The description of one rank's rows; see ``values.shares``."""
+        return Rows(references=self._references, index=index, count=count, unit=unit)
 
     def whole(self) -> Whole:
         """The description of all of it."""

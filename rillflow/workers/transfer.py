@@ -4,7 +4,7 @@
 
 Placements name the axes of the group's mesh; an axis that is not named is Broadcast.
 - Split(0): a batch is cut by rows, along one axis after the other; results are laid end to end.
-  Results that are no batches make a list, in the order of ranks.
+  Results that are no batches make a list, in the order of ranks. Neighbours of one unit stay together.
 - Broadcast: everyone has the whole; one copy of the result is taken.
 - Partial: every rank has a share; metrics are merged by their own reductions.
 
@@ -40,6 +40,8 @@ class Transfer:
     """The ranks whose results are taken: coordinates by axis, -1 the last; all ranks where none is given."""
     mesh: str = "train"
     """Which of the group's meshes names the axes: the one it trains and scores under, or ``generate``."""
+    unit: int = 1
+    """So many neighbouring rows are never parted; a batch has a whole number of such units."""
 
 
 ONE_TO_ALL = Transfer(name="ONE_TO_ALL", send={}, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
@@ -56,5 +58,7 @@ ALL_TO_ALL = Transfer(name="ALL_TO_ALL", send=None, receive={"pp": ROWS, "dp": R
 
 TRAIN = Transfer(name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial("sum")}, at={"pp": -1, "tp": 0})
 """Rows are shared out over dp, reports come back as shares of one."""
+TRAIN_PAIRS = Transfer(name="TRAIN_PAIRS", send=TRAIN.send, receive=TRAIN.receive, at=TRAIN.at, unit=2)
+"""The same with pairs, two rows one after the other, kept whole."""
 TOGETHER = Transfer(name="TOGETHER", send={}, receive={})
 """Every rank does the same and gives the same."""

@@ -60,6 +60,8 @@ class Rows:
     """Which part is wanted."""
     count: int
     """Of how many."""
+    unit: int = 1
+    """So many neighbouring rows are never parted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +94,25 @@ def assembled(parts: Sequence[Any], *, is_partial: bool) -> Any:
     return list(parts)
 
 
-def shares(rows: int, count: int) -> tuple[int, ...]:
-    """How many of ``rows`` each of ``count`` ranks gets: sizes differ by one at most, larger ones first."""
-    least, more = divmod(rows, count)
-    return tuple(least + (index < more) for index in range(count))
+def shares(rows: int, count: int, unit: int = 1) -> tuple[int, ...]:
+    """How many of ``rows`` each of ``count`` ranks gets: sizes differ by one unit at most, larger ones first.
+
+    Raises:
+        ClusterError: a unit is not whole.
+    """
+    if rows % unit:
+        raise ClusterError(
+            f"{rows} rows cannot be shared out in units of {unit}",
+            why=f"the last unit has {rows % unit} rows; those of one unit stand one after the other",
+            fix="look at what filtered or drew the rows",
+        )
+    least, more = divmod(rows // unit, count)
+    return tuple(unit * (least + (index < more)) for index in range(count))
 
 
-def piece(batch: Batch, index: int, count: int) -> Batch:
+def piece(batch: Batch, index: int, count: int, unit: int = 1) -> Batch:
     """One rank's rows of a batch."""
-    ends = [0, *accumulate(shares(len(batch), count))]
+    ends = [0, *accumulate(shares(len(batch), count, unit))]
     return batch.slice(ends[index], ends[index + 1])
 
 
@@ -112,13 +124,12 @@ def _rows(wanted: Rows, fetch: Fetch) -> Batch:
             why="the method that made it returned something else",
             fix="give it as an option by name: options are the same for every rank",
         )
-    if lengths == shares(sum(lengths), wanted.count):
+    sizes = shares(sum(lengths), wanted.count, wanted.unit)
+    if lengths == sizes:
         return _batch(fetch(wanted.references[wanted.index].value))
     held = Placement(Mesh.of(part=len(lengths)), {"part": Split(0, sizes=lengths)})
     first = len(lengths)
-    asked = Placement(
-        Mesh.of(part=wanted.count, first=first), {"part": Split(0, sizes=shares(sum(lengths), wanted.count))}
-    )
+    asked = Placement(Mesh.of(part=wanted.count, first=first), {"part": Split(0, sizes=sizes)})
     starts = [0, *accumulate(lengths)]
     found = []
     for move in boxing(held, asked, (sum(lengths),)).moves:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rillflow.assembly.ask import Respondent, asks_in_chat, policy_directory
+from rillflow.assembly.ask import Respondent, asks_in_chat
 from rillflow.assembly.recipe import Recipe
+from rillflow.assembly.trained import model_directory
 from rillflow.cli.main import main
 from rillflow.config.load import validate
 from rillflow.dataflow.checkpoint import save_checkpoint
@@ -49,8 +50,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_newest_checkpoint_answers(run: Path) -> None:
-    assert policy_directory(run) == run / "checkpoints/step-000004/policy"
-    assert policy_directory(run, 2) == run / "checkpoints/step-000002/policy"
+    assert model_directory(run, "policy") == run / "checkpoints/step-000004/policy"
+    assert model_directory(run, "policy", 2) == run / "checkpoints/step-000002/policy"
     newest, older = Respondent(run, temperature=1.0), Respondent(run, step=2, temperature=1.0)
     assert [newest.answer(f"{n}+1") for n in range(9)] != [older.answer(f"{n}+1") for n in range(9)]
 
@@ -103,7 +104,7 @@ def test_a_prompt_that_cannot_be_answered_says_why(run: Path) -> None:
 
 def test_a_run_without_a_checkpoint_says_when_there_is_one(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="has no checkpoint") as caught:
-        policy_directory(tmp_path)
+        model_directory(tmp_path, "policy")
     assert "checkpoint_every" in caught.value.fix
 
 

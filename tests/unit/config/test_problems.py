@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rillflow.config.load import validate
 from rillflow.config.problems import shown
@@ -19,6 +19,12 @@ class Engine(Section):
 
     cylinders: int = Field(4, gt=0, description="Cylinders of the engine.")
     fuel: Literal["petrol", "diesel"] = "petrol"
+
+    @model_validator(mode="after")
+    def _smooth(self) -> Engine:
+        if self.fuel == "diesel" and self.cylinders < 3:
+            raise ValueError(f"fuel is diesel and cylinders is {self.cylinders}: it would shake")
+        return self
 
 
 class Car(Section):
@@ -123,6 +129,12 @@ def test_a_missing_section_names_what_it_needs() -> None:
         validate(Garage, {}, "garage.toml")
     assert caught.value.what == "vehicle is missing"
     assert "[vehicle] with kind, doors" in caught.value.fix
+
+
+def test_settings_of_a_section_that_cannot_go_together() -> None:
+    caught = problem(vehicle={**CAR, "engine": {"fuel": "diesel", "cylinders": 2}})
+    assert caught.what == "vehicle.engine: fuel is diesel and cylinders is 2: it would shake"
+    assert "cannot go together" in caught.why
 
 
 def test_long_values_are_cut() -> None:

@@ -50,9 +50,8 @@ def test_what_was_saved_is_what_is_read(tmp_path: Path, model: LanguageModel) ->
     assert found is not None
     assert (found.step, found.state["done"]) == (4, 4)
     assert torch.equal(load_file(found.optimizer("policy"))["exp_avg/a"], TENSORS["exp_avg/a"])
-    again = load_model(
-        ModelConfig(path=str(found.policy.absolute())), seed=1, device=torch.device("cpu"), base=Path()
-    )
+    path = str(found.model("policy").absolute())
+    again = load_model(ModelConfig(path=path), seed=1, device=torch.device("cpu"), base=Path())
     for name, weight in model.module.state_dict().items():
         assert torch.equal(weight, again.module.state_dict()[name])
 

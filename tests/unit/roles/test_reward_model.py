@@ -27,9 +27,11 @@ MakeModel = Callable[..., ScalarModel]
 MakeRollouts = Callable[[ScalarModel, Sequence[str]], Batch]
 
 
-def role(model: ScalarModel, lr: float = 1e-3, **settings: object) -> RewardModel:
+def role(
+    model: ScalarModel, lr: float = 1e-3, kind: type[RewardModel] = RewardModel, **settings: object
+) -> RewardModel:
     given: dict = {"tokenizer": model.tokenizer, "seed": 0, "updates": 100} | settings
-    return RewardModel(model, train=TrainConfig(lr=lr), **given)
+    return kind(model, train=TrainConfig(lr=lr), **given)
 
 
 def pairs_for(model: ScalarModel, size: int = 200) -> Batch:
@@ -76,7 +78,7 @@ def test_scores_have_the_reward_role_s_fields(make_model: MakeModel, make_rollou
     assert found.ragged("message").to_text() == [""] * 3
     last = [row[-1:].tolist() for row in rollouts.ragged("tokens").rows()]
     assert last == [[0]] * 3, "read at the end token"
-    costs = role(model, field="costs").score(rollouts)
+    costs = role(model, kind=CostModel).score(rollouts)
     assert "rewards" not in costs.fields and torch.equal(costs.dense("costs"), rewards)
 
 
@@ -143,8 +145,10 @@ def test_an_empty_row_and_a_score_that_is_not_finite_are_named(
         role(model).score(rollouts)
 
 
-@pytest.mark.parametrize(("field", "name"), [("rewards", "reward model"), ("costs", "cost model")])
-def test_other_tokens_than_the_policy_s_are_refused(make_model: MakeModel, field: str, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), [(RewardModel, "reward model"), (CostModel, "cost model")])
+def test_other_tokens_than_the_policy_s_are_refused(
+    make_model: MakeModel, kind: type[RewardModel], name: str
+) -> None:
     other = Tokenizer(character_tokenizer("=0123456789+-", 32))
     with pytest.raises(ModelError, match=f"the {name} and the policy read the token 1"):
-        role(make_model(), tokenizer=other, field=field)
+        role(make_model(), tokenizer=other, kind=kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,3 +70,42 @@ def test_units_of_one_row_are_no_units() -> None:
     batch = batch_of(11)
     alone = [rows(part) for part in minibatches(batch, 2, 3, 5, 1)]
     assert [rows(part) for part in minibatches(batch, 2, 3, 5, 1, torch.arange(11))] == alone
+
+
+class Heard:
+    """One rank of several, which has heard the others' counts already."""
+
+    def __init__(self, rank: int, counts: list[int]) -> None:
+        self.rank, self.size, self._counts = rank, len(counts), counts
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        raise AssertionError("nothing is added up here")
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        assert tensor.tolist() == [self._counts[self.rank]]
+        return [torch.tensor([count]) for count in self._counts]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    parts=st.integers(1, 5),
+    size=st.integers(1, 3),
+    step=st.integers(0, 99),
+)
+def test_ranks_have_their_units_of_one_rank_s_minibatches(
+    counts: list[int], parts: int, size: int, step: int
+) -> None:
+    """Units of ``size`` rows; laid side by side, the ranks' minibatches are those of one rank with all."""
+    ids = [RowId(0, unit, place) for unit in range(sum(counts)) for place in range(size)]
+    whole = Batch(ids=row_ids(ids), fields={})
+    alone = [sorted(part.row_ids()) for part in minibatches(whole, 2, parts, 3, step, prompt_units(whole))]
+    found: list[list[list[RowId]]] = []
+    for rank in range(len(counts)):
+        start, stop = size * sum(counts[:rank]), size * sum(counts[: rank + 1])
+        own = whole.slice(start, stop)
+        ranks = Heard(rank, counts)
+        cut = minibatches(own, 2, parts, 3, step, prompt_units(own), ranks)
+        found.append([part.row_ids() for part in cut])
+    together = [sorted(row for part in side for row in part) for side in zip(*found, strict=True)]
+    assert [part for part in together if part] == alone

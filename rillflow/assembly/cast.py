@@ -1,0 +1,190 @@
+"""Cast: the roles of a run, each on the ranks of its pool.
+
+    recipe ─┬─ [policy] ─────────────> lead: the policy, or what is trained in its place ┐ as long
+            ├─ [reward], [cost], task ─> reward, cost, judge                             ┘ as the run
+            └─ a phase begins ───────> critics; the reference: the policy as it is then    each phase
+
+The reference of the second phase is the policy the first one left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from rillflow.assembly import casting
+from rillflow.assembly.phases import PhasePlan
+from rillflow.assembly.preflight import scorer_source
+from rillflow.assembly.recipe import Recipe
+from rillflow.cluster.backend import Backend
+from rillflow.dataflow.checkpoint import Checkpoint
+from rillflow.dataflow.executor import GroupExecutor
+from rillflow.errors import ConfigError
+from rillflow.models.config import ModelConfig
+from rillflow.placement.mesh import Mesh
+from rillflow.rewards.function import parse_function
+from rillflow.roles.critic import Critic
+from rillflow.roles.policy import Policy
+from rillflow.roles.reference import Reference
+from rillflow.roles.reward import Cost, Reward
+from rillflow.roles.reward_model import CostModel, RewardModel
+from rillflow.train.config import TrainConfig
+from rillflow.workers.endpoint import endpoints_of
+from rillflow.workers.group import Group
+from rillflow.workers.program import Factory
+
+CRITICS = ("critic", "cost_critic")
+"""Roles that are critics: of the reward, and of the cost."""
+JUDGE = "judge"
+"""The role that says how good held-out answers are, where a model is what is trained on."""
+
+
+def kinds(recipe: Recipe) -> Mapping[str, type]:
+    """The class of every role that a recipe may cast."""
+    return {
+        "policy": Policy,
+        "reference": Reference,
+        "critic": Critic,
+        "cost_critic": Critic,
+        "reward": RewardModel if recipe.reward.model else Reward,
+        "cost": CostModel if recipe.cost.model else Cost,
+        "reward_model": RewardModel,
+        JUDGE: Reward,
+    }
+
+
+class Cast:
+    """A recipe's roles; its lead is made at once.
+
+    Args:
+        recipe: the checked settings.
+        base: the recipe's folder.
+        run: the run directory.
+        checkpoint: where to go on from, or None to begin.
+        backend: where the ranks are.
+    """
+
+    def __init__(
+        self, recipe: Recipe, base: Path, run: Path, checkpoint: Checkpoint | None, backend: Backend
+    ) -> None:
+        self._recipe, self._base, self._run, self._backend = recipe, base, run.absolute(), backend
+        self._checkpoint = checkpoint
+        self._groups: dict[str, Group] = {}
+        self.executor = GroupExecutor(self._groups, backend)
+        self._start(recipe.lead, self._lead_factory())
+        voiced = self.executor.look(recipe.lead, casting.voice)
+        self.tokenizer, self.context = voiced.read(recipe.placement.deadline_s)
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._groups
+
+    def start_scorers(self, own: str | None) -> None:
+        """Make the reward, the cost and the judge; none of them where nothing is sampled or no one asks.
+
+        Args:
+            own: the task's scorer, for a recipe that names no function.
+        """
+        if not self._recipe.has_policy:
+            return
+        reward, cost = self._recipe.reward, self._recipe.cost
+        function = reward.function or own
+        if function is not None:
+            self._start(JUDGE if reward.model else "reward", self._function_factory(casting.reward, function))
+        if reward.model is not None:
+            self._start("reward", self._scorer_factory("reward", reward.model, RewardModel))
+        if cost.model is not None:
+            self._start("cost", self._scorer_factory("cost", cost.model, CostModel))
+        elif cost.function is not None:
+            self._start("cost", self._function_factory(casting.cost, cost.function))
+        elif "cost" in self._recipe.roles:
+            raise ConfigError(
+                "cost.function and cost.model are not set",
+                why=f"{self._recipe.algorithm.name} bounds a cost, and nothing says what a row costs",
+                fix='write cost.function = "cost.py:name", relative to the recipe',
+            )
+
+    def begin(self, plan: PhasePlan, goes_on: Checkpoint | None) -> tuple[str, ...]:
+        """Get everything ready for a phase; the roles it trains, the lead first.
+
+        Args:
+            plan: the phase.
+            goes_on: a checkpoint of this very phase; None where the phase begins.
+        """
+        critics = [role for role in plan.roles if role in CRITICS]
+        for role in critics:
+            self._start(role, self._critic_factory(role, plan, goes_on))
+        if "reference" in plan.roles:
+            settings = (self._recipe.run.device, plan.train, self._recipe.rollout.temperature)
+            self._start("reference", partial(casting.reference, self._kept_policy(), *settings))
+        trained = (self._recipe.lead, *critics)
+        for role in trained:
+            begun = self._groups[role].call(
+                "begin",
+                train=self._critic_train(plan) if role in CRITICS else plan.train,
+                updates=plan.config.updates,
+                resume=goes_on.optimizer(role).absolute() if goes_on else None,
+            )
+            begun.read(self._recipe.placement.deadline_s)
+        return trained
+
+    def _start(self, role: str, factory: Factory) -> None:
+        """Make a role on every rank of its pool."""
+        placement = self._recipe.placement
+        pool = placement.pool_of(role)
+        mesh = Mesh.of(dp=placement.pools[pool])
+        endpoints = endpoints_of(kinds(self._recipe)[role])
+        group = Group(role, endpoints, mesh=mesh, pool=pool, backend=self._backend)
+        group.start(factory, placement.deadline_s)
+        self._groups[role] = group
+
+    def _lead_factory(self) -> Factory:
+        """What the section [policy] describes, or as the checkpoint has it."""
+        recipe, checkpoint = self._recipe, self._checkpoint
+        model, state = recipe.policy.model, checkpoint.state if checkpoint is not None else {}
+        if checkpoint is not None:
+            model = _directory(checkpoint.model(recipe.lead), recipe)
+        settings = (model, self._base, recipe.run.device, recipe.run.threads, recipe.policy.as_train())
+        if recipe.has_policy:
+            version = state["version"] if state else 0
+            return partial(casting.policy, *settings, recipe.rollout, recipe.run.seed, version)
+        return partial(casting.learner, *settings, recipe.run.seed, state["done"] if state else 0)
+
+    def _critic_factory(self, role: str, plan: PhasePlan, goes_on: Checkpoint | None) -> Factory:
+        """A critic as the phase begins: the policy with a new head, or what recipe or checkpoint have."""
+        recipe = self._recipe
+        model = self._kept_policy()
+        if recipe.critic.path is not None:
+            model = model.model_copy(update={"path": recipe.critic.path})
+        if goes_on is not None:
+            model = _directory(goes_on.model(role), recipe)
+        done = goes_on.state["done"] if goes_on is not None else 0
+        train = self._critic_train(plan)
+        settings = (self._base, recipe.run.device, train, recipe.run.seed, plan.config.updates, done)
+        return partial(casting.critic, model, *settings, role, self.tokenizer)
+
+    def _critic_train(self, plan: PhasePlan) -> TrainConfig:
+        lr = self._recipe.critic.lr
+        return plan.train if lr is None else plan.train.model_copy(update={"lr": lr})
+
+    def _kept_policy(self) -> ModelConfig:
+        """The policy as this phase found it; kept in the run directory so that a resume finds the same."""
+        folder = self._run / "reference"
+        kept = self.executor.look("policy", casting.keep_policy, folder)
+        kept.read(self._recipe.placement.deadline_s)
+        return _directory(folder, self._recipe)
+
+    def _function_factory(self, kind: Callable[..., Reward], function: str) -> Factory:
+        return partial(kind, parse_function(function, self._base), self._recipe.reward, self.tokenizer)
+
+    def _scorer_factory(self, role: str, path: str, kind: type[RewardModel]) -> Factory:
+        recipe = self._recipe
+        source = scorer_source(f"{role}.model", path, self._base)
+        model = ModelConfig(path=source, dtype=recipe.policy.model.dtype)
+        train = TrainConfig(tokens_per_micro_batch=recipe.policy.tokens_per_micro_batch)
+        settings = (self._base, recipe.run.device, train, recipe.run.seed, self.tokenizer, kind)
+        return partial(casting.scorer, model, *settings, f"{role}.model")
+
+
+def _directory(path: Path, recipe: Recipe) -> ModelConfig:
+    return ModelConfig(path=str(path.absolute()), dtype=recipe.policy.model.dtype)

@@ -1,0 +1,210 @@
+"""A reward model learns from pairs in a run of its own, and another run trains a policy with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rillflow.assembly.check import check
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import LoadedRecipe, load_recipe
+from rillflow.errors import ConfigError, Interrupted, RunDirectoryError
+from rillflow.pipeline.interrupt import Interruption
+from rillflow.view.summary import render_text, summarise
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "preference"
+RECIPE = """
+[run]
+seed = 3
+threads = 1
+[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+size = 300
+held_out = 20
+[policy]
+lr = 2e-3
+model.new = { hidden = 32, layers = 1, heads = 2, kv_heads = 1, context = 16, alphabet = "0123456789+-=" }
+[algorithm]
+name = "preference"
+steps = 6
+prompts_per_step = 21
+minibatches = 2
+epochs = 2
+[evaluate]
+every = 3
+"""
+POLICY = """
+[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+held_out = 10
+[rollout]
+max_tokens = 4
+[policy]
+model.new = { hidden = 32, layers = 1, heads = 2, kv_heads = 1, context = 16, alphabet = "0123456789+-=" }
+[algorithm]
+name = "grpo"
+steps = 1
+prompts_per_step = 4
+samples_per_prompt = 4
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "use.toml").write_text(POLICY)
+    return tmp_path / "run.toml"
+
+
+def loaded(recipe: Path, run: str, *settings: str) -> LoadedRecipe:
+    return load_recipe(recipe, [f"run.dir={json.dumps(str(recipe.parent / run))}", *settings])
+
+
+def ran(recipe: Path, run: str, *settings: str) -> Path:
+    chosen = loaded(recipe, run, *settings)
+    return launch(chosen.recipe, chosen.base, quiet=True).run
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """Every step's metrics but the times."""
+    found = [line["metrics"] for line in lines(run, "metrics.jsonl")]
+    return [{k: v for k, v in metrics.items() if k != "run/step_seconds/mean"} for metrics in found]
+
+
+def judged(run: Path) -> list[tuple[int, int, int, float]]:
+    found = lines(run, "evaluations.jsonl")
+    return [(line["step"], line["correct"], line["count"], line["margin_mean"]) for line in found]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    newest = max((run / "checkpoints").glob("step-*"))
+    return load_file(newest / "reward_model" / "model.safetensors")
+
+
+def test_a_run_without_a_policy_leaves_what_every_run_leaves(recipe: Path) -> None:
+    report = check(loaded(recipe, "run"))
+    assert report.problems == []
+    said = {topic.title: "\n".join(topic.lines) for topic in report.topics}
+    assert "a step: 21 pairs, trained in 2 minibatches of 11 or 10 pairs" in said["batch"]
+    assert "reward_model: pool main" in said["placement"] and "policy" not in said["placement"]
+    assert "judged by 20 pairs" in said["data"] and "reward" not in said
+
+    run = ran(recipe, "run")
+    steps = numbers(run)
+    assert len(steps) == 6
+    assert all(line["preference/accuracy/mean"]["count"] == 42 for line in steps), "21 pairs, twice"
+    assert not any(name.startswith("policy/") for line in steps for name in line)
+    assert {line["stage"] for line in lines(run, "spans.jsonl")} <= {"reward_model.prefer"}
+    assert [step for step, *_ in judged(run)] == [0, 3, 6]
+    first, last = judged(run)[0], judged(run)[-1]
+    assert first[1:] == (0, 20, 0.0), "a new head scores all alike"
+    assert last[1] > 0 and last[2] == 20
+    summary = summarise(run)
+    assert summary.checkpoint == str(run / "checkpoints/step-000006/reward_model")
+    assert "score with it" in render_text(summary) and "ask it" not in render_text(summary)
+    assert (run / "report.html").is_file() and not (run / "rollouts").exists()
+
+
+def test_an_interrupted_run_resumes_bit_for_bit(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ran(recipe, "whole")
+    asked = iter([False, False, True])
+    monkeypatch.setattr(Interruption, "requested", property(lambda _: next(asked), lambda *_: None), False)
+    with pytest.raises(Interrupted, match="after step 3"):
+        ran(recipe, "cut")
+    monkeypatch.undo()
+    cut = ran(recipe, "cut")
+    assert numbers(cut) == numbers(whole) and judged(cut) == judged(whole)
+    one, other = weights(cut), weights(whole)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_the_pairs_and_take_the_same_steps(recipe: Path, ranks: int) -> None:
+    """Pairs that do not divide by the ranks, and a minibatch of which a rank has perhaps none."""
+    few = ("algorithm.steps=3", "algorithm.prompts_per_step=5", "policy.lr=1e-4")
+    alone = numbers(ran(recipe, "alone", *few))
+    found = numbers(ran(recipe, "ranks", *few, 'placement.backend="inline"', f"placement.pools.main={ranks}"))
+    for one, other in zip(alone, found, strict=True):
+        for name in ("preference/loss/mean", "preference/margin/mean", "preference/accuracy/mean"):
+            assert other[name]["mean"] == pytest.approx(one[name]["mean"], rel=1e-5, abs=1e-6)
+        assert other["preference/accuracy/mean"]["count"] == 10, "each pair once a pass, on one rank"
+
+
+def test_a_run_begins_from_the_body_of_another_model(recipe: Path) -> None:
+    run = ran(recipe, "first", "algorithm.steps=1")
+    path = json.dumps(str(run / "checkpoints/step-000001/reward_model"))
+    again = ran(recipe, "second", "algorithm.steps=1", "policy.model.new=none", f"policy.model.path={path}")
+    assert judged(again)[0][1:] == judged(run)[-1][1:], "its head is kept"
+
+
+def test_a_reward_model_scores_and_the_task_s_own_function_judges(recipe: Path) -> None:
+    use = recipe.parent / "use.toml"
+    with pytest.raises(ConfigError, match="mdl"):
+        loaded(use, "use", "reward.mdl=run")
+    missing = check(loaded(use, "use", 'reward.model="run"'))
+    assert any("'run' is not there" in problem.what for problem in missing.problems)
+    run = ran(recipe, "run", "algorithm.steps=2")
+    model = str(run / "checkpoints/step-000002/reward_model")
+    by_run = ran(use, "by_run", 'reward.model="run"')
+    by_directory = ran(use, "by_directory", f"reward.model={json.dumps(model)}")
+    assert numbers(by_run) == numbers(by_directory)
+    rewards = numbers(by_run)[0]["reward/score/mean"]["mean"]
+    assert rewards not in (0.0, 1.0)
+    assert all(line["mean_reward"] * 10 == line["correct"] for line in lines(by_run, "evaluations.jsonl"))
+    assert numbers(ran(use, "cost", 'reward.model="run"', 'cost.model="run"')) == numbers(by_run)
+    with pytest.raises(RunDirectoryError, match="has no reward model") as caught:
+        ran(use, "wrong", 'reward.model="by_run"')
+    assert "trains the policy" in caught.value.why
+
+
+def test_a_warm_start_without_a_policy_is_refused(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match="warm_start trains the policy"):
+        loaded(recipe, "run", "warm_start.steps=1")
+
+
+def test_pairs_that_leave_no_room_are_found_before_the_run(recipe: Path) -> None:
+    problems = check(loaded(recipe, "run", "policy.model.new.context=6")).problems
+    assert any("its longer answer" in problem.why for problem in problems)
+
+
+def test_the_recipe_s_pairs_are_those_its_script_makes(tmp_path: Path) -> None:
+    shutil.copy(RECIPES / "make_pairs.py", tmp_path)
+    spec = importlib.util.spec_from_file_location("make_pairs", tmp_path / "make_pairs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shipped = (RECIPES / "pairs.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in shipped] == module.pairs()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_two_recipes_raise_the_true_accuracy(tmp_path: Path) -> None:
+    """The policy never sees a right answer named: it is scored by what learned from pairs."""
+    scorer = load_recipe(RECIPES / "run.toml", [f"run.dir={json.dumps(str(tmp_path / 'scorer'))}"])
+    found = launch(scorer.recipe, scorer.base, quiet=True).summary
+    assert found.after is not None and found.after.accuracy > 0.7
+    settings = [f"run.dir={json.dumps(str(tmp_path / 'use'))}", f"reward.model={json.dumps(found.run)}"]
+    use = load_recipe(RECIPES / "use.toml", [*settings, "algorithm.steps=25"])
+    run = launch(use.recipe, use.base, quiet=True).run
+    right = [
+        mean(row["completion"] == row["columns"]["answer"] for row in map(json.loads, file.open()))
+        for file in sorted((run / "rollouts").iterdir())
+    ]
+    assert mean(right[-5:]) > mean(right[:5]) + 0.1

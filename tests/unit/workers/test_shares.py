@@ -1,0 +1,67 @@
+"""How rows are shared out over ranks: all of them, in order, evenly, units whole."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rillflow.errors import ClusterError
+from rillflow.records.batch import Batch, concatenate, row_ids
+from rillflow.records.row import RowId
+from rillflow.workers.values import Facts, Reference, Rows, piece, resolved, shares
+
+UNITS = st.integers(1, 4)
+
+
+def batch_of(rows: int) -> Batch:
+    ids = row_ids([RowId(0, row // 2, row % 2) for row in range(rows)])
+    return Batch(ids=ids, fields={"x": torch.arange(rows)})
+
+
+def lying(parts: list[Batch]) -> tuple[Reference, ...]:
+    """References to parts, which are the values themselves."""
+    return tuple(
+        Reference(value=part, facts=Facts(rows=len(part), tokens=0, began=0.0, ended=0.0)) for part in parts
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(whole=st.integers(0, 20), unit=UNITS, count=st.integers(1, 6))
+def test_shares_are_even_in_units(whole: int, unit: int, count: int) -> None:
+    found = shares(whole * unit, count, unit)
+    assert len(found) == count and sum(found) == whole * unit
+    assert all(share % unit == 0 for share in found)
+    assert max(found) - min(found) <= unit
+    assert list(found) == sorted(found, reverse=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(whole=st.integers(1, 20), unit=UNITS, count=st.integers(1, 6), cuts=st.data())
+def test_rows_that_lie_anyhow_arrive_in_whole_units(
+    whole: int, unit: int, count: int, cuts: st.DataObject
+) -> None:
+    """Whatever ranks they lie on, a rank pulls the rows that a cut of the whole batch would give it."""
+    rows = whole * unit
+    inner = sorted(cuts.draw(st.lists(st.integers(0, rows), max_size=4)))
+    ends = [0, *inner, rows]
+    batch = batch_of(rows)
+    parts = [batch.slice(start, stop) for start, stop in pairwise(ends)]
+    found = []
+    for index in range(count):
+        wanted = Rows(references=lying(parts), index=index, count=count, unit=unit)
+        got: Any = resolved(wanted, lambda reference: reference)
+        cut = piece(batch, index, count, unit)
+        assert torch.equal(got.ids, cut.ids) and torch.equal(got.dense("x"), cut.dense("x"))
+        assert len(got) % unit == 0
+        found.append(got)
+    assert torch.equal(concatenate(found).ids, batch.ids)
+
+
+def test_a_unit_that_is_not_whole_is_refused() -> None:
+    with pytest.raises(ClusterError, match="7 rows cannot be shared out in units of 2"):
+        shares(7, 2, 2)
