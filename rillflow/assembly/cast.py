@@ -30,6 +30,7 @@ from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.reward_model import CostModel, RewardModel
 from rillflow.train.config import TrainConfig
+from rillflow.weights.layout import generation_mesh
 from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.program import Factory
@@ -116,7 +117,8 @@ class Cast:
             self._start(role, self._critic_factory(role, plan, goes_on))
         if "reference" in plan.roles:
             settings = (self._recipe.run.device, plan.train, self._recipe.rollout.temperature)
-            self._start("reference", partial(casting.reference, self._kept_policy(), *settings))
+            bound = (*settings, self._meshes("reference"))
+            self._start("reference", partial(casting.reference, self._kept_policy(), *bound))
         trained = (self._recipe.lead, *critics)
         for role in trained:
             begun = self._groups[role].call(
@@ -130,13 +132,23 @@ class Cast:
 
     def _start(self, role: str, factory: Factory) -> None:
         """Make a role on every rank of its pool."""
-        placement = self._recipe.placement
+        placement, kind = self._recipe.placement, kinds(self._recipe)[role]
         pool = placement.pool_of(role)
-        mesh = Mesh.of(dp=placement.pools[pool])
-        endpoints = endpoints_of(kinds(self._recipe)[role])
-        group = Group(role, endpoints, mesh=mesh, pool=pool, backend=self._backend)
+        meshes = self._meshes(role)
+        plain = Mesh.of(dp=placement.pools[pool])
+        mesh, generate = (plain, plain) if issubclass(kind, Reward) else (meshes.train, meshes.generate)
+        group = Group(
+            role, endpoints_of(kind), mesh=mesh, generate=generate, pool=pool, backend=self._backend
+        )
         group.start(factory, placement.deadline_s)
         self._groups[role] = group
+
+    def _meshes(self, role: str) -> casting.Meshes:
+        """The grids of a role that is a model."""
+        sizes = self._recipe.placement.mesh_of(role)
+        train = Mesh.of(dp=sizes.dp, pp=sizes.pp, tp=sizes.tp)
+        tp = self._recipe.placement.generate_tp if role == self._recipe.lead else 1
+        return casting.Meshes(train=train, is_sharded=sizes.is_sharded, generate=generation_mesh(train, tp))
 
     def _lead_factory(self) -> Factory:
         """What the section [policy] describes, or as the checkpoint has it."""
@@ -144,7 +156,8 @@ class Cast:
         model, state = recipe.policy.model, checkpoint.state if checkpoint is not None else {}
         if checkpoint is not None:
             model = _directory(checkpoint.model(recipe.lead), recipe)
-        settings = (model, self._base, recipe.run.device, recipe.run.threads, recipe.policy.as_train())
+        where = (self._base, recipe.run.device, recipe.run.threads)
+        settings = (model, *where, recipe.policy.as_train(), self._meshes(recipe.lead))
         if recipe.has_policy:
             version = state["version"] if state else 0
             return partial(casting.policy, *settings, recipe.rollout, recipe.run.seed, version)
@@ -161,7 +174,7 @@ class Cast:
         done = goes_on.state["done"] if goes_on is not None else 0
         train = self._critic_train(plan)
         settings = (self._base, recipe.run.device, train, recipe.run.seed, plan.config.updates, done)
-        return partial(casting.critic, model, *settings, role, self.tokenizer)
+        return partial(casting.critic, model, *settings, role, self.tokenizer, self._meshes(role))
 
     def _critic_train(self, plan: PhasePlan) -> TrainConfig:
         lr = self._recipe.critic.lr
@@ -170,8 +183,9 @@ class Cast:
     def _kept_policy(self) -> ModelConfig:
         """The policy as this phase found it; kept in the run directory so that a resume finds the same."""
         folder = self._run / "reference"
-        kept = self.executor.look("policy", casting.keep_policy, folder)
-        kept.read(self._recipe.placement.deadline_s)
+        if not folder.exists():
+            kept = self.executor.everywhere("policy", casting.keep_policy, folder)
+            kept.read(self._recipe.placement.deadline_s)
         return _directory(folder, self._recipe)
 
     def _function_factory(self, kind: Callable[..., Reward], function: str) -> Factory:
@@ -183,7 +197,7 @@ class Cast:
         model = ModelConfig(path=source, dtype=recipe.policy.model.dtype)
         train = TrainConfig(tokens_per_micro_batch=recipe.policy.tokens_per_micro_batch)
         settings = (self._base, recipe.run.device, train, recipe.run.seed, self.tokenizer, kind)
-        return partial(casting.scorer, model, *settings, f"{role}.model")
+        return partial(casting.scorer, model, *settings, f"{role}.model", self._meshes(role))
 
 
 def _directory(path: Path, recipe: Recipe) -> ModelConfig:

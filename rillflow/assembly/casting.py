@@ -8,16 +8,17 @@ they are used.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from rillflow.cluster.backend import Site
-from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import choose_device, load_model
 from rillflow.models.scalar_model import load_scalar_model
 from rillflow.models.tokenizer import Tokenizer
+from rillflow.placement.mesh import Mesh
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.workers import RewardWorkers
@@ -26,8 +27,26 @@ from rillflow.roles.policy import Policy
 from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.reward_model import RewardModel
+from rillflow.roles.sampler import lay_out
+from rillflow.roles.share import Model, Share
 from rillflow.rollout.config import RolloutConfig
 from rillflow.train.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meshes:
+    """The grids of a role's ranks."""
+
+    train: Mesh
+    """While it trains and scores: dp, pp, tp."""
+    is_sharded: bool
+    """Whether its parameters are cut over dp as well."""
+    generate: Mesh
+    """While it generates; see ``weights.layout.generation_mesh``."""
+
+    def share(self, model: Model, site: Site) -> Share[Model]:
+        """A rank's share of a model that it has loaded."""
+        return Share.of(model, mesh=self.train, is_sharded=self.is_sharded, ranks=site.ranks)
 
 
 def policy(
@@ -36,6 +55,7 @@ def policy(
     device: str,
     threads: int,
     train: TrainConfig,
+    meshes: Meshes,
     rollout: RolloutConfig,
     seed: int,
     version: int,
@@ -45,18 +65,22 @@ def policy(
     if threads:
         torch.set_num_threads(threads)
     loaded = load_model(model, seed=seed, device=choose_device(device), base=base)
-    return Policy(
-        loaded, train=train, rollout=rollout, seed=seed, updates=1, version=version, ranks=site.ranks
+    share, sampler = lay_out(
+        loaded,
+        mesh=meshes.train,
+        is_sharded=meshes.is_sharded,
+        generate=meshes.generate,
+        ranks=site.ranks,
     )
+    return Policy(share, train=train, rollout=rollout, seed=seed, updates=1, version=version, sampler=sampler)
 
 
 def reference(
-    model: ModelConfig, device: str, train: TrainConfig, temperature: float, site: Site
+    model: ModelConfig, device: str, train: TrainConfig, temperature: float, meshes: Meshes, site: Site
 ) -> Reference:
     """The reference, from the directory that ``keep_policy`` wrote."""
     loaded = load_model(model, seed=0, device=choose_device(device), base=Path())
-    del site
-    return Reference(loaded, train=train, temperature=temperature)
+    return Reference(meshes.share(loaded, site), train=train, temperature=temperature)
 
 
 def reward(function: FunctionPath, settings: RewardConfig, tokenizer: Tokenizer, site: Site) -> Reward:
@@ -74,11 +98,12 @@ def scorer(
     tokenizer: Tokenizer,
     kind: type[RewardModel],
     section: str,
+    meshes: Meshes,
     site: Site,
 ) -> RewardModel:
     """A reward or cost model that only scores, from a directory that has a scalar head."""
     loaded = load_scalar_model(model, seed=seed, device=choose_device(device), base=base, section=section)
-    return kind(loaded, tokenizer=tokenizer, train=train, seed=seed, updates=1, ranks=site.ranks)
+    return kind(meshes.share(loaded, site), tokenizer=tokenizer, train=train, seed=seed, updates=1)
 
 
 def learner(
@@ -87,6 +112,7 @@ def learner(
     device: str,
     threads: int,
     train: TrainConfig,
+    meshes: Meshes,
     seed: int,
     version: int,
     site: Site,
@@ -98,13 +124,12 @@ def learner(
         model, seed=seed, device=choose_device(device), base=base, section="policy.model"
     )
     return RewardModel(
-        loaded,
+        meshes.share(loaded, site),
         tokenizer=loaded.tokenizer,
         train=train,
         seed=seed,
         updates=1,
         version=version,
-        ranks=site.ranks,
     )
 
 
@@ -124,6 +149,7 @@ def critic(
     version: int,
     name: str,
     tokenizer: Tokenizer,
+    meshes: Meshes,
     site: Site,
 ) -> Critic:
     """A critic, its new head at zero, or as a checkpoint has it."""
@@ -131,14 +157,13 @@ def critic(
         model, seed=seed, device=choose_device(device), base=base, section=f"{name}.path"
     )
     return Critic(
-        loaded,
+        meshes.share(loaded, site),
         tokenizer=tokenizer,
         train=train,
         seed=seed,
         updates=updates,
         version=version,
         name=name,
-        ranks=site.ranks,
     )
 
 
@@ -149,5 +174,4 @@ def voice(lead: Policy | RewardModel) -> tuple[Tokenizer, int]:
 
 def keep_policy(policy: Policy, folder: Path) -> None:
     """Write the policy as it is now, so that a reference, and a resumed run's reference, can be it."""
-    if not folder.exists():
-        save_model(policy.model, folder)
+    policy.save_weights(folder)

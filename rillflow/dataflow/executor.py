@@ -59,11 +59,11 @@ class GroupExecutor:
 
     def apply(self, function: Callable[..., Any], *arguments: Any, place: Place, **options: Any) -> Pending:
         """Call a function of a module at one rank; batches among its arguments arrive whole."""
-        return self._at(place, function.__name__, (program.apply, function), arguments, options)
+        return self._at([place], function.__name__, (program.apply, function), arguments, options)
 
     def _at(
         self,
-        place: Place,
+        places: Sequence[Place],
         name: str,
         work: Sequence[Any],
         arguments: Sequence[Any],
@@ -72,13 +72,16 @@ class GroupExecutor:
         given = [each.whole() if isinstance(each, Pending) else each for each in arguments]
         named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
         packed = self._backend.pack(named)
-        value, facts = self._backend.submit(place, *work, given, packed, results=2)
+        made = []
+        for place in places:
+            value, facts = self._backend.submit(place, *work, given, packed, results=2)
+            made.append(Reference(value=value, facts=facts))
         return Pending(
             name,
             given="",
-            places=[place],
-            references=[Reference(value=value, facts=facts)],
-            others=[],
+            places=places,
+            references=made[:1],
+            others=made[1:],
             is_partial=False,
             sources=[each for each in (*arguments, *options.values()) if isinstance(each, Pending)],
             backend=self._backend,
@@ -86,10 +89,13 @@ class GroupExecutor:
 
     def look(self, role: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Pending:
         """Call a function of a module with a role's object, at the role's first rank."""
-        place = self.groups[role].places[0]
-        return self._at(
-            place, f"{role}: {function.__name__}", (program.look, role, function), arguments, options
-        )
+        name, work = f"{role}: {function.__name__}", (program.look, role, function)
+        return self._at(self.groups[role].places[:1], name, work, arguments, options)
+
+    def everywhere(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
+        """The same at all ranks of the role at once; the first one's result."""
+        name, work = f"{role}: {function.__name__}", (program.look, role, function)
+        return self._at(self.groups[role].places, name, work, arguments, {})
 
     def _home(self, batches: Sequence[Any]) -> Place:
         """Where the first batch is, at least a part of it."""

@@ -211,7 +211,7 @@ class Loop:
 
         def write(folder: Path) -> None:
             for role in phase.trained:
-                phase.executor.look(role, write_role, folder.absolute()).read(self._deadline_s)
+                phase.executor.everywhere(role, write_role, folder.absolute()).read(self._deadline_s)
 
         return save_checkpoint(self._run.checkpoints, step, write, state, self._cadence.keep_checkpoints)
 

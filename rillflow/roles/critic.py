@@ -13,7 +13,7 @@ from rillflow.train.config import PassesConfig, ValueLossConfig
 from rillflow.train.minibatches import minibatches
 from rillflow.train.scalar_loss import ValueLoss
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import DP, TRAIN
+from rillflow.workers.transfer import THREE_D, TRAIN
 
 
 class Critic(ScalarRole):
@@ -21,7 +21,7 @@ class Critic(ScalarRole):
 
     called = "critic"
 
-    @endpoint(DP, reads=("tokens", "loss_mask"), writes=("values",))
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("values",))
     def values(self, rollouts: Batch) -> Batch:
         """The field ``values``: what the state before each sampled token is worth, 0 elsewhere."""
         return Batch(ids=rollouts.ids, fields={"values": self._scorer.values(rollouts)})
@@ -37,7 +37,9 @@ class Critic(ScalarRole):
         """
         rows = joined(known)
         rows = rows.with_fields(old_values=rows.ragged("values"))
-        cut = minibatches(rows, reuse.epochs, reuse.minibatches, self._seed, self.version, ranks=self._ranks)
+        cut = minibatches(
+            rows, reuse.epochs, reuse.minibatches, self._seed, self.version, ranks=self._share.rows
+        )
         metrics = merge_metrics([self.trainer.update(part, ValueLoss(loss)) for part in cut])
         self.version += 1
         return {f"{self._name}/{name.partition('/')[2]}": metric for name, metric in metrics.items()}

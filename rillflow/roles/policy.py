@@ -17,24 +17,23 @@ from pathlib import Path
 
 import torch
 
-from rillflow.cluster.ranks import Alone, Ranks
 from rillflow.errors import TrainingError
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
-from rillflow.models.checkpoint import save_model
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Metric, merge_metrics
+from rillflow.roles.sampler import Own, Sampler
+from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.train.learner import Aim
 from rillflow.train.loss import PolicyLoss, SupervisedLoss
 from rillflow.train.minibatches import minibatches
-from rillflow.train.state_file import load_state, save_state
 from rillflow.train.trainer import Trainer
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import DP, TOGETHER, TRAIN
+from rillflow.workers.transfer import ALL_MICRO_DP, THREE_D, TOGETHER, TRAIN
 
 ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish", "columns", "limits")
 """What ``records.rollout.rollout_batch`` makes, and the most tokens that each row could have sampled."""
@@ -46,40 +45,42 @@ class Policy:
     """A language model with a rollout engine and a training engine over one set of parameters.
 
     Args:
-        model: the module and its tokeniser.
+        share: the model, or this rank's part of it.
         train: the optimiser's settings of the first phase.
         rollout: how it is sampled.
+        sampler: what it generates with; the trained module itself where none is given.
         seed: the run's seed; every random number follows from it and from row ids.
         updates: optimiser steps of that phase, for the schedule.
         version: publishes so far.
-        ranks: those that hold the other rows of every batch.
     """
 
     def __init__(
         self,
-        model: LanguageModel,
+        share: Share[LanguageModel],
         *,
         train: TrainConfig,
         rollout: RolloutConfig,
         seed: int,
         updates: int,
         version: int = 0,
-        ranks: Ranks | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
-        self.model = model
+        self.model = model = share.model
         self.version = version
-        self._ranks = ranks or Alone()
-        self.trainer = Trainer(model.module, train, total_steps=updates, ranks=self._ranks)
+        self._share = share
+        self._sampler = sampler or Own(model.module)
+        self.trainer = self._new_trainer(train, updates)
         self._rollout = rollout
         self._seed = seed
         stop = {model.tokenizer.token_of(text) for text in rollout.stop}
         self._engine = NativeEngine(
-            model.module,
+            self._sampler.module,
             rollout,
             stop_tokens=frozenset(stop | model.tokenizer.stop_tokens),
             seed=seed,
             context=model.context,
             version=version,
+            tp=self._sampler.tp,
         )
 
     @endpoint(TOGETHER)
@@ -91,9 +92,10 @@ class Policy:
             updates: optimiser steps of the whole phase.
             resume: the file ``save`` wrote in this phase; None starts afresh.
         """
-        self.trainer = Trainer(self.model.module, train, total_steps=updates, ranks=self._ranks)
+        self._sampler.turn_to_training()
+        self.trainer = self._new_trainer(train, updates)
         if resume is not None:
-            load_state(self.trainer, resume)
+            self._share.load_state(self.trainer, resume)
 
     @property
     def saved_bytes(self) -> int:
@@ -102,16 +104,21 @@ class Policy:
         return weights + sum(tensor.nbytes for tensor in self.trainer.state().tensors.values())
 
     def save(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face directory ``policy``, the optimiser beside it."""
-        save_model(self.model, folder / "policy")
-        save_state(self.trainer, folder / "policy.optimizer.safetensors")
+        """Write the weights as a Hugging Face directory ``policy``, the optimiser beside it; on all ranks."""
+        self.save_weights(folder / "policy")
+        self._share.save_state(self.trainer, folder / "policy.optimizer")
 
-    @endpoint(DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
+    def save_weights(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face directory; on all ranks."""
+        self._sampler.turn_to_training()
+        self._share.save_weights(folder)
+
+    @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Rollouts of ``samples`` answers to every prompt, ordered by prompt and sample."""
         return self._generated(prompts, samples, sampling)
 
-    @endpoint(DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
+    @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
     def greedy(self, prompts: Batch) -> Batch:
         """Rollouts of the likeliest answer to every prompt, in the prompts' order; see GREEDY_SAMPLE."""
         sampling = SamplingConfig(temperature=0, max_tokens=self._rollout.max_tokens, stop=self._rollout.stop)
@@ -120,9 +127,10 @@ class Policy:
         ids[:, 2] = GREEDY_SAMPLE
         return Batch(ids=ids, fields=rollouts.fields)
 
-    @endpoint(DP, reads=("tokens", "loss_mask"), writes=("old_logprobs",))
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("old_logprobs",))
     def logprobs(self, rollouts: Batch) -> Batch:
         """The field ``old_logprobs``: what the present weights give every sampled token."""
+        self._sampler.turn_to_training()
         found = self.trainer.logprobs(rollouts, temperature=self._temperature)
         return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
 
@@ -133,6 +141,7 @@ class Policy:
         Raises:
             TrainingError: a number is not finite, or the first minibatch is not on-policy.
         """
+        self._sampler.turn_to_training()
         return merge_metrics([self.trainer.step(aim) for aim in self._aims(known, loss, reuse)])
 
     @endpoint(TRAIN, reads=("tokens", "loss_mask", "sampler_logprobs", "advantages"))
@@ -151,6 +160,7 @@ class Policy:
         Raises:
             TrainingError: as ``update``; there are fewer demonstrations than minibatches.
         """
+        self._sampler.turn_to_training()
         *known, demonstrations = batches
         improving = list(self._aims(known, loss, reuse))
         shown = list(self._minibatches(demonstrations, reuse))
@@ -166,6 +176,7 @@ class Policy:
     @endpoint(TRAIN, reads=("tokens", "loss_mask"))
     def imitate(self, demonstrations: Batch, passes: PassesConfig) -> dict[str, Metric]:
         """Optimiser steps that raise the probability of the demonstrations' loss tokens."""
+        self._sampler.turn_to_training()
         cut = self._minibatches(demonstrations, passes)
         return merge_metrics([self.trainer.update(part, SupervisedLoss()) for part in cut])
 
@@ -177,6 +188,7 @@ class Policy:
         return self.version
 
     def _generated(self, prompts: Batch, samples: int, sampling: SamplingConfig | None) -> Batch:
+        self._sampler.turn_to_generation()
         rollouts = self._engine.generate(prompts, samples, sampling)
         limit = (sampling or self._rollout).max_tokens
         return rollouts.with_fields(limits=torch.full((len(rollouts),), limit))
@@ -196,7 +208,13 @@ class Policy:
 
     def _minibatches(self, rows: Batch, passes: PassesConfig) -> Iterator[Batch]:
         return minibatches(
-            rows, passes.epochs, passes.minibatches, self._seed, self.version, ranks=self._ranks
+            rows, passes.epochs, passes.minibatches, self._seed, self.version, ranks=self._share.rows
+        )
+
+    def _new_trainer(self, train: TrainConfig, updates: int) -> Trainer:
+        share = self._share
+        return Trainer(
+            self.model.module, train, total_steps=updates, ranks=share.rows, parallel=share.parallel
         )
 
     @property

@@ -21,7 +21,7 @@ from rillflow.train.config import PassesConfig
 from rillflow.train.minibatches import minibatches, prompt_units
 from rillflow.train.scalar_loss import PreferenceLoss
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import DP, TRAIN_PAIRS
+from rillflow.workers.transfer import THREE_D, TRAIN_PAIRS
 
 COST_FIELDS = ("costs", *SCORE_FIELDS[1:])
 """What a cost adds to a row."""
@@ -34,7 +34,7 @@ class RewardModel(ScalarRole):
     field = "rewards"
     """What the scores are called."""
 
-    @endpoint(DP, reads=("tokens", "loss_mask"), writes=SCORE_FIELDS)
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=SCORE_FIELDS)
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout.
 
@@ -66,7 +66,7 @@ class RewardModel(ScalarRole):
             self._seed,
             self.version,
             prompt_units(pairs),
-            self._ranks,
+            self._share.rows,
         )
         metrics = merge_metrics([self.trainer.update(part, PreferenceLoss()) for part in cut])
         self.version += 1
@@ -93,7 +93,7 @@ class CostModel(RewardModel):
     called = "cost model"
     field = "costs"
 
-    @endpoint(DP, reads=("tokens", "loss_mask"), writes=COST_FIELDS)
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=COST_FIELDS)
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout: as ``RewardModel.score``, the scores called ``costs``."""
         return self._scored(rollouts)

@@ -8,14 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from rillflow.cluster.ranks import Alone, Ranks
-from rillflow.models.checkpoint import save_model
 from rillflow.models.scalar_model import ScalarModel, require_same_tokens
 from rillflow.models.tokenizer import Tokenizer
+from rillflow.roles.share import Share
 from rillflow.train.config import TrainConfig
 from rillflow.train.scalar_scorer import ScalarScorer
 from rillflow.train.scalar_trainer import ScalarTrainer
-from rillflow.train.state_file import load_state, save_state
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import TOGETHER
 
@@ -24,13 +22,12 @@ class ScalarRole:
     """A model with a scalar head that scores and is trained.
 
     Args:
-        model: the module and its tokeniser.
+        share: the model, or this rank's part of it.
         tokenizer: the policy's; the two must have the same tokens.
         train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
         seed: the run's seed; it decides how rows are cut into minibatches.
         updates: optimiser steps of that phase, for the schedule.
         version: calls of the training endpoint so far.
-        ranks: those that hold the other rows of every batch.
         name: what errors and files call it; ``called`` where nothing is said.
 
     Raises:
@@ -42,27 +39,27 @@ class ScalarRole:
 
     def __init__(
         self,
-        model: ScalarModel,
+        share: Share[ScalarModel],
         *,
         tokenizer: Tokenizer,
         train: TrainConfig,
         seed: int,
         updates: int,
         version: int = 0,
-        ranks: Ranks | None = None,
         name: str | None = None,
     ) -> None:
         name = name or self.called
+        model = share.model
         require_same_tokens(model, tokenizer, name)
         self.model = model
         self.version = version
         self._name = name.replace(" ", "_")
-        self._scorer = ScalarScorer(model.module, train)
+        self._scorer = ScalarScorer(model.module, train, parallel=share.parallel)
         self._tokenizer = tokenizer
         self._train = train
         self._seed = seed
         self._updates = updates
-        self._ranks = ranks or Alone()
+        self._share = share
         self._trainer: ScalarTrainer | None = None
 
     @property
@@ -70,7 +67,11 @@ class ScalarRole:
         """Made when it is first asked for: a model that only scores needs no optimiser's memory."""
         if self._trainer is None:
             self._trainer = ScalarTrainer(
-                self.model.module, self._train, total_steps=self._updates, ranks=self._ranks
+                self.model.module,
+                self._train,
+                total_steps=self._updates,
+                ranks=self._share.rows,
+                parallel=self._share.parallel,
             )
         return self._trainer
 
@@ -85,7 +86,7 @@ class ScalarRole:
         """
         self._train, self._updates, self._trainer = train, updates, None
         if resume is not None:
-            load_state(self.trainer, resume)
+            self._share.load_state(self.trainer, resume)
 
     @property
     def saved_bytes(self) -> int:
@@ -95,5 +96,5 @@ class ScalarRole:
 
     def save(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory of the role's name, the optimiser beside it."""
-        save_model(self.model, folder / self._name)
-        save_state(self.trainer, folder / f"{self._name}.optimizer.safetensors")
+        self._share.save_weights(folder / self._name)
+        self._share.save_state(self.trainer, folder / f"{self._name}.optimizer")
