@@ -99,8 +99,11 @@ def newest(run: Path) -> Path:
     return max((run / "checkpoints").glob("step-*"))
 
 
-def ended_in_the_middle(recipe: Path, run: Path, how: signal.Signals) -> str:
-    """A real run that is ended in its fifth step of the algorithm; what it said."""
+def ended_in_the_middle(recipe: Path, run: Path, *how: signal.Signals) -> str:
+    """A real run that signals end in its fifth step of the algorithm; what it said.
+
+    One signal that asks lets the step end; a second one, or one that kills, does not.
+    """
     hold, held = recipe.parent / "hold", recipe.parent / "held"
     hold.write_text(str(HELD_IN_STEP))
     command = [sys.executable, "-m", "rillflow.cli.main", "run", str(recipe), "--dir", str(run)]
@@ -112,18 +115,20 @@ def ended_in_the_middle(recipe: Path, run: Path, how: signal.Signals) -> str:
         time.sleep(0.02)
     children = psutil.Process(process.pid).children(recursive=True)
     assert children, "the reward runs in a child"
-    process.send_signal(how)
-    if how is signal.SIGKILL:
+    for each in how:
+        process.send_signal(each)
+        time.sleep(0.2)  # two signals at once would be one
+    if signal.SIGKILL in how or len(how) > 1:
         process.wait(20)
     hold.unlink()
     _, errors = process.communicate(timeout=60)
     assert not psutil.wait_procs(children, timeout=20)[1], "a child outlived the run"
-    assert process.returncode == (-9 if how is signal.SIGKILL else 130)
+    assert process.returncode == (-9 if signal.SIGKILL in how else 130)
     return errors
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("ppo", signal.SIGKILL), ("safe_rlhf", signal.SIGINT)], ids=["ppo", "safe_rlhf"]
+    ("name", "how"), [("ppo", signal.SIGKILL), ("safe_rlhf", signal.SIGTERM)], ids=["ppo", "safe_rlhf"]
 )
 def test_remembered_numbers_and_critics_resume_bit_for_bit(
     name: str, how: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -149,3 +154,12 @@ def test_remembered_numbers_and_critics_resume_bit_for_bit(
         assert (newest(run) / file).read_bytes() == (newest(whole) / file).read_bytes(), file
     for file in (whole / "rollouts").iterdir():
         assert (run / "rollouts" / file.name).read_text() == file.read_text()
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
+    """The step it ends in is the one that is done again."""
+    recipe, run = written(tmp_path, "ppo"), tmp_path / "run"
+    errors = ended_in_the_middle(recipe, run, signal.SIGINT, signal.SIGINT)
+    assert "what was written before the last checkpoint is kept" in errors
+    assert json.loads((newest(run) / "state.json").read_text())["done"] == 4
