@@ -48,6 +48,8 @@ class Backend(Protocol):
 
     traffic: Traffic
     """Counted since the start."""
+    pools: dict[str, int]
+    """Ranks of every open pool, by its name."""
 
     def open(self, pools: Sequence[Pool]) -> None:
         """Start every rank.
@@ -56,8 +58,8 @@ class Backend(Protocol):
             ClusterError: a pool does not fit; it says what is there and what is missing.
         """
 
-    def pack(self, value: Any) -> Any:
-        """Make an argument ready to travel to several ranks; it arrives as it was.
+    def pack(self, value: Any, what: str) -> Any:
+        """Make an argument ready to travel to several ranks; it arrives as it was. Errors call it ``what``.
 
         Raises:
             ClusterError: it cannot travel, or is too large for an argument.

@@ -34,6 +34,7 @@ class InlineBackend:
 
     def __init__(self, deadline_s: float = 3600.0) -> None:
         self.traffic = Traffic()
+        self.pools: dict[str, int] = {}
         self._deadline_s = deadline_s
         self._sites: dict[Place, Site] = {}
         self._threads: dict[Place, ThreadPoolExecutor] = {}
@@ -42,6 +43,7 @@ class InlineBackend:
     def open(self, pools: Sequence[Pool]) -> None:
         """See Backend."""
         found = places(pools)
+        self.pools = {pool.name: pool.size for pool in pools}
         for pool in pools:
             if pool.size > 1:
                 self._circles[pool.name] = Circle(pool.size, self._deadline_s)
@@ -53,8 +55,9 @@ class InlineBackend:
                 name = f"{place.pool}-{place.rank}"
                 self._threads[place] = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    def pack(self, value: Any) -> Any:
+    def pack(self, value: Any, what: str) -> Any:
         """See Backend; nothing travels here."""
+        del what
         return value
 
     def submit(self, place: Place, work: Work, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
@@ -94,6 +97,7 @@ class InlineBackend:
             thread.shutdown(wait=True)
         for site in self._sites.values():
             site.stack.close()
+        self.pools.clear()
         self._threads.clear()
         self._circles.clear()
         self._sites.clear()

@@ -75,6 +75,7 @@ class RayBackend:
 
     def __init__(self, deadline_s: float = 3600.0, *, address: str | None = None, devices: int = 0) -> None:
         self.traffic = Traffic()
+        self.pools: dict[str, int] = {}
         self._deadline_s = deadline_s
         self._address = address
         self._devices = devices
@@ -93,23 +94,20 @@ class RayBackend:
             for pool in pools:
                 self._start(pool, len(found))
             self._await_all()
+            self.pools = {pool.name: pool.size for pool in pools}
         except BaseException:
             self.close()
             raise
 
-    def pack(self, value: Any) -> Any:
+    def pack(self, value: Any, what: str) -> Any:
         """See Backend."""
         try:
             packed = ray.cloudpickle.dumps(value)
         except Exception as error:  # noqa: BLE001  whatever an argument's own pickling raises
-            raise ClusterError(
-                f"an argument of type {type(value).__name__} cannot travel: {error}",
-                why="ranks are other processes; an argument reaches them as bytes",
-                fix="give values: batches, numbers, texts, settings, functions of a module",
-            ) from None
+            raise _cannot_travel(what + _heaviest(value), error) from None
         if len(packed) > MAX_ARGUMENT_BYTES:
             raise ClusterError(
-                f"an argument takes {len(packed) / 2**20:.0f} MiB",
+                f"{what}{_heaviest(value)} takes {len(packed) / 2**20:.0f} MiB",
                 why=f"options travel with every call: {MAX_ARGUMENT_BYTES / 2**20:.0f} MiB at most",
                 fix="put large data into a batch: its rows go where they are needed, once",
             )
@@ -119,7 +117,11 @@ class RayBackend:
     def submit(self, place: Place, work: Work, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """See Backend."""
         self.traffic.calls += 1
-        made = self._ranks[place].run.options(num_returns=results).remote(work, arguments)
+        run = self._ranks[place].run.options(num_returns=results)
+        try:
+            made = run.remote(work, arguments)
+        except TypeError as error:  # Ray tells at length what it could not turn into bytes
+            raise _cannot_travel("something a call needs", error.__cause__ or error) from None
         return (made,) if results == 1 else tuple(made)
 
     def read(self, reference: Any, deadline_s: float) -> Any:
@@ -146,6 +148,7 @@ class RayBackend:
             ray.kill(rank)
         for group in self._groups:
             remove_placement_group(group)
+        self.pools.clear()
         self._ranks.clear()
         self._groups.clear()
         self._meetings.cleanup()
@@ -269,7 +272,30 @@ class _Packed:
 
 
 def _unpacked(argument: Any) -> Any:
+    """The argument, or the list of arguments, as it was."""
+    if isinstance(argument, list):
+        return [_unpacked(each) for each in argument]
     return ray.cloudpickle.loads(argument.content) if isinstance(argument, _Packed) else argument
+
+
+def _heaviest(value: Any) -> str:
+    """Of options by name, the one that takes most bytes, or cannot be turned into any."""
+    return f" {max(value, key=lambda name: _weight(value[name]))!r}" if isinstance(value, dict) else ""
+
+
+def _weight(value: Any) -> float:
+    try:
+        return len(ray.cloudpickle.dumps(value))
+    except Exception:  # noqa: BLE001  whatever its own pickling raises
+        return float("inf")
+
+
+def _cannot_travel(what: str, error: BaseException) -> ClusterError:
+    return ClusterError(
+        f"{what} cannot travel: {error}",
+        why="ranks are other processes; an argument reaches them as bytes",
+        fix="give values: batches, numbers, texts, settings, functions of a module",
+    )
 
 
 def _raise_cause(error: RayTaskError) -> NoReturn:

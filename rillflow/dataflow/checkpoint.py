@@ -157,7 +157,7 @@ def _step(path: Path) -> int:
 def _problem(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = json.loads(_inside(path, "manifest.json").read_text())
         if manifest["format"] > FORMAT:
             return f"it has format {manifest['format']}, newer than this version's {FORMAT}"
         if manifest["step"] != _step(path):

@@ -51,7 +51,8 @@ class GroupExecutor:
         options: Mapping[str, Any],
     ) -> Pending:
         """See Executor."""
-        return self.apply(apply_formula, formula, into, *batches, place=self._home(batches), **options)
+        given = [formula, into, *batches]
+        return self._at(self._home(batches), formula.__name__, (program.apply, apply_formula), given, options)
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""
@@ -69,9 +70,9 @@ class GroupExecutor:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
     ) -> Pending:
-        given = [each.whole() if isinstance(each, Pending) else each for each in arguments]
+        given = [self._sent(each, name) for each in arguments]
         named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
-        packed = self._backend.pack(named)
+        packed = self._backend.pack(named, f"option of {name}:")
         made = []
         for place in places:
             value, facts = self._backend.submit(place, *work, given, packed, results=2)
@@ -86,6 +87,12 @@ class GroupExecutor:
             sources=[each for each in (*arguments, *options.values()) if isinstance(each, Pending)],
             backend=self._backend,
         )
+
+    def _sent(self, argument: Any, name: str) -> Any:
+        """An argument as it travels: what is no batch is packed."""
+        if isinstance(argument, Pending):
+            return argument.whole()
+        return argument if isinstance(argument, Batch) else self._backend.pack(argument, f"what {name} needs")
 
     def look(self, role: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Pending:
         """Call a function of a module with a role's object, at the role's first rank."""

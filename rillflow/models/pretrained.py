@@ -8,6 +8,7 @@ Nothing in a directory is executed: no custom code, no pickle.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from rillflow.models.scalar_head import (
     start_head,
 )
 
+_INDEX = "model.safetensors.index.json"
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 """What transformers raises for a directory it cannot use."""
 
@@ -168,7 +170,10 @@ def _check_settings(source: str, settings: dict[str, Any]) -> None:
 
 def _check_weight_files(source: str) -> None:
     directory = Path(source)
-    if not directory.is_dir() or any(directory.glob("*.safetensors")):
+    if not directory.is_dir():
+        return
+    _check_index(directory)
+    if any(directory.glob("*.safetensors")):
         return
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     if pickles:
@@ -178,6 +183,34 @@ def _check_weight_files(source: str) -> None:
             fix="convert them: load with transformers where you trust the file, then save_pretrained",
         )
     raise ModelError(f"the model {source} has no weights", why="there is no .safetensors file in it")
+
+
+def _check_index(directory: Path) -> None:
+    """An index of weights names files beside it and nothing else."""
+    path = directory / _INDEX
+    if not path.is_file():
+        return
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable(str(directory), "index of weights", error) from error
+    if (
+        not isinstance(index, dict)
+        or not isinstance(index.get("weight_map"), dict)
+        or "metadata" not in index
+    ):
+        raise ModelError(
+            f"{path} is no index of weights",
+            why="one has metadata, and a weight_map that says in which file each weight is",
+            fix="name a directory as save_pretrained writes it",
+        )
+    for name in index["weight_map"].values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(
+                f"{path} names {name!r} as a file of weights",
+                why="weights are read from .safetensors files beside it, and from nowhere else",
+                fix="name a directory as save_pretrained writes it",
+            )
 
 
 def _unusable(source: str, part: str, error: BaseException) -> ModelError:

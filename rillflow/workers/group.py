@@ -12,7 +12,7 @@ from typing import Any
 
 from rillflow.cluster.backend import Backend
 from rillflow.cluster.pool import Place
-from rillflow.errors import ClusterError, nearest
+from rillflow.errors import ClusterError, PlacementError, nearest
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Partial, Split
 from rillflow.records.batch import Batch
@@ -20,7 +20,7 @@ from rillflow.workers import program
 from rillflow.workers.endpoint import Endpoint
 from rillflow.workers.pending import Pending
 from rillflow.workers.program import Call, Factory
-from rillflow.workers.transfer import Transfer
+from rillflow.workers.transfer import AXES, Transfer
 from rillflow.workers.values import Reference, piece
 
 
@@ -34,6 +34,10 @@ class Group:
         generate: the same ranks as they generate; as ``mesh`` where it is not given.
         pool: the pool's name.
         backend: where the ranks are.
+
+    Raises:
+        ClusterError: there is no such pool, or it has not the mesh's ranks.
+        PlacementError: an endpoint's transfer names an axis that no mesh has.
 
     Example:
         group = Group("critic", endpoints_of(Critic), mesh=Mesh.of(dp=2), pool="main", backend=backend)
@@ -56,6 +60,9 @@ class Group:
         self.meshes = {"train": mesh, "generate": generate or mesh}
         self.places = [Place(pool, rank) for rank in mesh.ranks]
         self._backend = backend
+        _require_pool(role, pool, mesh, backend.pools)
+        for each in endpoints.values():
+            _require_axes(f"{role}.{each.name}", each.transfer, mesh)
 
     def start(self, factory: Factory, deadline_s: float = 600.0) -> None:
         """Make the role's object on every rank.
@@ -64,7 +71,7 @@ class Group:
             RillflowError: what a constructor raised.
             ClusterError: a rank died or did not answer.
         """
-        packed = self._backend.pack(factory)
+        packed = self._backend.pack(factory, f"what makes {self.role}")
         made = [self._backend.submit(place, program.start, self.role, packed) for place in self.places]
         for place, (reference,) in zip(self.places, made, strict=True):
             try:
@@ -88,12 +95,14 @@ class Group:
                 fix=nearest(endpoint, self.endpoints),
             )
         transfer = self.endpoints[endpoint].transfer
-        call = Call(role=self.role, endpoint=endpoint)
+        call = Call(role=self.role, endpoint=endpoint, reads=self.endpoints[endpoint].reads)
         self._refuse_empty(call, arguments)
-        packed = self._backend.pack({key: _described(value) for key, value in options.items()})
+        ready = [self._ready(call, argument, transfer) for argument in arguments]
+        named = {key: _described(value) for key, value in options.items()}
+        packed = self._backend.pack(named, f"option of {call}:")
         made = []
         for rank, place in enumerate(self.places):
-            given = [self._part(argument, transfer, rank) for argument in arguments]
+            given = [self._part(argument, transfer, rank) for argument in ready]
             self._backend.traffic.sent_bytes += sum(part.nbytes for part in given if isinstance(part, Batch))
             value, facts = self._backend.submit(place, program.run, call, given, packed, results=2)
             made.append(Reference(value=value, facts=facts))
@@ -108,6 +117,20 @@ class Group:
             sources=[each for each in (*arguments, *options.values()) if isinstance(each, Pending)],
             backend=self._backend,
         )
+
+    def _ready(self, call: Call, argument: Any, transfer: Transfer) -> Any:
+        """An argument that is no batch travels packed, once for all ranks or, of a list, each to its own."""
+        name = f"an argument of {call}, {type(argument).__name__},"
+        if transfer.send is None:
+            if not isinstance(argument, Sequence) or len(argument) != len(self.places):
+                given = len(argument) if isinstance(argument, Sequence) else type(argument).__name__
+                raise ClusterError(
+                    f"{call} was given {given} for {len(self.places)} ranks",
+                    why=f"{transfer.name} sends each rank its own element of a list",
+                    fix=f"give a list of {len(self.places)}",
+                )
+            return [each if isinstance(each, Batch) else self._backend.pack(each, name) for each in argument]
+        return argument if isinstance(argument, Batch | Pending) else self._backend.pack(argument, name)
 
     def _part(self, argument: Any, transfer: Transfer, rank: int) -> Any:
         """What one rank is sent of an argument."""
@@ -154,3 +177,29 @@ class Group:
 
 def _described(value: Any) -> Any:
     return value.whole() if isinstance(value, Pending) else value
+
+
+def _require_pool(role: str, pool: str, mesh: Mesh, pools: Mapping[str, int]) -> None:
+    if pool not in pools:
+        there = ", ".join(f"{name} of {size}" for name, size in pools.items())
+        raise ClusterError(
+            f"role {role!r} has no pool: there is none called {pool!r}",
+            why=f"the pools are {there or 'not open yet'}",
+            fix=nearest(pool, pools),
+        )
+    if max(mesh.ranks) >= pools[pool]:
+        raise ClusterError(
+            f"role {role!r} is to be on rank {max(mesh.ranks)} of pool {pool!r}",
+            why=f"the pool has {pools[pool]} ranks, counted from 0",
+            fix=f"give it a mesh of {pools[pool]} ranks, or make the pool larger",
+        )
+
+
+def _require_axes(stage: str, transfer: Transfer, mesh: Mesh) -> None:
+    for name in (*(transfer.send or {}), *transfer.receive, *transfer.at):
+        if name not in mesh.names and name not in AXES:
+            raise PlacementError(
+                f"{stage} places values along the axis {name!r}, which the mesh of its ranks has not",
+                why=f"its axes are {', '.join(mesh.names) or 'none'}; {', '.join(AXES)} may be left out",
+                fix=nearest(name, {*mesh.names, *AXES}),
+            )

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from rillflow.cluster.backend import Site
-from rillflow.errors import ClusterError, RillflowError
+from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.workers.values import Facts, resolved
@@ -35,13 +35,25 @@ class Call:
     """The role's name."""
     endpoint: str
     """The method's."""
+    reads: tuple[str, ...] = ()
+    """Fields that its batches must have between them."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.endpoint}"
 
 
 def start(site: Site, role: str, factory: Factory) -> None:
-    """Make a role's object."""
+    """Make a role's object.
+
+    Raises:
+        ClusterError: there is one of this name already, or its constructor raised.
+    """
+    if role in site.objects:
+        raise ClusterError(
+            f"two roles are called {role!r} on {site.place}",
+            why="a call finds its role by name; the second would take the first one's place",
+            fix="give each a name of its own",
+        )
     try:
         site.objects[role] = factory(site)
     except Exception as error:
@@ -51,7 +63,7 @@ def start(site: Site, role: str, factory: Factory) -> None:
 def run(site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Facts]:
     """Call a role's method; its result, and the facts about it."""
     method = getattr(site.objects[call.role], call.endpoint)  # the group has checked the name
-    return _run(site, str(call), method, arguments, options)
+    return _run(site, str(call), partial(_reading, call, method), arguments, options)
 
 
 def apply(
@@ -83,6 +95,20 @@ def _run(
     except Exception as error:
         raise _located(error, name, site, given) from error
     return result, _facts(result, began)
+
+
+def _reading(call: Call, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The method's result; the fields it reads are there before it begins."""
+    batches = [each for each in (*arguments, *options.values()) if isinstance(each, Batch)]
+    there = sorted({name for batch in batches for name in batch.fields})
+    missing = [name for name in call.reads if name not in there]
+    if missing:
+        raise RecordError(
+            f"{call} reads the field {missing[0]!r}, which no batch it is given has",
+            why=f"the fields are {', '.join(there) or 'none'}",
+            fix=nearest(missing[0], there),
+        )
+    return method(*arguments, **options)
 
 
 def _facts(result: Any, began: float) -> Facts:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from rillflow.placement.sbp import Part, Partial, Split
 
+AXES = ("pp", "dp", "micro_dp", "tp")
+"""Axes a mesh may leave out: it has one rank along them."""
 ROWS = Split(0)
 """Cut by rows."""
 

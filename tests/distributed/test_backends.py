@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,17 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from rillflow.cluster.backend import Backend
+from rillflow.cluster.backend import Backend, Site
 from rillflow.cluster.inline import InlineBackend
 from rillflow.cluster.pool import Pool
-from rillflow.errors import ClusterError, RecordError
+from rillflow.dataflow.executor import GroupExecutor
+from rillflow.dataflow.flow import Flow
+from rillflow.errors import ClusterError, PlacementError, RecordError, RillflowError
+from rillflow.formulas import group_advantages
 from rillflow.placement.mesh import Mesh
+from rillflow.placement.sbp import Partial, Split
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import Max, Mean
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.workers.endpoint import endpoints_of
+from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
+from rillflow.workers.transfer import Transfer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import Unmakeable, Worker
@@ -208,17 +214,6 @@ def test_an_error_a_user_can_mend_keeps_its_words(groups: dict[int, Group]) -> N
     assert caught.value.fix == "add it"
 
 
-def test_a_role_that_raises_in_its_constructor(backend: Backend) -> None:
-    group = Group("broken", endpoints_of(Unmakeable), mesh=Mesh.of(dp=2), pool="two", backend=backend)
-    with pytest.raises(ClusterError, match=r"OSError in making broken on rank 0 .*no weights on rank 0"):
-        group.start(Unmakeable)
-
-
-def test_a_batch_without_rows_is_refused(groups: dict[int, Group]) -> None:
-    with pytest.raises(ClusterError, match=r"worker2\.double was called with a batch of 0 rows"):
-        groups[2].call("double", rows(0))
-
-
 def test_an_unknown_endpoint_is_refused(groups: dict[int, Group]) -> None:
     with pytest.raises(ClusterError, match="no endpoint 'dubble'") as caught:
         groups[2].call("dubble", rows(1))
@@ -228,3 +223,142 @@ def test_an_unknown_endpoint_is_refused(groups: dict[int, Group]) -> None:
 def test_what_is_to_be_cut_by_rows_is_a_batch(groups: dict[int, Group]) -> None:
     with pytest.raises(ClusterError, match="no batch"):
         groups[4].call("double", groups[2].call("measure", rows(4))).read(WAIT_S)
+
+
+# What cannot be used: the error names it, and the ranks go on.
+
+LOCK = threading.Lock()
+"""A value that cannot become bytes."""
+
+
+class Misplaced:
+    """A transfer with a slip of the pen."""
+
+    def __init__(self, _: Site) -> None:
+        pass
+
+    @endpoint(Transfer(name="ODD", send={"data": Split(0)}, receive={"dp": Split(0)}))
+    def double(self, batch: Batch) -> Batch:
+        return batch
+
+
+class Misread(Misplaced):
+    """The same on the way back."""
+
+    @endpoint(Transfer(name="ODD", send={"dp": Split(0)}, receive={"dps": Partial("sum")}))
+    def double(self, batch: Batch) -> Batch:
+        return batch
+
+
+@pytest.fixture
+def group(groups: dict[int, Group]) -> Iterator[Group]:
+    """Two workers that must work after every refusal as they did before."""
+    yield groups[2]
+    doubled = groups[2].call("double", rows(4)).read(WAIT_S)
+    assert doubled.dense("y").tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+@pytest.fixture
+def flow(group: Group, backend: Backend) -> Flow:
+    return Flow(GroupExecutor({"worker": group}, backend))
+
+
+def cast(backend: Backend, *, kind: type = Worker, pool: str = "two", ranks: int = 2) -> Group:
+    """A role called critic, not started."""
+    return Group("critic", endpoints_of(kind), mesh=Mesh.of(dp=ranks), pool=pool, backend=backend)
+
+
+def refused(kind: type[RillflowError], run: Callable[[], object], *words: str) -> None:
+    """The error is of this kind, says what, why and what to do, and has the words."""
+    with pytest.raises(kind) as caught:
+        run()
+    error = caught.value
+    assert error.what and error.why and error.fix
+    for word in words:
+        assert word in str(error)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["given", "on other ranks"])
+def test_a_field_that_is_missing_is_named(elsewhere: bool, group: Group) -> None:
+    batch = Batch(ids=rows(4).ids, fields={"xs": torch.arange(4.0)})
+    given = group.call("same", batch) if elsewhere else batch
+    words = ("worker2.double reads the field 'x'", "the fields are xs", "did you mean 'xs'?")
+    refused(RecordError, lambda: group.call("double", given).read(WAIT_S), *words)
+
+
+def test_a_role_without_a_pool(group: Group, backend: Backend) -> None:
+    words = ("role 'critic' has no pool", "'tow'", "one of 1, two of 2, four of 4", "did you mean 'two'?")
+    refused(ClusterError, lambda: cast(backend, pool="tow"), *words)
+
+
+def test_a_mesh_larger_than_its_pool(group: Group, backend: Backend) -> None:
+    words = ("role 'critic' is to be on rank 2 of pool 'two'", "the pool has 2 ranks")
+    refused(ClusterError, lambda: cast(backend, ranks=3), *words)
+
+
+def test_a_mesh_without_ranks(group: Group, backend: Backend) -> None:
+    with pytest.raises(PlacementError, match="axis 'dp' has size 0"):
+        cast(backend, ranks=0)
+
+
+def test_two_roles_of_one_name(group: Group, backend: Backend) -> None:
+    second = Group("worker2", endpoints_of(Worker), mesh=Mesh.of(dp=2), pool="two", backend=backend)
+    words = ("two roles are called 'worker2' on rank 0 of pool 'two'", "a name of its own")
+    refused(ClusterError, lambda: second.start(Worker), *words)
+
+
+@pytest.mark.parametrize(("kind", "axis"), [(Misplaced, "data"), (Misread, "dps")])
+def test_an_axis_that_the_mesh_has_not(kind: type, axis: str, group: Group, backend: Backend) -> None:
+    words = (f"critic.double places values along the axis '{axis}'", "its axes are dp")
+    refused(PlacementError, lambda: cast(backend, kind=kind), *words)
+
+
+def test_what_cannot_become_bytes(group: Group, flow: Flow, backend: Backend) -> None:
+    if isinstance(backend, InlineBackend):
+        pytest.skip("nothing becomes bytes in one process")
+    calls: dict[str, Callable[[], object]] = {
+        "option of worker2.sleep: 'seconds'": lambda: group.call("sleep", rows(2), seconds=LOCK),
+        "an argument of worker2.own, list,": lambda: group.call("own", [LOCK, 1]),
+        "an argument of worker2.same, lock,": lambda: group.call("same", LOCK),
+        "what makes critic": lambda: cast(backend).start(lambda site: (LOCK, site)),
+        "what <lambda> needs": lambda: flow.compute(lambda x: (LOCK, x)[1], rows(2), into="y"),
+        "option of group_advantages: 'scale'": lambda: flow.compute(
+            group_advantages, rows(2), into="y", scale=LOCK
+        ),
+    }
+    for named, call in calls.items():
+        refused(ClusterError, call, f"{named} cannot travel: cannot pickle '_thread.lock' object")
+
+
+def test_what_is_too_large_for_an_argument(group: Group, backend: Backend) -> None:
+    if isinstance(backend, InlineBackend):
+        pytest.skip("nothing travels in one process")
+    large = b"0" * (17 * 2**20)
+    calls: dict[str, Callable[[], object]] = {
+        "option of worker2.sleep: 'seconds'": lambda: group.call("sleep", rows(2), seconds=large, rank=0),
+        "an argument of worker2.own, list,": lambda: group.call("own", [1, large]),
+    }
+    for named, call in calls.items():
+        refused(ClusterError, call, f"{named} takes 17 MiB", "16 MiB at most", "put large data into a batch")
+
+
+@pytest.mark.parametrize(("given", "said"), [([1], "1"), ([1, 2, 3], "3"), (7, "int")])
+def test_one_argument_a_rank_means_one_a_rank(given: Any, said: str, group: Group) -> None:
+    refused(ClusterError, lambda: group.call("own", given), f"worker2.own was given {said} for 2 ranks")
+
+
+def test_a_role_that_raises_in_its_constructor(group: Group, backend: Backend) -> None:
+    words = ("OSError in making critic on rank 0 of pool 'two'", "no weights on rank 0")
+    refused(ClusterError, lambda: cast(backend, kind=Unmakeable).start(Unmakeable), *words)
+
+
+def test_a_batch_without_rows_is_refused(group: Group) -> None:
+    words = ("worker2.double was called with a batch of 0 rows", "a mean over nothing")
+    refused(ClusterError, lambda: group.call("double", rows(0)), *words)
+
+
+def test_a_filter_that_leaves_no_row_stops_nothing(group: Group, flow: Flow) -> None:
+    """A step whose rows are all dropped learns nothing and goes on: a mean over nothing has the count 0."""
+    kept = flow.filter(flow.compute(lambda x: x < 0, rows(5), into="kept"), "kept")
+    assert len(group.call("double", kept).read(WAIT_S)) == 0
+    assert group.call("measure", kept).read(WAIT_S)["x/all/mean"] == Mean(total=0.0, count=0)

@@ -17,7 +17,7 @@ if find_spec("ray") is None:
 
 from rillflow.cluster.inline import InlineBackend
 from rillflow.cluster.pool import Pool
-from rillflow.cluster.ray import MAX_ARGUMENT_BYTES, RayBackend
+from rillflow.cluster.ray import RayBackend
 from rillflow.errors import ClusterError
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
@@ -73,14 +73,6 @@ def test_a_silent_rank_is_named_with_whom_waits_for_it(kind: str, request: pytes
     ):
         assert words in str(caught.value)
     made.close()
-
-
-def test_arguments_that_cannot_travel_are_refused(backend: RayBackend) -> None:
-    group = group_on(backend)
-    with pytest.raises(ClusterError, match="cannot travel"):
-        group.call("sleep", BATCH, seconds=(number for number in range(3)))
-    with pytest.raises(ClusterError, match="MiB"):
-        group.call("sleep", BATCH, seconds=b"0" * (MAX_ARGUMENT_BYTES + 1))
 
 
 def test_more_ranks_than_the_cluster_has(backend: RayBackend) -> None:

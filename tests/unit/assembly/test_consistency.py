@@ -60,6 +60,13 @@ def test_the_small_recipe_is_consistent() -> None:
             "warm_start.warmup_steps is 9",
             "5 optimiser steps",
         ),
+        ({"placement": {"pools": {"main": 0}}}, "placement.pools.main is 0", "a rank at least"),
+        (
+            {"placement": {"pools": {"main": 1, "scorer": 1}, "roles": {"reward": "scorers"}}},
+            "placement.roles.reward is 'scorers'",
+            "the pools are main, scorer",
+        ),
+        ({"placement": {"roles": {"critik": "main"}}}, "'critik', which is no role", "critic"),
     ],
 )
 def test_a_contradiction_is_refused_with_its_arithmetic(

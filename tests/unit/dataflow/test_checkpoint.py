@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -126,12 +127,19 @@ def test_manifests_that_lie_are_refused(
         latest_checkpoint(tmp_path)
 
 
-def test_a_link_in_place_of_a_file_is_refused(tmp_path: Path, model: LanguageModel) -> None:
-    path = save(tmp_path, 1, model) / "state.json"
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_link_or_a_pipe_in_place_of_a_file_is_refused(
+    kind: str, name: str, tmp_path: Path, model: LanguageModel
+) -> None:
+    path = save(tmp_path, 1, model) / name
     moved = tmp_path / "elsewhere.json"
     path.rename(moved)
-    path.symlink_to(moved)
-    with pytest.raises(RunDirectoryError, match="not a plain file"):
+    if kind == "link":
+        path.symlink_to(moved)
+    else:
+        os.mkfifo(path)
+    with pytest.raises(RunDirectoryError, match=f"'{name}' is not a plain file"):
         latest_checkpoint(tmp_path)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +139,78 @@ def test_truncated_weights_are_named(make_directory: Make) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelError, match="the weights of the model"):
         load(file.parent)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "{parent}/outside.safetensors", "part.bin", 5])
+def test_an_index_that_names_other_files_is_refused(make_directory: Make, name: object) -> None:
+    folder = make_directory()
+    shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    path = folder / "model.safetensors.index.json"
+    weights = load_file(folder / "part.safetensors")
+    index: dict[str, Any] = {"metadata": {}, "weight_map": dict.fromkeys(weights, "part.safetensors")}
+    path.write_text(json.dumps(index))
+    load(folder)
+    index["weight_map"]["model.norm.weight"] = (
+        name.format(parent=folder.parent) if isinstance(name, str) else name
+    )
+    path.write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="as a file of weights") as caught:
+        load(folder)
+    assert "files beside it" in caught.value.why
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}', '{"metadata": {}, "weight_map": 3}'])
+def test_an_index_that_is_none_is_refused(make_directory: Make, text: str) -> None:
+    folder = make_directory()
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match="index of weights"):
+        load(folder)
+
+
+Header = dict[str, Any]
+
+
+def too_long(header: Header) -> int:
+    return 2**60
+
+
+def overlapping(header: Header) -> None:
+    header["model.norm.weight"]["data_offsets"][0] -= 4
+
+
+def beyond_the_end(header: Header) -> None:
+    header["model.norm.weight"]["data_offsets"][1] += 4096
+
+
+def too_large(header: Header) -> None:
+    header["model.norm.weight"]["shape"] = [2**40, 2**40]
+
+
+def of_another_type(header: Header) -> None:
+    header["model.norm.weight"]["dtype"] = "I8"
+
+
+@pytest.mark.parametrize("lie", [too_long, overlapping, beyond_the_end, too_large, of_another_type])
+def test_a_header_that_lies_is_refused(make_directory: Make, lie: Callable[[Header], int | None]) -> None:
+    file = make_directory() / "model.safetensors"
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    told = lie(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", told or len(text)) + text + content[8 + length :])
+    with pytest.raises(ModelError, match="the weights of the model"):
+        load(file.parent)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pipe_is_refused_and_not_waited_for(make_directory: Make, name: str) -> None:
+    folder = make_directory()
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ModelError):
+        load(folder)
 
 
 def test_a_missing_weight_is_not_made_up(make_directory: Make) -> None:

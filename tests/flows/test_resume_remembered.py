@@ -1,0 +1,165 @@
+"""Contract crash-equivalence where a step remembers numbers and trains critics too.
+
+The reward function holds the run in the middle of a step, so that what ends it ends it there.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rillflow.cli.main import main
+
+RECIPE = """
+[run]
+seed = 3
+threads = 1
+checkpoint_every = 2
+[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+held_out = 0
+[reward]
+function = "scores.py:reward"
+timeout_s = 100
+[policy]
+lr = 1e-3
+model.new = {{ hidden = 32, layers = 2, heads = 4, kv_heads = 2, context = 16, alphabet = "0123456789+=" }}
+[rollout]
+max_tokens = 4
+[warm_start]
+steps = 3
+prompts_per_step = 32
+lr = 3e-3
+[algorithm]
+name = "{name}"
+steps = 6
+prompts_per_step = 8
+samples_per_prompt = 4
+minibatches = 2
+kl_target = 0.5
+loss.kl = 0.02
+"""
+COST = """
+cost_limit = 0.2
+multiplier_lr = 0.3
+[cost]
+function = "scores.py:cost"
+"""
+SCORES = """
+import time
+from pathlib import Path
+HOLD, HELD = Path({hold!r}), Path({held!r})
+calls = 0
+
+def reward(prompts, completions, answer, **_):
+    global calls
+    calls += 1
+    while HOLD.exists() and calls == int(HOLD.read_text()):
+        HELD.touch()
+        time.sleep(0.02)
+    return [sum(letter < "5" for letter in text) / 4 for text in completions]
+
+def cost(prompts, completions, answer, **_):
+    return [float(max(0, len(text) - len(right))) for text, right in zip(completions, answer)]
+"""
+REMEMBERED = {"ppo": {"kl_weight"}, "safe_rlhf": {"kl_weight", "log_multiplier"}}
+CRITICS = {"ppo": {"critic"}, "safe_rlhf": {"critic", "cost_critic"}}
+HELD_IN_STEP = 5
+LOADED = {Path("policy", "tokenizer_config.json"), Path("manifest.json")}
+"""Into the one transformers writes that a tokeniser came from a directory; the other has its digest."""
+
+
+def written(folder: Path, name: str) -> Path:
+    """A recipe in a folder of its own."""
+    (folder / "run.toml").write_text(RECIPE.format(name=name) + (COST if name == "safe_rlhf" else ""))
+    paths = {"hold": str(folder / "hold"), "held": str(folder / "held")}
+    (folder / "scores.py").write_text(SCORES.format(**paths))
+    return folder / "run.toml"
+
+
+def numbers(run: Path) -> list[tuple[int, str, dict[str, Any]]]:
+    """Every step's metrics but the time."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["metrics"]["run/step_seconds/mean"]
+    return [(line["step"], line["phase"], line["metrics"]) for line in lines]
+
+
+def newest(run: Path) -> Path:
+    return max((run / "checkpoints").glob("step-*"))
+
+
+def ended_in_the_middle(recipe: Path, run: Path, *how: signal.Signals) -> str:
+    """A real run that signals end in its fifth step of the algorithm; what it said.
+
+    One signal that asks lets the step end; a second one, or one that kills, does not.
+    """
+    hold, held = recipe.parent / "hold", recipe.parent / "held"
+    hold.write_text(str(HELD_IN_STEP))
+    command = [sys.executable, "-m", "rillflow.cli.main", "run", str(recipe), "--dir", str(run)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 120
+    while not held.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the reward was not called in two minutes"
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children, "the reward runs in a child"
+    for each in how:
+        process.send_signal(each)
+        time.sleep(0.2)  # two signals at once would be one
+    if signal.SIGKILL in how or len(how) > 1:
+        process.wait(20)
+    hold.unlink()
+    _, errors = process.communicate(timeout=60)
+    assert not psutil.wait_procs(children, timeout=20)[1], "a child outlived the run"
+    assert process.returncode == (-9 if signal.SIGKILL in how else 130)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("ppo", signal.SIGKILL), ("safe_rlhf", signal.SIGTERM)], ids=["ppo", "safe_rlhf"]
+)
+def test_remembered_numbers_and_critics_resume_bit_for_bit(
+    name: str, how: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, whole, run = written(tmp_path, name), tmp_path / "whole", tmp_path / "run"
+    assert main(["run", str(recipe), "--dir", str(whole), "--quiet"]) == 0
+    state = json.loads((newest(whole) / "state.json").read_text())
+    assert state["numbers"].keys() == REMEMBERED[name]
+    assert state["numbers"]["kl_weight"] != 0.02, "a weight that never moved would resume whatever is done"
+
+    ended_in_the_middle(recipe, run, how)
+    kept = 4 if how is signal.SIGKILL else 5
+    assert json.loads((newest(run) / "state.json").read_text())["done"] == kept
+    capsys.readouterr()
+    assert main(["run", str(recipe), "--dir", str(run)]) == 0
+    assert f"resuming after step {3 + kept}" in "".join(capsys.readouterr())
+
+    assert numbers(run) == numbers(whole)
+    files = {path.relative_to(newest(whole)) for path in newest(whole).rglob("*") if path.is_file()} - LOADED
+    assert {Path(role, "model.safetensors") for role in CRITICS[name]} < files
+    assert {Path(f"{role}.optimizer.safetensors") for role in (*CRITICS[name], "policy")} < files
+    for file in files:
+        assert (newest(run) / file).read_bytes() == (newest(whole) / file).read_bytes(), file
+    for file in (whole / "rollouts").iterdir():
+        assert (run / "rollouts" / file.name).read_text() == file.read_text()
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
+    """The step it ends in is the one that is done again."""
+    recipe, run = written(tmp_path, "ppo"), tmp_path / "run"
+    errors = ended_in_the_middle(recipe, run, signal.SIGINT, signal.SIGINT)
+    assert "what was written before the last checkpoint is kept" in errors
+    assert json.loads((newest(run) / "state.json").read_text())["done"] == 4
