@@ -33,7 +33,7 @@ from rillflow.cluster.ranks import Ranks
 from rillflow.errors import ModelError
 from rillflow.models.quiet import quiet
 from rillflow.models.sharded_layers import GatheredLinear, Lookup, OwnHeads, RowsLinear
-from rillflow.models.tensor_plan import Style, require_heads, weight_parts
+from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
 from rillflow.placement.slices import Interval, slices
@@ -50,16 +50,17 @@ def sampling_module(like: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks)
     Args:
         like: the whole decoder, with Rillflow's attention; its config and buffers are copied, its weights
             are not looked at.
-        plan: see ``tensor_plan``; of no importance for one rank.
+        plan: ``tensor_plan(like)``; of no importance for one rank.
         tp: the ranks that share every weight. One of them alone has the decoder as it is.
 
     Raises:
-        ModelError: heads do not divide by the ranks, a weight is too short to be shared out over them, or a
-            part that is to be cut is not plainly a linear layer.
+        ModelError: the model has no plan, heads do not divide by the ranks, a weight is too short to be
+            shared out over them, or a part that is to be cut is not plainly a linear layer.
     """
-    require_heads(like, tp.size)
     module = _skeleton(like)
     if tp.size > 1:
+        plan = plan or tensor_plan(like)
+        require_heads(like, tp.size)
         _shard(module, plan, tp)
     _tie(module, like)
     return module.eval()

@@ -6,7 +6,9 @@ part out of it. What is sampled has to be the same on all ranks of a group, bit 
 
 from __future__ import annotations
 
+import re
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rillflow.cluster.ranks import Alone, Ranks
-from rillflow.errors import ModelError, RolloutError
+from rillflow.errors import RolloutError
 from rillflow.models.attention import ATTENTION, register
 from rillflow.models.sampling_shard import assign, local_weights, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
-from rillflow.records.rollout import rollouts_of
+from rillflow.records.rollout import Rollout, rollouts_of
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
@@ -129,3 +131,162 @@ def test_logits_are_those_of_the_whole_module(size: int) -> None:
         assert all(torch.equal(theirs, found[0]) for theirs in found), kind
         scale = wanted.abs().max()
         torch.testing.assert_close(found[0] / scale, wanted / scale, rtol=0, atol=1e-5, msg=kind)
+
+
+DOUBLE = ("qwen2", "qwen3", "phi3")
+"""Sampled from in float64, where another order of additions turns no token."""
+SETTINGS = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
+
+
+def sampled(ranks: Ranks) -> dict[str, Rows]:
+    """What several engines say; one start of processes for all."""
+    found = {}
+    for kind in DOUBLE:
+        module = own_part(whole_module(kind, torch.float64), ranks)
+        found[f"{kind}, float64"] = bits(engine(module, ranks, **SETTINGS).generate(prompts(), samples=2))
+    module = own_part(whole_module("qwen2"), ranks)
+    found["float32"] = bits(engine(module, ranks).generate(prompts(), samples=2))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Rows]:
+    return sampled(Alone())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_samples_what_one_rank_does(size: int, alone: dict[str, Rows]) -> None:
+    first, *others = together(size, sampled)
+    assert all(other == first for other in others)
+    for kind in DOUBLE:
+        name = f"{kind}, float64"
+        assert tokens_of(first[name]) == tokens_of(alone[name]), name
+        assert any(len(tokens) < 30 for tokens in tokens_of(first[name]).values())  # some stop early
+        for row, (_, logprobs) in first[name].items():
+            assert logprobs == pytest.approx(alone[name][row][1], abs=1e-5)
+    whole = whole_module("qwen2")
+    for row, (tokens, logprobs) in first["float32"].items():
+        start = LENGTHS[row.prompt]
+        with torch.inference_mode():
+            plain = whole(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
+        drawn = plain[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        assert logprobs[start:] == pytest.approx(drawn[start - 1 :].tolist(), abs=1e-5)
+
+
+def deterministic(ranks: Ranks) -> list[Rows]:
+    """The same rows together, then each alone, then taken out half way and put back."""
+    module = own_part(whole_module("qwen2"), ranks)
+    whole, batch = {"deterministic": True}, prompts()
+    found = [bits(engine(module, ranks, **whole).generate(batch))]
+    one_by_one: Rows = {}
+    for index in range(len(batch)):
+        one_by_one |= bits(engine(module, ranks, **whole).generate(batch.select([index])))
+    used, rows = engine(module, ranks, **whole), {}
+    for row, tokens in zip(batch.row_ids(), batch.ragged("tokens").rows(), strict=True):
+        used.add(Rollout.start(row, tokens.tolist()))
+    for index in count():
+        if index == 8:
+            used.add(used.abort(next(row for row in batch.row_ids() if row not in rows)))
+        rows |= {done.row: (done.tokens, done.logprobs) for done in used.step()}
+        if not used.has_work:
+            return [*found, one_by_one, rows]
+    raise AssertionError
+
+
+def test_deterministic_mode_gives_a_row_its_own_bits_over_ranks_too() -> None:
+    first, second = together(2, deterministic)
+    assert first == second
+    together_, one_by_one, resumed = first
+    assert together_ == one_by_one == resumed
+
+
+def cache_sizes(ranks: Ranks) -> dict[str, int]:
+    found = {}
+    for kind in DOUBLE:
+        used = engine(own_part(whole_module(kind), ranks), ranks)
+        for row in range(4):
+            used.add(Rollout.start(RowId(0, row, 0), [1, 2, 4]))
+        used.step()
+        found[kind] = used.cache_bytes
+    return found
+
+
+def test_every_rank_keeps_the_keys_and_values_of_its_heads() -> None:
+    whole = cache_sizes(Alone())
+    for size in (2, 4):
+        for found in together(size, cache_sizes):
+            assert found == {kind: nbytes // size for kind, nbytes in whole.items()}
+
+
+def replicas(ranks: Ranks) -> Rows:
+    """Two replicas of two ranks, every second row each."""
+    tp, replica = ranks.part([[0, 2], [1, 3]]), ranks.rank % 2
+    module = own_part(whole_module("qwen2"), tp)
+    batch = prompts().select(range(replica, len(LENGTHS), 2))
+    return bits(engine(module, tp, deterministic=True).generate(batch, samples=2))
+
+
+def one_replica(ranks: Ranks) -> Rows:
+    module = own_part(whole_module("qwen2"), ranks)
+    return bits(engine(module, ranks, deterministic=True).generate(prompts(), samples=2))
+
+
+def test_two_replicas_say_what_one_says() -> None:
+    found = together(4, replicas)
+    assert found[0] == found[2]
+    assert found[1] == found[3]
+    assert found[0] | found[1] == together(2, one_replica)[0]
+
+
+def exchanged(ranks: Ranks) -> list[Any]:
+    """Weights exchanged between calls, as a switch between training and generation does."""
+    one, other = whole_module("qwen2"), whole_module("qwen2")
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(0.9)
+    plan, module = tensor_plan(one), own_part(one, ranks)
+    used, held = engine(module, ranks, deterministic=True), list(module.parameters())
+    found = []
+    for version, weights in enumerate((one, other, one)):
+        assign(module, local_weights(weights, plan, ranks.rank, ranks.size))
+        used.version = version
+        found.append(bits(used.generate(prompts())))
+    assert list(map(id, held)) == list(map(id, module.parameters()))
+    fresh = engine(own_part(other, ranks), ranks, deterministic=True)
+    return [*found, bits(fresh.generate(prompts()))]
+
+
+def test_weights_may_be_exchanged_between_calls() -> None:
+    for first, second, third, fresh in together(2, exchanged):
+        assert first == third != second == fresh
+
+
+def parted(ranks: Ranks, what: str) -> str:
+    """The ranks are given different things; what each says of it."""
+    module = own_part(whole_module("qwen2"), ranks)
+    odd = ranks.rank == 1
+    used = engine(module, ranks, seed=4 if odd and what == "seed" else 3)
+    used.version = int(odd and what == "version")
+    batch = prompts()
+    batch = batch.select([0, 2, 1]) if odd and what == "order" else batch.select([0, 1, 2])
+    try:
+        used.generate(batch, samples=3)
+    except RolloutError as error:
+        assert not used.has_work
+        return error.what
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("nothing", "^nothing$"),
+        ("seed", r"^row \(epoch 0 prompt 0 sample \d\) has other tokens on rank 1"),
+        ("order", r"rank 1 .* runs row \(epoch 0 prompt 2 sample 0\) where rank 0 runs row \(.* prompt 1 "),
+        ("version", "under another version"),
+    ],
+)
+def test_ranks_that_stopped_agreeing_say_which_row(what: str, said: str) -> None:
+    first, second = together(2, parted, what)
+    assert first == second
+    assert re.search(said, first)
