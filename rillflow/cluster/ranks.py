@@ -4,9 +4,12 @@
     sum_(tensors)    every rank has the sum of all, added in the order of ranks: the same bits on every
                      rank, in every backend and every time, which a ring's order would not promise
     gather(tensor)   every rank has everyone's
+    stack(tensor)    the same where all have one shape: one collective instead of two
 
 Each tensor of a sum is cut into as many parts as there are ranks; a rank adds up its own part of
-everyone's, then all get all parts: 2 (p - 1) / p of the bytes, as a ring needs.
+everyone's, then all get all parts: 2 (p - 1) / p of the bytes, as a ring needs. Of a small sum, where the
+collectives take longer than their bytes, every rank gets everything and adds it up: one collective, the
+same additions.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from rillflow.errors import ClusterError
 
+SMALL = 2**17
+"""Elements that a rank receives for a sum at most, for the sum to be made in one collective."""
+
 
 class Ranks(Protocol):
     """This rank among those of its pool."""
@@ -37,6 +43,9 @@ class Ranks(Protocol):
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, in order; first sizes may differ."""
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """[ranks, ...] every rank's tensor, in order; shapes and types are the same on all."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """This rank among those of its own group.
@@ -58,6 +67,10 @@ class Alone:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """See Ranks."""
         return [tensor]
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """See Ranks."""
+        return tensor[None]
 
     def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """See Ranks."""
@@ -121,6 +134,12 @@ class ThreadRanks:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """See Ranks."""
         found = [theirs[0].clone() for theirs in self._exchange([tensor])]
+        self._meet()
+        return found
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """See Ranks."""
+        found = torch.stack([theirs[0] for theirs in self._exchange([tensor])])
         self._meet()
         return found
 
@@ -193,6 +212,13 @@ class ProcessRanks:
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
             length = flat.numel()
+            if length * self.size <= SMALL:
+                total = _added(list(self.stack(flat)))
+                for tensor, part in zip(
+                    alike, torch.split(total, [each.numel() for each in alike]), strict=True
+                ):
+                    tensor.copy_(part.view_as(tensor))
+                continue
             share = -(-length // self.size)
             sent = torch.nn.functional.pad(flat, (0, share * self.size - length))
             received = torch.empty_like(sent)
@@ -214,6 +240,12 @@ class ProcessRanks:
         found = [torch.empty_like(filled) for _ in range(self.size)]
         dist.all_gather(found, filled, group=self.group)
         return [each[: int(count)] for each, count in zip(found, lengths, strict=True)]
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """See Ranks."""
+        found = tensor.new_empty(self.size * tensor.numel())
+        dist.all_gather_into_tensor(found, tensor.reshape(-1), group=self.group)
+        return found.view(self.size, *tensor.shape)
 
 
 def _own(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:

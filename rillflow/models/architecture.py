@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -128,6 +128,12 @@ def context_of(module: PreTrainedModel) -> int:
             why="it has no max_position_embeddings",
             fix="add it to the model's config.json",
         ) from None
+
+
+def vocabulary_of(module: nn.Module) -> int:
+    """How many tokens a module knows, wherever their embeddings lie."""
+    embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[operator]
+    return embedding.num_embeddings
 
 
 def _not_replaceable(name: str, why: str) -> ModelError:

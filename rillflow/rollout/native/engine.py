@@ -22,12 +22,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
+from math import inf
 from threading import Event
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from rillflow.cluster.ranks import Alone, Ranks
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout, rollout_batch
@@ -52,7 +54,8 @@ class NativeEngine:
         rollouts = engine.generate(prompts, samples=4)
 
     Args:
-        module: a transformers causal language model built with Rillflow's attention.
+        module: a transformers causal language model built with Rillflow's attention; over several ranks,
+            this rank's part of one (see models.sampling_shard).
         config: how tokens are drawn, and how many rows run at once, in all lanes together.
         stop_tokens: token ids that end a row.
         seed: of the run.
@@ -60,10 +63,13 @@ class NativeEngine:
         version: of the weights.
         replay_after: passes of a kind before the module is recorded (see replay); infinity for never.
         lanes: how many; None for one per thread of torch's, each with at least ``LANE_ROWS`` slots. In
-            deterministic mode, whose shapes are those of all slots, and elsewhere than on a CPU: one.
+            deterministic mode, whose shapes are those of all slots, over several ranks, and elsewhere than on
+            a CPU: one.
+        tp: the ranks that hold the other parts of the module, one replica together; None for a whole module.
+            All are given the same calls with the same rows, and return the same.
 
     Raises:
-        RolloutError: a stop token is outside the vocabulary.
+        RolloutError: a stop token is outside the vocabulary, or there are several lanes over several ranks.
     """
 
     def __init__(
@@ -77,11 +83,16 @@ class NativeEngine:
         version: int = 0,
         replay_after: float = 64,
         lanes: int | None = None,
+        tp: Ranks | None = None,
     ) -> None:
+        tp = tp or Alone()
         weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
         if lanes is None:
-            alone = config.deterministic or weight.device.type != "cpu"
+            alone = config.deterministic or weight.device.type != "cpu" or tp.size > 1
             lanes = 1 if alone else max(1, min(torch.get_num_threads(), config.max_rows // LANE_ROWS))
+        if tp.size > 1:
+            _check_single(lanes, tp)
+            replay_after = inf  # a recording would not wait for what other ranks send
         share = config.model_copy(update={"max_rows": -(-config.max_rows // lanes)})
         self._module = module
         self._lanes = [
@@ -93,6 +104,7 @@ class NativeEngine:
                 context=context,
                 version=version,
                 replay_after=replay_after,
+                tp=tp,
             )
             for _ in range(lanes)
         ]
@@ -218,6 +230,15 @@ def _drain(lane: Lane, stop: Event) -> list[Rollout]:
     while lane.has_work and not stop.is_set():
         ended += lane.step()
     return ended
+
+
+def _check_single(lanes: int, tp: Ranks) -> None:
+    if lanes > 1:
+        raise RolloutError(
+            f"the engine has {lanes} lanes over {tp.size} tensor-parallel ranks",
+            why="collectives have one order, and the passes of two threads would meet in them",
+            fix="leave lanes at None",
+        )
 
 
 def _threads(engine: NativeEngine, lanes: int) -> ThreadPoolExecutor:

@@ -10,6 +10,9 @@ Order-blind: a token follows from its row's tokens and from uniform(seed, row id
 differs by company in matrix products, so bits are promised in deterministic mode alone, where every
 shape is fixed.
 
+The ranks of a tensor-parallel group step together: what is scheduled follows from what was given and
+drawn, never from a clock, so it is the same on all of them (see agreement).
+
 Weights are the module's own and may change between calls; nothing computed from them outlives the
 rows that run. When ``version`` changes while rows run, they are read again under the new weights.
 """
@@ -23,12 +26,15 @@ from math import isfinite
 import torch
 from torch import Tensor, nn
 
+from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RolloutError
+from rillflow.models.architecture import vocabulary_of
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.admission import check_stop, check_stop_tokens, check_tokens, limit_of
+from rillflow.rollout.native.agreement import Agreement
 from rillflow.rollout.native.cache import Cache
 from rillflow.rollout.native.proof import prove, prove_fixed
 from rillflow.rollout.native.replay import Replay
@@ -46,8 +52,9 @@ class Lane:
     """Rows that run together, one token of each a step.
 
     Args:
-        module: a transformers causal language model built with Rillflow's attention.
+        module: a transformers causal language model built with Rillflow's attention, or a rank's part of one.
         config: how tokens are drawn, and how many rows run at once.
+        tp: the ranks that hold the other parts; one alone holds all.
         stop_tokens: token ids that end a row.
         seed: of the run.
         context: tokens of a row at most, prompt included.
@@ -63,6 +70,7 @@ class Lane:
         module: nn.Module,
         config: RolloutConfig,
         *,
+        tp: Ranks,
         stop_tokens: frozenset[int],
         seed: int,
         context: int,
@@ -72,7 +80,7 @@ class Lane:
         self.version = version
         """The weights' version, written beside every sampled token; whoever publishes weights sets it."""
         weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
-        self._vocabulary = weight.shape[0]
+        self._vocabulary = vocabulary_of(module)
         self._device, self._dtype = weight.device, weight.dtype
         self._config = config
         self._context = context
@@ -81,6 +89,7 @@ class Lane:
         self._fixed_rows = -(-config.max_rows // BLOCK) * BLOCK if config.deterministic else None
         self._module = module
         self._replay_after = replay_after
+        self._agreement = Agreement(tp, self._device)
         self._runner: Runner | None = None
         self._scheduler = Scheduler(config.max_rows)
         self._slots = Slots(self._device, self._fixed_rows or config.max_rows, seed)
@@ -163,7 +172,10 @@ class Lane:
             return []
         try:
             with evaluating(self._module):
-                return self._step()
+                ended = self._step()
+                if not self.has_work:
+                    self._agreement.check(self._sampled_version)  # of the last draws
+                return ended
         except BaseException:
             self.clear()  # half a step has been done, and the cache may hold what is not finite
             raise
@@ -171,6 +183,7 @@ class Lane:
     def clear(self) -> None:
         """Forget every row."""
         self._scheduler.clear()
+        self._agreement.clear()
         self._release()
 
     def _step(self) -> list[Rollout]:
@@ -182,6 +195,7 @@ class Lane:
             self._slots.collect(clock, running, self._sampled_version)
             self._slots.begin(clock, running)
         step = self._scheduler.schedule()
+        self._agree(step)
         self._slots.move(step.moves)
         self._slots.admit(clock, step.admitted, self._scheduler.waiting(BULK))
         rows = self._fixed_rows or len(step.rows)
@@ -196,7 +210,9 @@ class Lane:
         self._check_finite(step, drawn.logprobs[:running])
         self._slots.record(clock, drawn)
         ended: dict[Sequence, Finish] = {}
-        for row, token in zip(step.rows, drawn.tokens[:running].tolist(), strict=True):
+        tokens = drawn.tokens[:running].tolist()
+        self._agreement.note(step.rows, tokens)
+        for row, token in zip(step.rows, tokens, strict=True):
             if clock < row.first:
                 self._slots.repeat(clock, row.slot, row.rollout.tokens[clock - row.origin + 1])
             elif token in self._stop:
@@ -206,6 +222,12 @@ class Lane:
         self._slots.collect(step.clock + 1, list(ended), self._sampled_version)
         self._leave(ended)
         return [replace(row.rollout, finish=finish) for row, finish in ended.items()]
+
+    def _agree(self, step: Step) -> None:
+        """Show, before the pass, that the other ranks are about to do the same."""
+        entered = [hash((row.rollout.tokens, row.limit)) for row in step.admitted]
+        self._agreement.note(step.admitted, entered)
+        self._agreement.check(self._sampled_version, len(step.rows), step.longest)
 
     def _leave(self, rows: Iterable[Sequence]) -> None:
         self._scheduler.leave(rows)

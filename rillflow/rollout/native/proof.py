@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.errors import ModelError
+from rillflow.models.architecture import vocabulary_of
 from rillflow.models.attention import causal
 from rillflow.rollout.native.cache import Cache, LayerShape
 from rillflow.rollout.native.passes import Feed, Prefixes, call, forward
@@ -59,7 +60,7 @@ def prove(module: nn.Module, context: int) -> dict[int, LayerShape]:
     device, name = embedding.device, type(module).__name__
     count = min(_TOKENS, context)
     positions = torch.arange(count, device=device)
-    tokens = positions % embedding.shape[0]
+    tokens = positions % vocabulary_of(module)
     witness = _Witness()
     try:
         whole = call(module, tokens, positions, witness, wanted=positions)
@@ -102,7 +103,7 @@ def prove_fixed(module: nn.Module, shapes: dict[int, LayerShape], rows: int) -> 
             wave = torch.arange(states[0].numel(), device=device).sin().view_as(states[0])
             states.copy_(wave.expand_as(states))
     feed = Feed(
-        tokens=torch.full((rows,), embedding.shape[0] - 1, device=device),
+        tokens=torch.full((rows,), vocabulary_of(module) - 1, device=device),
         positions=torch.full((rows,), short // 2, device=device),
     )
     first, second = (

@@ -1,0 +1,236 @@
+"""Sampling shard: one rank's part of a decoder, for passes without gradients.
+
+    like ── class, config ──> skeleton on the meta device ── plan ──> modules of the local sizes
+      └──── buffers ─────────────────^                                       │
+    {logical name: local tensor} ── assign, nothing is copied ───────────────┴──> a module to sample from
+
+    COLUMNS               x ─> w_r x                        own outputs; here: own heads, own hidden units
+    ROWS                  x_r ─> w_r x_r ─ sum ─> + bias    the same bits on every rank
+    SPLIT_ROWS            x ─ own part ─> as ROWS
+    GATHERED              x ─> w_r x ─ everyone's side by side
+    LOOKED_UP             token ─ foreign ones count as 0 ─> row ─ sum
+    SUMMED, and the rest  whole, nothing to say
+
+Where a fused projection gives every rank all heads (Phi3, OLMo2), a rank attends with its own alone, and the
+output projection that split its inputs gets them split already: the cache is 1 / tp there too.
+
+Sums are added in the order of ranks and everything else is computed alike, so all ranks have the same
+logits, bit by bit, and draw the same token without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rillflow.cluster.ranks import Ranks
+from rillflow.errors import ModelError
+from rillflow.models.quiet import quiet
+from rillflow.models.sharded_layers import GatheredLinear, Lookup, OwnHeads, RowsLinear
+from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
+from rillflow.placement.mesh import Mesh
+from rillflow.placement.sbp import Placement
+from rillflow.placement.slices import Interval, slices
+
+Bounds = tuple[Interval, ...]
+"""What a rank holds of a parameter: start and stop (excluded) in every dim."""
+
+
+def sampling_module(like: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> PreTrainedModel:
+    """A decoder of this rank's sizes, in evaluation mode; parameters are on the meta device until ``assign``.
+
+    Its ranks call it together, with the same. ``attention_plan`` sees this rank's heads alone.
+
+    Args:
+        like: the whole decoder, with Rillflow's attention; its config and buffers are copied, its weights
+            are not looked at.
+        plan: ``tensor_plan(like)``; of no importance for one rank.
+        tp: the ranks that share every weight. One of them alone has the decoder as it is.
+
+    Raises:
+        ModelError: the model has no plan, heads do not divide by the ranks, a weight is too short to be
+            shared out over them, or a part that is to be cut is not plainly a linear layer.
+    """
+    module = _skeleton(like)
+    if tp.size > 1:
+        plan = plan or tensor_plan(like)
+        require_heads(like, tp.size)
+        _shard(module, plan, tp)
+    _tie(module, like)
+    return module.eval()
+
+
+def local_weights(
+    module: PreTrainedModel, plan: Mapping[str, Style], rank: int, size: int
+) -> dict[str, Tensor]:
+    """A whole decoder's parameters as one of ``size`` ranks has them: pieces are copies, the rest is not."""
+    found = {}
+    bounds = local_bounds(module, plan, rank, size) if size > 1 else {}
+    for name, parameter in module.named_parameters():
+        whole = parameter.detach()
+        own = bounds.get(name, tuple((0, length) for length in whole.shape))
+        piece = whole[tuple(slice(*interval) for interval in own)]
+        found[name] = whole if piece.shape == whole.shape else piece.clone()
+    return found
+
+
+def local_bounds(
+    module: PreTrainedModel, plan: Mapping[str, Style], rank: int, size: int
+) -> dict[str, Bounds]:
+    """What one of ``size`` ranks holds of every parameter of a whole decoder, by logical name.
+
+    Raises:
+        ModelError: a weight is too short to give every rank something.
+    """
+    mesh, found = Mesh.of(tp=size), {}
+    parts = weight_parts(dict(plan), module)
+    for name, parameter in module.named_parameters():
+        held = slices(Placement(mesh, {"tp": parts[name]}), parameter.shape)
+        if not all(held.values()):
+            raise ModelError(
+                f"tp is {size} and {name} has the shape {list(parameter.shape)}",
+                why=f"cut as the plan says, as torch.chunk does, it leaves nothing for rank {size - 1}",
+                fix="choose a smaller tp",
+            )
+        found[name] = held[rank][0].bounds
+    return found
+
+
+def assign(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Make these tensors the module's weights; nothing is copied, and ties are kept.
+
+    The first time parameters are made. Afterwards they are the same objects with other storages, so
+    whoever holds on to a parameter sees its new value.
+
+    Args:
+        module: what ``sampling_module`` made.
+        tensors: the local tensor of every parameter, by its logical name; all on one device.
+
+    Raises:
+        ModelError: a name is missing or unknown, or a shape is another one.
+    """
+    places: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places[id(parameter)].append(name)
+    _check_names({names[0] for names in places.values()}, set(tensors))
+    for name, parameter in list(module.named_parameters()):
+        tensor = tensors[name].detach()
+        if tensor.shape != parameter.shape:
+            raise ModelError(
+                f"{name} is given the shape {list(tensor.shape)}",
+                why=f"this rank's part of it has the shape {list(parameter.shape)}",
+                fix="cut the weight as weight_parts says, in pieces as torch.chunk makes them",
+            )
+        if not parameter.is_meta:
+            parameter.data = tensor
+            continue
+        new = nn.Parameter(tensor, requires_grad=False)
+        for place in places[id(parameter)]:
+            owner, _, kind = place.rpartition(".")
+            module.get_submodule(owner).register_parameter(kind, new)
+
+
+def _skeleton(like: PreTrainedModel) -> PreTrainedModel:
+    """The decoder anew: parameters on the meta device, buffers real."""
+    with quiet(), torch.device("meta"):
+        module = type(like)(copy.deepcopy(like.config))
+    for name, buffer in like.named_buffers():
+        owner, _, kind = name.rpartition(".")
+        setattr(module.get_submodule(owner), kind, buffer.detach().clone())
+    return module
+
+
+def _shard(module: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> None:
+    """Put the parts that the plan names in their local form."""
+    everyone = [local_bounds(module, plan, rank, tp.size) for rank in range(tp.size)]
+    fused = _fused(module, plan)
+    named = list(module.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(named)}
+    logical = {name: first[id(parameter)] for name, parameter in named}
+    for name, style in plan.items():
+        if style is Style.SUMMED:
+            continue
+        part, weight = module.get_submodule(name), logical[f"{name}.weight"]
+        bounds = [held[weight] for held in everyone]
+        if style is Style.LOOKED_UP:
+            assert isinstance(part, nn.Embedding)  # tensor_plan names no other
+            _look_up(part, bounds[tp.rank], tp)
+        else:
+            _check_plain(name, part)
+            new = _linear(part, Style.ROWS if name in fused else style, bounds, tp)
+            module.set_submodule(name, new)
+    if fused:
+        layers = frozenset(fused.values())
+
+        def own_heads(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            given = named.get("attention_plan")
+            return inputs, {**named, "attention_plan": OwnHeads(given, layers, tp.rank, tp.size)}
+
+        module.register_forward_pre_hook(own_heads, with_kwargs=True)
+
+
+def _linear(part: nn.Linear, style: Style, bounds: list[Bounds], tp: Ranks) -> nn.Linear:
+    has_bias = part.bias is not None
+    if style in (Style.ROWS, Style.SPLIT_ROWS):
+        return RowsLinear(bounds[tp.rank][1], part.out_features, has_bias, style is Style.SPLIT_ROWS, tp)
+    widths = tuple(stop - start for (start, stop), _ in bounds)
+    if style is Style.GATHERED:
+        return GatheredLinear(part.in_features, widths, has_bias, tp)
+    return nn.Linear(part.in_features, widths[tp.rank], has_bias, device="meta")
+
+
+def _look_up(part: nn.Embedding, bounds: Bounds, tp: Ranks) -> None:
+    """``num_embeddings`` stays the number of all tokens."""
+    rows, size = bounds
+    part.weight = nn.Parameter(torch.empty(rows[1] - rows[0], size[1], device="meta"), requires_grad=False)
+    part.padding_idx = None  # it has a gradient of its own and no other value, and may be foreign
+    lookup = Lookup(rows, tp)
+    part.register_forward_pre_hook(lookup.before)
+    part.register_forward_hook(lookup.after)
+
+
+def _fused(module: PreTrainedModel, plan: Mapping[str, Style]) -> dict[str, int]:
+    """Output projections of attention that are given all heads, and the layer of each.
+
+    What asks Rillflow's attention says which layer it belongs to, as ``layer_idx``; nothing else does.
+    """
+    found = {}
+    for name in [name for name, style in plan.items() if style is Style.SPLIT_ROWS]:
+        layer = vars(module.get_submodule(name.rpartition(".")[0])).get("layer_idx")
+        if isinstance(layer, int):
+            found[name] = layer
+    return found
+
+
+def _tie(module: PreTrainedModel, like: PreTrainedModel) -> None:
+    """Make one parameter of what is one parameter there."""
+    first: dict[int, nn.Parameter] = {}
+    for name, parameter in like.named_parameters(remove_duplicate=False):
+        owner, _, kind = name.rpartition(".")
+        found = first.setdefault(id(parameter), module.get_parameter(name))
+        module.get_submodule(owner).register_parameter(kind, found)
+
+
+def _check_plain(name: str, part: nn.Module) -> None:
+    if type(part) is not nn.Linear:
+        raise ModelError(
+            f"{name} is a {type(part).__name__}",
+            why="tensor parallelism would put a plain linear layer in its place",
+            fix="leave tp at 1 in generation",
+        )
+
+
+def _check_names(wanted: set[str], given: set[str]) -> None:
+    for names, fault in ((wanted - given, "is not given"), (given - wanted, "is no parameter of the module")):
+        if names:
+            raise ModelError(
+                f"the weight {min(names)} {fault}",
+                why=f"the module has {len(wanted)} weights, tied ones once, and is given {len(given)}",
+                fix="give every weight under its logical name",
+            )
