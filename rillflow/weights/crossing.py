@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -215,16 +214,24 @@ def keep(
     rank: int,
     source: Mapping[str, Tensor],
     destination: Mapping[str, Tensor],
+    *,
+    back: bool = False,
 ) -> None:
-    """Copy what a rank has already of a weight to its place in the destination; nothing if it is there."""
+    """Copy what a rank has already of a weight to its place in the destination, or ``back`` from there.
+
+    Nothing is copied where both are the same memory.
+    """
     moves = plan.passages[name].kept_by.get(rank, ())
-    if not moves or own(source[name]).data_ptr() == own(destination[name]).data_ptr():
+    if not moves:
+        return
+    before, after = own(source[name]), own(destination[name])
+    if before.data_ptr() == after.data_ptr():
         return
     shape = plan.weights[name].shape
     held, wanted = (intervals(layout[name], shape, rank) for layout in (plan.source, plan.destination))
-    before, after = own(source[name]), own(destination[name])
     for move in moves:
-        after[local_index(wanted, move.slice)].copy_(before[local_index(held, move.slice)])
+        here, there = before[local_index(held, move.slice)], after[local_index(wanted, move.slice)]
+        (here if back else there).copy_(there if back else here)
 
 
 def own(tensor: Tensor) -> Tensor:
@@ -242,7 +249,7 @@ def require_shapes(tensors: Mapping[str, Tensor], plan: ReshardPlan, layout: Lay
         if rank not in layout[name].mesh.ranks:
             continue
         wanted = local_shape(layout[name], weight.shape, rank)
-        if name not in tensors and prod(wanted):
+        if name not in tensors and 0 not in wanted:
             raise WeightError(
                 f"rank {rank} has no {name}", why=f"its layout says it holds {list(wanted)} of it"
             )
