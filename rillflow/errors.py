@@ -64,6 +64,10 @@ class ClusterError(RillflowError):
     """Ranks that cannot be started, that failed, or that do not answer."""
 
 
+class WeightError(RillflowError):
+    """Weights that are not where, or not what, they should be."""
+
+
 class RolloutError(RillflowError):
     """Generation that cannot go on."""
 

@@ -1,0 +1,332 @@
+"""Crossing: a plan carried out, bucket by bucket.
+
+    source tensors ─ packed by receiver ─> all_to_all ─ unpacked by sender ─> destination tensors
+                 └──────────────── what the rank keeps: copied ───────────────┘
+
+Consumes: the slices a rank holds. Waits for: the ranks of the group, once a bucket, not longer than the
+deadline. Unblocked by: the last of them. Produces: the slices it is to hold, and a count of what crossed.
+Shutdown: after the last bucket the buffers go. A rank that dies or stays away ends the crossing on all
+others in an error: what they have received until then is of no use.
+
+Elements are cast to the plan's type before they are sent. Where nothing moves nobody meets. Between pools
+that share no process group the same bytes travel by other means: ``pack`` and ``unpack``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rillflow.cluster.ranks import ProcessRanks, Ranks
+from rillflow.errors import ClusterError, PlacementError, WeightError
+from rillflow.weights.layout import Layout
+from rillflow.weights.local import Box, intervals, local_index, local_shape
+from rillflow.weights.plan import MOST_BYTES, Crossed, Part, ReshardPlan
+
+DEADLINE_S = 600.0
+"""How long a rank waits for the others in one bucket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """What crossed on one rank."""
+
+    sent: int = 0
+    """Bytes that left it."""
+    received: int = 0
+    """Bytes that came to it."""
+
+    def __add__(self, other: Wire) -> Wire:
+        return Wire(sent=self.sent + other.sent, received=self.received + other.received)
+
+
+class Crossing:
+    """Carries a plan out on one rank; every rank of the plan has one and steps through the same buckets.
+
+    Args:
+        plan: what is to cross; its ranks are those of the group.
+        ranks: this rank among them.
+        most_bytes: what a bucket loads a rank with.
+        deadline_s: how long it waits for the others, per bucket.
+
+    Raises:
+        PlacementError: the plan is for ranks that the group has not.
+        ClusterError: something has to cross and the ranks are no processes of torch.distributed.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        ranks: Ranks,
+        *,
+        most_bytes: int = MOST_BYTES,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        if plan.ranks[-1] >= ranks.size:
+            raise PlacementError(
+                f"weights cross between {len(plan.ranks)} ranks up to rank {plan.ranks[-1]}",
+                why=f"the pool has {ranks.size}, counted from 0",
+                fix="let dp x pp x tp be the size of the pool",
+            )
+        if plan.moves and not isinstance(ranks, ProcessRanks):
+            raise ClusterError(
+                "weights have to cross between ranks that are threads of one process",
+                why="slices cross between processes of torch.distributed",
+                fix='use placement.backend = "ray", or meshes under which every rank keeps what it has',
+            )
+        self.plan = plan
+        self.rank = ranks.rank
+        self.buckets = plan.buckets(most_bytes)
+        self.wire = Wire()
+        self._ranks = ranks
+        self._deadline_s = deadline_s
+        self._buffers: dict[str, Tensor] = {}
+        self._cargoes: dict[int, tuple[_Cargo, _Cargo]] = {}
+
+    def run(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> Wire:
+        """Bring all that the plan says from some tensors to others; what crossed.
+
+        Raises:
+            ClusterError: a rank died or did not come in time.
+            WeightError: a tensor is missing or of another shape.
+        """
+        require_shapes(source, self.plan, self.plan.source, self.rank)
+        require_shapes(destination, self.plan, self.plan.destination, self.rank)
+        before = self.wire
+        for place, bucket in enumerate(self.buckets):
+            for part in bucket.parts:
+                if part.is_last:
+                    keep(self.plan, part.name, self.rank, source, destination)
+            self.pack(place, source)
+            self.exchange(place, destination)
+        self.close()
+        return Wire(sent=self.wire.sent - before.sent, received=self.wire.received - before.received)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What the buffers take at the moment."""
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self._buffers.clear()
+
+    def pack(self, place: int, source: Mapping[str, Tensor]) -> None:
+        """Lay side by side what others are to have of a bucket; then its source is not read again."""
+        if self.buckets[place].moves:
+            cargo = self._cargo(place)[0]
+            buffer = self._buffer("sent", cargo, source.values())
+            cargo.load(buffer, source)
+
+    def exchange(self, place: int, destination: Mapping[str, Tensor]) -> None:
+        """Meet the others, and put what came of a bucket where it belongs.
+
+        Raises:
+            ClusterError: a rank died or did not come in time.
+        """
+        if not self.buckets[place].moves:
+            return
+        outgoing, incoming = self._cargo(place)
+        sent = self._buffer("sent", outgoing, ())
+        received = self._buffer("received", incoming, destination.values())
+        assert isinstance(self._ranks, ProcessRanks)  # a plan that moves has been refused otherwise
+        try:
+            work = dist.all_to_all_single(
+                received, sent, incoming.sizes, outgoing.sizes, group=self._ranks.group, async_op=True
+            )
+            assert work is not None  # this rank is in the group
+            work.wait(timedelta(seconds=self._deadline_s))
+        except RuntimeError as error:
+            raise self._stopped(place, error) from error
+        self.wire += Wire(sent=sum(outgoing.sizes), received=sum(incoming.sizes))
+        incoming.unload(received, destination)
+
+    def _cargo(self, place: int) -> tuple[_Cargo, _Cargo]:
+        """What this rank sends and receives in a bucket; laid out once."""
+        if place not in self._cargoes:
+            plan, bucket = self.plan, self.buckets[place]
+            outgoing = _all(plan.outgoing, bucket.parts, self.rank)
+            incoming = _all(plan.incoming, bucket.parts, self.rank)
+            self._cargoes[place] = (
+                _Cargo.of(plan, plan.source, self.rank, self._ranks.size, outgoing),
+                _Cargo.of(plan, plan.destination, self.rank, self._ranks.size, incoming),
+            )
+        return self._cargoes[place]
+
+    def _buffer(self, use: str, cargo: _Cargo, tensors: Iterable[Tensor]) -> Tensor:
+        """A buffer of the cargo's size; its memory is kept for the next bucket."""
+        size = sum(cargo.sizes)
+        if use not in self._buffers or self._buffers[use].numel() < size:
+            self._buffers.pop(use, None)
+            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+            self._buffers[use] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._buffers[use][:size]
+
+    def _stopped(self, place: int, error: RuntimeError) -> ClusterError:
+        plan, parts = self.plan, self.buckets[place].parts
+        peers = {crossed.peer for part in parts for crossed in plan.incoming(part, self.rank)}
+        peers |= {crossed.peer for part in parts for crossed in plan.outgoing(part, self.rank)}
+        return ClusterError(
+            f"rank {self.rank} got no further than bucket {place + 1} of {len(self.buckets)} "
+            f"({parts[0].name}) while weights crossed between it and ranks {sorted(peers)}",
+            why=f"one of them died, or did not come within {self._deadline_s:g} s: {_first_line(error)}",
+            fix="what arrived is not used; start the ranks again from the last checkpoint",
+        )
+
+
+def pack(plan: ReshardPlan, rank: int, destination: int, source: Mapping[str, Tensor]) -> Tensor:
+    """All that a rank sends to another, as bytes [N]; N is 0 where it sends nothing."""
+    cargo = _between(plan, plan.source, plan.outgoing, rank, destination)
+    device = next((tensor.device for tensor in source.values()), torch.device("cpu"))
+    packed = torch.empty(sum(cargo.sizes), dtype=torch.uint8, device=device)
+    cargo.load(packed, source)
+    return packed
+
+
+def unpack(
+    plan: ReshardPlan, rank: int, source: int, packed: Tensor, destination: Mapping[str, Tensor]
+) -> None:
+    """Put what another rank packed for this one where it belongs.
+
+    Raises:
+        WeightError: there are more or fewer bytes than the plan says.
+    """
+    cargo = _between(plan, plan.destination, plan.incoming, rank, source)
+    if packed.numel() != sum(cargo.sizes):
+        raise WeightError(
+            f"rank {source} packed {packed.numel():,} bytes for rank {rank}",
+            why=f"the plan says {sum(cargo.sizes):,}",
+            fix="both have to plan with the same weights and layouts",
+        )
+    cargo.unload(packed, destination)
+
+
+def keep(
+    plan: ReshardPlan,
+    name: str,
+    rank: int,
+    source: Mapping[str, Tensor],
+    destination: Mapping[str, Tensor],
+    *,
+    back: bool = False,
+) -> None:
+    """Copy what a rank has already of a weight to its place in the destination, or ``back`` from there.
+
+    Nothing is copied where both are the same memory.
+    """
+    moves = plan.passages[name].kept_by.get(rank, ())
+    if not moves:
+        return
+    before, after = own(source[name]), own(destination[name])
+    if before.data_ptr() == after.data_ptr():
+        return
+    shape = plan.weights[name].shape
+    held, wanted = (intervals(layout[name], shape, rank) for layout in (plan.source, plan.destination))
+    for move in moves:
+        here, there = before[local_index(held, move.slice)], after[local_index(wanted, move.slice)]
+        (here if back else there).copy_(there if back else here)
+
+
+def own(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter, in the same memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def require_shapes(tensors: Mapping[str, Tensor], plan: ReshardPlan, layout: Layout, rank: int) -> None:
+    """Refuse tensors that are not what a layout says a rank holds.
+
+    Raises:
+        WeightError: one is missing or has another shape; it names the weight.
+    """
+    for name, weight in plan.weights.items():
+        if rank not in layout[name].mesh.ranks:
+            continue
+        wanted = local_shape(layout[name], weight.shape, rank)
+        if name not in tensors and 0 not in wanted:
+            raise WeightError(
+                f"rank {rank} has no {name}", why=f"its layout says it holds {list(wanted)} of it"
+            )
+        if name in tensors and tuple(own(tensors[name]).shape) != wanted:
+            raise WeightError(
+                f"rank {rank} holds {list(own(tensors[name]).shape)} of {name}",
+                why=f"its layout says {list(wanted)} of {list(weight.shape)}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Box:
+    """A box in the own tensor, and its place in a buffer."""
+
+    name: str
+    index: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def within(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.stop].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cargo:
+    """Boxes side by side in a buffer of bytes, by peer."""
+
+    boxes: list[_Box]
+    sizes: list[int]
+
+    @staticmethod
+    def of(plan: ReshardPlan, layout: Layout, rank: int, size: int, crossed: Iterable[Crossed]) -> _Cargo:
+        """The boxes of every one of ``size`` peers, in the order given."""
+        boxes: list[_Box] = []
+        sizes = [0] * size
+        start = 0
+        for item in sorted(crossed, key=lambda item: item.peer):
+            weight = plan.weights[item.name]
+            stop = start + item.slice.size * weight.dtype.itemsize
+            boxes.append(
+                _Box(
+                    name=item.name,
+                    index=local_index(intervals(layout[item.name], weight.shape, rank), item.slice),
+                    shape=tuple(b - a for a, b in item.slice.bounds),
+                    dtype=weight.dtype,
+                    start=start,
+                    stop=stop,
+                )
+            )
+            sizes[item.peer] += stop - start
+            start = stop
+        return _Cargo(boxes=boxes, sizes=sizes)
+
+    def load(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        for box in self.boxes:
+            box.within(buffer).copy_(own(tensors[box.name])[box.index])
+
+    def unload(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        for box in self.boxes:
+            own(tensors[box.name])[box.index].copy_(box.within(buffer))
+
+
+_Listing = Callable[[Part, int], Iterator[Crossed]]
+
+
+def _all(listing: _Listing, parts: Iterable[Part], rank: int) -> Iterator[Crossed]:
+    return chain.from_iterable(listing(part, rank) for part in parts)
+
+
+def _between(plan: ReshardPlan, layout: Layout, listing: _Listing, rank: int, peer: int) -> _Cargo:
+    """What crosses between two ranks; the widest types first, so that all of them lie aligned."""
+    names = sorted(plan.weights, key=lambda name: -plan.weights[name].dtype.itemsize)
+    crossed = [item for item in _all(listing, [Part(name=name) for name in names], rank) if item.peer == peer]
+    return _Cargo.of(plan, layout, rank, peer + 1, crossed)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,256 @@
+"""Layout: on which ranks every weight of a model lies, and which slice of it each of them holds.
+
+    training  d=1 p=1 t=4     generation  t_g=2, so two replicas of two ranks
+
+    rank      0   1   2   3   rank        0     1     2     3
+    weight   [A] [B] [C] [D]             [A B] [A B] [C D] [C D]      tp 0 0 1 1
+                                                                micro_dp 0 1 0 1
+
+Generation's tp groups take ranks at a stride of t / t_g, so what a rank trains lies within what it generates
+with: nothing is held twice (HybridFlow, arXiv 2409.19256, section 5.3). With pipelines it is the same: the
+stages that follow one another come together on a rank.
+
+A weight is a parameter of the whole model, by the name the whole model gives it; tied ones are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from rillflow.errors import PlacementError, nearest
+from rillflow.placement.mesh import Mesh
+from rillflow.placement.sbp import Broadcast, Part, Placement, Split
+
+Layout = Mapping[str, Placement]
+"""Where every weight lies, by name; one of some pipeline stages on the mesh of their ranks alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter of the whole model, wherever its slices are."""
+
+    name: str
+    """As ``named_parameters`` of the whole model calls it; tied ones by their first name."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dtype: torch.dtype
+    """What its elements are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole parameter."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Weights = Mapping[str, Weight]
+"""The weights of a model, in its own order."""
+
+
+def logical_weights(module: nn.Module) -> dict[str, Weight]:
+    """The weights of a whole module, which may be on the meta device."""
+    return {
+        name: Weight(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+        for name, tensor in module.named_parameters()
+    }
+
+
+def cast(weights: Weights, dtype: torch.dtype) -> dict[str, Weight]:
+    """The same weights with elements of another type."""
+    return {name: replace(weight, dtype=dtype) for name, weight in weights.items()}
+
+
+def training_layout(
+    weights: Weights,
+    parts: Mapping[str, Part],
+    stages: Mapping[str, Sequence[int]],
+    mesh: Mesh,
+    *,
+    shard: bool,
+) -> dict[str, Placement]:
+    """Where weights lie while they are trained.
+
+    Args:
+        weights: of the whole model.
+        parts: how tp lays each (``models.tensor_plan.weight_parts``).
+        stages: the pipeline stages each lies on; a tied embedding has two.
+        mesh: of dp, pp and tp.
+        shard: dp cuts the first dim of what tp leaves, as FSDP2 does; else every dp rank has a copy.
+
+    Raises:
+        PlacementError: the mesh lacks an axis, or a weight lies on a stage that is not there.
+    """
+    meshes = _Stages(mesh)
+    found = {}
+    for name, weight in weights.items():
+        whole: dict[str, Part] = {"tp": parts[name]}
+        order: tuple[str, ...] = ()
+        if shard and weight.shape:
+            whole["dp"] = Split(0)
+            order = ("tp", "dp") if isinstance(parts[name], Split) else ("dp",)
+        found[name] = Placement(meshes.of(name, stages[name]), whole, order=order)
+    return found
+
+
+def generation_mesh(train: Mesh, tp: int, pp: int = 1) -> Mesh:
+    """The mesh the ranks of a training mesh generate under, so that each keeps what it trains.
+
+    Args:
+        train: dp, pp and tp of sizes d, p and t.
+        tp: t_g, by which t divides.
+        pp: p_g, by which p divides.
+
+    Returns:
+        dp, micro_dp, pp and tp of sizes d, p t / (p_g t_g), p_g and t_g.
+
+    Raises:
+        PlacementError: t does not divide by t_g, or p by p_g; it shows the division.
+    """
+    sizes = {name: train.axis(name).size for name in ("dp", "pp", "tp")}
+    for name, size in (("tp", tp), ("pp", pp)):
+        if size < 1 or sizes[name] % size:
+            whole = [part for part in range(1, sizes[name] + 1) if sizes[name] % part == 0]
+            left = f"{sizes[name]} / {size} leaves {sizes[name] % size}" if size > 0 else "the least is 1"
+            raise PlacementError(
+                f"generation has {name} {size} and training {name} {sizes[name]}",
+                why=f"each generation shard is made of whole training shards, and {left}",
+                fix=f"choose among {', '.join(map(str, whole))}",
+            )
+    strides = {"tp": sizes["tp"] // tp, "pp": sizes["pp"] // pp}
+    ranks = [
+        train.rank_at(
+            {
+                "dp": replica,
+                "pp": stage * strides["pp"] + micro // strides["tp"],
+                "tp": shard * strides["tp"] + micro % strides["tp"],
+            }
+        )
+        for replica in range(sizes["dp"])
+        for micro in range(strides["pp"] * strides["tp"])
+        for stage in range(pp)
+        for shard in range(tp)
+    ]
+    return Mesh.of(ranks=ranks, dp=sizes["dp"], micro_dp=strides["pp"] * strides["tp"], pp=pp, tp=tp)
+
+
+def generation_layout(
+    weights: Weights,
+    parts: Mapping[str, Part],
+    mesh: Mesh,
+    stages: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, Placement]:
+    """Where weights lie while they generate: cut by tp, a copy in every replica.
+
+    Args:
+        weights: of the whole model.
+        parts: how tp lays each.
+        mesh: see ``generation_mesh``; any with an axis tp will do.
+        stages: the stages of this mesh each lies on (see ``merged_stages``); without them, all.
+    """
+    if stages is None:
+        return {name: Placement(mesh, {"tp": parts[name]}) for name in weights}
+    meshes = _Stages(mesh)
+    return {name: Placement(meshes.of(name, stages[name]), {"tp": parts[name]}) for name in weights}
+
+
+def merged_stages(stages: Mapping[str, Sequence[int]], before: int, after: int) -> dict[str, tuple[int, ...]]:
+    """The stages weights lie on once ``before`` stages have come together in ``after``.
+
+    Raises:
+        PlacementError: ``before`` does not divide by ``after``.
+    """
+    if after < 1 or before % after:
+        raise PlacementError(
+            f"{before} pipeline stages come together in {after}",
+            why="as many of them have to meet in each",
+        )
+    return {
+        name: tuple(sorted({stage * after // before for stage in found})) for name, found in stages.items()
+    }
+
+
+def read_placement(tensor: Tensor, mesh: Mesh) -> Placement:
+    """How torch says a parameter lies.
+
+    Args:
+        tensor: a DTensor, whose device mesh names its dims; any other lies whole on every rank.
+        mesh: the ranks it lies on, with axes of those names.
+
+    Raises:
+        PlacementError: an axis is missing or of another size; a placement is none of a parameter.
+    """
+    if not isinstance(tensor, DTensor):
+        return Placement(mesh)
+    names, sizes = tensor.device_mesh.mesh_dim_names, tuple(tensor.device_mesh.mesh.shape)
+    if names is None:
+        raise PlacementError(
+            "a parameter lies on a device mesh without names", why="its axes are found by their names"
+        )
+    for name, size in zip(names, sizes, strict=True):
+        if mesh.axis(name).size != size:
+            raise PlacementError(
+                f"a parameter lies on {size} ranks along {name!r}", why=f"the mesh has {mesh.axis(name).size}"
+            )
+    parts: dict[str, Part] = {}
+    order: list[str] = []
+    axes = list(zip(names, sizes, tensor.placements, strict=True))
+    for place, (name, _, given) in enumerate(axes):
+        later = {
+            other: size for other, size, one in axes[place + 1 :] if _dim(one) == _dim(given) is not None
+        }
+        match given:
+            case Replicate():
+                parts[name] = Broadcast()
+            case _StridedShard() if later and given.split_factor == prod(later.values()):
+                parts[name] = Split(given.dim)
+                order += [other for other in later if other not in order]
+            case _StridedShard() if not later:
+                parts[name] = Split(given.dim, runs=int(given.split_factor))
+            case Shard():
+                parts[name] = Split(given.dim)
+            case _:
+                raise PlacementError(
+                    f"a parameter lies as {given} along {name!r}",
+                    why="a parameter is whole or cut on every axis, by one axis after the other",
+                )
+        if isinstance(parts[name], Split) and name not in order:
+            order.append(name)
+    return Placement(mesh, parts, order=tuple(order))
+
+
+def _dim(placement: object) -> int | None:
+    """The dim a torch placement cuts."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+class _Stages:
+    """The meshes of the ranks of some pipeline stages; each made once, so that equal ones are one."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._found: dict[tuple[int, ...], Mesh] = {}
+
+    def of(self, name: str, stages: Iterable[int]) -> Mesh:
+        """The mesh of these stages."""
+        wanted = tuple(stages)
+        if wanted not in self._found:
+            self._found[wanted] = self._made(name, wanted)
+        return self._found[wanted]
+
+    def _made(self, name: str, stages: tuple[int, ...]) -> Mesh:
+        count = self._mesh.axis("pp").size
+        if not stages or not all(0 <= stage < count for stage in stages):
+            raise PlacementError(
+                f"{name} lies on the pipeline stages {list(stages)}",
+                why=f"there are {count}, counted from 0",
+                fix=nearest(str(max(stages, default=0)), map(str, range(count))),
+            )
+        ranks = [rank for rank in self._mesh.ranks if self._mesh.coordinates(rank)["pp"] in stages]
+        sizes = {axis.name: axis.size for axis in self._mesh.axes} | {"pp": len(stages)}
+        return Mesh.of(ranks=ranks, first=0, **sizes)

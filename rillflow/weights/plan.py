@@ -1,0 +1,326 @@
+"""Plan: which slices of which weights cross between which ranks, in which buckets, and what that costs.
+
+    weights, source layout, destination layout
+        │ boxing, once for all weights that are alike
+        v
+    ReshardPlan ── received, sent, kept, redundant, peak: bytes of a rank
+        │ buckets(most_bytes)
+        v
+    Bucket: parts of weights whose moves together load no rank with more
+
+Pure: nothing is allocated. Every rank makes the whole plan, so all agree on the buckets without a word.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+
+from rillflow.errors import PlacementError, nearest
+from rillflow.placement.boxing import Boxing, Move, boxing
+from rillflow.placement.sbp import Placement
+from rillflow.placement.slices import Slice, slices
+from rillflow.weights.layout import Layout, Weights
+
+K = TypeVar("K")
+V = TypeVar("V")
+MOST_BYTES = 64 * 2**20
+"""What a bucket loads a rank with, where nothing else is said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Some of the moves of a weight: all of them, or a piece of each where they are too large."""
+
+    name: str
+    """The weight."""
+    piece: int = 0
+    """Which piece of every move."""
+    pieces: int = 1
+    """How many there are."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the weight has crossed when this part has."""
+        return self.piece == self.pieces - 1
+
+    def of(self, box: Slice) -> Slice | None:
+        """What of a move's box is in this part, cut through its first long enough dim; it may be none."""
+        if self.pieces == 1:
+            return box
+        lengths = [stop - start for start, stop in box.bounds]
+        dim = next((dim for dim, length in enumerate(lengths) if length >= self.pieces), -1)
+        dim = lengths.index(max(lengths)) if dim < 0 else dim
+        start, length = box.bounds[dim][0], lengths[dim]
+        first, last = (start + length * place // self.pieces for place in (self.piece, self.piece + 1))
+        return Slice((*box.bounds[:dim], (first, last), *box.bounds[dim + 1 :])) if first < last else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """What crosses at once."""
+
+    dtype: torch.dtype
+    """Of all its weights."""
+    parts: tuple[Part, ...]
+    """What is in it; what crosses between two ranks lies in this order."""
+    moves: bool
+    """Whether anything is on the wire; where not, ranks copy what they keep and need not meet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossed:
+    """A box of a weight that is on its way."""
+
+    name: str
+    """The weight."""
+    slice: Slice
+    """Which of its elements."""
+    peer: int
+    """The rank it goes to, or comes from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """The moves of a weight, and what they are for every rank; the same for all weights that are alike."""
+
+    boxing: Boxing
+    """The moves."""
+    held: Mapping[int, int]
+    """Elements that a rank has before."""
+    wanted: Mapping[int, int]
+    """Elements that a rank has afterwards."""
+
+    @cached_property
+    def kept(self) -> dict[int, int]:
+        """Elements that a rank has before and afterwards."""
+        return _summed((move.destination, move.slice.size) for move in self.boxing.kept)
+
+    @cached_property
+    def received(self) -> dict[int, int]:
+        """Elements that come to a rank."""
+        return _summed((move.destination, move.slice.size) for move in self.boxing.moves)
+
+    @cached_property
+    def sent(self) -> dict[int, int]:
+        """Elements that leave a rank."""
+        return _summed((move.source, move.slice.size) for move in self.boxing.moves)
+
+    @cached_property
+    def load(self) -> int:
+        """The most elements that one rank sends, receives or keeps."""
+        return max(max(counts.values(), default=0) for counts in (self.sent, self.received, self.kept))
+
+    @cached_property
+    def longest(self) -> int:
+        """The longest side of a box that moves: it cannot be cut into more pieces."""
+        return max(
+            (stop - start for move in self.boxing.moves for start, stop in move.slice.bounds), default=1
+        )
+
+    @cached_property
+    def from_rank(self) -> dict[int, list[Move]]:
+        """The moves by who sends."""
+        return _grouped((move.source, move) for move in self.boxing.moves)
+
+    @cached_property
+    def to_rank(self) -> dict[int, list[Move]]:
+        """The moves by who receives."""
+        return _grouped((move.destination, move) for move in self.boxing.moves)
+
+    @cached_property
+    def kept_by(self) -> dict[int, list[Move]]:
+        """What stays, by rank."""
+        return _grouped((move.destination, move) for move in self.boxing.kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardPlan:
+    """How weights get from one layout to another.
+
+    Example:
+        plan = reshard_plan(weights, training, generation)
+        plan.received(0), plan.redundant(0), plan.peak(0)
+    """
+
+    weights: Weights
+    """What crosses, with the elements' type as it crosses."""
+    source: Layout
+    """Where they lie."""
+    destination: Layout
+    """Where they are to lie."""
+    passages: Mapping[str, Passage]
+    """By weight; one object for all that are alike."""
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of either layout."""
+        layouts = (self.source, self.destination)
+        meshes = {id(place.mesh): place.mesh for layout in layouts for place in layout.values()}
+        return tuple(sorted({rank for mesh in meshes.values() for rank in mesh.ranks}))
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything has to cross at all."""
+        return any(passage.received for passage in self.passages.values())
+
+    def received(self, rank: int) -> int:
+        """Bytes that a rank receives."""
+        return self._bytes(lambda passage: passage.received.get(rank, 0))
+
+    def sent(self, rank: int) -> int:
+        """Bytes that a rank sends."""
+        return self._bytes(lambda passage: passage.sent.get(rank, 0))
+
+    def kept(self, rank: int) -> int:
+        """Bytes of the destination that a rank has already."""
+        return self._bytes(lambda passage: passage.kept.get(rank, 0))
+
+    def held(self, rank: int) -> int:
+        """Bytes that a rank has of the source."""
+        return self._bytes(lambda passage: passage.held.get(rank, 0))
+
+    def wanted(self, rank: int) -> int:
+        """Bytes that a rank has of the destination."""
+        return self._bytes(lambda passage: passage.wanted.get(rank, 0))
+
+    def redundant(self, rank: int) -> int:
+        """Bytes of the source that are no part of the rank's destination: a second copy, if they stay."""
+        return self.held(rank) - self.kept(rank)
+
+    def peak(self, rank: int) -> int:
+        """Bytes of both layouts together, where what is in both is there once."""
+        return self.wanted(rank) + self.redundant(rank)
+
+    def is_within(self, name: str, rank: int) -> bool:
+        """Whether all that a rank has of a weight is in what it is to have."""
+        passage = self.passages[name]
+        return passage.held.get(rank, 0) == passage.kept.get(rank, 0)
+
+    def is_same(self, name: str, rank: int) -> bool:
+        """Whether a rank is to have of a weight just what it has."""
+        passage = self.passages[name]
+        return self.is_within(name, rank) and passage.wanted.get(rank, 0) == passage.held.get(rank, 0)
+
+    def outgoing(self, part: Part, rank: int) -> Iterator[Crossed]:
+        """What a rank sends of a part."""
+        for move in self.passages[part.name].from_rank.get(rank, ()):
+            if (box := part.of(move.slice)) is not None:
+                yield Crossed(name=part.name, slice=box, peer=move.destination)
+
+    def incoming(self, part: Part, rank: int) -> Iterator[Crossed]:
+        """What a rank receives of a part."""
+        for move in self.passages[part.name].to_rank.get(rank, ()):
+            if (box := part.of(move.slice)) is not None:
+                yield Crossed(name=part.name, slice=box, peer=move.source)
+
+    def buckets(self, most_bytes: int = MOST_BYTES) -> tuple[Bucket, ...]:
+        """All weights in portions of which no rank sends, receives or keeps more than ``most_bytes``.
+
+        A weight that is larger is cut, along one dim. Weights of different ranks take
+        turns, so that the ranks of all pipeline stages send at once.
+
+        Raises:
+            PlacementError: ``most_bytes`` is not positive.
+        """
+        if most_bytes < 1:
+            raise PlacementError(f"buckets of {most_bytes} bytes", why="a bucket holds at least a byte")
+        found: list[Bucket] = []
+        filling: dict[tuple[torch.dtype, bool], list[Part]] = defaultdict(list)
+        loads: dict[tuple[torch.dtype, bool], int] = defaultdict(int)
+
+        def close(key: tuple[torch.dtype, bool]) -> None:
+            found.append(Bucket(dtype=key[0], parts=tuple(filling.pop(key)), moves=key[1]))
+            loads[key] = 0
+
+        for name in self._in_turn():
+            passage, dtype = self.passages[name], self.weights[name].dtype
+            key, load = (dtype, bool(passage.received)), passage.load * dtype.itemsize
+            pieces = min(-(-load // most_bytes), passage.longest) if passage.received else 1
+            for piece in range(pieces):
+                if filling[key] and loads[key] + load // pieces > most_bytes:
+                    close(key)
+                filling[key].append(Part(name=name, piece=piece, pieces=pieces))
+                loads[key] += load // pieces
+        for key in list(filling):
+            if filling[key]:
+                close(key)
+        return tuple(found)
+
+    def _in_turn(self) -> list[str]:
+        """Weights of the same ranks in their order, those of different ranks side by side."""
+        alike = _grouped((self.source[name].mesh.ranks, name) for name in self.weights)
+        turns = {
+            name: (place / len(names), queue)
+            for queue, names in enumerate(alike.values())
+            for place, name in enumerate(names)
+        }
+        return sorted(self.weights, key=turns.__getitem__)
+
+    def _bytes(self, count: Callable[[Passage], int]) -> int:
+        return sum(
+            count(self.passages[name]) * weight.dtype.itemsize for name, weight in self.weights.items()
+        )
+
+
+def reshard_plan(weights: Weights, source: Layout, destination: Layout) -> ReshardPlan:
+    """The moves that bring every weight from where it lies to where it is to lie.
+
+    Args:
+        weights: what crosses, with the type the destination wants.
+        source: where each lies.
+        destination: where each is to lie, on the same ranks or on others.
+
+    Raises:
+        PlacementError: a layout lacks a weight or does not fit its shape, or a weight is in contributions.
+    """
+    made: dict[tuple[tuple[int, ...], Placement, Placement], Passage] = {}
+    passages = {}
+    for name, weight in weights.items():
+        before, after = _of(source, name, "source"), _of(destination, name, "destination")
+        key = (weight.shape, before, after)
+        if key not in made:
+            made[key] = Passage(
+                boxing=boxing(before, after, weight.shape),
+                held=_sizes(before, weight.shape),
+                wanted=_sizes(after, weight.shape),
+            )
+        passages[name] = made[key]
+    return ReshardPlan(weights=weights, source=source, destination=destination, passages=passages)
+
+
+def _of(layout: Layout, name: str, side: str) -> Placement:
+    if name not in layout:
+        raise PlacementError(
+            f"the {side} does not say where {name} lies",
+            why="every weight crosses",
+            fix=nearest(name, layout),
+        )
+    if layout[name].partial:
+        raise PlacementError(
+            f"{name} lies in contributions in the {side}", why="a weight is whole or cut, never a sum"
+        )
+    return layout[name]
+
+
+def _sizes(placement: Placement, shape: tuple[int, ...]) -> dict[int, int]:
+    return {rank: sum(box.size for box in held) for rank, held in slices(placement, shape).items()}
+
+
+def _summed(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    found: dict[int, int] = defaultdict(int)
+    for rank, count in pairs:
+        found[rank] += count
+    return dict(found)
+
+
+def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    found: dict[K, list[V]] = defaultdict(list)
+    for key, value in pairs:
+        found[key].append(value)
+    return dict(found)

@@ -1,0 +1,226 @@
+"""Switch: one rank's weights, as it trains them or as it generates with them, never both.
+
+    training tensors ── to_generation ──> generation tensors    bucket by bucket: room is made, the own slice
+            ^                                    │              copied in, the rest received, the training
+            └────────── to_training ─────────────┘              tensor's room given back
+
+Both are the same tensor objects for ever: what comes and goes is the memory under them, so an optimiser,
+FSDP2 and an engine may hold on to theirs. A weight of which a rank generates with just what it trains has one
+memory: the generation tensor is the training tensor. Where the types differ (float32 that is trained,
+bfloat16 that generates) training's tensors stay: they are what the optimiser adds small steps to, and no
+switch could bring them back.
+
+Nothing comes back over the wire: what a rank trains lies within what it generates with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rillflow.cluster.ranks import Ranks
+from rillflow.errors import WeightError
+from rillflow.weights.crossing import DEADLINE_S, Crossing, Wire, keep, own, require_shapes
+from rillflow.weights.local import local_shape
+from rillflow.weights.plan import MOST_BYTES, ReshardPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """Bytes of parameters on one rank, phase by phase, as the storages of its tensors say."""
+
+    before: int = 0
+    """While it trains, before the last switch."""
+    peak: int = 0
+    """The most during the last switch to generation, or back if that was more."""
+    buffers: int = 0
+    """The most that lay in buffers beside them."""
+    generating: int = 0
+    """While it generates."""
+    after: int = 0
+    """While it trains again."""
+    stays: int = 0
+    """Of ``generating``, what only training reads: weights of another type, or of other slices."""
+
+
+class Switch:
+    """The weights of one rank under both meshes.
+
+    Args:
+        plan: from training's layout to generation's.
+        ranks: this rank in the pool.
+        training: its parameters by weight: DTensors, FSDP2's among them, or plain tensors.
+        most_bytes: what a bucket loads a rank with.
+        deadline_s: how long it waits for the others, per bucket.
+
+    Raises:
+        WeightError: a parameter is missing, or of another shape than its layout says.
+        PlacementError, ClusterError: see Crossing.
+
+    Example:
+        switch = Switch(plan, ranks, dict(module.named_parameters()))
+        engine_weights = switch.to_generation()
+        switch.to_training()
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        ranks: Ranks,
+        training: Mapping[str, Tensor],
+        *,
+        most_bytes: int = MOST_BYTES,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        require_shapes(training, plan, plan.source, ranks.rank)
+        self.plan = plan
+        self.rank = ranks.rank
+        self.is_generating = False
+        self.ledger = Ledger()
+        self._crossing = Crossing(plan, ranks, most_bytes=most_bytes, deadline_s=deadline_s)
+        self._training = {name: training[name] for name in plan.weights if name in training}
+        self._shared = {
+            name for name in self._training if self._is_alike(name) and plan.is_same(name, self.rank)
+        }
+        self._memories = self._found_memories()
+        self.generation: dict[str, Tensor] = {}
+        """The tensors of generation's layout; without memory while this rank trains."""
+        for name, weight in plan.weights.items():
+            placement = plan.destination[name]
+            if name in self._shared:
+                self.generation[name] = own(self._training[name])
+            elif self.rank in placement.mesh.ranks:
+                shape = local_shape(placement, weight.shape, self.rank)
+                made = torch.empty(shape, dtype=weight.dtype, device=self._device(name))
+                made.untyped_storage().resize_(0)
+                self.generation[name] = made
+
+    def to_generation(self) -> Mapping[str, Tensor]:
+        """Let this rank generate; every rank of the pool calls it.
+
+        Returns:
+            ``generation``.
+
+        Raises:
+            WeightError: it generates already.
+            ClusterError: a rank died or did not come in time.
+        """
+        if self.is_generating:
+            raise WeightError(f"rank {self.rank} generates already", why="its training weights are not there")
+        crossing, plan = self._crossing, self.plan
+        self.ledger = Ledger(before=self._bytes(), peak=self._bytes())
+        for place, bucket in enumerate(crossing.buckets):
+            for part in bucket.parts:
+                if part.piece == 0:
+                    self._make_room(part.name)
+            self._note()
+            crossing.pack(place, self._training)
+            for name in (part.name for part in bucket.parts if part.is_last):
+                keep(plan, name, self.rank, self._training, self.generation)
+                if name in self._memories:
+                    self._memories[name].leave(name)
+            crossing.exchange(place, self.generation)
+            self._note()
+        crossing.close()
+        self.is_generating = True
+        self.ledger = replace(self.ledger, generating=self._bytes(), stays=self._stays())
+        return self.generation
+
+    def to_training(self) -> None:
+        """Let this rank train; nothing crosses.
+
+        Raises:
+            WeightError: it trains already.
+        """
+        if not self.is_generating:
+            raise WeightError(f"rank {self.rank} trains already", why="there is nothing to switch back from")
+        for name in self.plan.weights:
+            if name in self._memories:
+                self._memories[name].enter(name)
+                self._note()
+                keep(self.plan, name, self.rank, self._training, self.generation, back=True)
+            if name in self.generation and name not in self._shared:
+                self.generation[name].untyped_storage().resize_(0)
+        self.is_generating = False
+        self.ledger = replace(self.ledger, after=self._bytes())
+
+    @property
+    def wire(self) -> Wire:
+        """What has crossed since the beginning."""
+        return self._crossing.wire
+
+    def _is_alike(self, name: str) -> bool:
+        """Whether training's elements are generation's."""
+        return self._training[name].dtype == self.plan.weights[name].dtype
+
+    def _found_memories(self) -> dict[str, _Memory]:
+        """The memory under every weight that comes back from its generation tensor."""
+        found: dict[int, _Memory] = {}
+        for name, tensor in self._training.items():
+            storage = own(tensor).untyped_storage()
+            memory = found.setdefault(storage.data_ptr() or id(tensor), _Memory(storage))
+            memory.names.add(name)
+        comes_back = {
+            name
+            for name in self._training
+            if name not in self._shared and self._is_alike(name) and self.plan.is_within(name, self.rank)
+        }
+        return {
+            name: memory for memory in found.values() for name in memory.names if memory.names <= comes_back
+        }
+
+    def _make_room(self, name: str) -> None:
+        if name in self.generation and name not in self._shared:
+            tensor = self.generation[name]
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+
+    def _device(self, name: str) -> torch.device:
+        """Where a generation tensor goes: to its weight's device, or that of the first."""
+        tensor = self._training.get(name, next(iter(self._training.values()), None))
+        return own(tensor).device if tensor is not None else torch.device("cpu")
+
+    def _note(self) -> None:
+        self.ledger = replace(
+            self.ledger,
+            peak=max(self.ledger.peak, self._bytes()),
+            buffers=max(self.ledger.buffers, self._crossing.buffer_bytes),
+        )
+
+    def _bytes(self) -> int:
+        return _bytes_under([*self._training.values(), *self.generation.values()])
+
+    def _stays(self) -> int:
+        return _bytes_under(tensor for name, tensor in self._training.items() if name not in self._shared)
+
+
+class _Memory:
+    """The memory under a training tensor, or under several that are views of it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.names: set[str] = set()
+        self._storage = storage
+        self._size = storage.nbytes()
+        self._crossed: set[str] = set()
+
+    def leave(self, name: str) -> None:
+        """A weight has crossed; after the last one the memory goes."""
+        self._crossed.add(name)
+        if self._crossed == self.names:
+            self._storage.resize_(0)
+
+    def enter(self, name: str) -> None:
+        """A weight comes back; before the first one the memory does."""
+        if self._crossed == self.names:
+            self._storage.resize_(self._size)
+            # What lies beside a slice (FSDP2 pads it) is gathered with it: no garbage there.
+            torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage).zero_()
+        self._crossed.discard(name)
+
+
+def _bytes_under(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory under some tensors, shared memory once."""
+    storages = (own(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

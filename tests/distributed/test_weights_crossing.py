@@ -1,0 +1,298 @@
+"""Weights that cross between real ranks: bits, bytes on the wire, memory, and ranks that die."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rillflow.cluster.ranks import Alone, Circle, Ranks, ThreadRanks
+from rillflow.errors import ClusterError, PlacementError, WeightError
+from rillflow.placement.mesh import Mesh
+from rillflow.placement.sbp import Broadcast, Part, Placement, Split
+from rillflow.placement.slices import slices
+from rillflow.weights.crossing import Crossing, pack, unpack
+from rillflow.weights.layout import (
+    Layout,
+    Weight,
+    Weights,
+    cast,
+    generation_layout,
+    generation_mesh,
+    merged_stages,
+    training_layout,
+)
+from rillflow.weights.local import intervals, local_index, local_shape
+from rillflow.weights.plan import ReshardPlan, reshard_plan
+from rillflow.weights.switch import Switch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import together
+
+LAYERS = 4
+PARTS: dict[str, Part] = {"embed": Split(0), "norm": Broadcast(), "head": Split(0)}
+SHAPES = {"embed": (48, 12), "norm": (12,), "head": (48, 12)}
+for layer in range(LAYERS):
+    for name, shape, part in (
+        ("up", (24, 12), Split(0)),
+        ("down", (12, 24), Split(1)),
+        ("fused", (32, 12), Split(0, runs=2)),
+        ("norm", (12,), Broadcast()),
+        ("bias", (24,), Split(0)),
+    ):
+        SHAPES[f"layers.{layer}.{name}"], PARTS[f"layers.{layer}.{name}"] = shape, part
+
+
+def model(dtype: torch.dtype = torch.float32) -> dict[str, Weight]:
+    """A small decoder's weights; the embedding is tied to what the last stage has as its head."""
+    return {name: Weight(name=name, shape=shape, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def stages(p: int) -> dict[str, tuple[int, ...]]:
+    ends = {"embed": tuple(sorted({0, p - 1})), "norm": (p - 1,), "head": (p - 1,)}
+    return {name: ends[name] if name in ends else (int(name.split(".")[1]) * p // LAYERS,) for name in SHAPES}
+
+
+def whole(weight: Weight) -> Tensor:
+    """The value of a weight, the same on all ranks and different everywhere."""
+    generator = torch.Generator().manual_seed(sum(map(ord, weight.name)))
+    return torch.randn(weight.shape, generator=generator).to(weight.dtype)
+
+
+def slices_of(weights: Weights, layout: Layout, rank: int, *, filled: bool = True) -> dict[str, Tensor]:
+    """What a rank holds under a layout; not a number everywhere where it is to be received."""
+    found = {}
+    for name, weight in weights.items():
+        placement = layout[name]
+        if rank not in placement.mesh.ranks:
+            continue
+        held = intervals(placement, weight.shape, rank)
+        found[name] = torch.full(local_shape(placement, weight.shape, rank), float("nan"), dtype=weight.dtype)
+        for box in slices(placement, weight.shape)[rank] if filled else ():
+            there = tuple(slice(start, stop) for start, stop in box.bounds)
+            found[name][local_index(held, box)] = whole(weight)[there]
+    return found
+
+
+def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+def plans(d: int, p: int, t: int, weights: Weights) -> Iterable[tuple[ReshardPlan, str]]:
+    """Every generation mesh of a training mesh, replicated and sharded over d."""
+    train = Mesh.of(dp=d, pp=p, tp=t)
+    for shard in (False, True) if d > 1 else (False,):
+        for p_g in (part for part in range(1, p + 1) if p % part == 0):
+            for t_g in (part for part in range(1, t + 1) if t % part == 0):
+                merged = merged_stages(stages(p), p, p_g)
+                generation = generation_layout(weights, PARTS, generation_mesh(train, t_g, p_g), merged)
+                training = training_layout(weights, PARTS, stages(p), train, shard=shard)
+                yield reshard_plan(weights, training, generation), f"{d}x{p}x{t} to {p_g}x{t_g} {shard}"
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def switched(ranks: Ranks, meshes: list[tuple[int, int, int]]) -> list[str]:
+    """What is wrong after every switch there and back."""
+    wrong = []
+    for d, p, t in meshes:
+        for plan, title in plans(d, p, t, model()):
+            training = slices_of(plan.weights, plan.source, ranks.rank)
+            switch = Switch(plan, ranks, training, most_bytes=3_000)
+            for turn in (1, 2):
+                generation = switch.to_generation()
+                said = storage_bytes([*generation.values(), *training.values()])
+                ledger = switch.ledger
+                wanted = slices_of(plan.weights, plan.destination, ranks.rank)
+                wrong += [f"{title}: {name}" for name in differing(generation, wanted)]
+                numbers = {
+                    "sent": (switch.wire.sent, turn * plan.sent(ranks.rank)),
+                    "received": (switch.wire.received, turn * plan.received(ranks.rank)),
+                    "generating": (ledger.generating, plan.wanted(ranks.rank)),
+                    "storages": (said, plan.wanted(ranks.rank)),
+                    "stays": (ledger.stays, 0),
+                    "before": (ledger.before, plan.held(ranks.rank)),
+                }
+                switch.to_training()
+                numbers["after"] = (switch.ledger.after, plan.held(ranks.rank))
+                numbers["over"] = (max(0, switch.ledger.peak - plan.peak(ranks.rank) - 3_000), 0)
+                numbers["buffers"] = (max(0, ledger.buffers - 6_000), 0)
+                wrong += [
+                    f"{title} {what}: {one} {other}" for what, (one, other) in numbers.items() if one != other
+                ]
+                kept = slices_of(plan.weights, plan.source, ranks.rank)
+                wrong += [f"{title}: {name} came back" for name in differing(training, kept)]
+    return wrong
+
+
+def meshes_of(size: int) -> list[tuple[int, int, int]]:
+    return [
+        (d, p, size // (d * p))
+        for d in range(1, size + 1)
+        for p in range(1, min(size, LAYERS) + 1)
+        if size % (d * p) == 0
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_mesh_there_and_back(size: int) -> None:
+    assert together(size, switched, meshes_of(size)) == [[]] * size
+
+
+def test_some_meshes_of_eight() -> None:
+    assert together(8, switched, [(2, 2, 2), (1, 4, 2), (1, 1, 8)]) == [[]] * 8
+
+
+def crossed_apart(ranks: Ranks) -> list[str]:
+    """From ranks 0 and 1 to ranks 2 and 3: in one group, and packed."""
+    weights, wrong = model(torch.bfloat16), []
+    weights["norm"] = cast({"": weights["norm"]}, torch.float32)[""]
+    source = training_layout(weights, PARTS, stages(1), Mesh.of(dp=1, pp=1, tp=2), shard=False)
+    destination = generation_layout(weights, PARTS, Mesh.of(dp=2, tp=1, first=2))
+    plan = reshard_plan(weights, source, destination)
+    here = slices_of(weights, source, ranks.rank)
+    there = slices_of(weights, destination, ranks.rank, filled=False)
+    crossing = Crossing(plan, ranks, most_bytes=2_000)
+    wire = crossing.run(here, there)
+    wrong += differing(there, slices_of(weights, destination, ranks.rank))
+    if (wire.sent, wire.received) != (plan.sent(ranks.rank), plan.received(ranks.rank)):
+        wrong.append(str(wire))
+    for receiver in (2, 3):
+        again = slices_of(weights, destination, receiver, filled=False)
+        for sender in (0, 1):
+            packed = pack(plan, sender, receiver, slices_of(weights, source, sender))
+            unpack(plan, receiver, sender, packed, again)
+        wrong += differing(again, slices_of(weights, destination, receiver))
+    return wrong
+
+
+def test_to_other_ranks() -> None:
+    assert together(4, crossed_apart) == [[], [], [], []]
+
+
+def with_masters(ranks: Ranks) -> list[object]:
+    """Training keeps float32, generation has bfloat16."""
+    weights = cast(model(), torch.bfloat16)
+    ((plan, _),) = [
+        (plan, title) for plan, title in plans(1, 1, 2, weights) if title.startswith("1x1x2 to 1x1")
+    ]
+    training = slices_of(model(), plan.source, ranks.rank)
+    before = {name: tensor.clone() for name, tensor in training.items()}
+    switch = Switch(plan, ranks, training)
+    wanted = slices_of(weights, plan.destination, ranks.rank)
+    wrong: list[object] = list(differing(switch.to_generation(), wanted))
+    masters = sum(tensor.nbytes for tensor in training.values())
+    if (switch.ledger.stays, switch.ledger.generating) != (masters, masters + plan.wanted(ranks.rank)):
+        wrong.append(switch.ledger)
+    if switch.wire.received != plan.received(ranks.rank):
+        wrong.append(switch.wire)
+    switch.to_training()
+    if switch.ledger.after != masters:
+        wrong.append(switch.ledger)
+    return [*wrong, *differing(training, before)]
+
+
+def test_masters_stay() -> None:
+    assert together(2, with_masters) == [[], []]
+
+
+def of_unequal_runs(ranks: Ranks) -> list[str]:
+    """Queries, keys and values in one tensor: every run is a value, and a view of the same memory."""
+    runs = {"qkv.0": 8, "qkv.1": 4, "qkv.2": 4}
+    weights = {name: Weight(name=name, shape=(rows, 6), dtype=torch.float32) for name, rows in runs.items()}
+    parts, train = dict.fromkeys(weights, Split(0)), Mesh.of(dp=1, pp=1, tp=2)
+    source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train, shard=False)
+    plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
+    pieces = slices_of(weights, source, ranks.rank)
+    fused = torch.cat(list(pieces.values()))
+    views = dict(zip(runs, fused.split([rows // 2 for rows in runs.values()]), strict=True))
+    switch = Switch(plan, ranks, views)
+    wrong = differing(switch.to_generation(), slices_of(weights, plan.destination, ranks.rank))
+    wrong += ["the memory stayed"] if fused.untyped_storage().nbytes() else []
+    switch.to_training()
+    return [*wrong, *differing(views, pieces)]
+
+
+def test_a_fused_weight_of_unequal_runs() -> None:
+    assert together(2, of_unequal_runs) == [[], []]
+
+
+def die_on_the_way(ranks: Ranks, how: str) -> str:
+    ((plan, _), *_) = list(plans(1, 1, 2, model()))
+    switch = Switch(plan, ranks, slices_of(plan.weights, plan.source, ranks.rank), deadline_s=2.0)
+    if ranks.rank == 1:
+        if how == "dies":
+            dist.barrier()
+            os._exit(1)
+        time.sleep(8.0)
+        return ""
+    if how == "dies":
+        dist.barrier()
+    try:
+        switch.to_generation()
+    except ClusterError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_a_rank_that_does_not_come_is_waited_for_so_long() -> None:
+    said, _ = together(2, die_on_the_way, "sleeps")
+    assert "rank 0 got no further than bucket 1 of" in said
+    assert "ranks [1]" in said
+    assert "did not come within 2 s" in said
+
+
+def test_a_rank_that_dies_is_an_error_of_the_others() -> None:
+    with pytest.raises(AssertionError, match="rank 1 died with exit code 1"):
+        together(2, die_on_the_way, "dies")
+
+
+def test_one_rank_generates_with_the_memory_it_trains() -> None:
+    ((plan, _),) = plans(1, 1, 1, model())
+    training = slices_of(plan.weights, plan.source, 0)
+    switch = Switch(plan, Alone(), training)
+    generation = switch.to_generation()
+    assert all(generation[name].data_ptr() == training[name].data_ptr() for name in training)
+    assert switch.ledger.peak == switch.ledger.before == plan.held(0)
+    assert (switch.wire.sent, switch.wire.received, switch.ledger.buffers) == (0, 0, 0)
+
+
+def test_what_cannot_switch() -> None:
+    ((plan, _), *_) = list(plans(1, 1, 2, model()))
+    training = slices_of(plan.weights, plan.source, 0)
+    with pytest.raises(PlacementError, match=r"between 2 ranks up to rank 1\n.*the pool has 1"):
+        Switch(plan, Alone(), training)
+    with pytest.raises(ClusterError, match="threads of one process"):
+        Switch(plan, ThreadRanks(Circle(2, 1.0), 0), training)
+    ((one, _),) = plans(1, 1, 1, model())
+    with pytest.raises(WeightError, match=r"rank 0 holds \[24, 12\] of embed\n.*\[48, 12\] of \[48, 12\]"):
+        Switch(one, Alone(), training)
+    complete = slices_of(one.weights, one.source, 0)
+    with pytest.raises(WeightError, match="rank 0 has no norm"):
+        Switch(one, Alone(), {name: tensor for name, tensor in complete.items() if name != "norm"})
+    switch = Switch(one, Alone(), complete)
+    with pytest.raises(WeightError, match="trains already"):
+        switch.to_training()
+    switch.to_generation()
+    with pytest.raises(WeightError, match="generates already"):
+        switch.to_generation()
+    packed = pack(plan, 0, 1, training)
+    with pytest.raises(WeightError, match="the plan says"):
+        unpack(plan, 1, 0, packed[:-4], slices_of(plan.weights, plan.destination, 1))
+
+
+def test_a_tensor_of_no_rank_is_not_asked_for() -> None:
+    weights = {"far": Weight(name="far", shape=(2,), dtype=torch.float32)}
+    layout = {"far": Placement(Mesh.of(dp=1, first=0))}
+    plan = reshard_plan(weights, layout, layout)
+    assert dict(Switch(plan, Alone(), {"far": torch.ones(2)}).to_generation()).keys() == {"far"}
