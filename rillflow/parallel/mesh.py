@@ -114,7 +114,7 @@ def seat(mesh: Mesh, ranks: Ranks) -> Seat:
         sizes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
         raise PlacementError(
             f"a mesh of {sizes} for {ranks.size} ranks",
-            why=f"{' x '.join(str(axis.size) for axis in mesh.axes)} is {mesh.size}, and every rank has one place",
+            why=f"it has {mesh.size} places, and every rank has one",
             fix=f"choose dp, pp and tp whose product is {ranks.size}",
         )
     stages = mesh.groups("pp")

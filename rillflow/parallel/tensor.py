@@ -1,7 +1,7 @@
 """Tensor parallelism: a decoder's linear layers cut over the ranks of tp by its own plan.
 
-    hidden [1, U, D] ── q, k, v: COLUMNS ──> heads of this rank ── attention ── o: ROWS ── sum over tp ──> [1, U, D]
-                     └─ gate, up: COLUMNS ─> its share of the middle ────────── down: ROWS ── sum ──────> [1, U, D]
+    [1, U, D] ── q, k, v: COLUMNS ──> heads of this rank ─ attention ─ o: ROWS ─ sum over tp ─> [1, U, D]
+              └─ gate, up: COLUMNS ─> its share of the middle ────── down: ROWS ─ sum over tp ─> [1, U, D]
 
 Each cut layer has torch's own style on it: a DTensor weight, plain tensors in and out. What stays whole
 stays a plain parameter, but for the bias of a ROWS layer, which torch makes a replicated DTensor.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -43,7 +42,6 @@ def cut_tensors(module: nn.Module, plan: Mapping[str, Style], mesh: DeviceMesh) 
     for name, style in plan.items():
         if style is not Style.SUMMED:
             parallelize_module(parts[name], mesh, _style(style), src_data_rank=None)
-            _own_memory(parts[name])
     for one, other in twins:
         other.weight = one.weight
 
@@ -75,6 +73,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of a parameter's gradient, cut as the parameter is."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        return gradient.redistribute(placements=parameter.placements).to_local()
+    return gradient
+
+
 def _style(style: Style) -> ParallelStyle:
     whole = Replicate()
     if style is Style.COLUMNS:
@@ -94,12 +101,3 @@ def _twins(parts: Iterable[nn.Module]) -> list[tuple[nn.Module, nn.Module]]:
         for part in parts
         if found.setdefault(id(part.weight), part) is not part
     ]
-
-
-def _own_memory(part: nn.Module) -> None:
-    """Let go of the whole weight where a piece is a view of it."""
-    for parameter in part.parameters():
-        piece = local(parameter.data)
-        if piece.untyped_storage().nbytes() > piece.nbytes:
-            with torch.no_grad():
-                parameter.to_local().set_(piece.clone(memory_format=torch.contiguous_format))
