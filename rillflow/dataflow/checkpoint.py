@@ -49,7 +49,7 @@ class Checkpoint:
 
     def optimizer(self, role: str) -> Path:
         """The file of a role's training state."""
-        return self.path / f"{role}.optimizer.safetensors"
+        return self.path / f"{role}.optimizer"
 
 
 def save_checkpoint(

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.models.checkpoint import save_model
 from rillflow.models.language_model import LoadedModel
 from rillflow.parallel.mesh import seat
 from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
+from rillflow.train.state_file import Stateful, load_state, save_state
 from rillflow.weights.layout import Layout, Weight, logical_weights, training_layout
 
 Model = TypeVar("Model", bound=LoadedModel)
@@ -75,3 +78,20 @@ class Share(Generic[Model]):
     def is_whole(self) -> bool:
         """Whether this rank has the whole model."""
         return self.parallel is None
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the whole model as a Hugging Face directory; every rank calls it, the first one writes."""
+        if self.parallel is None:
+            if self.rows.rank == 0:
+                save_model(self.model, folder)
+            return
+        raise NotImplementedError
+
+    def save_state(self, trainer: Stateful, path: Path) -> None:
+        """Write a trainer's state by logical tensor; every rank calls it."""
+        if self.rows.rank == 0:
+            save_state(trainer, path)
+
+    def load_state(self, trainer: Stateful, path: Path) -> None:
+        """Let a trainer go on from what ``save_state`` wrote, on whatever ranks that was."""
+        load_state(trainer, path)

@@ -13,13 +13,14 @@ not trained on: no backward pass. Where no row has one, the weights stay and the
 leaves weights, moments and step count as they were.
 
 Over several ranks each has a part of the minibatch's rows, perhaps none: the denominator and the
-gradients are summed over them, in the order of ranks, so all take the same step.
+gradients are summed over them, in the order of ranks, so all take the same step. Where the module itself
+is cut over ranks (``parallel``), they make all passes together and then the same step, each on its part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -29,14 +30,20 @@ from torch import Tensor, nn
 
 from rillflow.cluster.ranks import Alone, Ranks
 from rillflow.errors import TrainingError
+from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, merge_metrics
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import describe_token, loss_tokens
 from rillflow.train.loss import LossPart
 from rillflow.train.optimizer import Optimizer, TrainerState
+from rillflow.train.passes import Passes
+from rillflow.train.reading import Reading
 from rillflow.train.recompute import Recompute
 from rillflow.train.scorer import micro_batches
+
+_Measured = tuple[float, Mapping[str, Metric]]
+"""One part's share of the loss, and its metrics."""
 
 Read = TypeVar("Read")
 ReadByLoss = TypeVar("ReadByLoss", contravariant=True)
@@ -52,6 +59,14 @@ class Forward(Protocol[Read]):
             part: rows as ``prepare`` gave them.
             tokens: the part at its loss tokens alone.
         """
+        ...
+
+    def lay_out(self, part: Batch) -> Reading:
+        """The pass, for a mesh to make."""
+        ...
+
+    def read(self, part: Batch, tokens: Batch, output: Tensor) -> Read:
+        """What the module says, from the pass's output."""
         ...
 
     def describe(self, read: Read, index: int) -> str:
@@ -106,15 +121,24 @@ class Learner:
         config: the optimiser, and how a minibatch is cut.
         total_steps: optimiser steps of the whole phase, for the schedule.
         ranks: those that hold the other parts of every minibatch.
+        parallel: where the module is a rank's part of one, that part; ``ranks`` is then its dp.
     """
 
     def __init__(
-        self, module: nn.Module, config: TrainConfig, *, total_steps: int, ranks: Ranks | None = None
+        self,
+        module: nn.Module,
+        config: TrainConfig,
+        *,
+        total_steps: int,
+        ranks: Ranks | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
-        self._ranks = ranks or Alone()
+        self._parallel = parallel
+        self._ranks = ranks or Alone() if parallel is None else parallel.seat.dp
         self._budget = config.tokens_per_micro_batch
         self._device = next(module.eval().parameters()).device
-        self._optimizer = Optimizer(module, config, total_steps=total_steps)
+        gradients = parallel.gradients if parallel is not None else None
+        self._optimizer = Optimizer(module, config, total_steps=total_steps, gradients=gradients)
         self._recompute: AbstractContextManager[None] = (
             Recompute(module) if config.gradient_checkpointing else nullcontext()
         )
@@ -124,7 +148,7 @@ class Learner:
 
         Returns:
             The losses' metrics, ``{loss.name}/loss/mean`` of each, ``train/grad_norm/mean`` and
-            ``train/lr/mean``.
+            ``train/lr/mean``; over a mesh nothing on the ranks that do not speak for their replica.
 
         Raises:
             TrainingError: a number is not finite, or there is no loss token; nothing was changed.
@@ -140,6 +164,8 @@ class Learner:
             norm = self._optimizer.step()
         finally:
             self._optimizer.discard()
+        if self._parallel is not None and not self._parallel.seat.speaks:
+            return {}
         return {
             **metrics,
             "train/grad_norm/mean": Mean(total=norm, count=1),
@@ -175,31 +201,61 @@ class Learner:
 
     def _gather(self, aim: Aim[Any], rows: Batch | None, denominator: float) -> dict[str, Metric]:
         """Add up one aim's gradient; its metrics."""
+        parts = self._parts(rows) if rows is not None else iter(())
         total, metrics = 0.0, []
-        for part in self._parts(rows) if rows is not None else ():
-            share, measured = self._accumulate(part, aim, denominator)
+        if self._parallel is not None:
+            shares: Iterable[_Measured] = self._over_mesh(self._parallel, list(parts), aim, denominator)
+        else:
+            shares = (self._accumulate(part, aim, denominator) for part in parts)
+        for share, measured in shares:
             total += share
             metrics.append(measured)
         mean = Mean(total=total, count=1 / self._ranks.size)
         return {**merge_metrics(metrics), f"{aim.loss.name}/loss/mean": mean}
 
-    def _accumulate(
-        self, part: Batch, aim: Aim[Any], denominator: float
-    ) -> tuple[float, Mapping[str, Metric]]:
+    def _over_mesh(
+        self, parallel: Parallel, parts: list[Batch], aim: Aim[Any], denominator: float
+    ) -> list[_Measured]:
+        """As ``_accumulate``, for all parts and together with the other ranks."""
+        found: list[_Measured] = []
+
+        def finish(part: Batch, output: Tensor) -> Tensor:
+            tokens = loss_tokens(part).to(self._device)
+            share, measured = _share(tokens, aim.forward.read(part, tokens, output), aim, denominator)
+            found.append((float(share.detach()), measured))
+            return share * aim.weight
+
+        passes = Passes(parallel)
+        learning = [part for part in parts if bool(part.dense("loss_active")[0])]
+        resting = [part for part in parts if not bool(part.dense("loss_active")[0])]
+        with self._recompute:
+            passes.run(learning, aim.forward.lay_out, finish, self._optimizer.collect)
+            passes.run(resting, aim.forward.lay_out, finish)
+        passes.agree()
+        return found
+
+    def _accumulate(self, part: Batch, aim: Aim[Any], denominator: float) -> _Measured:
         """Add one micro-batch's gradient, if it has any; return its share of the loss and its metrics."""
         tokens = loss_tokens(part).to(self._device)
         learns = bool(part.dense("loss_active")[0])
         with self._recompute, torch.set_grad_enabled(learns):
-            read = aim.forward(part, tokens)
-            found = aim.loss(read, tokens)
-            share = found.terms.sum() / denominator
-            value = float(share.detach())
-            if not math.isfinite(value):
-                raise _not_finite(tokens, found.terms.detach(), read, aim.forward, value)
+            share, metrics = _share(tokens, aim.forward(part, tokens), aim, denominator)
             if learns:
                 (share * aim.weight).backward()  # type: ignore[no-untyped-call]
         self._optimizer.collect()
-        return value, found.metrics
+        return float(share.detach()), metrics
+
+
+def _share(
+    tokens: Batch, read: Any, aim: Aim[Any], denominator: float
+) -> tuple[Tensor, Mapping[str, Metric]]:
+    """A part's share of the loss, finite, and its metrics."""
+    found = aim.loss(read, tokens)
+    share = found.terms.sum() / denominator
+    value = float(share.detach())
+    if not math.isfinite(value):
+        raise _not_finite(tokens, found.terms.detach(), read, aim.forward, value)
+    return share, found.metrics
 
 
 def _not_finite(

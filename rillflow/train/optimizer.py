@@ -1,8 +1,9 @@
 """Optimizer: AdamW over float32 masters, global-norm clipping, the schedule, and the state to go on from.
 
     module parameter ── float32 or wider ──> is its own master
-                     └─ bfloat16 ──> float32 master; gradients are added up in float32,
-                                     the stepped master is rounded back into the module
+                     ├─ bfloat16 ──> float32 master; gradients are added up in float32,
+                     │               the stepped master is rounded back into the module
+                     └─ cut over a mesh (DTensor) ──> the same, with what this rank holds of it
 
 A small learning rate moves a bfloat16 weight by less than its last bit: without masters such steps
 would be lost.
@@ -15,9 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import TrainingError, nearest
+from rillflow.parallel.gradients import Gradients
+from rillflow.parallel.tensor import local, local_gradient
 from rillflow.train.config import OptimizerConfig
 from rillflow.train.schedule import lr_factor
 
@@ -29,7 +33,8 @@ class TrainerState:
     """What training goes on from, besides the weights; every tensor can be stored as safetensors."""
 
     tensors: dict[str, Tensor]
-    """``kind/parameter name``: moments, and masters where they are not the weights. Not copies."""
+    """``kind/parameter name``: moments, and masters where they are wider than the weights. Not copies; of
+    a parameter that is cut over a mesh what this rank holds, by the name it has in the whole module."""
     counters: dict[str, int]
     """``step``: optimiser steps made."""
 
@@ -41,13 +46,22 @@ class Optimizer:
         module: whose parameters are trained.
         config: rates, decay, schedule, clipping.
         total_steps: optimiser steps of the whole phase, for the schedule.
+        gradients: where the module is a rank's part of one, how gradients are completed.
 
     Raises:
         TrainingError: the module has no trainable parameter.
     """
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, *, total_steps: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: OptimizerConfig,
+        *,
+        total_steps: int,
+        gradients: Gradients | None = None,
+    ) -> None:
         self._config = config
+        self._gradients = gradients
         self._total_steps = total_steps
         self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._weights:
@@ -57,7 +71,8 @@ class Optimizer:
                 fix="call requires_grad_(True) on what should be trained",
             )
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
-        self._narrow = [name for name, weight in self._weights.items() if self._masters[name] is not weight]
+        self._apart = [name for name, weight in self._weights.items() if self._masters[name] is not weight]
+        self._narrow = [name for name in self._apart if self._weights[name].dtype.itemsize < 4]
         matrices = [master for master in self._masters.values() if master.dim() >= 2]
         vectors = [master for master in self._masters.values() if master.dim() < 2]
         self._adamw = torch.optim.AdamW(
@@ -77,29 +92,34 @@ class Optimizer:
         return self._config.lr * lr_factor(self.steps, self._total_steps, self._config)
 
     def collect(self) -> None:
-        """Move the gradients of narrow parameters to their masters; call it after every backward pass."""
-        for name in self._narrow:
+        """Move gradients to the masters that are not the weights; call it after every backward pass."""
+        for name in self._apart:
             weight, master = self._weights[name], self._masters[name]
             if weight.grad is not None:
+                gradient = local_gradient(weight)
                 if master.grad is None:
-                    master.grad = weight.grad.to(master.dtype)
+                    master.grad = gradient.to(master.dtype)
                 else:
-                    master.grad += weight.grad
+                    master.grad += gradient
                 weight.grad = None
 
     def sum_over(self, ranks: Ranks) -> None:
         """Replace the gathered gradients by their sums over all ranks, unless no rank has any."""
-        if ranks.size == 1:
+        if ranks.size == 1 and self._gradients is None:
             return
         masters = list(self._masters.values())
         learned = torch.tensor([float(any(master.grad is not None for master in masters))])
-        ranks.sum_([learned])
+        (ranks if self._gradients is None else self._gradients.seat.everyone).sum_([learned])
         if not learned:
             return
         for master in masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        ranks.sum_([master.grad for master in masters if master.grad is not None])
+        found = self._found()
+        if self._gradients is None:
+            ranks.sum_(list(found.values()))
+        else:
+            self._gradients.complete(found)
 
     def step(self) -> float:
         """Clip the gathered gradients and apply them.
@@ -110,8 +130,11 @@ class Optimizer:
         Raises:
             TrainingError: the norm is not finite; nothing was changed.
         """
-        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        found = self._found()
+        if self._gradients is None:
+            norm = nn.utils.get_total_norm(list(found.values()))
+        else:
+            norm = self._gradients.norm(found)
         length = float(norm)
         if not length < float("inf"):
             raise self._not_finite(length)
@@ -156,10 +179,14 @@ class Optimizer:
         self._publish()
         self.steps = counters["step"]
 
+    def _found(self) -> dict[str, Tensor]:
+        """The gathered gradients."""
+        return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+
     def _publish(self) -> None:
         with torch.no_grad():
             for name in self._narrow:
-                self._weights[name].copy_(self._masters[name])
+                local(self._weights[name]).copy_(self._masters[name])
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
         stepped = [name for name in self._masters if f"step/{name}" in tensors]
@@ -188,7 +215,8 @@ class Optimizer:
             for name, master in self._masters.items()
             if master.grad is not None and not bool(torch.isfinite(master.grad).all())
         ]
-        where = f"first in {names[0]}" if names else "the sum of finite ones overflows"
+        elsewhere = "it is on another rank" if self._gradients else "the sum of finite ones overflows"
+        where = f"first in {names[0]}" if names else elsewhere
         return TrainingError(
             f"the gradient's norm is {norm}: {where}",
             why="the step would have destroyed the weights; it was not applied",
@@ -197,6 +225,7 @@ class Optimizer:
 
 
 def _master(weight: nn.Parameter) -> nn.Parameter:
-    if weight.dtype in (torch.float32, torch.float64):
-        return weight
-    return nn.Parameter(weight.detach().float())
+    held = local(weight.detach())
+    if held.dtype not in (torch.float32, torch.float64):
+        return nn.Parameter(held.float())
+    return nn.Parameter(held) if isinstance(weight, DTensor) else weight

@@ -13,7 +13,8 @@ Legend: B rows, T tokens of all rows, U packed tokens, L longest row; H, K heads
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,6 +101,16 @@ class PackedAttention:
             num_seats += index.numel()
         self._home = _Pick.of(home, real=torch.arange(len(home)), sources=num_seats, device=device)
 
+    def padded(self, size: int) -> PackedAttention:
+        """The plan with packed tokens that no row sees, up to ``size``; what it gives those is any row's."""
+        found = copy(self)
+        found.layers = set()
+        found._buckets = [
+            replace(bucket, pick=bucket.pick.with_more(sources=size)) for bucket in self._buckets
+        ]
+        found._home = self._home.with_more(results=size)
+        return found
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
@@ -145,6 +156,14 @@ class _Pick:
         offsets = torch.searchsorted(chosen[by_source], torch.arange(sources))
         parts = (part.to(device) for part in (index, real[by_source], offsets))
         return _Pick(**dict(zip(("index", "order", "offsets"), parts, strict=True)))
+
+    def with_more(self, *, sources: int = 0, results: int = 0) -> _Pick:
+        """The pick with sources that nobody chooses, and results that are padding, up to so many."""
+        unchosen = self.offsets.new_full((max(0, sources - len(self.offsets)),), len(self.order))
+        padding = self.index.new_zeros(max(0, results - len(self.index)))
+        return replace(
+            self, index=torch.cat([self.index, padding]), offsets=torch.cat([self.offsets, unchosen])
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

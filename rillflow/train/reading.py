@@ -9,11 +9,12 @@ its last token itself (back = 0). Legend: B rows, U packed tokens, N loss tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rillflow.errors import TrainingError
 from rillflow.records.batch import Batch
@@ -31,6 +32,18 @@ class Reading:
     """[N] int64 the packed tokens at which the outputs for the loss tokens stand."""
     plan: PackedAttention
     """Attention over the packed rows."""
+
+    @property
+    def size(self) -> int:
+        """Packed tokens."""
+        return int(self.inputs["input_ids"].shape[1])
+
+    def padded(self, size: int) -> Reading:
+        """The same pass with packed tokens that no row sees, up to ``size``."""
+        more = (0, size - self.size)
+        plan = self.plan.padded(size)
+        grown = {name: pad(self.inputs[name], more) for name in ("input_ids", "position_ids")}
+        return replace(self, inputs={**self.inputs, **grown, "attention_plan": plan}, plan=plan)
 
     def check(self, module: nn.Module) -> None:
         """Show after the pass that the module asked the plan.
@@ -71,6 +84,16 @@ def lay_out(part: Batch, device: torch.device, *, back: int) -> Reading:
         wanted=packed.places.values[inputs.starts[rows] + read].to(device),
         plan=plan,
     )
+
+
+def empty_reading(device: torch.device) -> Reading:
+    """A pass over one token of no row, for a rank that has none while others have."""
+    rows = Ragged.from_rows([[0]])
+    part = Batch(
+        ids=torch.zeros(1, 3, dtype=torch.int64),
+        fields={"tokens": rows, "loss_mask": rows.with_values(torch.ones(1, dtype=torch.bool))},
+    )
+    return lay_out(part, device, back=0)
 
 
 def last_tokens(batch: Batch) -> Batch:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from rillflow.cluster.ranks import Ranks
+from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
 from rillflow.records.ragged import Ragged
 from rillflow.train.config import TrainConfig
 from rillflow.train.learner import Aim, Learner
+from rillflow.train.reading import Reading
 from rillflow.train.scalar_loss import ScalarLoss
 from rillflow.train.scalar_scorer import ScalarScorer
 
@@ -27,6 +29,7 @@ class ScalarTrainer(Learner):
         config: the optimiser, and how a minibatch is cut.
         total_steps: optimiser steps of the whole phase, for the schedule.
         ranks: those that hold the other parts of every minibatch.
+        parallel: where the module is a rank's part of one, that part; ``ranks`` is then its dp.
 
     Example:
         trainer = ScalarTrainer(model.module, TrainConfig(lr=1e-4), total_steps=100)
@@ -34,10 +37,16 @@ class ScalarTrainer(Learner):
     """
 
     def __init__(
-        self, module: nn.Module, config: TrainConfig, *, total_steps: int, ranks: Ranks | None = None
+        self,
+        module: nn.Module,
+        config: TrainConfig,
+        *,
+        total_steps: int,
+        ranks: Ranks | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
-        super().__init__(module, config, total_steps=total_steps, ranks=ranks)
-        self._scorer = ScalarScorer(module, config)
+        super().__init__(module, config, total_steps=total_steps, ranks=ranks, parallel=parallel)
+        self._scorer = ScalarScorer(module, config, parallel=parallel)
 
     def values(self, batch: Batch) -> Ragged:
         """The value of the state before each loss token, 0 elsewhere; see ``ScalarScorer.values``."""
@@ -67,6 +76,13 @@ class _Scalars:
     def __call__(self, part: Batch, tokens: Batch) -> Tensor:
         del tokens  # there is nothing that the numbers could be compared with
         return self.scorer.forward(part, back=self.back)
+
+    def lay_out(self, part: Batch) -> Reading:
+        return self.scorer.lay_out(part, back=self.back)
+
+    def read(self, part: Batch, tokens: Batch, output: Tensor) -> Tensor:
+        del part, tokens
+        return output
 
     def describe(self, read: Tensor, index: int) -> str:
         return f"the head gives it {float(read[index].detach())}"

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.formulas.logprobs import TokenLogprobs
+from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
 from rillflow.records.ragged import Ragged
@@ -18,6 +19,7 @@ from rillflow.train.config import TrainConfig
 from rillflow.train.guards import check_ratio
 from rillflow.train.learner import Aim, Learner
 from rillflow.train.loss import Loss
+from rillflow.train.reading import Reading
 from rillflow.train.scorer import Scorer
 
 
@@ -29,6 +31,7 @@ class Trainer(Learner):
         config: the optimiser, and how a minibatch is cut.
         total_steps: optimiser steps of the whole phase, for the schedule.
         ranks: those that hold the other parts of every minibatch.
+        parallel: where the module is a rank's part of one, that part; ``ranks`` is then its dp.
 
     Example:
         trainer = Trainer(module, TrainConfig(lr=1e-4), total_steps=100)
@@ -36,10 +39,16 @@ class Trainer(Learner):
     """
 
     def __init__(
-        self, module: nn.Module, config: TrainConfig, *, total_steps: int, ranks: Ranks | None = None
+        self,
+        module: nn.Module,
+        config: TrainConfig,
+        *,
+        total_steps: int,
+        ranks: Ranks | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
-        super().__init__(module, config, total_steps=total_steps, ranks=ranks)
-        self._scorer = Scorer(module, config)
+        super().__init__(module, config, total_steps=total_steps, ranks=ranks, parallel=parallel)
+        self._scorer = Scorer(module, config, parallel=parallel)
 
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Ragged:
         """Log probabilities of the loss tokens, 0 elsewhere; see ``Scorer.logprobs``."""
@@ -90,7 +99,15 @@ class _Logprobs:
     ratio_tolerance: float | None
 
     def __call__(self, part: Batch, tokens: Batch) -> TokenLogprobs:
-        model = self.scorer.forward(part, self.temperature)
+        return self._checked(tokens, self.scorer.forward(part, self.temperature))
+
+    def lay_out(self, part: Batch) -> Reading:
+        return self.scorer.lay_out(part)
+
+    def read(self, part: Batch, tokens: Batch, output: Tensor) -> TokenLogprobs:
+        return self._checked(tokens, self.scorer.read(part, output, self.temperature))
+
+    def _checked(self, tokens: Batch, model: TokenLogprobs) -> TokenLogprobs:
         if self.ratio_tolerance is not None:
             check_ratio(tokens, model.logprobs, self.ratio_tolerance)
         return model

@@ -1,0 +1,146 @@
+"""Seat: one rank's place in its training mesh, and the ranks beside it along every axis.
+
+    dp 2, pp 2, tp 2      stage 0   tp 0 1     dp 0: ranks 0 1
+                          stage 1   tp 0 1           ranks 2 3     (dp 1: 4 5, 6 7)
+
+    seat of rank 3:  dp 3 7    pp 1 3    tp 2 3    ends (first and last stage) 1 3
+
+What is to be said once of a replica, its results and metrics, the rank with ``speaks`` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from rillflow.cluster.ranks import ProcessRanks, Ranks
+from rillflow.errors import PlacementError
+from rillflow.placement.mesh import Mesh
+
+AXES = ("dp", "pp", "tp")
+"""The axes of a training mesh, the slowest first."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Seat:
+    """One rank's place.
+
+    Example:
+        seat(Mesh.of(dp=2, pp=1, tp=2), ranks).tp.size == 2
+    """
+
+    mesh: Mesh
+    """All ranks of the pool by dp, pp and tp."""
+    rank: int
+    """Which one this is."""
+    everyone: Ranks
+    """All of them."""
+    dp: Ranks
+    """Those that hold the same weights, or other slices of them, and other rows."""
+    pp: Ranks
+    """Those that hold the other stages of the same replica."""
+    tp: Ranks
+    """Those that hold the other parts of the same layers."""
+    ends: Ranks
+    """On the first and the last stage, the two of them; alone on those between."""
+    _made: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
+    """Torch's mesh by the kind of its devices, once it was asked for."""
+
+    @property
+    def stage(self) -> int:
+        """Which pipeline stage, from 0."""
+        return self.pp.rank
+
+    @property
+    def first(self) -> bool:
+        """Whether tokens come in here."""
+        return self.pp.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether logits, scores and losses are here."""
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank says what its replica has to say: the first of the last stage."""
+        return self.last and self.tp.rank == 0
+
+    def device_mesh(self, kind: str, axis: str) -> DeviceMesh:
+        """One axis of the mesh as torch's parts want it; axes of one rank are left out.
+
+        Args:
+            kind: of the devices: ``cpu`` or ``cuda``.
+            axis: one with several ranks.
+
+        Raises:
+            PlacementError: the ranks are no processes.
+        """
+        if kind not in self._made:
+            self._made[kind] = self._device_mesh(kind)
+        return self._made[kind][axis]
+
+    def _device_mesh(self, kind: str) -> DeviceMesh:
+        there = self._several()
+        members = require_processes(self.everyone).members
+        ids = torch.tensor([members[rank] for rank in self.mesh.ranks])
+        groups = [require_processes(ranks).group for ranks in there.values()]
+        shape = [ranks.size for ranks in there.values()]
+        return DeviceMesh.from_group(groups, kind, ids.view(shape), mesh_dim_names=tuple(there))
+
+    def _several(self) -> dict[str, Ranks]:
+        axes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        return {name: ranks for name, ranks in axes.items() if ranks.size > 1}
+
+
+def seat(mesh: Mesh, ranks: Ranks) -> Seat:
+    """This rank's place; every rank calls it with the same mesh.
+
+    Args:
+        mesh: dp, pp and tp, in this order, over ranks 0, 1, ...
+        ranks: all of them.
+
+    Raises:
+        PlacementError: the mesh has other axes, or not as many places as there are ranks.
+    """
+    if mesh.names != AXES:
+        raise PlacementError(
+            f"a training mesh has the axes {', '.join(mesh.names) or 'none'}",
+            why=f"its axes are {', '.join(AXES)}, in this order; one that is not used has size 1",
+        )
+    if mesh.size != ranks.size or sorted(mesh.ranks) != list(range(ranks.size)):
+        sizes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
+        raise PlacementError(
+            f"a mesh of {sizes} for {ranks.size} ranks",
+            why=f"it has {mesh.size} places, and every rank has one",
+            fix=f"choose dp, pp and tp whose product is {ranks.size}",
+        )
+    stages = mesh.groups("pp")
+    between = [[rank] for group in stages for rank in group[1:-1]]
+    ends = [sorted({group[0], group[-1]}) for group in stages]
+    return Seat(
+        mesh=mesh,
+        rank=ranks.rank,
+        everyone=ranks,
+        dp=ranks.part(mesh.groups("dp")),
+        pp=ranks.part(stages),
+        tp=ranks.part(mesh.groups("tp")),
+        ends=ranks.part([*ends, *between]),
+    )
+
+
+def require_processes(ranks: Ranks) -> ProcessRanks:
+    """The ranks, where torch.distributed joins them.
+
+    Raises:
+        PlacementError: they are threads of one process.
+    """
+    if not isinstance(ranks, ProcessRanks):
+        raise PlacementError(
+            "a mesh with pp, tp or sharded parameters over ranks of one process",
+            why="their weights and activations cross between processes",
+            fix='run it with backend = "ray", or leave pp and tp at 1 and shard at false',
+        )
+    return ranks

@@ -1,0 +1,258 @@
+"""Stages: a decoder cut into pipeline stages that all run the module's own forward pass.
+
+    stage 0    embed   layer 0, 1   ....   ....   ─ hidden [1, U, D] ─>     embedding first
+    stage 1    ─ inputs_embeds ─>   ....   2, 3   ....              ─>     "...." hands its input on
+    stage 2    ─ inputs_embeds ─>   ....   ....   4     norm   head ─>     norm and head last
+
+A dropped layer becomes a pass-through in its place, so layers keep their indices and parameters their
+names; a tied embedding stays on the last stage too, as the head's weight. How the decoder is built is found
+out by running it, and the cut is tried on the whole module: chained stages must say what the whole says.
+Legend: U packed tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rillflow.errors import ModelError
+
+Decoder = Any
+"""A decoder of transformers, which only ``models`` names."""
+_TRIAL_TOKENS = 8
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+"""Largest difference of two ways to run a module, over the largest output."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Anatomy:
+    """Where a decoder's parts are; names within the whole module."""
+
+    layers: str
+    """The list of layers."""
+    count: int
+    """How many there are."""
+    embedding: str
+    """From tokens to hidden states."""
+    after: tuple[str, ...]
+    """Parts of the body that run behind the layers: the final norm."""
+    heads: tuple[str, ...]
+    """Parts beside the body."""
+    tied: bool
+    """Whether a head has the embedding's weight."""
+    tuples: bool
+    """Whether a layer returns a tuple."""
+
+    def parts_of(self, stage: int, stages: int) -> dict[str, bool]:
+        """The parts that stages are cut from, and whether this stage runs them."""
+        first, last = stage == 0, stage == stages - 1
+        own = layers_of(stage, stages, self.count)
+        return {
+            self.embedding: first or (last and self.tied),
+            **{f"{self.layers}.{index}": index in own for index in range(self.count)},
+            **dict.fromkeys((*self.after, *self.heads), last),
+        }
+
+
+def layers_of(stage: int, stages: int, count: int) -> range:
+    """The layers of a stage; sizes differ by at most one, and the first stages have the more.
+
+    Raises:
+        ModelError: there are more stages than layers.
+    """
+    if stages > count:
+        raise ModelError(
+            f"pp is {stages} and the model has {count} layers",
+            why=f"every stage has at least one layer; {stages} - {count} = {stages - count} would have none",
+            fix=f"choose pp among 1 to {count}",
+        )
+    size, more = divmod(count, stages)
+    start = stage * size + min(stage, more)
+    return range(start, start + size + (stage < more))
+
+
+def weight_stages(module: Decoder, stages: int) -> dict[str, tuple[int, ...]]:
+    """The stages that every parameter of the whole module lies on, by its first name.
+
+    A tied embedding lies on the first and the last. Raises as ``layers_of`` and ``anatomy``.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    if stages == 1:
+        return dict.fromkeys(names, (0,))
+    parts = anatomy(module)
+    runs = [parts.parts_of(stage, stages) for stage in range(stages)]
+    owners = {name: next(part for part in runs[0] if name.startswith(f"{part}.")) for name in names}
+    return {name: tuple(s for s, own in enumerate(runs) if own[part]) for name, part in owners.items()}
+
+
+def anatomy(module: Decoder) -> Anatomy:
+    """Find a decoder's parts by running it.
+
+    Raises:
+        ModelError: it is not built as embedding, layers, norm, head.
+    """
+    body: nn.Module = module.base_model
+    count = module.config.get_text_config().num_hidden_layers
+    names = {id(part): name for name, part in module.named_modules()}
+    lists = [part for part in body.children() if isinstance(part, nn.ModuleList) and len(part) == count]
+    embedding = module.get_input_embeddings()
+    if len(lists) != 1 or id(embedding) not in names:
+        raise _not_cut(module, f"its body has {len(lists)} lists of {count} layers")
+    seen, tuples = _order(module, lists[0])
+    last = max(place for place, part in enumerate(seen) if part is lists[0][-1])
+    after = [names[id(part)] for part in seen[last + 1 :]]
+    heads = [names[id(part)] for part in module.children() if part is not body]
+    head = module.get_output_embeddings()
+    found = Anatomy(
+        layers=names[id(lists[0])],
+        count=count,
+        embedding=names[id(embedding)],
+        after=tuple(after),
+        heads=tuple(heads),
+        tied=head is not None and head.weight is embedding.weight,
+        tuples=tuples,
+    )
+    known = tuple(f"{part}." for part in found.parts_of(0, 1))
+    odd = [name for name, _ in module.named_parameters() if not name.startswith(known)]
+    if odd:
+        raise _not_cut(module, f"{odd[0]} belongs to no layer, embedding, final norm or head")
+    return found
+
+
+def check_cut(module: Decoder, parts: Anatomy, stages: int, expected: Tensor) -> None:
+    """Run the module stage by stage and compare.
+
+    Args:
+        module: still whole.
+        parts: its anatomy.
+        stages: how many.
+        expected: what the whole module said, see ``trial``.
+
+    Raises:
+        ModelError: the stages say something else.
+    """
+    state: Tensor | None = None
+    for stage in range(stages):
+        with _as_stage(module, parts, stage, stages):
+            try:
+                state = trial(module, state, last=stage == stages - 1)
+            except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+                raise _not_cut(module, f"stage {stage} ended in {type(error).__name__}: {error}") from error
+    assert state is not None  # there is at least one stage
+    why = "it treats embeddings given to it otherwise than its own; as stages it would be another model"
+    require_same(module, state, expected, f"{stages} stages", why, "leave pp at 1")
+
+
+@torch.no_grad()
+def trial(module: Decoder, state: Tensor | None = None, *, last: bool = True) -> Tensor:
+    """What the module says to a few tokens: logits, or hidden states where it has a scalar head.
+
+    Args:
+        module: a decoder or what is left of it.
+        state: what the stage before said; None for the first.
+        last: whether it is the last stage.
+    """
+    text = module.config.get_text_config()
+    count = min(_TRIAL_TOKENS, int(text.max_position_embeddings))
+    positions = torch.arange(count, device=module.device)[None]
+    inputs = {"input_ids": positions % text.vocab_size} if state is None else {"inputs_embeds": state}
+    inputs |= {"position_ids": positions, "use_cache": False}
+    if last and module.get_output_embeddings() is not None:
+        found: Tensor = module(**inputs).logits
+        return found
+    hidden: Tensor = module.base_model(**inputs).last_hidden_state
+    return hidden
+
+
+def require_same(module: Decoder, found: Tensor, expected: Tensor, way: str, why: str, fix: str) -> None:
+    """Refuse a way to run a module that says something else.
+
+    Raises:
+        ModelError: the outputs differ by more than rounding.
+    """
+    largest = expected.abs().max().clamp_min(1e-30)
+    difference = float((found - expected).abs().max() / largest) if found.shape == expected.shape else 1.0
+    if not difference <= _TOLERANCE[expected.dtype]:
+        name = type(module).__name__
+        raise ModelError(
+            f"{name} says something else as {way}, by {difference:.2g} of the largest output",
+            why=why,
+            fix=fix,
+        )
+
+
+def cut_stage(module: Decoder, parts: Anatomy, stage: int, stages: int) -> None:
+    """Drop in place what other stages run."""
+    for name, own in parts.parts_of(stage, stages).items():
+        if not own:
+            module.set_submodule(name, _substitute(module.get_submodule(name), name, parts))
+
+
+class PassThrough(nn.Module):
+    """In the place of a layer of another stage: gives what it is given.
+
+    Args:
+        layer: whose plain attributes are kept, for the loop that reads them.
+        as_tuple: whether layers return tuples.
+    """
+
+    def __init__(self, layer: nn.Module, as_tuple: bool) -> None:
+        super().__init__()
+        plain = {
+            name: value
+            for name, value in vars(layer).items()
+            if not name.startswith("_") and isinstance(value, str | int | float | None)
+        }
+        vars(self).update({name: value for name, value in plain.items() if name not in vars(self)})
+        self._as_tuple = as_tuple
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        """The hidden states as they are."""
+        return (hidden_states,) if self._as_tuple else hidden_states
+
+
+def _substitute(part: nn.Module, name: str, parts: Anatomy) -> nn.Module:
+    if name.startswith(f"{parts.layers}."):
+        return PassThrough(part, parts.tuples)
+    return nn.Identity()
+
+
+@contextmanager
+def _as_stage(module: Decoder, parts: Anatomy, stage: int, stages: int) -> Iterator[None]:
+    """The module as one of its stages, for a while."""
+    kept = {name: module.get_submodule(name) for name in parts.parts_of(stage, stages)}
+    try:
+        cut_stage(module, parts, stage, stages)
+        yield
+    finally:
+        for name, part in kept.items():
+            module.set_submodule(name, part)
+
+
+def _order(module: Decoder, layers: nn.ModuleList) -> tuple[list[nn.Module], bool]:
+    """The layers and the body's other parts in the order of their calls; whether a layer returns a tuple."""
+    seen: list[nn.Module] = []
+    tuples: list[bool] = []
+    others = [part for part in module.base_model.children() if part is not layers]
+    with ExitStack() as hooks:
+        for part in (*others, *layers):
+            hooks.callback(part.register_forward_hook(lambda part, _, __: seen.append(part)).remove)
+        last = layers[-1].register_forward_hook(lambda _, __, out: tuples.append(isinstance(out, tuple)))
+        hooks.callback(last.remove)
+        trial(module)
+    if not tuples:
+        raise _not_cut(module, "its last layer does not run")
+    return seen, tuples[0]
+
+
+def _not_cut(module: nn.Module, why: str) -> ModelError:
+    return ModelError(
+        f"{type(module).__name__} cannot be cut into pipeline stages",
+        why=why,
+        fix="leave pp at 1; dp works with every decoder",
+    )

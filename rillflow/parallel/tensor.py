@@ -1,0 +1,103 @@
+"""Tensor parallelism: a decoder's linear layers cut over the ranks of tp by its own plan.
+
+    [1, U, D] ── q, k, v: COLUMNS ──> heads of this rank ─ attention ─ o: ROWS ─ sum over tp ─> [1, U, D]
+              └─ gate, up: COLUMNS ─> its share of the middle ────── down: ROWS ─ sum over tp ─> [1, U, D]
+
+Each cut layer has torch's own style on it: a DTensor weight, plain tensors in and out. What stays whole
+stays a plain parameter, but for the bias of a ROWS layer, which torch makes a replicated DTensor.
+Legend: U packed tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from rillflow.errors import ModelError
+from rillflow.models.tensor_plan import Style, divisors
+
+_EVEN = {Style.COLUMNS: 0, Style.ROWS: 1, Style.SPLIT_ROWS: 1}
+"""The dim that has to divide: what comes out of one layer's piece goes into the next one's."""
+
+
+def cut_tensors(module: nn.Module, plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
+    """Cut the module's weights in place; every rank has the same whole ones before.
+
+    Args:
+        module: a decoder.
+        plan: see ``models.tensor_plan``.
+        mesh: the tp axis.
+
+    Raises:
+        ModelError: a layer's outputs or inputs cannot be shared out evenly.
+    """
+    require_even(module, plan, mesh.size())
+    parts = dict(module.named_modules())
+    twins = _twins(parts[name] for name in plan if plan[name] is not Style.SUMMED)
+    for name, style in plan.items():
+        if style is not Style.SUMMED:
+            parallelize_module(parts[name], mesh, _style(style), src_data_rank=None)
+    for one, other in twins:
+        other.weight = one.weight
+
+
+def require_even(module: nn.Module, plan: Mapping[str, Style], tp: int) -> None:
+    """Refuse a size that layers cannot be shared out over evenly.
+
+    The outputs of a head, and an embedding's tokens, may be shared out unevenly.
+
+    Raises:
+        ModelError: it shows the division.
+    """
+    parts = dict(module.named_modules())
+    for name, style in plan.items():
+        if style not in _EVEN:
+            continue
+        dim = _EVEN[style]
+        length = parts[name].weight.shape[dim]
+        if length % tp:
+            raise ModelError(
+                f"tp is {tp} and {name} has {length} {'inputs' if dim else 'outputs'}",
+                why=f"every rank has as many; {length} / {tp} leaves {length % tp}",
+                fix=f"choose tp among {', '.join(map(str, divisors(length)))}",
+            )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of a parameter's gradient, cut as the parameter is."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        return gradient.redistribute(placements=parameter.placements).to_local()
+    return gradient
+
+
+def _style(style: Style) -> ParallelStyle:
+    whole = Replicate()
+    if style is Style.COLUMNS:
+        return ColwiseParallel()
+    if style is Style.GATHERED:
+        return ColwiseParallel(output_layouts=whole)
+    if style is Style.ROWS:
+        return RowwiseParallel()
+    return RowwiseParallel(input_layouts=whole)
+
+
+def _twins(parts: Iterable[nn.Module]) -> list[tuple[nn.Module, nn.Module]]:
+    """Modules that have one weight."""
+    found: dict[int, nn.Module] = {}
+    return [
+        (found[id(part.weight)], part)
+        for part in parts
+        if found.setdefault(id(part.weight), part) is not part
+    ]
