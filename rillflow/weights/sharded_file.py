@@ -1,0 +1,376 @@
+"""Sharded file: a checkpoint by weight, written by all ranks and read under any mesh.
+
+    NAME/rank-00000.safetensors    the slices that rank 0 has to write; every slice is one rank's
+         rank-00001.safetensors
+         weights.json              which slice of which weight is where; size and SHA-256 of every file, and
+                                   of this list itself
+
+    save   each rank its file ─ fsync ─> hashes meet ─ rank 0: weights.json ─ fsync ─ rename ─> NAME
+    load   all files checked, shared out over the ranks ─> verdicts meet ─> each rank reads what it needs
+
+Nothing is loaded on any rank before every file has been checked. A file's name in the list is never followed
+out of the directory, nor through a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rillflow.cluster.ranks import Ranks
+from rillflow.errors import RillflowError, RunDirectoryError
+from rillflow.observe.durable import replace, write_error
+from rillflow.placement.slices import Slice, slices
+from rillflow.weights.crossing import own
+from rillflow.weights.digest import owned
+from rillflow.weights.layout import Layout, Weight, Weights
+from rillflow.weights.local import intervals, local_index
+
+FORMAT = 1
+LIST = "weights.json"
+_KINDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
+"""Types as safetensors calls them."""
+_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """A slice of a weight in a file."""
+
+    file: str
+    key: str
+    slice: Slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Contents:
+    """A list that fits the weights, and hangs together."""
+
+    saved: dict[str, list[_Saved]]
+    files: dict[str, Any]
+
+
+def save_sharded(
+    folder: Path, weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
+) -> None:
+    """Write a checkpoint; every rank calls it, and all see the same directory.
+
+    Args:
+        folder: the checkpoint; an older one there is replaced when the new one is whole.
+        weights: of the model, with the types of the tensors.
+        layout: where they lie.
+        tensors: what this rank holds.
+        ranks: all ranks of the layout.
+
+    Raises:
+        RunDirectoryError: a rank could not write; what was there before still is. All ranks raise it.
+    """
+    draft = folder.with_name(f".{folder.name}.draft")
+    device = _device(tensors)
+
+    def prepare() -> str:
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        return ""
+
+    def write() -> str:
+        mine = _own_slices(weights, layout, tensors, ranks)
+        path = draft / _file_of(ranks.rank)
+        if not mine:
+            return ""
+        save_file(mine, path)
+        _flush(path)
+        return json.dumps(_hash(path))
+
+    def publish() -> str:
+        if ranks.rank == 0:
+            replace(draft / LIST, [_list(weights, layout, ranks.size, hashes)])
+            _flush(draft)
+            old = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                folder.rename(old)
+            draft.rename(folder)
+            _flush(folder.parent)
+            shutil.rmtree(old, ignore_errors=True)
+        return ""
+
+    try:
+        _together(ranks, device, prepare, draft)
+        hashes = _together(ranks, device, write, draft)
+        _together(ranks, device, publish, folder)
+    except RunDirectoryError:
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def load_sharded(
+    folder: Path, weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
+) -> None:
+    """Fill tensors from a checkpoint, written under whatever mesh; every rank calls it.
+
+    Args:
+        folder: the checkpoint.
+        weights: of the model, with the types of the tensors.
+        layout: where they lie now.
+        tensors: what this rank holds; they are filled in place.
+        ranks: all ranks of the layout.
+
+    Raises:
+        RunDirectoryError: a file is missing, changed, no plain file, or of a newer format, or the weights are
+            another model's. No tensor has been touched, on any rank.
+    """
+    contents: list[_Contents] = []
+
+    def check() -> str:
+        contents.append(_read_list(folder, weights))
+        for place, name in enumerate(contents[0].files):
+            if place % ranks.size == ranks.rank:
+                _check_file(folder, name, contents[0], weights)
+        return ""
+
+    _together(ranks, _device(tensors), check, folder)
+    with contextlib.ExitStack() as stack:
+        files = {
+            name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in contents[0].files
+        }
+        for name, weight in weights.items():
+            placement = layout[name]
+            if ranks.rank not in placement.mesh.ranks:
+                continue
+            held, target = intervals(placement, weight.shape, ranks.rank), own(tensors[name])
+            for wanted in slices(placement, weight.shape)[ranks.rank]:
+                for saved in contents[0].saved[name]:
+                    box = wanted.intersection(saved.slice)
+                    if not box.is_empty:
+                        found = _read(files[saved.file], saved, box)
+                        target[local_index(held, box)].copy_(found)
+
+
+def _own_slices(
+    weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
+) -> dict[str, Tensor]:
+    """What this rank writes, by key."""
+    found = {}
+    for key, (name, box) in _shares(weights, layout, ranks.size).get(ranks.rank, {}).items():
+        tensor = own(tensors[name])
+        if tensor.dtype != weights[name].dtype:
+            raise RunDirectoryError(
+                f"{name} is {tensor.dtype} here and {weights[name].dtype} in the list", why="nothing is cast"
+            )
+        held = intervals(layout[name], weights[name].shape, ranks.rank)
+        piece = tensor[local_index(held, box)].contiguous()
+        alone = piece.untyped_storage().nbytes() == piece.nbytes  # a file takes no two views of one memory
+        found[key] = piece if alone else piece.clone()
+    return found
+
+
+def _shares(weights: Weights, layout: Layout, size: int) -> dict[int, dict[str, tuple[str, Slice]]]:
+    """What every rank writes, by key; copies of a slice are shared out over the ranks that hold it."""
+    found: dict[int, dict[str, tuple[str, Slice]]] = {}
+    for turn, (name, weight) in enumerate(weights.items()):
+        for rank, boxes in owned(layout[name], weight.shape, tuple(range(size)), turn % size).items():
+            for place, box in enumerate(boxes):
+                found.setdefault(rank, {})[f"{name}:{place}"] = (name, box)
+    return found
+
+
+def _list(weights: Weights, layout: Layout, size: int, hashes: list[str]) -> bytes:
+    """The list of a checkpoint."""
+    listed: dict[str, Any] = {
+        name: {"dtype": _dtype_name(weight.dtype), "shape": list(weight.shape), "slices": []}
+        for name, weight in weights.items()
+    }
+    for rank, share in _shares(weights, layout, size).items():
+        for key, (name, box) in share.items():
+            place = {"file": _file_of(rank), "key": key, "bounds": [list(bounds) for bounds in box.bounds]}
+            listed[name]["slices"].append(place)
+    files = {_file_of(rank): json.loads(found) for rank, found in enumerate(hashes) if found}
+    body = {"weights": listed, "files": files}
+    text = {"format": FORMAT, "sha256": _hash_of(body), "body": body}
+    return json.dumps(text, indent=1).encode()
+
+
+def _read_list(folder: Path, weights: Weights) -> _Contents:
+    """The list of a checkpoint, checked.
+
+    Raises:
+        RunDirectoryError: it is not a list of these weights; it says what is wrong.
+    """
+    text = json.loads(_plain(folder, LIST).read_bytes())
+    if text["format"] != FORMAT:
+        raise _unusable(f"it has format {text['format']!r}, and this version reads format {FORMAT}")
+    body = text["body"]
+    if _hash_of(body) != text["sha256"]:
+        raise _unusable(f"{LIST} is not what was written")
+    listed = body["weights"]
+    if missing := sorted(listed.keys() ^ weights.keys()):
+        side = "the checkpoint" if missing[0] in listed else "the model"
+        raise _unusable(f"{missing[0]} is in {side} only")
+    found: dict[str, list[_Saved]] = {}
+    for name, weight in weights.items():
+        was = (tuple(listed[name]["shape"]), listed[name]["dtype"])
+        if was != (weight.shape, _dtype_name(weight.dtype)):
+            raise _unusable(
+                f"{name} is {list(was[0])} of {was[1]} there and {list(weight.shape)} of "
+                f"{_dtype_name(weight.dtype)} in the model"
+            )
+        found[name] = [_saved(entry, body["files"]) for entry in listed[name]["slices"]]
+        _require_whole(weight, [saved.slice for saved in found[name]])
+    return _Contents(saved=found, files=body["files"])
+
+
+def _saved(entry: Any, files: Any) -> _Saved:
+    if entry["file"] not in files:
+        raise _unusable(f"{entry['file']!r} is not among its files")
+    bounds = tuple((int(start), int(stop)) for start, stop in entry["bounds"])
+    return _Saved(file=entry["file"], key=str(entry["key"]), slice=Slice(bounds))
+
+
+def _require_whole(weight: Weight, boxes: list[Slice]) -> None:
+    """Slices lie within a weight, do not overlap, and are all of it."""
+    within = Slice(tuple((0, length) for length in weight.shape))
+    fits = all(len(box.bounds) == len(weight.shape) and box.intersection(within) == box for box in boxes)
+    if not fits or sum(box.size for box in boxes) != prod(weight.shape):
+        raise _unusable(f"the slices of {weight.name} are not the whole weight")
+    if any(not one.intersection(other).is_empty for one, other in combinations(boxes, 2)):
+        raise _unusable(f"slices of {weight.name} overlap")
+
+
+def _check_file(folder: Path, name: str, contents: _Contents, weights: Weights) -> None:
+    """A file is what was written, and holds what the list says.
+
+    Raises:
+        RunDirectoryError: it is not; it names the file.
+    """
+    if not _FILE.fullmatch(name):
+        raise _unusable(f"{name!r} is no name of a file of a checkpoint")
+    path = _plain(folder, name)
+    if _hash(path) != contents.files[name]:
+        raise _unusable(f"{name} is not what was written")
+    with safe_open(path, framework="pt") as file:
+        here = [
+            (weight, one) for weight, found in contents.saved.items() for one in found if one.file == name
+        ]
+        for weight, saved in here:
+            piece = file.get_slice(saved.key)
+            held = (tuple(piece.get_shape()), piece.get_dtype())
+            if held != (_lengths(saved.slice), _KINDS.get(weights[weight].dtype)):
+                raise _unusable(f"{name} holds {held[1]} {list(held[0])} for {weight} {saved.slice}")
+
+
+def _read(file: Any, saved: _Saved, box: Slice) -> Tensor:
+    """A box of a saved slice; only that is read."""
+    found: Tensor
+    if not box.bounds:
+        found = file.get_tensor(saved.key)
+        return found
+    pairs = zip(box.bounds, saved.slice.bounds, strict=True)
+    index = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
+    found = file.get_slice(saved.key)[index]
+    return found
+
+
+def _plain(folder: Path, name: str) -> Path:
+    """A regular file of the folder.
+
+    Raises:
+        RunDirectoryError: it is missing, a link, or no file.
+    """
+    path = folder / name
+    if path.is_symlink() or folder.is_symlink() or (path.exists() and not path.is_file()):
+        raise _unusable(f"{name} is a link or no plain file")
+    if not path.exists():
+        raise _unusable(f"{name} is missing")
+    return path
+
+
+def _together(ranks: Ranks, device: torch.device, action: Callable[[], str], path: Path) -> list[str]:
+    """Do something on every rank; what each of them says, or on all of them what went wrong on the first.
+
+    Raises:
+        RunDirectoryError: it went wrong somewhere.
+    """
+    said, failed = "", ""
+    try:
+        said = action()
+    except OSError as error:
+        failed = str(write_error(path, error))
+    except RillflowError as error:
+        failed = error.what
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        failed = f"{type(error).__name__}: {error}"
+    words = json.dumps([said, failed]).encode()
+    everyone = ranks.gather(torch.tensor(list(words), dtype=torch.uint8, device=device))
+    heard = [json.loads(bytes(each.tolist())) for each in everyone]
+    for rank, (_, problem) in enumerate(heard):
+        if problem:
+            raise RunDirectoryError(
+                f"the checkpoint {path} cannot be used: {problem}",
+                why=f"rank {rank} of {ranks.size} found it so, and a model is on all ranks or on none",
+                fix="take another checkpoint, or restore its files",
+            )
+    return [said for said, _ in heard]
+
+
+def _unusable(problem: str) -> RunDirectoryError:
+    return RunDirectoryError(problem, why="weights that differ from what was written must not be used")
+
+
+def _hash(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _hash_of(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _lengths(box: Slice) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box.bounds)
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _device(tensors: Mapping[str, Tensor]) -> torch.device:
+    return next((own(tensor).device for tensor in tensors.values()), torch.device("cpu"))
