@@ -147,3 +147,27 @@ def test_half_precision_is_gathered_and_summed_as_it_is() -> None:
     found.float().sum().backward()
     assert found.dtype == torch.bfloat16
     assert all(part.grad is not None and part.grad.dtype == torch.bfloat16 for part in states)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=5).filter(any),
+    more=st.integers(0, 9),
+)
+def test_tokens_that_no_row_sees_change_nothing(rows: list[list[int]], more: int) -> None:
+    packed = pack(Ragged.from_rows(rows))
+    count = len(packed.tokens)
+    generator = torch.Generator().manual_seed(count)
+    states = [torch.randn(1, heads, count + more, 8, generator=generator) for heads in (4, 2, 2)]
+    slopes = torch.randn(1, count + more, 4, 8, generator=generator)
+    plan, gradients = PackedAttention(packed, CPU), []
+    for size, used in ((count, plan), (count + more, plan.padded(count + more))):
+        leaves = [part[:, :, :size].clone().requires_grad_() for part in states]
+        found = used.attend(0, *leaves, scaling=0.5, window=None)
+        assert found.shape == (1, size, 4, 8) and bool(torch.isfinite(found).all())
+        (found * slopes[:, :size]).sum().backward()
+        gradients.append((found[:, :count], [leaf.grad[:, :, :count] for leaf in leaves]))
+        assert not any(bool(leaf.grad[:, :, count:].any()) for leaf in leaves)
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    for one, other in zip(gradients[0][1], gradients[1][1], strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,183 @@
+"""What the tests of training over a mesh have in common: small decoders, rows, and one training of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from rillflow.cluster.ranks import Ranks
+from rillflow.formulas.config import PolicyLossConfig
+from rillflow.models.attention import ATTENTION, register
+from rillflow.parallel.mesh import Seat, seat
+from rillflow.parallel.module import Parallel
+from rillflow.placement.mesh import Mesh
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
+from rillflow.train.config import TrainConfig, ValueLossConfig
+from rillflow.train.loss import PolicyLoss
+from rillflow.train.scalar_loss import ValueLoss
+from rillflow.train.scalar_trainer import ScalarTrainer
+from rillflow.train.trainer import Trainer
+
+NUM_ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training over a mesh."""
+
+    kind: str = "starcoder2"
+    """Starcoder2 has biases, and in float64 computes nothing in float32; Qwen3 has norms of heads."""
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    shard: bool = False
+    tied: bool = True
+    scalar: bool = False
+    dtype: str = "float64"
+    budget: int = 20
+    """Tokens of a micro-batch."""
+    checkpointing: bool = False
+    lopsided: bool = False
+    """Whether all rows are the first replica's."""
+
+    @property
+    def alone(self) -> Case:
+        """The same training on one rank, in micro-batches of another size."""
+        return Case(
+            kind=self.kind,
+            tied=self.tied,
+            scalar=self.scalar,
+            dtype=self.dtype,
+            budget=60,
+        )
+
+
+def decoder(case: Case) -> PreTrainedModel:
+    """Five layers, and a vocabulary that nothing divides."""
+    register()
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 63,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    config = AutoConfig.for_model(
+        case.kind, **settings, **tokens, initializer_range=0.2, tie_word_embeddings=case.tied, num_labels=1
+    )
+    auto: Any = AutoModelForSequenceClassification if case.scalar else AutoModelForCausalLM
+    module = auto.from_config(config, attn_implementation=ATTENTION)
+    return module.to(getattr(torch, case.dtype)).eval()
+
+
+def rows() -> Batch:
+    """Rows of prompts with two samples; a fourth of them teach nothing."""
+    generator = torch.Generator().manual_seed(1)
+    texts, masks, ids = [], [], []
+    for row in range(NUM_ROWS):
+        prompt, answer = torch.randint(1, 9, (2,), generator=generator).tolist()
+        texts.append(torch.randint(0, 60, (prompt + answer,), generator=generator).tolist())
+        masks.append([False] * prompt + [True] * answer)
+        ids.append(RowId(0, row // 2, row % 2))
+    tokens = Ragged.from_rows(texts)
+    drawn = torch.randn(len(tokens.values), generator=generator)
+    advantages = torch.randn(NUM_ROWS, generator=generator)
+    advantages[2:4] = 0
+    return Batch(
+        ids=row_ids(ids),
+        fields={
+            "tokens": tokens,
+            "loss_mask": Ragged.from_rows(masks, torch.bool),
+            "advantages": advantages,
+            "sampler_logprobs": tokens.with_values(drawn - 4),
+            "returns": tokens.with_values(drawn),
+            "old_values": tokens.with_values(drawn * 0),
+        },
+    )
+
+
+def trainer(case: Case, module: nn.Module, parallel: Parallel | None) -> Trainer | ScalarTrainer:
+    config = TrainConfig(
+        lr=1e-3,
+        beta1=0.0,  # the first moment is then the clipped gradient itself
+        max_grad_norm=0.25,
+        tokens_per_micro_batch=case.budget,
+        gradient_checkpointing=case.checkpointing,
+    )
+    kind = ScalarTrainer if case.scalar else Trainer
+    return kind(module, config, total_steps=2, parallel=parallel)
+
+
+def scores(made: Trainer | ScalarTrainer, batch: Batch) -> Ragged:
+    return made.logprobs(batch) if isinstance(made, Trainer) else made.values(batch)
+
+
+def update(made: Trainer | ScalarTrainer, batch: Batch) -> dict[str, Any]:
+    if isinstance(made, Trainer):
+        return made.update(batch, PolicyLoss(PolicyLossConfig(), max_tokens=16))
+    return made.update(batch, ValueLoss(ValueLossConfig(clip=0)))
+
+
+def trained(case: Case, module: nn.Module, batch: Batch, parallel: Parallel | None = None) -> dict[str, Any]:
+    """Two steps: scores before, metrics of both, the first gradient as clipped, the weights at the end."""
+    made = trainer(case, module, parallel)
+    before = scores(made, batch)
+    metrics = [update(made, batch)]
+    state = made.state().tensors
+    gradients = {name: state[f"exp_avg/{name}"].clone() for name, _ in module.named_parameters()}
+    metrics.append(update(made, batch))
+    weights = dict(module.named_parameters())
+    return {
+        "scores": {batch.row_id(place): row.numpy() for place, row in enumerate(before.rows())},
+        "metrics": metrics,
+        "gradients": {name: whole(weights[name], found).numpy() for name, found in gradients.items()},
+        "weights": {name: whole(found).double().numpy() for name, found in weights.items()},
+    }
+
+
+def whole(parameter: Tensor, held: Tensor | None = None) -> Tensor:
+    """The whole of what this rank holds a part of, cut as the parameter is."""
+    parameter = parameter.detach()
+    if not isinstance(parameter, DTensor):
+        return parameter if held is None else held
+    held = parameter.to_local() if held is None else held
+    mesh, cuts = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        held, mesh, cuts, shape=parameter.shape, stride=parameter.stride()
+    ).full_tensor()
+
+
+def seated(case: Case, ranks: Ranks) -> Seat:
+    return seat(Mesh.of(dp=case.dp, pp=case.pp, tp=case.tp), ranks)
+
+
+def own_rows(case: Case, place: Seat) -> Batch:
+    """Every dp-th row, or all of them on the first replica."""
+    batch = rows()
+    if case.lopsided:
+        return batch if place.dp.rank == 0 else batch.select([])
+    return batch.select(list(range(place.dp.rank, len(batch), place.dp.size)))
+
+
+def train_all(ranks: Ranks, cases: list[Case]) -> list[dict[str, Any]]:
+    """What every rank runs."""
+    found = []
+    for case in cases:
+        place = seated(case, ranks)
+        module = decoder(case)
+        parallel = Parallel(module, place, shard=case.shard)
+        result = trained(case, module, own_rows(case, place), parallel)
+        found.append({**result, "speaks": place.speaks})
+    return found

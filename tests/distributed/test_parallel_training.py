@@ -1,0 +1,136 @@
+"""A decoder trained over a mesh says and learns what it does on one rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rillflow.records.metrics import merge_metrics
+
+sys.path.insert(0, str(Path(__file__).parent))
+from meshes import Case, decoder, rows, train_all, trained
+from processes import together
+
+EXACT = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 5e-2}
+"""Largest error of the gradient, over its norm."""
+STEPPED = {"float64": 1e-6, "float32": 2e-2, "bfloat16": 0.5}
+"""Largest error of what two steps changed, over its norm: Adam blows up the rounding of small gradients."""
+
+TWO = [
+    Case(tp=2, budget=30),
+    Case(pp=2, tied=False),
+    Case(dp=2, shard=True, checkpointing=True),
+    Case(dp=2, shard=True, lopsided=True, scalar=True),
+    Case(kind="qwen3", pp=2, budget=1000, dtype="float32"),
+]
+FOUR = [
+    Case(dp=2, pp=2, shard=True, lopsided=True),
+    Case(kind="qwen3", dp=2, tp=2, shard=True, dtype="float32"),
+    Case(pp=2, tp=2, checkpointing=True),
+    Case(pp=4, budget=30, scalar=True),
+    Case(kind="qwen2", dp=2, tp=2, shard=True, dtype="bfloat16"),
+]
+
+
+def every_mesh(size: int) -> Iterator[Case]:
+    """All (dp, pp, tp) of so many ranks, sharded or not, tied or not."""
+    for dp, pp, tp in product((1, 2, 4, 8), repeat=3):
+        if dp * pp * tp == size and pp <= 5 and tp <= 4:
+            for shard, tied in product((False, True), repeat=2):
+                yield Case(dp=dp, pp=pp, tp=tp, shard=shard and dp > 1, tied=tied)
+
+
+@cache
+def alone(case: Case) -> dict[str, Any]:
+    """What one rank makes of a case."""
+    torch.set_num_threads(1)
+    module = decoder(case)
+    before = {name: p.detach().double().numpy().copy() for name, p in module.named_parameters()}
+    return {**trained(case, module, rows()), "before": before}
+
+
+def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Of two sets of arrays as one vector."""
+    return float(np.sqrt(sum(np.square(found[name] - expected[name]).sum() for name in found)))
+
+
+def check(case: Case, results: list[dict[str, Any]]) -> None:
+    expected = alone(case.alone)
+    names = expected["gradients"].keys()
+    assert set().union(*(result["gradients"] for result in results)) == set(names)
+    for result in results:
+        for kind in ("gradients", "weights"):
+            for name, value in result[kind].items():
+                first = next(other[kind][name] for other in results if name in other[kind])
+                assert np.array_equal(value, first), f"copies of {kind} {name} differ"
+    united = {name: value for result in results for name, value in result["gradients"].items()}
+    size = distance(expected["gradients"], dict.fromkeys(names, 0))
+    assert distance(united, expected["gradients"]) <= EXACT[case.dtype] * size
+    stepped = {name: value for result in results for name, value in result["weights"].items()}
+    change = distance(expected["weights"], expected["before"])
+    assert distance(stepped, expected["weights"]) <= STEPPED[case.dtype] * change
+    check_words(case, results, expected)
+
+
+def check_words(case: Case, results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Scores and metrics, which the speaking ranks have."""
+    spoken = [result for result in results if result["speaks"]]
+    assert len(spoken) == case.dp
+    assert all(result["metrics"] == [{}, {}] for result in results if not result["speaks"])
+    rough = case.dtype == "bfloat16"
+    scores = {row: value for result in spoken for row, value in result["scores"].items()}
+    for row, value in expected["scores"].items():
+        np.testing.assert_allclose(
+            scores[row], value, rtol=0.2 if rough else 1e-5, atol=0.1 if rough else 1e-5
+        )
+    for step in range(2):
+        found = merge_metrics([result["metrics"][step] for result in spoken])
+        for name, metric in expected["metrics"][step].items():
+            assert found[name].value == pytest.approx(
+                metric.value, rel=0.1 if rough else 1e-4, abs=1e-2 if rough else 1e-5
+            ), name
+
+
+def check_all(size: int, cases: list[Case], deadline_s: float = 180.0) -> None:
+    by_rank = together(size, train_all, cases, deadline_s=deadline_s)
+    for place, case in enumerate(cases):
+        check(case, [found[place] for found in by_rank])
+
+
+def test_two_ranks_train_as_one() -> None:
+    check_all(2, TWO)
+
+
+def test_four_ranks_train_as_one() -> None:
+    check_all(4, FOUR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["starcoder2", "qwen3"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_mesh_trains_as_one_rank(size: int, kind: str) -> None:
+    dtype = "float64" if kind == "starcoder2" else "float32"
+    check_all(
+        size,
+        [Case(**{**vars(case), "kind": kind, "dtype": dtype}) for case in every_mesh(size)],
+        deadline_s=280.0,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 8])
+def test_every_mesh_trains_a_scalar_head(size: int) -> None:
+    check_all(size, [Case(**{**vars(case), "scalar": True}) for case in every_mesh(size)], deadline_s=280.0)
+
+
+@pytest.mark.slow
+def test_any_micro_batches_give_the_same_gradient() -> None:
+    check_all(4, [Case(dp=2, pp=2, shard=True, budget=budget) for budget in (1, 12, 25, 40, 1000)])
