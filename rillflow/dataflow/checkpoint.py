@@ -2,7 +2,7 @@
 
     checkpoints/step-000040/
       policy/                      plain Hugging Face directory; one for every role that is trained
-      policy.optimizer.safetensors training state by logical tensor name
+      policy.optimizer/            training state by logical tensor, a file a rank (weights.sharded_file)
       state.json                   step, phase, versions, places in the data
       manifest.json         size and SHA-256 of every other file, written last
 
@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from rillflow.errors import RunDirectoryError
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Checkpoint:
         return self.path / role
 
     def optimizer(self, role: str) -> Path:
-        """The file of a role's training state."""
+        """The directory of a role's training state."""
         return self.path / f"{role}.optimizer"
 
 
@@ -158,8 +158,8 @@ def _problem(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         manifest = json.loads(_inside(path, "manifest.json").read_text())
-        if manifest["format"] > FORMAT:
-            return f"it has format {manifest['format']}, newer than this version's {FORMAT}"
+        if manifest["format"] != FORMAT:
+            return f"it has format {manifest['format']}, and this version reads format {FORMAT}"
         if manifest["step"] != _step(path):
             return f"its manifest is that of step {manifest['step']}"
         files = manifest["files"]

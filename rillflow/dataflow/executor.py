@@ -52,7 +52,9 @@ class GroupExecutor:
     ) -> Pending:
         """See Executor."""
         given = [formula, into, *batches]
-        return self._at(self._home(batches), formula.__name__, (program.apply, apply_formula), given, options)
+        return self._at(
+            [self._home(batches)], formula.__name__, (program.apply, apply_formula), given, options
+        )
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from rillflow.models.language_model import LoadedModel
 from rillflow.models.quiet import quiet
 
 
-def save_model(model: LoadedModel, directory: Path) -> None:
+def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write config, generation config, weights (safetensors) and tokeniser files.
+
+    Args:
+        model: its module may be a part of the whole one if ``weights`` are given.
+        directory: where to.
+        weights: by name, each tied one once; the module's own where they are not given.
 
     Raises:
         OSError: the directory cannot be written; what was there before still is.
@@ -31,7 +39,7 @@ def save_model(model: LoadedModel, directory: Path) -> None:
     draft.mkdir()
     try:
         with quiet():
-            model.module.save_pretrained(draft)
+            model.module.save_pretrained(draft, state_dict=None if weights is None else dict(weights))
             model.tokenizer.save(draft)
         for path in draft.rglob("*"):
             _flush(path)

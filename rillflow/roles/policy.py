@@ -100,8 +100,9 @@ class Policy:
     @property
     def saved_bytes(self) -> int:
         """Bytes of what ``save`` writes, headers aside."""
-        weights = sum(int(weight.nbytes) for weight in self.model.module.parameters())
-        return weights + sum(tensor.nbytes for tensor in self.trainer.state().tensors.values())
+        return self._share.saved_bytes + sum(
+            tensor.nbytes for tensor in self.trainer.state().tensors.values()
+        )
 
     def save(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory ``policy``, the optimiser beside it; on all ranks."""

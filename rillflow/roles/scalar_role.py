@@ -91,8 +91,9 @@ class ScalarRole:
     @property
     def saved_bytes(self) -> int:
         """Bytes of what ``save`` writes, headers aside."""
-        weights = sum(int(weight.nbytes) for weight in self.model.module.parameters())
-        return weights + sum(tensor.nbytes for tensor in self.trainer.state().tensors.values())
+        return self._share.saved_bytes + sum(
+            tensor.nbytes for tensor in self.trainer.state().tensors.values()
+        )
 
     def save(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory of the role's name, the optimiser beside it."""

@@ -13,14 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import torch
+from torch import Tensor
+
 from rillflow.cluster.ranks import Alone, Ranks
 from rillflow.models.checkpoint import save_model
 from rillflow.models.language_model import LoadedModel
 from rillflow.parallel.mesh import seat
 from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
-from rillflow.train.state_file import Stateful, load_state, save_state
+from rillflow.placement.sbp import Placement
+from rillflow.train.optimizer import Stateful
+from rillflow.weights.gather import gathered
 from rillflow.weights.layout import Layout, Weight, logical_weights, training_layout
+from rillflow.weights.local import local_shape
+from rillflow.weights.sharded_file import listed_weights, load_sharded, save_sharded
+
+_COUNTER = "counter"
+"""The kind of numbers in a training state that belong to no weight."""
 
 Model = TypeVar("Model", bound=LoadedModel)
 
@@ -79,19 +89,80 @@ class Share(Generic[Model]):
         """Whether this rank has the whole model."""
         return self.parallel is None
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the whole model's weights."""
+        if self.parallel is None:
+            return sum(int(weight.nbytes) for weight in self.model.module.parameters())
+        return sum(weight.num_bytes for weight in self.weights.values())
+
     def save_weights(self, folder: Path) -> None:
-        """Write the whole model as a Hugging Face directory; every rank calls it, the first one writes."""
+        """Write the whole model as a Hugging Face directory; every rank calls it, the first one writes.
+
+        Raises:
+            OSError: the directory cannot be written; what was there before still is.
+        """
         if self.parallel is None:
             if self.rows.rank == 0:
                 save_model(self.model, folder)
             return
-        raise NotImplementedError
+        held = self.parallel.local_weights()
+        whole = dict(gathered(self.weights, self.layout, held, self.everyone))
+        if self.everyone.rank == 0:
+            save_model(self.model, folder, whole)
 
-    def save_state(self, trainer: Stateful, path: Path) -> None:
-        """Write a trainer's state by logical tensor; every rank calls it."""
-        if self.rows.rank == 0:
-            save_state(trainer, path)
+    def save_state(self, trainer: Stateful, folder: Path) -> None:
+        """Write a trainer's state by logical tensor; every rank calls it and writes its own slices.
 
-    def load_state(self, trainer: Stateful, path: Path) -> None:
-        """Let a trainer go on from what ``save_state`` wrote, on whatever ranks that was."""
-        load_state(trainer, path)
+        Raises:
+            RunDirectoryError: a rank could not write.
+        """
+        state = trainer.state()
+        tensors = {f"{_COUNTER}/{name}": torch.tensor(count) for name, count in state.counters.items()}
+        tensors |= state.tensors
+        listed = self._listed(tensors)
+        save_sharded(folder, listed, self._laid(listed), tensors, self.everyone)
+
+    def load_state(self, trainer: Stateful, folder: Path) -> None:
+        """Let a trainer go on from what ``save_state`` wrote, under whatever mesh that was.
+
+        Raises:
+            RunDirectoryError: it is damaged, or another model's.
+            TrainingError: it is another module's.
+        """
+        listed = listed_weights(folder)
+        layout, rank = self._laid(listed), self.everyone.rank
+        tensors = {
+            name: torch.empty(local_shape(layout[name], weight.shape, rank), dtype=weight.dtype)
+            for name, weight in listed.items()
+            if rank in layout[name].mesh.ranks
+        }
+        load_sharded(folder, listed, layout, tensors, self.everyone)
+        counters = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_COUNTER}/")}
+        counts = {name.partition("/")[2]: int(count) for name, count in counters.items()}
+        trainer.load_state(tensors, counts)
+
+    def _listed(self, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
+        """The logical tensors of a training state, of which this rank has some."""
+        if self.parallel is None:
+            return {
+                name: Weight(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+                for name, tensor in tensors.items()
+            }
+        kinds = {name.partition("/")[0]: tensor for name, tensor in tensors.items()}
+        counters = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{_COUNTER}/")}
+        found = {name: Weight(name=name, shape=(), dtype=tensor.dtype) for name, tensor in counters.items()}
+        for kind, example in kinds.items():
+            for name, weight in self.weights.items() if kind != _COUNTER else ():
+                shape = weight.shape if example.dim() else ()
+                found[f"{kind}/{name}"] = Weight(name=f"{kind}/{name}", shape=shape, dtype=example.dtype)
+        return found
+
+    def _laid(self, listed: Mapping[str, Weight]) -> dict[str, Placement]:
+        """Where the tensors of a training state lie: as their weights, what is one number everywhere."""
+        everywhere = Placement(Mesh.of(dp=self.everyone.size))
+        found = {}
+        for name, weight in listed.items():
+            laid = self.layout.get(name.partition("/")[2], everywhere)
+            found[name] = laid if weight.shape else Placement(laid.mesh)
+        return found

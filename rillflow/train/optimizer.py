@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,16 @@ class TrainerState:
     a parameter that is cut over a mesh what this rank holds, by the name it has in the whole module."""
     counters: dict[str, int]
     """``step``: optimiser steps made."""
+
+
+class Stateful(Protocol):
+    """A trainer."""
+
+    def state(self) -> TrainerState:
+        """What it goes on from, besides the weights."""
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
+        """Go on from a state."""
 
 
 class Optimizer:

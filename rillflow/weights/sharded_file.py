@@ -53,6 +53,7 @@ _KINDS = {
     torch.uint8: "U8",
 }
 """Types as safetensors calls them."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KINDS}
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
@@ -172,6 +173,21 @@ def load_sharded(
                         target[local_index(held, box)].copy_(found)
 
 
+def listed_weights(folder: Path) -> dict[str, Weight]:
+    """What a checkpoint holds, by name; its files are not looked at.
+
+    Raises:
+        RunDirectoryError: its list is missing, damaged, or of a newer format.
+    """
+    try:
+        return {
+            name: Weight(name=name, shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]])
+            for name, entry in _body(folder)["weights"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unusable(f"{folder / LIST} is no list: {type(error).__name__}: {error}") from error
+
+
 def _own_slices(
     weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
 ) -> dict[str, Tensor]:
@@ -222,12 +238,7 @@ def _read_list(folder: Path, weights: Weights) -> _Contents:
     Raises:
         RunDirectoryError: it is not a list of these weights; it says what is wrong.
     """
-    text = json.loads(_plain(folder, LIST).read_bytes())
-    if text["format"] != FORMAT:
-        raise _unusable(f"it has format {text['format']!r}, and this version reads format {FORMAT}")
-    body = text["body"]
-    if _hash_of(body) != text["sha256"]:
-        raise _unusable(f"{LIST} is not what was written")
+    body = _body(folder)
     listed = body["weights"]
     if missing := sorted(listed.keys() ^ weights.keys()):
         side = "the checkpoint" if missing[0] in listed else "the model"
@@ -243,6 +254,16 @@ def _read_list(folder: Path, weights: Weights) -> _Contents:
         found[name] = [_saved(entry, body["files"]) for entry in listed[name]["slices"]]
         _require_whole(weight, [saved.slice for saved in found[name]])
     return _Contents(saved=found, files=body["files"])
+
+
+def _body(folder: Path) -> Any:
+    """What the list says, as it was written."""
+    text = json.loads(_plain(folder, LIST).read_bytes())
+    if text["format"] != FORMAT:
+        raise _unusable(f"it has format {text['format']!r}, and this version reads format {FORMAT}")
+    if _hash_of(text["body"]) != text["sha256"]:
+        raise _unusable(f"{LIST} is not what was written")
+    return text["body"]
 
 
 def _saved(entry: Any, files: Any) -> _Saved:
