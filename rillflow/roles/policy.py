@@ -185,6 +185,7 @@ class Policy:
     def publish(self) -> int:
         """Make the trained weights those that are sampled; return their version."""
         self.version += 1
+        self._sampler.publish(self.version)
         self._engine.version = self.version
         return self.version
 

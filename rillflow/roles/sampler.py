@@ -7,6 +7,7 @@ Switched   a module of generation's mesh; weights cross when the role turns from
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import nn
@@ -17,6 +18,7 @@ from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
 from rillflow.placement.mesh import Mesh
 from rillflow.roles.share import Share
+from rillflow.weights.digest import Digests, digests, verify
 from rillflow.weights.layout import generation_layout
 from rillflow.weights.plan import reshard_plan
 from rillflow.weights.switch import Ledger, Switch
@@ -30,8 +32,15 @@ class Sampler(Protocol):
     tp: Ranks
     """The ranks that share one copy of it."""
 
+    def publish(self, version: int) -> None:
+        """Say what the trained weights are known by from now on; every rank of the role calls it."""
+
     def turn_to_generation(self) -> None:
-        """Let the module have the trained weights; every rank of the role calls it."""
+        """Let the module have the published weights; every rank of the role calls it.
+
+        Raises:
+            WeightError: it has others; they are named, and nothing is generated with them.
+        """
 
     def turn_to_training(self) -> None:
         """Let the trainer have its weights."""
@@ -53,6 +62,9 @@ class Own:
         self.module = module
         self.tp: Ranks = Alone()
 
+    def publish(self, version: int) -> None:
+        """See Sampler; there is one copy, so there is nothing to compare."""
+
     def turn_to_generation(self) -> None:
         """See Sampler."""
 
@@ -71,17 +83,42 @@ class Switched:
 
     Args:
         module: what ``sampling_module`` made of the whole model, before that was cut.
-        tp: the ranks that share it.
-        switch: between this rank's share and the module's tensors.
+        share: what the rank trains.
+        switch: between the share and the module's tensors.
+        tp: the ranks that share a copy of the module.
+        members: which of all ranks these are.
     """
 
-    def __init__(self, module: nn.Module, tp: Ranks, switch: Switch) -> None:
-        self.module, self.tp, self._switch = module, tp, switch
+    def __init__(
+        self,
+        module: nn.Module,
+        share: Share[LanguageModel],
+        switch: Switch,
+        tp: Ranks,
+        members: Sequence[int],
+    ) -> None:
+        self.module, self.tp = module, tp
+        self._share, self._switch, self._members = share, switch, members
+        self._published: Digests | None = None
+
+    def publish(self, version: int) -> None:
+        """See Sampler."""
+        assert self._share.parallel is not None
+        self.turn_to_training()
+        plan, held = self._switch.plan, self._share.parallel.parameters
+        found = digests(plan.weights, plan.source, held, self._share.everyone)
+        self._published = Digests(version=version, of=found)
 
     def turn_to_generation(self) -> None:
         """See Sampler."""
-        if not self._switch.is_generating:
-            self._switch.to_generation()
+        if self._switch.is_generating:
+            return
+        if self._published is None:
+            self.publish(0)
+        assert self._published is not None
+        received, plan = self._switch.to_generation(), self._switch.plan
+        found = digests(plan.weights, plan.destination, received, self.tp, members=self._members)
+        verify(self._published, Digests(version=self._published.version, of=found))
 
     def turn_to_training(self) -> None:
         """See Sampler."""
@@ -118,4 +155,5 @@ def lay_out(
     crossing = reshard_plan(share.weights, share.layout, wanted)
     switch = Switch(crossing, ranks, share.parallel.parameters)
     assign(module, switch.generation)
-    return share, Switched(module, tp, switch)
+    members = next(group for group in generate.groups("tp") if ranks.rank in group)
+    return share, Switched(module, share, switch, tp, members)

@@ -149,7 +149,7 @@ def test_remembered_numbers_and_critics_resume_bit_for_bit(
     assert numbers(run) == numbers(whole)
     files = {path.relative_to(newest(whole)) for path in newest(whole).rglob("*") if path.is_file()} - LOADED
     assert {Path(role, "model.safetensors") for role in CRITICS[name]} < files
-    assert {Path(f"{role}.optimizer.safetensors") for role in (*CRITICS[name], "policy")} < files
+    assert {Path(f"{role}.optimizer/rank-00000.safetensors") for role in (*CRITICS[name], "policy")} < files
     for file in files:
         assert (newest(run) / file).read_bytes() == (newest(whole) / file).read_bytes(), file
     for file in (whole / "rollouts").iterdir():

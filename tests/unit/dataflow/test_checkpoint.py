@@ -38,7 +38,8 @@ class Role:
 
     def save(self, folder: Path) -> None:
         save_model(self._model, folder / "policy")
-        save_file(TENSORS, folder / "policy.optimizer.safetensors")
+        (folder / "policy.optimizer").mkdir()
+        save_file(TENSORS, folder / "policy.optimizer" / "rank-00000.safetensors")
 
 
 def save(folder: Path, step: int, model: LanguageModel, keep: int = 3) -> Path:
@@ -50,7 +51,7 @@ def test_what_was_saved_is_what_is_read(tmp_path: Path, model: LanguageModel) ->
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert (found.step, found.state["done"]) == (4, 4)
-    assert torch.equal(load_file(found.optimizer("policy"))["exp_avg/a"], TENSORS["exp_avg/a"])
+    assert torch.equal(load_file(found.optimizer("policy") / "rank-00000.safetensors")["exp_avg/a"], TENSORS["exp_avg/a"])
     path = str(found.model("policy").absolute())
     again = load_model(ModelConfig(path=path), seed=1, device=torch.device("cpu"), base=Path())
     for name, weight in model.module.state_dict().items():

@@ -14,6 +14,7 @@ from rillflow.models.scalar_model import ScalarModel
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.roles.critic import Critic
+from rillflow.roles.share import Share
 from rillflow.train.config import PassesConfig, TrainConfig, ValueLossConfig
 
 MakeModel = Callable[..., ScalarModel]
@@ -23,7 +24,7 @@ ANSWERS = ("7", "42", "108", "3", "55")
 
 def critic_of(model: ScalarModel, lr: float = 1e-3, seed: int = 0, version: int = 0) -> Critic:
     return Critic(
-        model,
+        Share.whole(model),
         tokenizer=model.tokenizer,
         train=TrainConfig(lr=lr),
         seed=seed,
@@ -109,4 +110,4 @@ def test_what_is_missing_or_not_finite_is_named(make_model: MakeModel, make_roll
 def test_a_critic_with_other_tokens_than_the_policy_is_refused(make_model: MakeModel) -> None:
     other = Tokenizer(character_tokenizer("=0123456789+-", 32))
     with pytest.raises(ModelError, match="the critic and the policy read the token 1 as different text"):
-        Critic(make_model(), tokenizer=other, train=TrainConfig(), seed=0, updates=1)
+        Critic(Share.whole(make_model()), tokenizer=other, train=TrainConfig(), seed=0, updates=1)

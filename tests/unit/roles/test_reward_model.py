@@ -18,6 +18,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.roles.reward import OUTCOMES
 from rillflow.roles.reward_model import CostModel, RewardModel
+from rillflow.roles.share import Share
 from rillflow.tasks.preference import arithmetic_preferences
 from rillflow.tasks.prompts import preference_batch
 from rillflow.train.config import PassesConfig, TrainConfig
@@ -31,7 +32,7 @@ def role(
     model: ScalarModel, lr: float = 1e-3, kind: type[RewardModel] = RewardModel, **settings: object
 ) -> RewardModel:
     given: dict = {"tokenizer": model.tokenizer, "seed": 0, "updates": 100} | settings
-    return kind(model, train=TrainConfig(lr=lr), **given)
+    return kind(Share.whole(model), train=TrainConfig(lr=lr), **given)
 
 
 def pairs_for(model: ScalarModel, size: int = 200) -> Batch:
@@ -88,12 +89,12 @@ def test_a_saved_role_goes_on_bit_for_bit(
 ) -> None:
     model, name = make_model(), {RewardModel: "reward_model", CostModel: "cost_model"}[kind]
     given: dict = {"tokenizer": model.tokenizer, "train": TrainConfig(lr=1e-3), "seed": 0, "updates": 9}
-    first, pairs, twice = kind(model, **given), pairs_for(model, 20), PassesConfig(minibatches=3)
+    first, pairs, twice = kind(Share.whole(model), **given), pairs_for(model, 20), PassesConfig(minibatches=3)
     first.prefer(pairs, twice)
     first.save(tmp_path)
     again = load_scalar_model(ModelConfig(path=name), seed=5, device=torch.device("cpu"), base=tmp_path)
-    second = kind(again, **given, version=first.version)
-    second.begin(given["train"], 9, resume=tmp_path / f"{name}.optimizer.safetensors")
+    second = kind(Share.whole(again), **given, version=first.version)
+    second.begin(given["train"], 9, resume=tmp_path / f"{name}.optimizer")
     for one, other in zip(first.score(pairs).fields.items(), second.score(pairs).fields.items(), strict=True):
         assert one[0] == other[0]
         if isinstance(one[1], Tensor) and isinstance(other[1], Tensor):
