@@ -44,6 +44,7 @@ class Case:
     budget: int = 20
     """Tokens of a micro-batch."""
     checkpointing: bool = False
+    kv_heads: int = 4
     lopsided: bool = False
     """Whether all rows are the first replica's."""
 
@@ -69,7 +70,7 @@ def decoder(case: Case) -> PreTrainedModel:
         "intermediate_size": 64,
         "num_hidden_layers": 5,
         "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": case.kv_heads,
         "head_dim": 8,
         "max_position_embeddings": 64,
     }
