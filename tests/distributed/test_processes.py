@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rillflow.cluster.ranks import Circle, Ranks, ThreadRanks
+from rillflow.cluster.ranks import SMALL, Alone, Circle, Ranks, ThreadRanks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together
@@ -45,6 +45,35 @@ def die(ranks: Ranks) -> None:
 
 def test_every_rank_takes_part() -> None:
     assert together(3, add_up, 1.0) == [6.0, 6.0, 6.0]
+
+
+def add_up_small_and_large(ranks: Ranks) -> list[bool]:
+    random = torch.Generator().manual_seed(ranks.rank)
+    large = torch.randn(SMALL, 3, generator=random)
+    parts = [part.clone() for part in large.split(SMALL // 16)]
+    ranks.sum_([large])
+    for part in parts:
+        ranks.sum_([part])
+    stacked = ranks.stack(large[:2])
+    return [torch.equal(large, torch.cat(parts)), torch.equal(stacked, large[:2].expand(3, 2, 3))]
+
+
+def test_a_small_sum_is_made_in_another_way_and_has_the_same_bits() -> None:
+    assert together(3, add_up_small_and_large) == [[True, True]] * 3
+
+
+def stacked(ranks: Ranks) -> list[list[int]]:
+    found: list[list[int]] = ranks.stack(torch.tensor([ranks.rank, 7])).tolist()
+    return found
+
+
+def test_everyone_gets_everyones_in_order() -> None:
+    assert together(2, stacked) == [[[0, 7], [1, 7]]] * 2
+    circle = Circle(2, 10.0)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda rank: stacked(ThreadRanks(circle, rank)), range(2)))
+    assert found == [[[0, 7], [1, 7]]] * 2
+    assert stacked(Alone()) == [[0, 7]]
 
 
 def test_some_of_the_ranks_add_up_among_themselves() -> None:
