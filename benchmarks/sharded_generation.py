@@ -152,7 +152,8 @@ def _line(tp: int, recorded: bool, found: list[dict[str, Any]]) -> str:
     what = f"{tp}{', recorded' if recorded else ''}"
     return (
         f"| {what} | {total / middle:,.0f} | {total / seconds[0]:,.0f}, {total / seconds[-1]:,.0f} "
-        f"| {cpu:.2f} | {speaking:.0%} | {found[0]['weights'] / 2**20:.1f} MiB | {found[0]['cache'] / 2**20:.1f} MiB |"
+        f"| {cpu:.2f} | {speaking:.0%} | {found[0]['weights'] / 2**20:.1f} MiB "
+        f"| {found[0]['cache'] / 2**20:.1f} MiB |"
     )
 
 

@@ -51,7 +51,8 @@ def test_what_was_saved_is_what_is_read(tmp_path: Path, model: LanguageModel) ->
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert (found.step, found.state["done"]) == (4, 4)
-    assert torch.equal(load_file(found.optimizer("policy") / "rank-00000.safetensors")["exp_avg/a"], TENSORS["exp_avg/a"])
+    state = load_file(found.optimizer("policy") / "rank-00000.safetensors")
+    assert torch.equal(state["exp_avg/a"], TENSORS["exp_avg/a"])
     path = str(found.model("policy").absolute())
     again = load_model(ModelConfig(path=path), seed=1, device=torch.device("cpu"), base=Path())
     for name, weight in model.module.state_dict().items():
