@@ -23,8 +23,8 @@ from rillflow.tasks.task import Task
 from rillflow.view.report import write_report
 from rillflow.view.summary import Summary, render_text, summarise
 
-FREE_TO_CHANGE = ("run.checkpoint_every", "run.keep_checkpoints", "run.dir", "run.threads")
-"""Settings a resumed run may change: they say where and how often, not what is computed."""
+FREE_TO_CHANGE = ("run.checkpoint_every", "run.keep_checkpoints", "run.dir", "run.threads", "placement")
+"""Settings a resumed run may change: where and how often, but for rounding not what is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,136 @@
+"""Whole runs under 3D meshes say what one rank says: the same tokens, the same losses but for rounding."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.observe import layout
+from rillflow.weights.sharded_file import listed_weights
+
+if find_spec("ray") is None:
+    pytest.skip("Ray is not installed", allow_module_level=True)
+
+RECIPE = """
+[run]
+seed = 3
+threads = 1
+[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+size = 80
+held_out = 10
+[policy]
+lr = 1e-4
+model.new = { hidden = 32, layers = 4, heads = 4, kv_heads = 2, context = 16, alphabet = "0123456789+=" }
+[rollout]
+max_rows = 32
+max_tokens = 4
+[warm_start]
+steps = 3
+prompts_per_step = 33
+lr = 3e-3
+[algorithm]
+name = "NAME"
+steps = 2
+prompts_per_step = 5
+samples_per_prompt = 3
+minibatches = 2
+loss.kl = 0.01
+[reward]
+function = "reward.py:small"
+"""
+REWARD = """
+def small(prompts, completions, **columns):
+    return [sum(letter < "5" for letter in text) / 4 for text in completions]
+"""
+EVERY_DAY = ("ppo", {"pp": 2, "tp": 2}, 2)
+OTHERS = [
+    ("ppo", {"dp": 2, "tp": 2}, 1),
+    ("ppo", {"dp": 2, "pp": 2}, 1),
+    ("ppo", {"dp": 2, "pp": 2, "tp": 2}, 2),
+    ("ppo", {"fsdp": 2, "tp": 2}, 2),
+    ("grpo", {"dp": 2, "tp": 2}, 2),
+    ("grpo", {"pp": 2, "tp": 2}, 1),
+    ("grpo", {"dp": 2, "pp": 2}, 1),
+    ("grpo", {"fsdp": 2, "pp": 2, "tp": 2}, 1),
+]
+
+
+def ran(
+    folder: Path, name: str, axes: dict[str, int], generate: int, *more: str
+) -> tuple[list[Any], list[Any]]:
+    """What was sampled, and every step's losses and norms."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.toml").write_text(RECIPE.replace("NAME", name))
+    (folder / "reward.py").write_text(REWARD)
+    ranks = 1
+    for size in axes.values():
+        ranks *= size
+    settings = [f"run.dir={json.dumps(str(folder / 'run'))}", f"placement.pools.main={ranks}"]
+    settings += [f"placement.train.main.{axis}={size}" for axis, size in axes.items()]
+    loaded = load_recipe(folder / "run.toml", [*settings, f"placement.generate.tp={generate}", *more])
+    launch(loaded.recipe, loaded.base, quiet=True)
+    rollouts = [
+        (row["prompt_id"], row["sample"], row["tokens"])
+        for file in sorted((folder / "run" / "rollouts").iterdir())
+        for row in map(json.loads, file.read_text().splitlines())
+    ]
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    wanted = ("loss/mean", "squared_error/mean", "grad_norm/mean", "nll/mean")
+    numbers = [
+        {key: value["mean"] for key, value in json.loads(line)["metrics"].items() if key.endswith(wanted)}
+        for line in lines
+    ]
+    return rollouts, numbers
+
+
+def compare(tmp_path: Path, name: str, axes: dict[str, int], generate: int) -> None:
+    alone = ran(tmp_path / "alone", name, {}, 1)
+    found = ran(tmp_path / "mesh", name, axes, generate)
+    assert len(found[0]) == 30 and found[0] == alone[0]
+    assert any("policy/loss/mean" in line for line in alone[1])
+    for one, other in zip(found[1], alone[1], strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    newest = max((tmp_path / "mesh/run/checkpoints").iterdir())
+    model = AutoModelForCausalLM.from_pretrained(newest / "policy")
+    weights = {name: parameter.shape for name, parameter in model.named_parameters()}
+    state = listed_weights(newest / "policy.optimizer")
+    assert {name: tuple(shape) for name, shape in weights.items()} == {
+        name.partition("/")[2]: weight.shape for name, weight in state.items() if name.startswith("exp_avg/")
+    }
+
+
+def test_a_run_over_stages_and_tensor_shards_says_what_one_rank_says(tmp_path: Path) -> None:
+    compare(tmp_path, *EVERY_DAY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "axes", "generate"), OTHERS, ids=str)
+def test_every_mesh_says_what_one_rank_says(
+    name: str, axes: dict[str, int], generate: int, tmp_path: Path
+) -> None:
+    compare(tmp_path, name, axes, generate)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_mesh(tmp_path: Path) -> None:
+    """Its last step is undone; the step before was made under (1, 2, 2), this one under (2, 1, 2)."""
+    alone = ran(tmp_path / "alone", "ppo", {}, 1)
+    folder = tmp_path / "moved"
+    ran(folder, "ppo", {"pp": 2, "tp": 2}, 1, "run.checkpoint_every=1")
+    (folder / "run" / layout.FINISHED).unlink()
+    shutil.rmtree(max((folder / "run" / "checkpoints").iterdir()))
+    found = ran(folder, "ppo", {"dp": 2, "tp": 2}, 2)
+    assert found[0] == alone[0]
+    for one, other in zip(found[1], alone[1], strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
