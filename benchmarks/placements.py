@@ -1,15 +1,16 @@
-"""PPO under every placement: 15 set partitions of its four roles over pools, inline and on Ray, 1, 2 and 4 ranks a pool.
+"""PPO under every placement: all 15 set partitions of its four roles over pools, on both backends.
 
     one pool, inline, n ranks ─┬─ the same n: rollouts and every metric of every step, bit for bit
                                └─ one rank: the same tokens and versions; losses within 1e-5 of their size
 
-    python benchmarks/placements.py                       # 90 runs: a quarter of an hour on two cores
+    python benchmarks/placements.py                       # 90 runs: Ray's start 259 processes, half an hour
     python benchmarks/placements.py --backend inline --ranks 1 2
-    python benchmarks/placements.py --write benchmarks/results/placements.md
+    python benchmarks/placements.py --write benchmarks/results/placements.md     # rows not measured now stay
 
-Deterministic mode, float32, two data-parallel updates of policy and critic in each of two steps, numbers of rows
-that the ranks do not divide. Steps are few because Adam divides a gradient by its own size, so that rounding between
-different numbers of ranks grows from step to step; between equal numbers of ranks there is none.
+Inline and on Ray, 1, 2 and 4 ranks a pool. Deterministic mode, float32, two updates of policy and critic in
+each of two steps, numbers of rows that the ranks do not divide. Steps are few because Adam divides a gradient
+by its own size, so that rounding between different numbers of ranks grows from step to step; between equal
+numbers of ranks there is none.
 """
 
 from __future__ import annotations
@@ -123,13 +124,13 @@ def settings(partition: Partition, ranks: int, backend: str) -> list[str]:
     return found
 
 
-def ran(folder: Path, partition: Partition, ranks: int, backend: str) -> Ran:
-    """Run the recipe in a new folder."""
+def ran(folder: Path, placement: Sequence[str]) -> Ran:
+    """Run the recipe in a new folder, with these settings of its placement."""
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(RECIPE)
     (folder / "reward.py").write_text(REWARD)
-    told = [f"run.dir={json.dumps(str(folder / 'run'))}", *settings(partition, ranks, backend)]
-    loaded = load_recipe(folder / "run.toml", told)
+    told = f"run.dir={json.dumps(str(folder / 'run'))}"
+    loaded = load_recipe(folder / "run.toml", [told, *placement])
     launch(loaded.recipe, loaded.base, quiet=True)
     files = sorted((folder / "run" / "rollouts").iterdir())
     steps = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
@@ -143,7 +144,7 @@ def ran(folder: Path, partition: Partition, ranks: int, backend: str) -> Ran:
 
 def together(ranks: int, folder: Path) -> Ran:
     """All roles in one pool, in this process: what the others are compared with."""
-    return ran(folder, (ROLES,), ranks, "inline")
+    return ran(folder, settings((ROLES,), ranks, "inline"))
 
 
 def main() -> None:
@@ -154,10 +155,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = list(compared(arguments.backend, arguments.ranks, Path(folder)))
-    text = report(rows)
-    print(text)
+    print(report(rows))
     if arguments.write:
-        Path(arguments.write).write_text(text)
+        kept = earlier(Path(arguments.write), rows)
+        Path(arguments.write).write_text(report(sorted([*rows, *kept])))
 
 
 def compared(backends: Sequence[str], counts: Sequence[int], folder: Path) -> Iterator[str]:
@@ -182,11 +183,19 @@ def compared(backends: Sequence[str], counts: Sequence[int], folder: Path) -> It
                 )
 
 
+def earlier(page: Path, rows: Sequence[str]) -> list[str]:
+    """The rows of a page that measure what none of ``rows`` does."""
+    measured = {tuple(row.split("|")[1:3]) for row in rows}
+    lines = page.read_text().splitlines() if page.exists() else []
+    there = [line for line in lines if line.startswith(("| inline |", "| ray |"))]
+    return [line for line in there if tuple(line.split("|")[1:3]) not in measured]
+
+
 def each(folder: Path, partition: Partition, ranks: int, backend: str) -> Ran:
     """One run, announced."""
     shown = " | ".join("+".join(held) for held in partition)
     print(f"{backend}, {ranks} ranks a pool: {shown}", file=sys.stderr, flush=True)
-    return ran(folder, partition, ranks, backend)
+    return ran(folder, settings(partition, ranks, backend))
 
 
 @contextmanager
@@ -209,15 +218,20 @@ def cluster(backend: str, ranks: int) -> Iterator[None]:
 
 def report(rows: Sequence[str]) -> str:
     """The whole page."""
+    versions = ", ".join(
+        [f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
+        + [f"{name} {version(name)}" for name in ("torch", "ray")]
+    )
     return "\n".join(
         [
             "# PPO under every placement",
             "",
-            f"`python benchmarks/placements.py --write benchmarks/results/placements.md`, {os.cpu_count()} cores, "
-            f"Python {platform.python_version()}, torch {version('torch')}, ray {version('ray')}; the setting is at "
-            "the head of the script. Each row: the 15 set partitions of policy, critic, reference and reward over "
-            "pools. Identical: every sampled row (tokens, log probabilities, versions, rewards) and every metric of "
-            "every step has the bits of one pool, inline, of as many ranks. Losses against one rank: the largest "
+            f"`python benchmarks/placements.py --write benchmarks/results/placements.md`, {versions}; the "
+            "setting is at the head of the script.",
+            "",
+            "Each row: the 15 set partitions of policy, critic, reference and reward over pools. Identical: "
+            "every sampled row (tokens, log probabilities, versions, rewards) and every metric of every step "
+            "has the bits of one pool, inline, of as many ranks. Losses against one rank: the largest "
             "difference of any of the policy's and the critic's, as a share of it.",
             "",
             "| backend | ranks a pool | identical | tokens of one rank | losses against one rank | s |",
