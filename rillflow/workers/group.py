@@ -82,11 +82,11 @@ class Group:
         transfer = self.endpoints[endpoint].transfer
         call = Call(role=self.role, endpoint=endpoint)
         self._refuse_empty(call, arguments)
-        packed = self._backend.pack({key: _described(value) for key, value in options.items()})
+        named = {key: _described(value) for key, value in options.items()}
+        packed = self._backend.pack(named) if named else named
         made = []
         for rank, place in enumerate(self.places):
             given = [self._part(argument, transfer, rank) for argument in arguments]
-            self._backend.traffic.sent_bytes += sum(part.nbytes for part in given if isinstance(part, Batch))
             value, facts = self._backend.submit(place, program.run, call, given, packed, results=2)
             made.append(Reference(value=value, facts=facts))
         taken = self._taken(transfer)

@@ -23,7 +23,7 @@ from rillflow.placement.sbp import Placement, Split
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import merge_metrics
 
-Fetch = Callable[[Any], Any]
+Fetch = Callable[[Sequence[Any]], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def resolved(value: Any, fetch: Fetch) -> Any:
     if isinstance(value, Rows):
         return _rows(value, fetch)
     if isinstance(value, Whole):
-        return assembled([fetch(each.value) for each in value.references], is_partial=value.is_partial)
+        return assembled(fetch([each.value for each in value.references]), is_partial=value.is_partial)
     return value
 
 
@@ -105,7 +105,7 @@ def piece(batch: Batch, index: int, count: int) -> Batch:
 
 
 def _rows(wanted: Rows, fetch: Fetch) -> Batch:
-    lengths = tuple(fetch(each.facts).rows for each in wanted.references)
+    lengths = tuple(facts.rows for facts in fetch([each.facts for each in wanted.references]))
     if min(lengths) < 0:
         raise ClusterError(
             "an argument that is to be cut by rows is no batch",
@@ -113,24 +113,29 @@ def _rows(wanted: Rows, fetch: Fetch) -> Batch:
             fix="give it as an option by name: options are the same for every rank",
         )
     if lengths == shares(sum(lengths), wanted.count):
-        return _batch(fetch(wanted.references[wanted.index].value))
+        return _batches([wanted.references[wanted.index]], fetch)[0]
     held = Placement(Mesh.of(part=len(lengths)), {"part": Split(0, sizes=lengths)})
     first = len(lengths)
     asked = Placement(
         Mesh.of(part=wanted.count, first=first), {"part": Split(0, sizes=shares(sum(lengths), wanted.count))}
     )
     starts = [0, *accumulate(lengths)]
+    moves = [
+        move
+        for move in boxing(held, asked, (sum(lengths),)).moves
+        if move.destination == first + wanted.index
+    ]
+    if not moves:
+        return _batches(wanted.references[:1], fetch)[0].slice(0, 0)
     found = []
-    for move in boxing(held, asked, (sum(lengths),)).moves:
-        if move.destination == first + wanted.index:
-            source = _batch(fetch(wanted.references[move.source].value))
-            begin, end = move.slice.bounds[0]
-            found.append(source.slice(begin - starts[move.source], end - starts[move.source]))
-    if not found:
-        return _batch(fetch(wanted.references[0].value)).slice(0, 0)
+    sources = _batches([wanted.references[move.source] for move in moves], fetch)
+    for move, source in zip(moves, sources, strict=True):
+        begin, end = move.slice.bounds[0]
+        found.append(source.slice(begin - starts[move.source], end - starts[move.source]))
     return concatenate(found)
 
 
-def _batch(value: Any) -> Batch:
-    assert isinstance(value, Batch)
-    return value
+def _batches(references: Sequence[Reference], fetch: Fetch) -> list[Batch]:
+    found = fetch([each.value for each in references])
+    assert all(isinstance(value, Batch) for value in found)
+    return found
