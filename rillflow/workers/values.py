@@ -6,7 +6,7 @@
     anything else                   ────────────>  as it is
 
 A reference is a pair: the value, and facts about it. The facts are small and pulled first, so that a rank
-pulls no value it needs no row of.
+pulls no value it needs no row of; where there are as many parts as ranks, its own comes with them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ def piece(batch: Batch, index: int, count: int) -> Batch:
 
 
 def _rows(wanted: Rows, fetch: Fetch) -> Batch:
-    lengths = tuple(facts.rows for facts in fetch([each.facts for each in wanted.references]))
+    parts = [each.facts for each in wanted.references]
+    likely = [wanted.references[wanted.index].value] if len(parts) == wanted.count else []
+    found = fetch([*parts, *likely])  # in one request, for cut as they are wanted is how parts mostly are
+    lengths = tuple(facts.rows for facts in found[: len(parts)])
     if min(lengths) < 0:
         raise ClusterError(
             "an argument that is to be cut by rows is no batch",
@@ -113,29 +116,25 @@ def _rows(wanted: Rows, fetch: Fetch) -> Batch:
             fix="give it as an option by name: options are the same for every rank",
         )
     if lengths == shares(sum(lengths), wanted.count):
-        return _batches([wanted.references[wanted.index]], fetch)[0]
+        return _batch(found[-1])
     held = Placement(Mesh.of(part=len(lengths)), {"part": Split(0, sizes=lengths)})
     first = len(lengths)
     asked = Placement(
         Mesh.of(part=wanted.count, first=first), {"part": Split(0, sizes=shares(sum(lengths), wanted.count))}
     )
     starts = [0, *accumulate(lengths)]
-    moves = [
-        move
-        for move in boxing(held, asked, (sum(lengths),)).moves
-        if move.destination == first + wanted.index
-    ]
-    if not moves:
-        return _batches(wanted.references[:1], fetch)[0].slice(0, 0)
-    found = []
-    sources = _batches([wanted.references[move.source] for move in moves], fetch)
-    for move, source in zip(moves, sources, strict=True):
+    moves = boxing(held, asked, (sum(lengths),)).moves
+    mine = [move for move in moves if move.destination == first + wanted.index]
+    if not mine:
+        return _batch(fetch([wanted.references[0].value])[0]).slice(0, 0)
+    sources = fetch([wanted.references[move.source].value for move in mine])
+    pieces = []
+    for move, source in zip(mine, sources, strict=True):
         begin, end = move.slice.bounds[0]
-        found.append(source.slice(begin - starts[move.source], end - starts[move.source]))
-    return concatenate(found)
+        pieces.append(_batch(source).slice(begin - starts[move.source], end - starts[move.source]))
+    return concatenate(pieces)
 
 
-def _batches(references: Sequence[Reference], fetch: Fetch) -> list[Batch]:
-    found = fetch([each.value for each in references])
-    assert all(isinstance(value, Batch) for value in found)
-    return found
+def _batch(value: Any) -> Batch:
+    assert isinstance(value, Batch)
+    return value
