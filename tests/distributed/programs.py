@@ -92,6 +92,14 @@ class Worker:
         return batch
 
     @endpoint(DP)
+    def fail_alone(self, batch: Batch, *, seconds: float) -> Batch:
+        """The last rank raises at once, the others take their time."""
+        if self.ranks.rank == self.ranks.size - 1:
+            raise ValueError("one divided by none")
+        time.sleep(seconds)
+        return batch
+
+    @endpoint(DP)
     def complain(self, batch: Batch) -> Batch:
         raise RecordError("the batch has no field 'z'", why="it has x", fix="add it")
 

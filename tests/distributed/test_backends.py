@@ -222,6 +222,12 @@ def test_a_rank_that_raises_is_named(groups: dict[int, Group]) -> None:
         assert word in str(caught.value)
 
 
+def test_an_error_is_raised_while_other_ranks_still_work(groups: dict[int, Group]) -> None:
+    """Had it been waited for them, the deadline would have been what is told."""
+    with pytest.raises(ClusterError, match=r"ValueError in worker2\.fail_alone on rank 1"):
+        groups[2].call("fail_alone", rows(4), seconds=8.0).read(6.0)
+
+
 def test_an_error_reaches_whoever_waits_further_down(groups: dict[int, Group]) -> None:
     broken = groups[2].call("fail", rows(8), rank=1)
     with pytest.raises(ClusterError, match=r"ValueError in worker2\.fail on rank 1"):
