@@ -19,7 +19,7 @@ from typing import Any
 
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import AlgorithmConfig
-from rillflow.algorithms.registry import ALGORITHMS, warm_start
+from rillflow.algorithms.registry import warm_start
 from rillflow.assembly import casting
 from rillflow.assembly.recipe import Recipe
 from rillflow.cluster.start import start_backend
@@ -93,11 +93,10 @@ def phase_plans(recipe: Recipe) -> list[PhasePlan]:
             )
         )
         first = config.steps
-    algorithm = ALGORITHMS[recipe.algorithm.name]
     plans.append(
         PhasePlan(
             name=recipe.algorithm.name,
-            algorithm=algorithm,
+            algorithm=recipe.chosen,
             config=recipe.algorithm,
             train=recipe.policy,
             first=first,

@@ -17,7 +17,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import ModelError
 from rillflow.models.config import NewModel
@@ -113,6 +112,6 @@ def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:
         "KV cache": 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item,
         "logits": 2 * recipe.policy.tokens_per_micro_batch * sizes.vocabulary * _FLOAT32_BYTES,
     }
-    if "reference" in ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm):
+    if "reference" in recipe.chosen.roles(recipe.algorithm):
         parts["reference"] = weights
     return parts

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import LoadedRecipe, Recipe
 from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, DataError, ModelError, RillflowError
@@ -93,7 +92,7 @@ def reward_function(recipe: Recipe, base: Path, task: Task[Example] | None = Non
 
 def require_answers(recipe: Recipe, task: Task[Example]) -> None:
     """Where there are supervised steps, every row to train on has an answer to learn."""
-    algorithm, config = ALGORITHMS[recipe.algorithm.name], recipe.algorithm
+    algorithm, config = recipe.chosen, recipe.algorithm
     asking = ["warm_start"] if recipe.warm_start is not None else []
     if algorithm.data is Data.DEMONSTRATIONS:
         asking.append(f"algorithm.name = {config.name}")
