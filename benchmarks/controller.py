@@ -1,12 +1,16 @@
 """The controller against bare Ray: a call to four ranks, 64 MiB from group to group, two pools at once.
 
-    ours    Group.call ─> 4 RankProcess ─> Pending.read        a batch made by one group, taken by another
-    bare    4 x actor.method.remote ─> ray.get                 ray.put, actor.take.remote(reference), ray.get
+    ours    Group.call ─> 4 RankProcess ─> Pending.wait     a batch given by one group, taken by another
+    bare    4 x actor.method.remote ─> ray.get              ray.put ─> ray.get; from actors to actors
 
-    python benchmarks/controller.py                                    # about two minutes
+    python benchmarks/controller.py                                    # about three minutes
+    python benchmarks/controller.py --verl-python .verl/bin/python     # an environment that has verl
     python benchmarks/controller.py --write benchmarks/results/controller.md
 
-Both run in turn in one process, on one cluster; figures are medians of the rounds.
+All run in turn in one process, on one cluster, verl in a process and a cluster of its own; figures are
+medians of the rounds. Then one step of PPO on roles that follow a script, its rollouts 64 MiB:
+the bytes that passed through this process, as the backend counts them, as the kernel counts those of its
+sockets, and as memory of the object store that it looked at.
 """
 
 from __future__ import annotations
@@ -14,35 +18,51 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import socket
 import statistics
+import struct
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rillflow.cluster.backend import Site
+from rillflow.algorithms import ppo
+from rillflow.cluster.backend import Backend, Site
 from rillflow.cluster.pool import Pool
 from rillflow.cluster.ray import RayBackend
+from rillflow.dataflow.executor import GroupExecutor
+from rillflow.dataflow.flow import Flow
 from rillflow.placement.mesh import Mesh
-from rillflow.records.batch import Batch, row_ids
+from rillflow.records.batch import Batch, joined, row_ids
+from rillflow.records.metrics import Mean, Metric
+from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
-from rillflow.workers.transfer import DP
+from rillflow.workers.transfer import DP, TOGETHER, TRAIN
 
 import ray  # isort: skip
 
 RANKS, CALLS, MIB = 4, 100, 64
+WAIT_S = 300.0
+TOKEN_BYTES = 8 + 1 + 4 + 4
+"""What a rollout has a token: itself, its mark, its log probability and its version."""
+MARK = "verl_controller:"
 
 
 class Worker:
-    """Does nothing, makes a large batch, takes one, or sleeps."""
+    """Does nothing, gives a large batch, takes one, or sleeps."""
 
     def __init__(self, site: Site) -> None:
-        self._site = site
+        del site
+        self._made = torch.ones(1, MIB * 2**20 // 4 // RANKS)
 
     @endpoint(DP)
     def nothing(self, batch: Batch) -> Batch:
@@ -50,8 +70,7 @@ class Worker:
 
     @endpoint(DP)
     def make(self, batch: Batch) -> Batch:
-        numbers = MIB * 2**20 // 4 // RANKS // len(batch)
-        return Batch(ids=batch.ids, fields={"big": torch.ones(len(batch), numbers)})
+        return Batch(ids=batch.ids, fields={"big": self._made})
 
     @endpoint(DP)
     def take(self, batch: Batch) -> int:
@@ -67,106 +86,352 @@ class Worker:
 class Bare:
     """The same without us."""
 
+    def __init__(self) -> None:
+        self._made = torch.ones(MIB * 2**20 // 4 // RANKS).numpy()
+
     def nothing(self, batch: Any) -> Any:
         return batch
+
+    def make(self) -> Any:
+        return self._made
 
     def take(self, array: Any) -> int:
         return int(array[0])
 
 
+class Policy:
+    """Gives every prompt long answers of one token, at once, and learns nothing of them."""
+
+    def __init__(self, site: Site) -> None:
+        del site
+        self._version = 0
+
+    @endpoint(DP, reads=("length",), writes=("tokens", "loss_mask", "sampler_logprobs", "versions"))
+    def generate(self, prompts: Batch, samples: int) -> Batch:
+        ids = prompts.ids.repeat_interleave(samples, 0)
+        ids[:, 2] = torch.arange(samples).repeat(len(prompts))
+        lengths = prompts.dense("length").repeat_interleave(samples)
+        tokens = Ragged(values=torch.ones(int(lengths.sum()), dtype=torch.int64), lengths=lengths)
+        fields = {
+            "tokens": tokens,
+            "loss_mask": tokens.with_values(tokens.values.bool()),
+            "sampler_logprobs": tokens.with_values(-tokens.values.float()),
+            "versions": tokens.with_values(tokens.values.int() * self._version),
+        }
+        return Batch(ids=ids, fields=fields)
+
+    @endpoint(TRAIN, reads=("tokens", "loss_mask", "sampler_logprobs", "advantages"))
+    def update(self, *known: Batch, loss: Any, reuse: Any) -> dict[str, Metric]:
+        del loss, reuse
+        advantages = joined(known).ragged("advantages").values
+        return {"policy/loss/mean": Mean(total=float(advantages.double().sum()), count=len(advantages))}
+
+    @endpoint(TOGETHER)
+    def publish(self) -> int:
+        self._version += 1
+        return self._version
+
+
+class Critic:
+    """Expects a tenth everywhere."""
+
+    def __init__(self, site: Site) -> None:
+        del site
+
+    @endpoint(DP, reads=("tokens", "loss_mask"), writes=("values",))
+    def values(self, rollouts: Batch) -> Batch:
+        tokens = rollouts.ragged("tokens")
+        return Batch(ids=rollouts.ids, fields={"values": tokens.with_values(tokens.values * 0.1)})
+
+    @endpoint(TRAIN, reads=("tokens", "loss_mask", "values", "returns"))
+    def update(self, *known: Batch, loss: Any, reuse: Any) -> dict[str, Metric]:
+        del loss, reuse
+        returns = joined(known).ragged("returns").values
+        return {"critic/loss/mean": Mean(total=float(returns.double().sum()), count=len(returns))}
+
+
+class Reference:
+    """Finds every token a little less likely."""
+
+    def __init__(self, site: Site) -> None:
+        del site
+
+    @endpoint(DP, reads=("tokens", "loss_mask"), writes=("reference_logprobs",))
+    def logprobs(self, rollouts: Batch) -> Batch:
+        sampled = rollouts.ragged("sampler_logprobs")
+        found = sampled.with_values(sampled.values - 0.001)
+        return Batch(ids=rollouts.ids, fields={"reference_logprobs": found})
+
+
+class Reward:
+    """Likes every third row."""
+
+    def __init__(self, site: Site) -> None:
+        del site
+
+    @endpoint(DP, reads=("tokens", "loss_mask"), writes=("rewards", "valid"))
+    def score(self, rollouts: Batch) -> Batch:
+        valid = torch.ones(len(rollouts), dtype=torch.bool)
+        rewards = (rollouts.ids.sum(1) % 3 == 0).float()
+        return Batch(ids=rollouts.ids, fields={"rewards": rewards, "valid": valid})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """What one step of PPO moved."""
+
+    rollout_bytes: int
+    """The rollouts alone."""
+    counted_bytes: int
+    """Through the controller, by the backend's own count."""
+    socket_bytes: int
+    """Through the TCP connections of this process, by the kernel's count, whatever they were for."""
+    mapped_bytes: int
+    """Of the object store's memory, first looked at by this process."""
+    seconds: float
+    """The step."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds after the first (7)")
+    parser.add_argument("--rounds", type=int, default=11, help="rounds after the first (11)")
+    parser.add_argument("--verl-python", metavar="PYTHON", help="an interpreter that has verl")
     parser.add_argument("--write", metavar="FILE", help="where the table goes, besides the screen")
     arguments = parser.parse_args()
-    backend = RayBackend(120.0)
+    backend = RayBackend(WAIT_S)
     backend.open([Pool(name="a", size=RANKS), Pool(name="b", size=RANKS)])
     try:
-        groups = [group_on(backend, pool) for pool in ("a", "b")]
-        rows = measured(groups, arguments.rounds)
+        groups = [group_on(backend, "worker", Worker, pool, RANKS) for pool in ("a", "b")]
+        with verl(arguments.verl_python) as peer:
+            rows = measured(groups, arguments.rounds, peer)
+        step = scripted_step(backend, {"a": RANKS, "b": RANKS}, rollout_bytes=MIB * 2**20)
+        step()
+        passed = step()
     finally:
         backend.close()
-    text = "\n".join(
-        [
-            "# The controller against bare Ray",
-            "",
-            f"Command: `python benchmarks/controller.py`; {os.cpu_count()} cores, Python "
-            f"{platform.python_version()}, torch {version('torch')}, ray {version('ray')}; "
-            f"medians of {arguments.rounds} rounds.",
-            "",
-            "| what | ours | bare Ray | ratio |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    text = report(rows, passed, arguments.rounds)
     print(text)
     if arguments.write:
         Path(arguments.write).write_text(text)
 
 
-def group_on(backend: RayBackend, pool: str) -> Group:
-    """Workers on every rank of a pool."""
-    group = Group(pool, endpoints_of(Worker), mesh=Mesh.of(dp=RANKS), pool=pool, backend=backend)
-    group.start(Worker)
+def group_on(backend: Backend, name: str, kind: type, pool: str, ranks: int) -> Group:
+    """A role on every rank of a pool."""
+    group = Group(name, endpoints_of(kind), mesh=Mesh.of(dp=ranks), pool=pool, backend=backend)
+    group.start(kind)
     return group
 
 
-def measured(groups: list[Group], rounds: int) -> list[str]:
+def measured(groups: list[Group], rounds: int, peer: Callable[[str], None] | None) -> list[str]:
     """The table's rows."""
     first, second = groups
     small = Batch(
         ids=row_ids([RowId(0, index, 0) for index in range(RANKS)]), fields={"x": torch.ones(RANKS)}
     )
-    actors = [Bare.remote() for _ in range(RANKS)]
+    actors = [Bare.remote() for _ in range(2 * RANKS)]
+    givers, takers = actors[:RANKS], actors[RANKS:]
     piece = {"ids": small.ids[:1].numpy(), "x": small.dense("x")[:1].numpy()}
     array = torch.ones(MIB * 2**20 // 4).numpy()
 
     def call() -> None:
         for _ in range(CALLS):
-            first.call("nothing", small).wait(60)
+            first.call("nothing", small).wait(WAIT_S)
 
     def bare_call() -> None:
         for _ in range(CALLS):
-            ray.get([actor.nothing.remote(piece) for actor in actors])
+            ray.get([actor.nothing.remote(piece) for actor in givers])
 
     def pass_on() -> None:
-        second.call("take", first.call("make", small)).wait(60)
+        second.call("take", first.call("make", small)).wait(WAIT_S)
+
+    def put_and_get() -> None:
+        ray.get(ray.put(array))
 
     def bare_pass() -> None:
-        ray.get(actors[0].take.remote(ray.put(array)))
+        made = [actor.make.remote() for actor in givers]
+        ray.get([actor.take.remote(part) for actor, part in zip(takers, made, strict=True)])
 
     def one_pool() -> None:
-        first.call("sleep", small, seconds=1.0).wait(60)
+        first.call("sleep", small, seconds=1.0).wait(WAIT_S)
 
     def two_pools() -> None:
         pending = [group.call("sleep", small, seconds=1.0) for group in groups]
         for each in pending:
-            each.wait(60)
+            each.wait(WAIT_S)
 
-    calls = medians([call, bare_call], rounds)
-    passes = medians([pass_on, bare_pass], rounds)
-    pools = medians([two_pools, one_pool], rounds)
-    return [
-        f"| a call to {RANKS} ranks and its results | {calls[0] / CALLS * 1e3:.2f} ms | "
-        f"{calls[1] / CALLS * 1e3:.2f} ms | {calls[0] / calls[1]:.2f} |",
-        f"| {MIB} MiB made by {RANKS} ranks, taken by {RANKS} others | {passes[0] * 1e3:.0f} ms | "
-        f"{passes[1] * 1e3:.0f} ms (put, taken by one actor) | {passes[0] / passes[1]:.2f} |",
-        f"| a second of sleep on two pools at once, against one | {pools[0]:.3f} s | {pools[1]:.3f} s "
-        f"(one pool) | {pools[0] / pools[1]:.2f} |",
-    ]
+    ways = {"call": call, "bare call": bare_call, "pass": pass_on, "bare pass": bare_pass}
+    ways |= {"put and get": put_and_get, "two pools": two_pools, "one pool": one_pool}
+    if peer is not None:
+        ways |= {"verl call": lambda: peer("call"), "verl pass": lambda: peer("pass")}
+    return table(timed(ways, rounds))
 
 
-def medians(ways: list[Callable[[], None]], rounds: int) -> list[float]:
-    """Median seconds of each, taken in turn; a first round warms up."""
-    found: list[list[float]] = [[] for _ in ways]
+def timed(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, taken in turn; a first round warms up."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
     for index in range(rounds + 1):
-        for way, seconds in zip(ways, found, strict=True):
+        for name, way in ways.items():
             began = time.perf_counter()
             way()
             if index:
-                seconds.append(time.perf_counter() - began)
-    return [statistics.median(seconds) for seconds in found]
+                found[name].append(time.perf_counter() - began)
+    return found
+
+
+def table(found: dict[str, list[float]]) -> list[str]:
+    """What was timed, ours against the others; least and most in brackets."""
+    ours = {"call": f"a call to {RANKS} ranks", "pass": f"{MIB} MiB from {RANKS} ranks to {RANKS} others"}
+    others = {"bare call": "call", "verl call": "call", "bare pass": "pass", "put and get": "pass"}
+    others["verl pass"] = "pass"
+    named = {
+        "bare call": "bare Ray, the same calls",
+        "bare pass": "bare Ray, the same actors' calls",
+        "put and get": "bare Ray, ray.put and ray.get here",
+        "verl call": "verl's single controller",
+        "verl pass": "verl's single controller",
+        "one pool": "one pool alone",
+    }
+    others["one pool"], ours["two pools"] = "two pools", "a second of sleep on two pools at once"
+    count = {"call": CALLS}
+    rows = []
+    for name, compared in others.items():
+        if name not in found:
+            continue
+        mine, theirs = (
+            [second * 1e3 / count.get(compared, 1) for second in found[each]] for each in (compared, name)
+        )
+        ratio = statistics.median(mine) / statistics.median(theirs)
+        rows.append(f"| {ours[compared]} | {_shown(mine)} | {named[name]} | {_shown(theirs)} | {ratio:.2f} |")
+    return rows
+
+
+def _shown(milliseconds: list[float]) -> str:
+    return f"{statistics.median(milliseconds):.2f} ms ({min(milliseconds):.2f} .. {max(milliseconds):.2f})"
+
+
+def scripted_step(backend: Backend, pools: dict[str, int], rollout_bytes: int) -> Callable[[], Passed]:
+    """One step of PPO with a divergence that is paid, its rollouts of this size.
+
+    Args:
+        backend: with two pools open, or more.
+        pools: two of them, with their ranks: policy and reference on the first, the others on the second.
+        rollout_bytes: of each step's rollouts.
+    """
+    one, other = pools
+    where = {"policy": (Policy, one), "reference": (Reference, one)}
+    where |= {"critic": (Critic, other), "reward": (Reward, other)}
+    groups = {name: group_on(backend, name, kind, pool, pools[pool]) for name, (kind, pool) in where.items()}
+    config = ppo.PPOConfig.model_validate(
+        {"name": "ppo", "steps": 1, "prompts_per_step": 66, "samples_per_prompt": 4, "kl_target": 0.5}
+        | {"loss": {"kl": 0.05}}
+    )
+    length = rollout_bytes // TOKEN_BYTES // config.rows_per_step + 1
+    prompts = Batch(
+        ids=row_ids([RowId(0, index, 0) for index in range(config.prompts_per_step)]),
+        fields={"length": torch.full((config.prompts_per_step,), length)},
+    )
+    flow = Flow(GroupExecutor(groups, backend))
+
+    def step() -> Passed:
+        traffic, began = backend.traffic, time.perf_counter()
+        counted = traffic.sent_bytes + traffic.read_bytes
+        sockets, mapped = socket_bytes(), mapped_bytes()
+        flow.begin()
+        reports = ppo.step(flow, prompts, config)
+        facts = {entry.stage: entry.result.facts(WAIT_S) for entry in flow.journal}
+        for report in reports:
+            report.read(WAIT_S)
+        flow.state.update({name: float(number.read(WAIT_S)) for name, number in flow.state.items()})
+        return Passed(
+            rollout_bytes=sum(each.tokens for each in facts["policy.generate"]) * TOKEN_BYTES,
+            counted_bytes=traffic.sent_bytes + traffic.read_bytes - counted,
+            socket_bytes=socket_bytes() - sockets,
+            mapped_bytes=mapped_bytes() - mapped,
+            seconds=time.perf_counter() - began,
+        )
+
+    return step
+
+
+def socket_bytes() -> int:
+    """Sent and received by the TCP connections that this process has; Linux."""
+    total = 0
+    for handle in Path("/proc/self/fd").iterdir():
+        try:
+            with socket.socket(fileno=os.dup(int(handle.name))) as each:
+                known = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+        except OSError:  # no socket, or none of TCP
+            continue
+        total += sum(struct.unpack_from("QQ", known, 120))  # bytes_acked, bytes_received
+    return total
+
+
+def mapped_bytes() -> int:
+    """Shared memory that this process has looked at; Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem:"))
+
+
+@contextmanager
+def verl(python: str | None) -> Iterator[Callable[[str], None] | None]:
+    """Has verl do something, and waits until it is done; None without an interpreter."""
+    if python is None:
+        yield None
+        return
+    script = Path(__file__).parent / "peers" / "verl_controller.py"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment.pop("PYTHONPATH", None)
+    with subprocess.Popen(
+        [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        assert child.stdin and child.stdout
+
+        def answered() -> None:
+            for line in child.stdout or ():
+                if line.startswith(MARK):
+                    return
+            raise SystemExit(f"verl's process ended: {child.wait()}")
+
+        def ask(what: str) -> None:
+            assert child.stdin
+            child.stdin.write(what + "\n")
+            child.stdin.flush()
+            answered()
+
+        answered()
+        yield ask
+        child.stdin.close()
+
+
+def report(rows: list[str], passed: Passed, rounds: int) -> str:
+    """The whole page."""
+    shown = " ".join(["python benchmarks/controller.py", *sys.argv[1:]])
+    versions = f"Python {platform.python_version()}, torch {version('torch')}, ray {version('ray')}"
+    through = {
+        "calls, arguments and results, as the backend counts them": passed.counted_bytes,
+        "all its TCP connections, as the kernel counts them": passed.socket_bytes,
+        "memory of the object store that it looked at": passed.mapped_bytes,
+    }
+    return "\n".join(
+        [
+            "# The controller against bare Ray",
+            "",
+            f"`{shown}`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, {versions}. Medians of "
+            f"{rounds} rounds, least and most in brackets.",
+            "",
+            "| what | ours | against | theirs | ratio |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            f"A step of PPO on two pools of {RANKS} ranks, roles that follow a script, "
+            f"{passed.rollout_bytes / 2**20:.1f} MiB of rollouts, {passed.seconds:.1f} s:",
+            "",
+            "| through the controller's process | KiB |",
+            "|---|---|",
+            *(f"| {name} | {size / 2**10:.0f} |" for name, size in through.items()),
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

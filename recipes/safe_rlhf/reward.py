@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-PAY = 0.1
+PAY = 0.3
 """Of every character, whatever it says."""
 
 

@@ -31,7 +31,7 @@ class AlgorithmConfig(PassesConfig):
 class OnlineConfig(AlgorithmConfig, UpdateConfig):
     """Algorithms that sample from the policy they train."""
 
-    samples_per_prompt: int = Field(8, gt=0, description="Rows sampled for each prompt: the group.")
+    samples_per_prompt: int = Field(8, gt=0, description="Rows sampled for each prompt: the sample group.")
     loss: PolicyLossConfig = PolicyLossConfig()
 
     @property
@@ -44,7 +44,7 @@ class GroupConfig(OnlineConfig):
     """Algorithms that compare the answers to one prompt with each other."""
 
     samples_per_prompt: int = Field(
-        8, ge=2, description="Rows sampled for each prompt: the group. A group of one has no baseline."
+        8, ge=2, description="Rows sampled for each prompt: the sample group. A group of one has no baseline."
     )
 
 

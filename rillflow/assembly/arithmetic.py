@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig
-from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.algorithms.config import OnlineConfig
 
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe
 
 
-def step_rows(config: AlgorithmConfig) -> str:
+def step_rows(recipe: Recipe) -> str:
     """Rows of one step. Example: ``64 prompts x 8 samples = 512 rows``."""
+    config = recipe.algorithm
     if isinstance(config, OnlineConfig):
         prompts, samples = config.prompts_per_step, config.samples_per_prompt
         return f"{prompts:,} prompts x {samples:,} samples = {config.rows_per_step:,} rows"
-    return _many(config.rows_per_step, _row_word(config))
+    return _many(config.rows_per_step, _row_word(recipe))
 
 
 def batch_lines(recipe: Recipe) -> list[str]:
@@ -27,11 +27,11 @@ def batch_lines(recipe: Recipe) -> list[str]:
     if recipe.warm_start is not None:
         steps, rows = recipe.warm_start.steps, recipe.warm_start.prompts_per_step
         lines.append(f"warm start: {_many(steps, 'step')} x {rows:,} rows = {_many(steps * rows, 'row')}")
-    lines.append(f"a step: {step_rows(config)}, trained in {_minibatches(config)}")
+    lines.append(f"a step: {step_rows(recipe)}, trained in {_minibatches(recipe)}")
     passes = f"{_many(config.epochs, 'epoch')} x {_many(config.minibatches, 'minibatch', 'es')}"
     lines.append(
         f"the run: {_many(config.steps, 'step')} x {passes} = {_many(config.updates, 'optimiser step')} "
-        f"on {_many(config.steps * config.rows_per_step, _row_word(config))}"
+        f"on {_many(config.steps * config.rows_per_step, _row_word(recipe))}"
     )
     if isinstance(config, OnlineConfig):
         longest = recipe.rollout.max_tokens
@@ -42,17 +42,18 @@ def batch_lines(recipe: Recipe) -> list[str]:
     return lines
 
 
-def _minibatches(config: AlgorithmConfig) -> str:
+def _minibatches(recipe: Recipe) -> str:
     """How one pass over a step's rows is cut. Example: ``3 minibatches of 171 or 170 rows``."""
+    config = recipe.algorithm
     small, larger = divmod(config.rows_per_step, config.minibatches)
-    word = _row_word(config)
+    word = _row_word(recipe)
     rows = f"{small + 1:,} or {small:,} {word}s" if larger else _many(small, word)
     return f"{_many(config.minibatches, 'minibatch', 'es')} of {rows}"
 
 
-def _row_word(config: AlgorithmConfig) -> str:
+def _row_word(recipe: Recipe) -> str:
     """What a step is made of."""
-    return "pair" if ALGORITHMS[config.name].data is Data.PREFERENCES else "row"
+    return "pair" if recipe.chosen.data is Data.PREFERENCES else "row"
 
 
 def _many(count: int, word: str, plural: str = "s") -> str:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import OnlineConfig
-from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.arithmetic import step_rows
 from rillflow.assembly.meshes import impossible, model_roles, unfit
 from rillflow.errors import ConfigError, nearest
@@ -121,7 +120,7 @@ def _divisor(whole: int, wish: int) -> int:
 
 
 def _phases(recipe: Recipe) -> Iterator[ConfigError]:
-    own = ALGORITHMS[recipe.algorithm.name].roles(recipe.algorithm)
+    own = recipe.chosen.roles(recipe.algorithm)
     if recipe.lead not in own:
         yield ConfigError(
             f"warm_start trains the {recipe.lead} and {recipe.algorithm.name} has none",
@@ -145,7 +144,7 @@ def _batch(recipe: Recipe) -> Iterator[ConfigError]:
     if config.minibatches > config.rows_per_step:
         yield ConfigError(
             f"algorithm.minibatches is {config.minibatches}",
-            why=f"a step has {step_rows(config)}, and every minibatch needs one",
+            why=f"a step has {step_rows(recipe)}, and every minibatch needs one",
             fix=f"at most {config.rows_per_step}; usual are 1 to 8",
         )
 

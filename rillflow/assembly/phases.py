@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
-from rillflow.algorithms.registry import ALGORITHMS, warm_start
+from rillflow.algorithms.registry import warm_start
 from rillflow.assembly.recipe import Recipe
 from rillflow.train.config import TrainConfig
 
@@ -53,7 +53,7 @@ def phase_plans(recipe: Recipe) -> list[PhasePlan]:
     plans.append(
         PhasePlan(
             name=recipe.algorithm.name,
-            algorithm=ALGORITHMS[recipe.algorithm.name],
+            algorithm=recipe.chosen,
             config=recipe.algorithm,
             train=recipe.policy.as_train(),
             first=first,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import LoadedRecipe, Recipe
 from rillflow.assembly.trained import model_directory
 from rillflow.config.problems import shown, together
@@ -40,7 +39,7 @@ def open_rows(recipe: Recipe, base: Path) -> Task[Example]:
     Raises:
         DataError: the source is unknown or its data cannot be used.
     """
-    if ALGORITHMS[recipe.algorithm.name].data is Data.PREFERENCES:
+    if recipe.chosen.data is Data.PREFERENCES:
         return open_preferences(recipe.task, base=base, seed=recipe.run.seed)
     return open_task(recipe.task, base=base, seed=recipe.run.seed)
 
@@ -136,7 +135,7 @@ def reward_function(recipe: Recipe, base: Path, task: Task[Example] | None = Non
 
 def require_answers(recipe: Recipe, task: Task[Example]) -> None:
     """Where there are supervised steps, every row to train on has an answer to learn."""
-    algorithm, config = ALGORITHMS[recipe.algorithm.name], recipe.algorithm
+    algorithm, config = recipe.chosen, recipe.algorithm
     asking = ["warm_start"] if recipe.warm_start is not None else []
     if algorithm.data is Data.DEMONSTRATIONS:
         asking.append(f"algorithm.name = {config.name}")

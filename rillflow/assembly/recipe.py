@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig, WarmStartConfig
 from rillflow.algorithms.registry import ALGORITHMS, warm_start
 from rillflow.assembly.consistency import inconsistencies
@@ -21,6 +22,7 @@ from rillflow.cluster.config import PlacementConfig
 from rillflow.config.load import read_toml, validate
 from rillflow.config.overrides import apply_overrides, parse_override
 from rillflow.config.problems import together
+from rillflow.config.schema import tags
 from rillflow.config.section import Section
 from rillflow.models.config import ModelConfig
 from rillflow.rewards.config import CostConfig, RewardConfig
@@ -98,6 +100,8 @@ class Recipe(Section):
     algorithm: AnyAlgorithm = Field(discriminator="name")
     evaluate: EvaluateConfig = EvaluateConfig()
     placement: PlacementConfig = PlacementConfig()
+    algorithms: ClassVar[Mapping[str, Algorithm]] = ALGORITHMS
+    """What ``[algorithm]`` may name."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -105,6 +109,11 @@ class Recipe(Section):
         if problems:
             raise together(problems, "the recipe")
         return self
+
+    @property
+    def chosen(self) -> Algorithm:
+        """The algorithm that ``[algorithm]`` names."""
+        return self.algorithms[self.algorithm.name]
 
     @property
     def total_steps(self) -> int:
@@ -118,7 +127,7 @@ class Recipe(Section):
         if self.warm_start is not None:
             first, settings = warm_start(self.warm_start)
             found += first.roles(settings)
-        found += ALGORITHMS[self.algorithm.name].roles(self.algorithm)
+        found += self.chosen.roles(self.algorithm)
         return tuple(dict.fromkeys(found))
 
     @property
@@ -146,21 +155,40 @@ class LoadedRecipe:
     """Where each setting that was given came from: the file's name or ``--set``, by dotted key."""
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(
+    path: Path, overrides: Sequence[str] = (), algorithms: Sequence[Algorithm] = ()
+) -> LoadedRecipe:
     """Read a recipe and lay ``--set`` texts over it.
+
+    Args:
+        path: the TOML file.
+        overrides: ``KEY=VALUE`` texts.
+        algorithms: what the recipe may name beside those that are shipped.
 
     Raises:
         ConfigError: every reason why it cannot be run, as far as the settings alone tell.
     """
     data = read_toml(path)
     settings = [parse_override(text) for text in overrides]
-    recipe = validate(Recipe, apply_overrides(data, settings), str(path))
+    recipe = validate(recipe_class(algorithms), apply_overrides(data, settings), str(path))
     if recipe.run.dir is None:
         run = recipe.run.model_copy(update={"dir": str(Path("runs") / run_name(path))})
         recipe = recipe.model_copy(update={"run": run})
     given = dict.fromkeys(leaves(data), path.name)
     given |= dict.fromkeys(leaves(apply_overrides({}, settings)), "--set")
     return LoadedRecipe(recipe=recipe, path=path, base=path.parent, given=given)
+
+
+def recipe_class(algorithms: Sequence[Algorithm]) -> type[Recipe]:
+    """A recipe that may name these algorithms too; one that is shipped gives way to one of its name."""
+    if not algorithms:
+        return Recipe
+    named = {name: each for each in algorithms for name in tags(each.config, "name")}
+    known = {**ALGORITHMS, **named}
+    choices: Any = Union[tuple(each.config for each in known.values())]  # noqa: UP007  made at run time
+    made = create_model("Recipe", __base__=Recipe, algorithm=(choices, Field(discriminator="name")))
+    made.algorithms = known
+    return made
 
 
 def run_name(path: Path) -> str:

@@ -116,7 +116,7 @@ def _load(arguments: argparse.Namespace) -> LoadedRecipe:
     overrides = list(arguments.set)
     if arguments.dir is not None:
         overrides.append(f"run.dir={_quoted(arguments.dir)}")
-    return load_recipe(arguments.recipe, overrides)
+    return load_recipe(arguments.recipe, overrides, arguments.algorithms)
 
 
 def _quoted(text: str) -> str:

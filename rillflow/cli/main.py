@@ -15,10 +15,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rillflow import __version__
 from rillflow.cli import commands
 from rillflow.cli.failure import FAILED, explain_failure
+
+if TYPE_CHECKING:
+    from rillflow.algorithms.algorithm import Algorithm
 
 EPILOG = "exit codes: 0 done, 1 failed, 2 the recipe, its data or the command cannot be used, 130 interrupted"
 
@@ -35,9 +39,17 @@ class Command:
     """Adds its arguments to a parser."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
-    arguments = build_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()) -> int:
+    """Run one command; the exit code.
+
+    Args:
+        argv: its words; those of the process if None.
+        algorithms: what a recipe may name beside those that are shipped: your own.
+
+    Example:
+        raise SystemExit(main(algorithms=[ALGORITHM]))      # at the end of a file of yours
+    """
+    arguments = build_parser().parse_args(argv, argparse.Namespace(algorithms=algorithms))
     level = logging.DEBUG if arguments.debug else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     try:

@@ -19,8 +19,8 @@ class Site:
     """Which rank this is."""
     ranks: Ranks
     """The other ranks of the pool, for collectives."""
-    fetch: Callable[[Any], Any]
-    """The value of a reference."""
+    fetch: Callable[[Sequence[Any]], list[Any]]
+    """The values of references."""
     objects: dict[str, Any] = field(default_factory=dict)
     """What calls left here for later ones: the role programs."""
     stack: ExitStack = field(default_factory=ExitStack)
@@ -33,12 +33,12 @@ Work = Callable[..., Any]
 
 @dataclass(kw_only=True)
 class Traffic:
-    """What went through the controller's process."""
+    """What went through the controller's process, serialised; inline nothing is, so nothing does."""
 
     sent_bytes: int = 0
-    """Arguments that left it."""
+    """Calls and their arguments."""
     read_bytes: int = 0
-    """Values it read."""
+    """Values it read, and small results that came back with them whether it wanted them or not."""
     calls: int = 0
     """Calls submitted."""
 
@@ -79,6 +79,13 @@ class Backend(Protocol):
             TimeoutError: it is not there in time.
             ClusterError: its rank has died.
             Exception: what the call raised.
+        """
+
+    def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
+        """The values of several references; the first error there is, whoever it comes from, at once.
+
+        Raises:
+            TimeoutError, ClusterError, Exception: see ``read``.
         """
 
     def is_ready(self, reference: Any) -> bool:

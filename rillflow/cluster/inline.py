@@ -15,7 +15,7 @@ Loop of a rank's thread
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
@@ -82,6 +82,16 @@ class InlineBackend:
                 raise
             raise TimeoutError from None
 
+    def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
+        """See Backend."""
+        whole = {_whole(reference) for reference in references}
+        done, late = wait(whole, timeout=deadline_s, return_when=FIRST_EXCEPTION)
+        for each in done:
+            each.result()
+        if late:
+            raise TimeoutError
+        return [reference.result() for reference in references]
+
     def is_ready(self, reference: Any) -> bool:
         """See Backend."""
         ready: bool = reference.done()
@@ -102,9 +112,9 @@ class InlineBackend:
         self._circles.clear()
         self._sites.clear()
 
-    def _fetch(self, reference: Any) -> Any:
+    def _fetch(self, references: Sequence[Any]) -> list[Any]:
         try:
-            return self.read(reference, self._deadline_s)
+            return self.read_all(references, self._deadline_s)
         except TimeoutError:
             raise ClusterError(
                 f"an argument was not there after {self._deadline_s:g} s",
@@ -125,13 +135,19 @@ class _Part:
     """One part of the tuple that a call returns."""
 
     def __init__(self, whole: Future[Any], index: int) -> None:
-        self._whole = whole
+        self.whole = whole
         self._index = index
 
     def result(self, timeout: float | None = None) -> Any:
         """The part, when it is there."""
-        return self._whole.result(timeout)[self._index]
+        return self.whole.result(timeout)[self._index]
 
     def done(self) -> bool:
         """Whether it is there, or never will be."""
-        return self._whole.done()
+        return self.whole.done()
+
+
+def _whole(reference: Any) -> Future[Any]:
+    """The future of the call that makes a reference's value."""
+    future: Future[Any] = reference.whole if isinstance(reference, _Part) else reference
+    return future

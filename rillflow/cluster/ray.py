@@ -22,15 +22,12 @@ import os
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from rillflow.cluster.backend import Site, Traffic, Work
 from rillflow.cluster.pool import Place, Pool, places
@@ -56,12 +53,25 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rillflow.cluster.messages import (
+    Body,
+    Reply,
+    Slot,
+    body_bytes,
+    by_name,
+    packed,
+    replies,
+    unpacked,
+)
+
 MAX_ARGUMENT_BYTES = 16 * 2**20
 """An option larger than this is data, and data travel as batches."""
 _CLOSE_S = 3.0
 """How long ranks have to close what is open on them before they are killed."""
 _START_S = 60.0
-"""How long the ranks of a pool may take to be scheduled and to start."""
+"""How long a pool may take to be scheduled, and the ranks to start, where they are few."""
+_START_EACH_S = 15.0
+"""How much longer each rank may take: importing is work, and ranks of one machine share its cores."""
 
 
 class RayBackend:
@@ -80,6 +90,7 @@ class RayBackend:
         self._address = address
         self._devices = devices
         self._ranks: dict[Place, Any] = {}
+        self._methods: dict[tuple[Place, int], Any] = {}
         self._groups: list[Any] = []
         self._meetings = tempfile.TemporaryDirectory(prefix="rillflow-ranks-")
         self._started = False
@@ -88,7 +99,6 @@ class RayBackend:
         """See Backend."""
         found = places(pools)
         self._join(len(found))
-        register_tensors()
         try:
             self._fit(pools)
             for pool in pools:
@@ -102,38 +112,43 @@ class RayBackend:
     def pack(self, value: Any, what: str) -> Any:
         """See Backend."""
         try:
-            packed = ray.cloudpickle.dumps(value)
+            message = packed(value)
         except Exception as error:  # noqa: BLE001  whatever an argument's own pickling raises
             raise _cannot_travel(what + _heaviest(value), error) from None
-        if len(packed) > MAX_ARGUMENT_BYTES:
+        if message.nbytes > MAX_ARGUMENT_BYTES:
             raise ClusterError(
-                f"{what}{_heaviest(value)} takes {len(packed) / 2**20:.0f} MiB",
+                f"{what}{_heaviest(value)} takes {message.nbytes / 2**20:.0f} MiB",
                 why=f"options travel with every call: {MAX_ARGUMENT_BYTES / 2**20:.0f} MiB at most",
                 fix="put large data into a batch: its rows go where they are needed, once",
             )
-        self.traffic.sent_bytes += len(packed)
-        return _Packed(packed)
+        return message
 
     def submit(self, place: Place, work: Work, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """See Backend."""
-        self.traffic.calls += 1
-        run = self._ranks[place].run.options(num_returns=results)
         try:
-            made = run.remote(work, arguments)
-        except TypeError as error:  # Ray tells at length what it could not turn into bytes
-            raise _cannot_travel("something a call needs", error.__cause__ or error) from None
+            message = packed((work, arguments))
+        except Exception as error:  # noqa: BLE001  whatever an argument's own pickling raises
+            raise _cannot_travel("something a call needs", error) from None
+        self.traffic.calls += 1
+        self.traffic.sent_bytes += message.nbytes
+        made = self._method(place, results).remote(message.body, list(message.references), results)
         return (made,) if results == 1 else tuple(made)
 
     def read(self, reference: Any, deadline_s: float) -> Any:
         """See Backend."""
+        return self.read_all([reference], deadline_s)[0]
+
+    def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
+        """See Backend."""
         try:
-            return ray.get(reference, timeout=deadline_s)
+            bodies = ray.get(list(references), timeout=deadline_s)
         except GetTimeoutError:
             raise TimeoutError from None
         except RayTaskError as error:
             _raise_cause(error)
         except RayActorError as error:
             raise self._dead(error) from None
+        return [self._taken(body) for body in bodies]
 
     def is_ready(self, reference: Any) -> bool:
         """See Backend."""
@@ -150,11 +165,28 @@ class RayBackend:
             remove_placement_group(group)
         self.pools.clear()
         self._ranks.clear()
+        self._methods.clear()
         self._groups.clear()
         self._meetings.cleanup()
         if self._started:
             ray.shutdown()
             self._started = False
+
+    def _method(self, place: Place, results: int) -> Any:
+        """How a rank is called for so many results; made once, for it costs as much as the call."""
+        key = (place, results)
+        if key not in self._methods:
+            self._methods[key] = self._ranks[place].run.options(num_returns=results)
+        return self._methods[key]
+
+    def _taken(self, body: Body) -> Any:
+        """A value that has come here, weighed."""
+        self.traffic.read_bytes += body_bytes(body)
+        value = unpacked(body)
+        if isinstance(value, Reply):
+            self.traffic.read_bytes += value.beside_bytes
+            return value.value
+        return value
 
     def _join(self, ranks: int) -> None:
         """Join a cluster, or start one for so many ranks: they share the cores, whatever their number."""
@@ -208,13 +240,14 @@ class RayBackend:
             ).remote(Place(pool.name, rank), pool.size, meeting, self._deadline_s, sys.path)
 
     def _await_all(self) -> None:
-        end = time.monotonic() + _START_S
+        patience_s = _START_S + _START_EACH_S * len(self._ranks)
+        end = time.monotonic() + patience_s
         for place, rank in self._ranks.items():
             try:
                 self.read(rank.is_up.remote(), max(0.0, end - time.monotonic()))
             except TimeoutError:
                 raise ClusterError(
-                    f"{place} did not start in {_START_S:g} s",
+                    f"{place} did not start in {patience_s:g} s",
                     why="its process is not there, or imports still",
                 ) from None
 
@@ -234,27 +267,30 @@ class RankProcess:
         self, place: Place, size: int, meeting: str, deadline_s: float, paths: Sequence[str]
     ) -> None:
         sys.path += [path for path in paths if path not in sys.path]  # the driver's own modules
-        register_tensors()
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         ranks: Ranks = Alone() if size == 1 else ProcessRanks.join(place.rank, size, Path(meeting))
         self._deadline_s = deadline_s
+        self._held: Mapping[str, Any] = {}
         self._site = Site(place=place, ranks=ranks, fetch=self._fetch)
 
-    def is_up(self) -> bool:
+    def is_up(self) -> Body:
         """Answers once the process has started."""
-        return True
+        return packed(True).body
 
     def close(self) -> None:
         """Close what is open on this rank."""
         self._site.stack.close()
 
-    def run(self, work: Work, arguments: Sequence[Any]) -> Any:
-        """One call."""
-        return work(self._site, *(_unpacked(argument) for argument in arguments))
+    def run(self, body: Body, references: list[Any], results: int) -> Any:
+        """One call; ``references`` are what the Slots of its arguments stand for."""
+        self._held = by_name(references)
+        work, arguments = unpacked(body)
+        found = work(self._site, *arguments)
+        return packed(found).body if results == 1 else replies(found)
 
-    def _fetch(self, reference: Any) -> Any:
+    def _fetch(self, slots: Sequence[Slot]) -> list[Any]:
         try:
-            return ray.get(reference, timeout=self._deadline_s)
+            bodies = ray.get([self._held[slot.name] for slot in slots], timeout=self._deadline_s)
         except GetTimeoutError:
             raise ClusterError(
                 f"{self._site.place} waited {self._deadline_s:g} s for an argument",
@@ -262,20 +298,8 @@ class RankProcess:
             ) from None
         except RayTaskError as error:
             _raise_cause(error)
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """An argument as the bytes it travels in."""
-
-    content: bytes
-
-
-def _unpacked(argument: Any) -> Any:
-    """The argument, or the list of arguments, as it was."""
-    if isinstance(argument, list):
-        return [_unpacked(each) for each in argument]
-    return ray.cloudpickle.loads(argument.content) if isinstance(argument, _Packed) else argument
+        values = [unpacked(body) for body in bodies]
+        return [value.value if isinstance(value, Reply) else value for value in values]
 
 
 def _heaviest(value: Any) -> str:
@@ -285,7 +309,7 @@ def _heaviest(value: Any) -> str:
 
 def _weight(value: Any) -> float:
     try:
-        return len(ray.cloudpickle.dumps(value))
+        return packed(value).nbytes
     except Exception:  # noqa: BLE001  whatever its own pickling raises
         return float("inf")
 
@@ -302,20 +326,3 @@ def _raise_cause(error: RayTaskError) -> NoReturn:
     """What the call raised, as it was."""
     cause = error.cause
     raise cause if isinstance(cause, Exception) and not isinstance(cause, RayTaskError) else error
-
-
-def register_tensors() -> None:
-    """Let tensors travel as the memory they are: a receiver on the same machine reads it without a copy."""
-    ray.util.register_serializer(Tensor, serializer=_sent, deserializer=_received)
-
-
-def _sent(tensor: Tensor) -> tuple[Any, torch.dtype]:
-    plain = tensor.detach().cpu().contiguous()
-    return plain.view(torch.uint8 if plain.dim() else plain.dtype).numpy(), plain.dtype
-
-
-def _received(sent: tuple[Any, torch.dtype]) -> Tensor:
-    array, dtype = sent
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the store's memory is read-only; batches are never written to
-        return torch.from_numpy(array).view(dtype) if array.ndim else torch.from_numpy(array)

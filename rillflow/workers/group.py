@@ -99,11 +99,10 @@ class Group:
         self._refuse_empty(call, arguments)
         ready = [self._ready(call, argument, transfer) for argument in arguments]
         named = {key: _described(value) for key, value in options.items()}
-        packed = self._backend.pack(named, f"option of {call}:")
+        packed = self._backend.pack(named, f"option of {call}:") if named else named
         made = []
         for rank, place in enumerate(self.places):
             given = [self._part(argument, transfer, rank) for argument in ready]
-            self._backend.traffic.sent_bytes += sum(part.nbytes for part in given if isinstance(part, Batch))
             value, facts = self._backend.submit(place, program.run, call, given, packed, results=2)
             made.append(Reference(value=value, facts=facts))
         taken = self._taken(transfer)

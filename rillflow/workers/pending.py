@@ -13,11 +13,7 @@ from typing import Any
 from rillflow.cluster.backend import Backend
 from rillflow.cluster.pool import Place
 from rillflow.errors import ClusterError
-from rillflow.records.batch import Batch
 from rillflow.workers.values import Facts, Reference, Rows, Whole, assembled
-
-_PATIENCE_S = 0.02
-"""How long one waits for one rank before looking whether another has failed."""
 
 
 class Pending:
@@ -55,6 +51,7 @@ class Pending:
         self._sources = tuple(sources)
         self._backend = backend
         self._since = time.monotonic()
+        self._facts: list[Facts] = []
 
     def rows(self, index: int, count: int, unit: int = 1) -> Rows:
         """The description of one rank's rows; see ``values.shares``."""
@@ -78,14 +75,13 @@ class Pending:
             RillflowError: what the role raised.
         """
         self.wait(deadline_s)
-        parts = [self._backend.read(each.value, deadline_s) for each in self._references]
-        self._backend.traffic.read_bytes += sum(part.nbytes for part in parts if isinstance(part, Batch))
+        parts = self._backend.read_all([each.value for each in self._references], deadline_s)
         return assembled(parts, is_partial=self._is_partial)
 
     def facts(self, deadline_s: float = 3600.0) -> list[Facts]:
         """What is known of every rank's result, once all have answered; see ``read`` for errors."""
         self.wait(deadline_s)
-        return [self._backend.read(each.facts, deadline_s) for each in self._references]
+        return self._facts[: len(self._references)]
 
     def wait(self, deadline_s: float = 3600.0) -> None:
         """Wait until every rank has answered; the first error of any rank is raised.
@@ -93,19 +89,13 @@ class Pending:
         Raises:
             ClusterError, RillflowError: see ``read``.
         """
-        end = time.monotonic() + deadline_s
-        left = [*self._references, *self._others]
-        while left:
-            for each in tuple(left):
-                try:
-                    self._backend.read(
-                        each.facts, _PATIENCE_S if len(left) > 1 else max(0.0, end - time.monotonic())
-                    )
-                except TimeoutError:
-                    continue
-                left.remove(each)
-            if left and time.monotonic() >= end:
-                raise self._silent(deadline_s)
+        if self._facts:
+            return
+        try:
+            everyone = [each.facts for each in (*self._references, *self._others)]
+            self._facts = self._backend.read_all(everyone, deadline_s)
+        except TimeoutError:
+            raise self._silent(deadline_s) from None
 
     def _silent(self, deadline_s: float) -> ClusterError:
         late = self

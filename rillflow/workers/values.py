@@ -6,7 +6,7 @@
     anything else                   ────────────>  as it is
 
 A reference is a pair: the value, and facts about it. The facts are small and pulled first, so that a rank
-pulls no value it needs no row of.
+pulls no value it needs no row of; where there are as many parts as ranks, its own comes with them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rillflow.placement.sbp import Placement, Split
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import merge_metrics
 
-Fetch = Callable[[Any], Any]
+Fetch = Callable[[Sequence[Any]], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def resolved(value: Any, fetch: Fetch) -> Any:
     if isinstance(value, Rows):
         return _rows(value, fetch)
     if isinstance(value, Whole):
-        return assembled([fetch(each.value) for each in value.references], is_partial=value.is_partial)
+        return assembled(fetch([each.value for each in value.references]), is_partial=value.is_partial)
     return value
 
 
@@ -117,7 +117,10 @@ def piece(batch: Batch, index: int, count: int, unit: int = 1) -> Batch:
 
 
 def _rows(wanted: Rows, fetch: Fetch) -> Batch:
-    lengths = tuple(fetch(each.facts).rows for each in wanted.references)
+    parts = [each.facts for each in wanted.references]
+    likely = [wanted.references[wanted.index].value] if len(parts) == wanted.count else []
+    found = fetch([*parts, *likely])  # in one request, for cut as they are wanted is how parts mostly are
+    lengths = tuple(facts.rows for facts in found[: len(parts)])
     if min(lengths) < 0:
         raise ClusterError(
             "an argument that is to be cut by rows is no batch",
@@ -126,20 +129,21 @@ def _rows(wanted: Rows, fetch: Fetch) -> Batch:
         )
     sizes = shares(sum(lengths), wanted.count, wanted.unit)
     if lengths == sizes:
-        return _batch(fetch(wanted.references[wanted.index].value))
+        return _batch(found[-1])
     held = Placement(Mesh.of(part=len(lengths)), {"part": Split(0, sizes=lengths)})
     first = len(lengths)
     asked = Placement(Mesh.of(part=wanted.count, first=first), {"part": Split(0, sizes=sizes)})
     starts = [0, *accumulate(lengths)]
-    found = []
-    for move in boxing(held, asked, (sum(lengths),)).moves:
-        if move.destination == first + wanted.index:
-            source = _batch(fetch(wanted.references[move.source].value))
-            begin, end = move.slice.bounds[0]
-            found.append(source.slice(begin - starts[move.source], end - starts[move.source]))
-    if not found:
-        return _batch(fetch(wanted.references[0].value)).slice(0, 0)
-    return concatenate(found)
+    moves = boxing(held, asked, (sum(lengths),)).moves
+    mine = [move for move in moves if move.destination == first + wanted.index]
+    if not mine:
+        return _batch(fetch([wanted.references[0].value])[0]).slice(0, 0)
+    sources = fetch([wanted.references[move.source].value for move in mine])
+    pieces = []
+    for move, source in zip(mine, sources, strict=True):
+        begin, end = move.slice.bounds[0]
+        pieces.append(_batch(source).slice(begin - starts[move.source], end - starts[move.source]))
+    return concatenate(pieces)
 
 
 def _batch(value: Any) -> Batch:

@@ -22,7 +22,7 @@ ADAPTERS = {
     "pyarrow": ("rillflow/tasks/",),
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
-    "ray": ("rillflow/cluster/ray.py",),
+    "ray": ("rillflow/cluster/ray.py", "rillflow/cluster/messages.py"),
     "vllm": (),
 }
 """Where a third-party name may be imported within the package."""

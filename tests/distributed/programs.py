@@ -43,6 +43,10 @@ class Worker:
         return batch
 
     @endpoint(DP)
+    def scale(self, batch: Batch, *, by: float) -> Batch:
+        return Batch(ids=batch.ids, fields={"x": batch.dense("x") * by})
+
+    @endpoint(DP)
     def first_half(self, batch: Batch) -> Batch:
         """Fewer rows than were given: what comes after has to find them."""
         return batch.slice(0, len(batch) // 2 + self.ranks.rank % 2)
@@ -101,6 +105,14 @@ class Worker:
         return batch
 
     @endpoint(DP)
+    def fail_alone(self, batch: Batch, *, seconds: float) -> Batch:
+        """The last rank raises at once, the others take their time."""
+        if self.ranks.rank == self.ranks.size - 1:
+            raise ValueError("one divided by none")
+        time.sleep(seconds)
+        return batch
+
+    @endpoint(DP)
     def complain(self, batch: Batch) -> Batch:
         raise RecordError("the batch has no field 'z'", why="it has x", fix="add it")
 
@@ -112,6 +124,11 @@ class Worker:
 
     def _mine(self, batch: Batch) -> torch.Tensor:
         return torch.full((len(batch),), self.ranks.rank)
+
+
+def half_of(x: torch.Tensor) -> float:
+    """A formula that gives a number."""
+    return float(x.sum()) / 2
 
 
 class Unmakeable:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,11 @@ import pytest
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from placements import LIMIT, ROLES, Ran, cluster, partitions, ran, settings, together
+
+PARTITIONS = list(partitions(ROLES))
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 RECIPE = """
 [run]
 seed = 3
@@ -56,7 +63,7 @@ APART = {
 }
 
 
-def ran(folder: Path, placement: dict[str, Any]) -> tuple[list[Any], list[dict[str, float]]]:
+def grpo(folder: Path, placement: dict[str, Any]) -> tuple[list[Any], list[dict[str, float]]]:
     """What was sampled, and every step's losses."""
     folder.mkdir()
     (folder / "run.toml").write_text(RECIPE)
@@ -83,11 +90,11 @@ def ran(folder: Path, placement: dict[str, Any]) -> tuple[list[Any], list[dict[s
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[dict[str, float]]]:
-    return ran(tmp_path_factory.mktemp("alone") / "tiny", ONE_POOL)
+    return grpo(tmp_path_factory.mktemp("alone") / "tiny", ONE_POOL)
 
 
 def test_roles_in_pools_of_their_own(tmp_path: Path, alone: tuple[Any, Any]) -> None:
-    assert ran(tmp_path / "apart", APART) == alone
+    assert grpo(tmp_path / "apart", APART) == alone
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -96,16 +103,77 @@ def test_data_parallel_ranks_inline(ranks: int, tmp_path: Path, alone: tuple[Any
 
     Steps are few: Adam divides a gradient by its own size, so rounding grows from step to step.
     """
-    rollouts, losses = ran(tmp_path / "ranks", {"backend": "inline", "pools": {"main": ranks}})
+    rollouts, losses = grpo(tmp_path / "ranks", {"backend": "inline", "pools": {"main": ranks}})
     assert any(loss.get("policy/loss/mean") for loss in losses), "something was learned"
     assert [row[:3] for row in rollouts] == [row[:3] for row in alone[0]]
     for found, expected in zip(losses, alone[1], strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-def test_ray_has_the_bits_of_inline(tmp_path: Path) -> None:
-    """Two data-parallel ranks and a pool of its own for the reward."""
-    placement = {"pools": {"main": 2, "scorer": 1}, "roles": {"reward": "scorer"}}
-    inline = ran(tmp_path / "inline", {"backend": "inline", **placement})
-    assert ran(tmp_path / "ray", {"backend": "ray", **placement}) == inline
+@pytest.fixture(scope="module")
+def one_pool(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ran]:
+    """PPO with all its roles in one pool, inline, by the number of ranks."""
+    folder = tmp_path_factory.mktemp("one-pool")
+    return {ranks: together(ranks, folder / str(ranks)) for ranks in (1, 2)}
+
+
+def test_there_are_fifteen_ways() -> None:
+    found = [frozenset(frozenset(held) for held in partition) for partition in PARTITIONS]
+    assert len(set(found)) == len(found) == 15
+    assert all(
+        sorted(role for held in partition for role in held) == sorted(ROLES) for partition in PARTITIONS
+    )
+
+
+def require_alike(found: Ran, ranks: int, one_pool: dict[int, Ran]) -> None:
+    """The bits of as many ranks in one pool; the tokens of one rank, and its losses within rounding."""
+    assert found == one_pool[ranks]
+    assert found.tokens == one_pool[1].tokens
+    assert found.far_from(one_pool[1]) <= LIMIT
+
+
+def test_the_runs_compared_learn_something(one_pool: dict[int, Ran]) -> None:
+    """Losses that are not 0, advantages that differ, and a reference that is left behind."""
+    first, last = one_pool[1].metrics
+    assert all(abs(loss) > 1e-4 for loss in one_pool[1].losses)
+    assert first["policy/loss/mean"] != last["policy/loss/mean"]
+    assert last["flow/mean_divergence/mean"]["mean"] > 0
+    assert {row["versions"][-1] for row in one_pool[1].rollouts} == {0, 1}
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(0, 1), (6, 1), (0, 2), (9, 2)])
+def test_ppo_in_some_placements(number: int, ranks: int, tmp_path: Path, one_pool: dict[int, Ran]) -> None:
+    placement = settings(PARTITIONS[number], ranks, "inline")
+    require_alike(ran(tmp_path / "run", placement), ranks, one_pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("number", range(len(PARTITIONS)))
+def test_ppo_in_every_placement(number: int, ranks: int, tmp_path: Path, one_pool: dict[int, Ran]) -> None:
+    placement = settings(PARTITIONS[number], ranks, "inline")
+    require_alike(ran(tmp_path / "run", placement), ranks, one_pool)
+
+
+@needs_ray
+def test_ppo_on_ray_has_the_bits_of_inline(tmp_path: Path) -> None:
+    """Pools of unequal sizes, so that every batch is cut again between them."""
+    pools = ["placement.pools.a=2", "placement.pools.b=1", "placement.pools.c=1"]
+    roles = ['placement.roles.critic="b"', 'placement.roles.reference="b"', 'placement.roles.reward="c"']
+    inline = ran(tmp_path / "inline", ['placement.backend="inline"', *pools, *roles])
+    assert ran(tmp_path / "ray", ['placement.backend="ray"', *pools, *roles]) == inline
+
+
+@pytest.fixture(scope="module")
+def one_cluster() -> Iterator[None]:
+    with cluster("ray", ranks=len(ROLES)):
+        yield
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(PARTITIONS)))
+def test_ppo_in_every_placement_on_ray(
+    number: int, tmp_path: Path, one_pool: dict[int, Ran], one_cluster: None
+) -> None:
+    require_alike(ran(tmp_path / "run", settings(PARTITIONS[number], 1, "ray")), 1, one_pool)

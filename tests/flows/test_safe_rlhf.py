@@ -1,10 +1,12 @@
-"""Safe RLHF whole: demonstrations beside prompts."""
+"""Safe RLHF whole: a limit that binds, and demonstrations beside prompts."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -67,9 +69,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ran(folder: Path, name: str, *settings: str) -> list[dict[str, Any]]:
+def ran(folder: Path, name: str, *settings: str, recipe: Path | None = None) -> list[dict[str, Any]]:
     """The metrics of every step of the algorithm, times left out."""
-    loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(folder / name))}", *settings])
+    loaded = load_recipe(
+        recipe or folder / "run.toml", [f"run.dir={json.dumps(str(folder / name))}", *settings]
+    )
     launch(loaded.recipe, loaded.base, quiet=True)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [
@@ -86,6 +90,34 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def same(one: Path, other: Path) -> bool:
     first, second = weights(one), weights(other)
     return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def means(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [line[name]["mean"] for line in lines]
+
+
+def test_a_limit_that_binds_is_kept_and_the_reward_rises_all_the_same(tmp_path: Path) -> None:
+    """At the first price, 1, a character costs less than the reward pays for it: the price must rise."""
+    recipes = Path(__file__).parents[2] / "recipes" / "safe_rlhf"
+    limit = load_recipe(recipes / "run.toml").recipe.model_dump()["algorithm"]["cost_limit"]
+    loose = ran(tmp_path, "loose", "algorithm.steps=9", recipe=recipes / "without_limit.toml")
+    assert not any("cost/value/mean" in line for line in loose), "nobody asks for it"
+    assert mean(cost for _, cost in costs(tmp_path / "loose")) > 10 * limit
+
+    kept = ran(tmp_path, "kept", recipe=recipes / "run.toml")
+    prices, spent = means(kept, "flow/multiplier/mean"), means(kept, "cost/value/mean")
+    assert mean(spent[-5:]) <= limit < max(spent)
+    assert prices[0] == 1.0 < prices[-1] <= max(prices) < 5.0, "it rose above its start and ran nowhere"
+    rewards = means(kept, "reward/score/mean")
+    assert mean(rewards[-5:]) > mean(rewards[:4]) + 0.05
+    assert all(row["cost"] == cost for row, cost in costs(tmp_path / "kept"))
+
+
+def costs(run: Path) -> list[tuple[dict[str, Any], float]]:
+    """The rows of the last step, each with what the recipe's cost function would say."""
+    newest = max((run / "rollouts").glob("*.jsonl"))
+    rows = [json.loads(line) for line in newest.read_text().splitlines()]
+    return [(row, 0.25 * max(0, len(row["completion"]) - len(row["columns"]["answer"]))) for row in rows]
 
 
 def test_demonstrations_are_learned_beside_the_reward(folder: Path) -> None:
