@@ -112,9 +112,15 @@ class Passage:
         return _summed((move.source, move.slice.size) for move in self.boxing.moves)
 
     @cached_property
+    def loads(self) -> dict[tuple[int, str], int]:
+        """Elements that a rank sends, receives and keeps."""
+        kinds = {"sent": self.sent, "received": self.received, "kept": self.kept}
+        return {(rank, kind): count for kind, counts in kinds.items() for rank, count in counts.items()}
+
+    @cached_property
     def load(self) -> int:
         """The most elements that one rank sends, receives or keeps."""
-        return max(max(counts.values(), default=0) for counts in (self.sent, self.received, self.kept))
+        return max(self.loads.values(), default=0)
 
     @cached_property
     def longest(self) -> int:
@@ -137,6 +143,26 @@ class Passage:
     def kept_by(self) -> dict[int, list[Move]]:
         """What stays, by rank."""
         return _grouped((move.destination, move) for move in self.boxing.kept)
+
+
+class _Filling:
+    """A bucket that is being filled."""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._loads: dict[tuple[int, str], int] = defaultdict(int)
+
+    def takes(self, passage: Passage, pieces: int, most: int) -> bool:
+        """Whether one more part leaves every rank at ``most`` elements or less."""
+        return all(self._loads[key] + load // pieces <= most for key, load in passage.loads.items())
+
+    def add(self, part: Part, passage: Passage) -> None:
+        self._parts.append(part)
+        for key, load in passage.loads.items():
+            self._loads[key] += load // part.pieces
+
+    def bucket(self, dtype: torch.dtype, moves: bool) -> Bucket:
+        return Bucket(dtype=dtype, parts=tuple(self._parts), moves=moves)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,26 +257,18 @@ class ReshardPlan:
         if most_bytes < 1:
             raise PlacementError(f"buckets of {most_bytes} bytes", why="a bucket holds at least a byte")
         found: list[Bucket] = []
-        filling: dict[tuple[torch.dtype, bool], list[Part]] = defaultdict(list)
-        loads: dict[tuple[torch.dtype, bool], int] = defaultdict(int)
-
-        def close(key: tuple[torch.dtype, bool]) -> None:
-            found.append(Bucket(dtype=key[0], parts=tuple(filling.pop(key)), moves=key[1]))
-            loads[key] = 0
-
+        filling: dict[tuple[torch.dtype, bool], _Filling] = {}
         for name in self._in_turn():
             passage, dtype = self.passages[name], self.weights[name].dtype
-            key, load = (dtype, bool(passage.received)), passage.load * dtype.itemsize
-            pieces = min(-(-load // most_bytes), passage.longest) if passage.received else 1
+            key = (dtype, bool(passage.received))
+            most = most_bytes // dtype.itemsize
+            pieces = min(-(-passage.load // max(most, 1)), passage.longest) if passage.received else 1
             for piece in range(pieces):
-                if filling[key] and loads[key] + load // pieces > most_bytes:
-                    close(key)
-                filling[key].append(Part(name=name, piece=piece, pieces=pieces))
-                loads[key] += load // pieces
-        for key in list(filling):
-            if filling[key]:
-                close(key)
-        return tuple(found)
+                if key in filling and not filling[key].takes(passage, pieces, most):
+                    found.append(filling.pop(key).bucket(*key))
+                part = Part(name=name, piece=piece, pieces=pieces)
+                filling.setdefault(key, _Filling()).add(part, passage)
+        return (*found, *(rest.bucket(*key) for key, rest in filling.items()))
 
     def _in_turn(self) -> list[str]:
         """Weights of the same ranks in their order, those of different ranks side by side."""
