@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
+from rillflow.train.config import OptimizerConfig, PassesConfig, UpdateConfig
 
 
 class AlgorithmConfig(PassesConfig):
@@ -62,7 +62,7 @@ class TokenConfig(OnlineConfig):
     loss: TokenLossConfig = TokenLossConfig()
 
 
-class WarmStartConfig(TrainConfig):
+class WarmStartConfig(OptimizerConfig):
     """Supervised steps before the algorithm, with an optimiser of their own."""
 
     steps: int = Field(gt=0, description="Optimiser steps.")

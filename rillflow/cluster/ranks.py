@@ -186,7 +186,7 @@ class ProcessRanks:
             rank: which one this is.
             size: how many there are.
             meeting: a file that all of them see and that is new; where they find each other.
-            backend: gloo or nccl.
+            backend: of torch.distributed; ``cpu:gloo,cuda:nccl`` where tensors are on either.
         """
         store = FileStore(str(meeting), size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -224,7 +224,7 @@ class ProcessRanks:
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.group)
             total = _added(list(received.view(self.size, share)))
-            dist.all_gather_into_tensor(sent, total, group=self.group)
+            dist.all_gather(list(sent.view(self.size, share).unbind()), total, group=self.group)
             parts = torch.split(sent[:length], [tensor.numel() for tensor in alike])
             for tensor, part in zip(alike, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
@@ -243,9 +243,9 @@ class ProcessRanks:
 
     def stack(self, tensor: Tensor) -> Tensor:
         """See Ranks."""
-        found = tensor.new_empty(self.size * tensor.numel())
-        dist.all_gather_into_tensor(found, tensor.reshape(-1), group=self.group)
-        return found.view(self.size, *tensor.shape)
+        found = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather(list(found.unbind()), tensor.contiguous(), group=self.group)
+        return found
 
 
 def _own(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:

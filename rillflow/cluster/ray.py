@@ -228,6 +228,7 @@ class RayBackend:
             )
         meeting = str(Path(self._meetings.name) / pool.name)
         threads = max(1, (os.cpu_count() or 1) // ranks)
+        backend = "cpu:gloo,cuda:nccl" if self._devices else "gloo"
         actor = ray.remote(RankProcess)
         for rank in range(pool.size):
             self._ranks[Place(pool.name, rank)] = actor.options(
@@ -237,7 +238,7 @@ class RayBackend:
                     group, placement_group_bundle_index=rank
                 ),
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}},
-            ).remote(Place(pool.name, rank), pool.size, meeting, self._deadline_s, sys.path)
+            ).remote(Place(pool.name, rank), pool.size, meeting, self._deadline_s, sys.path, backend)
 
     def _await_all(self) -> None:
         patience_s = _START_S + _START_EACH_S * len(self._ranks)
@@ -264,11 +265,17 @@ class RankProcess:
     """One rank: the process that runs its calls."""
 
     def __init__(
-        self, place: Place, size: int, meeting: str, deadline_s: float, paths: Sequence[str]
+        self,
+        place: Place,
+        size: int,
+        meeting: str,
+        deadline_s: float,
+        paths: Sequence[str],
+        backend: str,
     ) -> None:
         sys.path += [path for path in paths if path not in sys.path]  # the driver's own modules
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        ranks: Ranks = Alone() if size == 1 else ProcessRanks.join(place.rank, size, Path(meeting))
+        ranks: Ranks = Alone() if size == 1 else ProcessRanks.join(place.rank, size, Path(meeting), backend)
         self._deadline_s = deadline_s
         self._held: Mapping[str, Any] = {}
         self._site = Site(place=place, ranks=ranks, fetch=self._fetch)

@@ -36,6 +36,11 @@ class TrainConfig(OptimizerConfig):
         """These settings without what a section adds to them."""
         return TrainConfig.model_validate(self.model_dump(include=set(TrainConfig.model_fields)))
 
+    def with_optimizer(self, optimizer: OptimizerConfig) -> TrainConfig:
+        """These settings with those of another optimiser."""
+        settings = optimizer.model_dump(include=set(OptimizerConfig.model_fields))
+        return self.as_train().model_copy(update=settings)
+
 
 class PassesConfig(Section):
     """How often a batch is gone through, and in how many optimiser steps."""
