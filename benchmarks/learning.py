@@ -28,7 +28,7 @@ from typing import Any
 
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe, roles_of
+from rillflow.assembly.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 NAMES = [name for name in ALGORITHMS if (RECIPES / name / "run.toml").is_file() or name == "grpo"]
@@ -89,8 +89,9 @@ def course(name: str, where: str, steps: int) -> Course:
     path = RECIPES / ("dr_grpo" if name == "grpo" else name) / "run.toml"
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"algorithm.name={name}", f"algorithm.steps={steps}", f"run.dir={folder}/run"]
-        roles = roles_of(load_recipe(path, settings).recipe)
-        loaded = load_recipe(path, [*settings, *placement(where, roles)])
+        algorithm = load_recipe(path, settings).recipe.algorithm
+        roles = dict.fromkeys(("policy", *ALGORITHMS[name].roles(algorithm)))
+        loaded = load_recipe(path, [*settings, *placement(where, [*roles])])
         launch(loaded.recipe, loaded.base, quiet=True)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line)["metrics"] for line in lines]

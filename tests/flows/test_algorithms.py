@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.assembly.recipe import load_recipe, roles_of
+from rillflow.assembly.recipe import load_recipe
 from rillflow.cli.main import main
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -52,7 +52,8 @@ def placed(path: Path, where: str) -> list[str]:
         pytest.skip("Ray is not installed")
     if where == "together":
         return ["placement.backend=ray", "placement.pools.main=2"]
-    roles = roles_of(load_recipe(path).recipe)
+    algorithm = load_recipe(path).recipe.algorithm
+    roles = dict.fromkeys(("policy", *ALGORITHMS[algorithm.name].roles(algorithm)))
     pools = [f"placement.pools.of_{role}=1" for role in roles]
     return ["placement.backend=ray", *pools, *(f"placement.roles.{role}=of_{role}" for role in roles)]
 
