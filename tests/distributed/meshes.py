@@ -45,6 +45,7 @@ class Case:
     """Tokens of a micro-batch."""
     checkpointing: bool = False
     kv_heads: int = 4
+    layers: int = 5
     lopsided: bool = False
     """Whether all rows are the first replica's."""
 
@@ -57,18 +58,19 @@ class Case:
             scalar=self.scalar,
             dtype=self.dtype,
             budget=60,
+            layers=self.layers,
         )
 
 
 def decoder(case: Case) -> PreTrainedModel:
-    """Five layers, and a vocabulary that nothing divides."""
+    """A small decoder with a vocabulary that nothing divides."""
     register()
     torch.manual_seed(0)
     settings = {
         "vocab_size": 63,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 5,
+        "num_hidden_layers": case.layers,
         "num_attention_heads": 4,
         "num_key_value_heads": case.kv_heads,
         "head_dim": 8,

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,20 @@ FOUR = [
 ]
 
 
-def every_mesh(size: int) -> Iterator[Case]:
-    """All (dp, pp, tp) of so many ranks, sharded or not, tied or not."""
-    for dp, pp, tp in product((1, 2, 4, 8), repeat=3):
-        if dp * pp * tp == size and pp <= 5 and tp <= 4:
-            for shard, tied in product((False, True), repeat=2):
-                yield Case(dp=dp, pp=pp, tp=tp, shard=shard and dp > 1, tied=tied)
+MESHES = [
+    (dp, pp, tp) for dp, pp, tp in product((1, 2, 4, 8), repeat=3) if 2 <= dp * pp * tp <= 8 and tp <= 4
+]
+"""All of up to eight ranks whose tp divides the four heads."""
+
+
+def every_case(dp: int, pp: int, tp: int) -> Iterator[Case]:
+    """Sharded or not, tied or not, with and without norms of heads, and with a scalar head."""
+    layers = max(5, pp)
+    for shard, tied in product((False, True) if dp > 1 else (False,), (True, False)):
+        yield Case(dp=dp, pp=pp, tp=tp, shard=shard, tied=tied, layers=layers)
+    shard = dp > 1
+    yield Case(dp=dp, pp=pp, tp=tp, shard=shard, layers=layers, scalar=True)
+    yield Case(dp=dp, pp=pp, tp=tp, shard=shard, layers=layers, kind="qwen3", dtype="float32")
 
 
 @cache
@@ -114,21 +123,10 @@ def test_four_ranks_train_as_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["starcoder2", "qwen3"])
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_every_mesh_trains_as_one_rank(size: int, kind: str) -> None:
-    dtype = "float64" if kind == "starcoder2" else "float32"
-    check_all(
-        size,
-        [Case(**{**vars(case), "kind": kind, "dtype": dtype}) for case in every_mesh(size)],
-        deadline_s=280.0,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [4, 8])
-def test_every_mesh_trains_a_scalar_head(size: int) -> None:
-    check_all(size, [Case(**{**vars(case), "scalar": True}) for case in every_mesh(size)], deadline_s=280.0)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_mesh_trains_as_one_rank(mesh: tuple[int, int, int]) -> None:
+    check_all(prod(mesh), list(every_case(*mesh)), deadline_s=800.0)
 
 
 @pytest.mark.slow

@@ -1,0 +1,58 @@
+"""What pipeline stages compute for nothing: tokens that fill micro-batches up, and stages that wait.
+
+    micro-batch 0  ######....      every micro-batch is filled up to the longest one's packed tokens;
+                1  #########.      a shared prompt stands once, so equal budgets pack to unequal lengths
+                2  ##########
+
+    python benchmarks/pipeline_padding.py        # a few seconds
+
+No model runs: rows are drawn, cut and packed as a learner does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
+from rillflow.train.reading import lay_out
+from rillflow.train.scorer import micro_batches
+
+
+def drawn(prompts: int, samples: int, prompt: int, answer: int, seed: int = 0) -> Batch:
+    """Rows whose answers have lengths of an exponential distribution, cut at four times their mean."""
+    generator = torch.Generator().manual_seed(seed)
+    texts, masks, ids = [], [], []
+    for place in range(prompts):
+        start = torch.randint(0, 30_000, (prompt,), generator=generator).tolist()
+        lengths = torch.empty(samples).exponential_(1 / answer, generator=generator).clamp(1, 4 * answer)
+        for sample, length in enumerate(lengths.long().tolist()):
+            texts.append(start + torch.randint(0, 30_000, (length,), generator=generator).tolist())
+            masks.append([False] * prompt + [True] * length)
+            ids.append(RowId(0, place, sample))
+    tokens, mask = Ragged.from_rows(texts), Ragged.from_rows(masks, torch.bool)
+    return Batch(ids=row_ids(ids), fields={"tokens": tokens, "loss_mask": mask})
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--prompts", type=int, default=64)
+    options.add_argument("--samples", type=int, default=8)
+    options.add_argument("--prompt", type=int, default=256)
+    options.add_argument("--answer", type=int, default=512)
+    given = options.parse_args()
+    rows = drawn(given.prompts, given.samples, given.prompt, given.answer)
+    print("| budget | micro-batches | filler tokens | waiting, 2 stages | 4 stages |\n|---|---|---|---|---|")
+    for budget in (4096, 8192, 16384, 32768):
+        parts = [rows.select(part) for part in micro_batches(rows, budget)]
+        sizes = [lay_out(part, torch.device("cpu"), back=1).size for part in parts]
+        filler = 1 - sum(sizes) / (max(sizes) * len(sizes))
+        waits = [(stages - 1) / (len(parts) + stages - 1) for stages in (2, 4)]
+        print(f"| {budget} | {len(parts)} | {filler:.0%} | {waits[0]:.0%} | {waits[1]:.0%} |")
+
+
+if __name__ == "__main__":
+    main()
