@@ -272,7 +272,7 @@ def test_buckets_hold_everything_once_and_no_rank_more_than_they_may(most_bytes:
 
 
 def test_the_stages_of_a_pipeline_send_at_once() -> None:
-    plan, buckets = buckets_of(6_000_000)
+    plan, buckets = buckets_of(3_000_000)
     assert len(buckets) > 1
     for bucket in buckets[:-1]:
         sending = {plan.source[part.name].mesh.ranks for part in bucket.parts}
