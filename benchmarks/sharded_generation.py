@@ -150,10 +150,10 @@ def _line(tp: int, recorded: bool, found: list[dict[str, Any]]) -> str:
     cpu = sum(statistics.median(rank["cpu_s"]) for rank in found)
     speaking = statistics.median(found[0]["speaking_s"]) / middle
     what = f"{tp}{', recorded' if recorded else ''}"
+    weights, cache = (found[0][name] / 2**20 for name in ("weights", "cache"))
     return (
         f"| {what} | {total / middle:,.0f} | {total / seconds[0]:,.0f}, {total / seconds[-1]:,.0f} "
-        f"| {cpu:.2f} | {speaking:.0%} | {found[0]['weights'] / 2**20:.1f} MiB "
-        f"| {found[0]['cache'] / 2**20:.1f} MiB |"
+        f"| {cpu:.2f} | {speaking:.0%} | {weights:.1f} MiB | {cache:.1f} MiB |"
     )
 
 

@@ -3,6 +3,7 @@
     like ── class, config ──> skeleton on the meta device ── plan ──> modules of the local sizes
       └──── buffers ─────────────────^                                       │
     {logical name: local tensor} ── assign, nothing is copied ───────────────┴──> a module to sample from
+                                     release, until the next assign
 
     COLUMNS               x ─> w_r x                        own outputs; here: own heads, own hidden units
     ROWS                  x_r ─> w_r x_r ─ sum ─> + bias    the same bits on every rank
@@ -134,6 +135,16 @@ def assign(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         for place in places[id(parameter)]:
             owner, _, kind = place.rpartition(".")
             module.get_submodule(owner).register_parameter(kind, new)
+
+
+def release(module: PreTrainedModel) -> None:
+    """Let go of the weights until the next ``assign``: parameters stay, their memory does not.
+
+    Each is one NaN seen as the whole shape, so a pass without weights does not go unnoticed.
+    """
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.new_full((), torch.nan).expand(parameter.shape)
 
 
 def _skeleton(like: PreTrainedModel) -> PreTrainedModel:

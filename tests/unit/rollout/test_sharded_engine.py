@@ -1,0 +1,99 @@
+"""The engine on a rank's part of a module: exchanged weights, and ranks that are threads.
+
+Over processes, and every architecture: tests/distributed/test_sharded_generation.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rillflow.cluster.ranks import Alone, Circle, Ranks, ThreadRanks
+from rillflow.errors import RolloutError
+from rillflow.models.sampling_shard import assign, local_weights, release, sampling_module
+from rillflow.models.tensor_plan import tensor_plan
+from rillflow.records.batch import Batch
+from rillflow.records.rollout import rollouts_of
+from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.native.engine import NativeEngine
+
+Build = Callable[..., PreTrainedModel]
+Prompts = Callable[..., Batch]
+
+
+def engine(module: PreTrainedModel, tp: Ranks, **more: Any) -> NativeEngine:
+    config = RolloutConfig(max_tokens=12)
+    return NativeEngine(module, config, stop_tokens=frozenset(), seed=3, context=256, tp=tp, **more)
+
+
+def part_of(whole: PreTrainedModel, tp: Ranks) -> PreTrainedModel:
+    plan = tensor_plan(whole)
+    module = sampling_module(whole, plan, tp)
+    assign(module, local_weights(whole, plan, tp.rank, tp.size))
+    return module
+
+
+def said(rollouts: Batch) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    return [(rollout.tokens, rollout.logprobs) for rollout in rollouts_of(rollouts)]
+
+
+@pytest.mark.parametrize("replay_after", [1, 10**9])
+def test_weights_come_and_go_between_calls(replay_after: int, build: Build, prompts: Prompts) -> None:
+    """A recording sees them too: parameters stay the same objects."""
+    whole, other = build(), build()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(0.9)
+    wanted = [
+        said(engine(each, Alone(), lanes=1).generate(prompts(3, 7, 9))) for each in (whole, other, whole)
+    ]
+    module = sampling_module(whole, {}, Alone())
+    found = []
+    for weights in (whole, other, whole):
+        assign(module, local_weights(weights, {}, 0, 1))
+        if not found:
+            used = engine(module, Alone(), lanes=1, replay_after=replay_after)
+        found.append(said(used.generate(prompts(3, 7, 9))))
+        release(module)
+    assert found == wanted
+    assert wanted[0] != wanted[1]
+
+
+def test_released_weights_hold_no_memory_and_are_noticed(build: Build, prompts: Prompts) -> None:
+    whole = build()
+    module = part_of(whole, Alone())
+    used = engine(module, Alone(), lanes=1)
+    used.generate(prompts(3))
+    shapes = [parameter.shape for parameter in module.parameters()]
+    release(module)
+    assert [parameter.shape for parameter in module.parameters()] == shapes
+    held = sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
+    assert held == 4 * len(shapes)
+    with pytest.raises(RolloutError, match="are not finite"):
+        used.generate(prompts(3))
+
+
+def test_ranks_may_be_threads(build: Build, prompts: Prompts) -> None:
+    whole = build().double()  # where another order of additions turns no token
+    circle = Circle(2, 300.0)
+
+    def run(rank: int) -> Any:
+        ranks = ThreadRanks(circle, rank)
+        return said(engine(part_of(whole, ranks), ranks).generate(prompts(3, 7, 9), samples=2))
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, range(2))
+    assert first == second
+    alone = said(engine(whole, Alone()).generate(prompts(3, 7, 9), samples=2))
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in alone]
+
+
+def test_several_lanes_over_ranks_are_refused(build: Build) -> None:
+    ranks = ThreadRanks(Circle(2, 1.0), 0)
+    with pytest.raises(RolloutError, match="the engine has 2 lanes over 2 tensor-parallel ranks"):
+        engine(part_of(build(), ranks), ranks, lanes=2)
