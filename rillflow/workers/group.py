@@ -100,9 +100,10 @@ class Group:
         ready = [self._ready(call, argument, transfer) for argument in arguments]
         named = {key: _described(value) for key, value in options.items()}
         packed = self._backend.pack(named, f"option of {call}:") if named else named
+        weighed = _weighed(transfer, arguments)
         made = []
         for rank, place in enumerate(self.places):
-            given = [self._part(argument, transfer, rank) for argument in ready]
+            given = [self._part(argument, transfer, rank, weighed) for argument in ready]
             value, facts = self._backend.submit(place, program.run, call, given, packed, results=2)
             made.append(Reference(value=value, facts=facts))
         taken = self._taken(transfer)
@@ -131,15 +132,16 @@ class Group:
             return [each if isinstance(each, Batch) else self._backend.pack(each, name) for each in argument]
         return argument if isinstance(argument, Batch | Pending) else self._backend.pack(argument, name)
 
-    def _part(self, argument: Any, transfer: Transfer, rank: int) -> Any:
+    def _part(self, argument: Any, transfer: Transfer, rank: int, weighed: Batch | Pending | None) -> Any:
         """What one rank is sent of an argument."""
         if transfer.send is None:
             return argument[rank]
         index, count = self._share(transfer, rank)
         if isinstance(argument, Pending):
-            return argument.whole() if count == 1 else argument.rows(index, count, transfer.unit)
+            by = weighed if isinstance(weighed, Pending) else None
+            return argument.whole() if count == 1 else argument.rows(index, count, transfer.unit, by)
         if isinstance(argument, Batch):
-            return piece(argument, index, count, transfer.unit)
+            return piece(argument, index, count, transfer.unit, balanced=weighed is not None)
         return argument
 
     def _share(self, transfer: Transfer, rank: int) -> tuple[int, int]:
@@ -172,6 +174,20 @@ class Group:
                 why="there is nothing to compute, and a mean over nothing is no number",
                 fix="look at what filtered or drew the rows",
             )
+
+
+def _weighed(transfer: Transfer, arguments: Sequence[Any]) -> Batch | Pending | None:
+    """The batch by whose tokens rows are shared out: the first, if what follows it is of its kind.
+
+    Where some batches are here and some with the ranks, nobody knows all of their lengths, and rows are
+    shared out evenly.
+    """
+    batches = [each for each in arguments if isinstance(each, Batch | Pending)]
+    kinds = {isinstance(each, Pending) for each in batches}
+    if not transfer.is_balanced or len(kinds) != 1:
+        return None
+    here = [each for each in batches if isinstance(each, Batch)]
+    return batches[0] if all("tokens" in each.fields for each in here) else None
 
 
 def _described(value: Any) -> Any:

@@ -53,9 +53,10 @@ class Pending:
         self._since = time.monotonic()
         self._facts: list[Facts] = []
 
-    def rows(self, index: int, count: int, unit: int = 1) -> Rows:
-        """The description of one rank's rows; see ``values.shares``."""
-        return Rows(references=self._references, index=index, count=count, unit=unit)
+    def rows(self, index: int, count: int, unit: int = 1, by: Pending | None = None) -> Rows:
+        """The description of one rank's rows; see ``values.Rows``."""
+        weighed = None if by is None else by._references
+        return Rows(references=self._references, index=index, count=count, unit=unit, by=weighed)
 
     def whole(self) -> Whole:
         """The description of all of it."""

@@ -21,7 +21,7 @@ from rillflow.cluster.backend import Site
 from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
-from rillflow.workers.values import Facts, resolved
+from rillflow.workers.values import Facts, lengths_of, resolved
 
 Factory = Callable[[Site], Any]
 """Makes a role's object on one rank."""
@@ -112,11 +112,10 @@ def _reading(call: Call, method: Callable[..., Any], *arguments: Any, **options:
 
 
 def _facts(result: Any, began: float) -> Facts:
-    rows, tokens = -1, 0
+    rows, lengths = -1, tuple[int, ...]()
     if isinstance(result, Batch):
-        rows = len(result)
-        tokens = int(result.ragged("tokens").lengths.sum()) if "tokens" in result.fields else 0
-    return Facts(rows=rows, tokens=tokens, began=began, ended=time.time())
+        rows, lengths = len(result), lengths_of(result)
+    return Facts(rows=rows, tokens=sum(lengths), lengths=lengths, began=began, ended=time.time())
 
 
 def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> RillflowError:

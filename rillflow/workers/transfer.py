@@ -44,6 +44,8 @@ class Transfer:
     """Which of the group's meshes names the axes: the one it trains and scores under, or ``generate``."""
     unit: int = 1
     """So many neighbouring rows are never parted; a batch has a whole number of such units."""
+    is_balanced: bool = False
+    """Whether rows are shared out so that ranks get as many tokens, rather than as many rows."""
 
 
 ONE_TO_ALL = Transfer(name="ONE_TO_ALL", send={}, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
@@ -58,9 +60,17 @@ PP_ONLY = Transfer(name="3D_PP_ONLY", send={}, receive={"pp": ROWS}, at={"dp": 0
 DP = Transfer(name="DP_PROTO", send={"dp": ROWS}, receive={"dp": ROWS})
 ALL_TO_ALL = Transfer(name="ALL_TO_ALL", send=None, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
 
-TRAIN = Transfer(name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial("sum")}, at={"pp": -1, "tp": 0})
-"""Rows are shared out over dp, reports come back as shares of one."""
-TRAIN_PAIRS = Transfer(name="TRAIN_PAIRS", send=TRAIN.send, receive=TRAIN.receive, at=TRAIN.at, unit=2)
+TRAIN = Transfer(
+    name="TRAIN",
+    send={"dp": ROWS},
+    receive={"dp": Partial("sum")},
+    at={"pp": -1, "tp": 0},
+    is_balanced=True,
+)
+"""Rows are shared out over dp by their tokens, reports come back as shares of one."""
+TRAIN_PAIRS = Transfer(
+    name="TRAIN_PAIRS", send=TRAIN.send, receive=TRAIN.receive, at=TRAIN.at, is_balanced=True, unit=2
+)
 """The same with pairs, two rows one after the other, kept whole."""
 TOGETHER = Transfer(name="TOGETHER", send={}, receive={})
 """Every rank does the same and gives the same."""

@@ -11,9 +11,10 @@ pulls no value it needs no row of; where there are as many parts as ranks, its o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rillflow.errors import ClusterError
@@ -34,6 +35,8 @@ class Facts:
     """Its rows; -1 where it is no batch."""
     tokens: int
     """Tokens in them."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each row; empty where rows have none."""
     began: float
     """When the method began, in seconds since the epoch; its arguments were there by then."""
     ended: float
@@ -62,6 +65,8 @@ class Rows:
     """Of how many."""
     unit: int = 1
     """So many neighbouring rows are never parted."""
+    by: tuple[Reference, ...] | None = None
+    """Rows are shared out by their tokens, or where they have none by those of this batch; None: evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +115,39 @@ def shares(rows: int, count: int, unit: int = 1) -> tuple[int, ...]:
     return tuple(unit * (least + (index < more)) for index in range(count))
 
 
-def piece(batch: Batch, index: int, count: int, unit: int = 1) -> Batch:
+def balanced_shares(lengths: Sequence[int], count: int, unit: int = 1) -> tuple[int, ...]:
+    """How many rows each of ``count`` ranks gets, in order, so that all get about as many tokens.
+
+    Rows are cut where the tokens before the cut are nearest to the ranks' even share of all; no rank is
+    further from it than half the longest unit at either end.
+
+    Raises:
+        ClusterError: a unit is not whole.
+    """
+    shares(len(lengths), count, unit)
+    before = [0, *accumulate(lengths)][::unit]
+    cuts = [0]
+    for rank in range(1, count):
+        wanted = before[-1] * rank / count
+        place = bisect_left(before, wanted)
+        if place and wanted - before[place - 1] < before[place] - wanted:
+            place -= 1
+        cuts.append(max(cuts[-1], place))
+    ends = [*cuts, len(before) - 1]
+    return tuple(unit * (stop - start) for start, stop in pairwise(ends))
+
+
+def piece(batch: Batch, index: int, count: int, unit: int = 1, *, balanced: bool = False) -> Batch:
     """One rank's rows of a batch."""
-    ends = [0, *accumulate(shares(len(batch), count, unit))]
+    lengths = lengths_of(batch) if balanced else ()
+    sizes = balanced_shares(lengths, count, unit) if lengths else shares(len(batch), count, unit)
+    ends = [0, *accumulate(sizes)]
     return batch.slice(ends[index], ends[index + 1])
+
+
+def lengths_of(batch: Batch) -> tuple[int, ...]:
+    """The tokens of each row; empty where rows have none."""
+    return tuple(batch.ragged("tokens").lengths.tolist()) if "tokens" in batch.fields else ()
 
 
 def _rows(wanted: Rows, fetch: Fetch) -> Batch:
@@ -127,7 +161,7 @@ def _rows(wanted: Rows, fetch: Fetch) -> Batch:
             why="the method that made it returned something else",
             fix="give it as an option by name: options are the same for every rank",
         )
-    sizes = shares(sum(lengths), wanted.count, wanted.unit)
+    sizes = _sizes(wanted, found[: len(parts)], fetch)
     if lengths == sizes:
         return _batch(found[-1])
     held = Placement(Mesh.of(part=len(lengths)), {"part": Split(0, sizes=lengths)})
@@ -144,6 +178,18 @@ def _rows(wanted: Rows, fetch: Fetch) -> Batch:
         begin, end = move.slice.bounds[0]
         pieces.append(_batch(source).slice(begin - starts[move.source], end - starts[move.source]))
     return concatenate(pieces)
+
+
+def _sizes(wanted: Rows, facts: Sequence[Facts], fetch: Fetch) -> tuple[int, ...]:
+    """How many rows each rank gets."""
+    rows = sum(each.rows for each in facts)
+    if wanted.by is not None:
+        tokens = [length for each in facts for length in each.lengths]
+        if not tokens and wanted.by:
+            tokens = [length for each in fetch([each.facts for each in wanted.by]) for length in each.lengths]
+        if len(tokens) == rows:
+            return balanced_shares(tokens, wanted.count, wanted.unit)
+    return shares(rows, wanted.count, wanted.unit)
 
 
 def _batch(value: Any) -> Batch:

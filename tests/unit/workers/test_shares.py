@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 
 from rillflow.errors import ClusterError
 from rillflow.records.batch import Batch, concatenate, row_ids
+from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.workers.values import Facts, Reference, Rows, piece, resolved, shares
+from rillflow.workers.values import (
+    Facts,
+    Reference,
+    Rows,
+    balanced_shares,
+    lengths_of,
+    piece,
+    resolved,
+    shares,
+)
 
 UNITS = st.integers(1, 4)
 
@@ -26,7 +36,11 @@ def batch_of(rows: int) -> Batch:
 def lying(parts: list[Batch]) -> tuple[Reference, ...]:
     """References to parts, which are the values themselves."""
     return tuple(
-        Reference(value=part, facts=Facts(rows=len(part), tokens=0, began=0.0, ended=0.0)) for part in parts
+        Reference(
+            value=part,
+            facts=Facts(rows=len(part), tokens=0, lengths=lengths_of(part), began=0.0, ended=0.0),
+        )
+        for part in parts
     )
 
 
@@ -65,3 +79,42 @@ def test_rows_that_lie_anyhow_arrive_in_whole_units(
 def test_a_unit_that_is_not_whole_is_refused() -> None:
     with pytest.raises(ClusterError, match="7 rows cannot be shared out in units of 2"):
         shares(7, 2, 2)
+
+
+LENGTHS = st.lists(st.integers(0, 50), max_size=24)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=LENGTHS, unit=UNITS, count=st.integers(1, 6))
+def test_balanced_shares_differ_by_no_more_than_a_unit_s_tokens(
+    lengths: list[int], unit: int, count: int
+) -> None:
+    whole = lengths[: len(lengths) // unit * unit]
+    found = balanced_shares(whole, count, unit)
+    assert len(found) == count and sum(found) == len(whole)
+    assert all(share >= 0 and share % unit == 0 for share in found)
+    ends = [sum(found[: rank + 1]) for rank in range(count)]
+    tokens = [sum(whole[:end]) for end in ends]
+    longest = max((sum(whole[at : at + unit]) for at in range(0, len(whole), unit)), default=0)
+    for rank, held in enumerate(tokens, 1):
+        assert abs(held - tokens[-1] * rank / count) <= longest / 2 + 1e-9
+
+
+def test_rows_that_differ_in_length_are_shared_out_by_their_tokens() -> None:
+    """One row of nine tokens, and nine of one: the first rank has the one, the second the nine."""
+    ids = row_ids([RowId(0, row, 0) for row in range(10)])
+    tokens = Ragged.from_rows([[1] * 9, *([1] for _ in range(9))], torch.int64)
+    rollouts = Batch(ids=ids, fields={"tokens": tokens})
+    values = Batch(ids=ids, fields={"x": torch.arange(10)})
+    held, more = lying([rollouts.slice(0, 4), rollouts.slice(4, 10)]), lying([values])
+
+    def part(references: tuple[Reference, ...], index: int) -> Batch:
+        wanted = Rows(references=references, index=index, count=2, by=held)
+        found: Batch = resolved(wanted, list)
+        return found
+
+    for references in (held, more):
+        assert [len(part(references, index)) for index in range(2)] == [1, 9]
+    assert part(more, 1).dense("x").tolist() == list(range(1, 10))
+    assert [len(piece(rollouts, index, 2, balanced=True)) for index in range(2)] == [1, 9]
+    assert [len(piece(values, index, 2, balanced=True)) for index in range(2)] == [5, 5]
