@@ -124,7 +124,7 @@ def test_four_ranks_train_as_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
 def test_every_mesh_trains_as_one_rank(mesh: tuple[int, int, int]) -> None:
     check_all(prod(mesh), list(every_case(*mesh)), deadline_s=800.0)
 
