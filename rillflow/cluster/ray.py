@@ -292,7 +292,10 @@ class RankProcess:
         """One call; ``references`` are what the Slots of its arguments stand for."""
         self._held = by_name(references)
         work, arguments = unpacked(body)
-        found = work(self._site, *arguments)
+        try:
+            found = work(self._site, *arguments)
+        finally:
+            self._held = {}  # what is held after a call stays in the store, and its owner has to ask for it
         return packed(found).body if results == 1 else replies(found)
 
     def _fetch(self, slots: Sequence[Slot]) -> list[Any]:

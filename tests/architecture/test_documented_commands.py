@@ -99,10 +99,16 @@ def pages() -> list[Path]:
 
 
 WITH_COMMANDS = [str(page.relative_to(ROOT)) for page in pages() if any(commands_of(page.read_text("utf-8")))]
+ALIKE = ("cispo", "dapo", "dr_grpo", "gspo", "reinforce_pp", "remax", "rloo")
+"""Recipes whose pages differ in a name: together they take a minute."""
+LONGER = [f"recipes/{name}/README.md" for name in ALIKE] + ["docs/design/parallel.md"]
+"""Pages whose commands are run with the slow tests; that of meshes starts eight processes."""
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", WITH_COMMANDS)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONGER else ()) for page in WITH_COMMANDS]
+)
 def test_every_command_runs(page: str, tmp_path: Path) -> None:
     folder = tmp_path / "rillflow"
     shutil.copytree(ROOT, folder, ignore=_LEFT_OUT)

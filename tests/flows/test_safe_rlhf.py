@@ -96,6 +96,7 @@ def means(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
     return [line[name]["mean"] for line in lines]
 
 
+@pytest.mark.slow
 def test_a_limit_that_binds_is_kept_and_the_reward_rises_all_the_same(tmp_path: Path) -> None:
     """At the first price, 1, a character costs less than the reward pays for it: the price must rise."""
     recipes = Path(__file__).parents[2] / "recipes" / "safe_rlhf"
@@ -145,7 +146,7 @@ def test_a_resumed_run_is_shown_what_the_uninterrupted_one_was(folder: Path) -> 
     assert state["beside"] == state["stream"] == {"epoch": 0, "offset": 15}
 
 
-@pytest.mark.parametrize("name", ["safe_rlhf", "ppo"])
+@pytest.mark.parametrize("name", [pytest.param("safe_rlhf", marks=pytest.mark.slow), "ppo"])
 def test_data_parallel_ranks_take_the_same_step(name: str, folder: Path) -> None:
     """Rows and demonstrations that do not divide by the ranks: losses within 1e-5 of those of one rank."""
     settings = ["algorithm.pretrain_weight=0.5", f"algorithm.name={name}"]
