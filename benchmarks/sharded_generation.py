@@ -3,7 +3,7 @@
     tp 1    one process, one thread                          recorded, and never recorded
     tp t    t processes joined by gloo, one thread each      never recorded: collectives cannot be
 
-    python benchmarks/sharded_generation.py                      # tp 1 and 2, about two minutes
+    python benchmarks/sharded_generation.py                      # tp 1 and 2
     python benchmarks/sharded_generation.py --tp 1 2 4 --rounds 3 --write results.md
 
 Module and workload are those of benchmarks/generation.py: Qwen2 of 3.3 million parameters, 64 rows of 64
