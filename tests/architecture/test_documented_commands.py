@@ -101,8 +101,10 @@ def pages() -> list[Path]:
 WITH_COMMANDS = [str(page.relative_to(ROOT)) for page in pages() if any(commands_of(page.read_text("utf-8")))]
 ALIKE = ("cispo", "dapo", "dr_grpo", "gspo", "reinforce_pp", "remax", "rloo")
 """Recipes whose pages differ in a name: together they take a minute."""
-LONGER = [f"recipes/{name}/README.md" for name in ALIKE] + ["docs/design/parallel.md"]
-"""Pages whose commands are run with the slow tests; that of meshes starts eight processes."""
+LONGER = [f"recipes/{name}/README.md" for name in ALIKE] + [
+    f"docs/design/{name}.md" for name in ("controller", "parallel")
+]
+"""Pages whose commands are run with the slow tests; those of ranks and meshes start many processes."""
 
 
 @pytest.mark.timeout(900)

@@ -20,7 +20,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 SAMPLED = sorted(ALGORITHMS.keys() - {"sft", "preference"})
 WHERE = ("inline", "together", "apart")
 """One process; Ray with every role on one pool of two ranks; Ray with a pool of one rank for each role."""
-EVERY_DAY = {("dapo", "inline"), ("ppo", "inline"), ("remax", "inline"), ("ppo", "apart")}
+EVERY_DAY = {("dapo", "inline"), ("ppo", "inline"), ("remax", "inline")}
 STEPS, RISE = 14, 0.04
 LONGER, HIGHER = 24, 0.07
 

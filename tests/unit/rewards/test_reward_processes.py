@@ -85,6 +85,13 @@ def below(process: int) -> list[psutil.Process]:
     return psutil.Process(process).children(recursive=True)
 
 
+@pytest.fixture
+def mine() -> Callable[[], list[psutil.Process]]:
+    """The processes below this one that came after the test began: other tests leave helpers of theirs."""
+    before = {process.pid for process in below(os.getpid())}
+    return lambda: [process for process in below(os.getpid()) if process.pid not in before]
+
+
 @pytest.mark.parametrize("containment", CONTAINMENTS)
 @pytest.mark.parametrize("kind", ["hang", "die"])
 def test_detached_processes_end_with_the_call_that_fails(
@@ -155,7 +162,9 @@ def test_nothing_is_left_when_the_driver_is_killed(write: Write, containment: Co
 
 
 @pytest.mark.parametrize("containment", CONTAINMENTS)
-def test_a_killed_supervisor_takes_its_child_along(write: Write, containment: Containment) -> None:
+def test_a_killed_supervisor_takes_its_child_along(
+    write: Write, containment: Containment, mine: Callable[[], list[psutil.Process]]
+) -> None:
     function = write(
         """
         import os, threading
@@ -168,7 +177,7 @@ def test_a_killed_supervisor_takes_its_child_along(write: Write, containment: Co
     with RewardWorkers(function, RewardConfig(timeout_s=30), containment=containment) as rewards:
         columns = {"marker": ["m"]}
         assert rewards.score(["p"], ["c"], columns)[0].value == 1.0
-        tree = below(os.getpid())
+        tree = mine()
         supervisor = next(process for process in tree if process.ppid() == os.getpid())
         killer = subprocess.Popen(
             [sys.executable, "-c", f"import os, time; time.sleep(0.5); os.kill({supervisor.pid}, 9)"]
@@ -181,7 +190,9 @@ def test_a_killed_supervisor_takes_its_child_along(write: Write, containment: Co
 
 
 @pytest.mark.parametrize("containment", CONTAINMENTS)
-def test_a_fork_bomb_is_ended_and_its_neighbours_are_scored(write: Write, containment: Containment) -> None:
+def test_a_fork_bomb_is_ended_and_its_neighbours_are_scored(
+    write: Write, containment: Containment, mine: Callable[[], list[psutil.Process]]
+) -> None:
     function = write(
         """
         import os, time
@@ -201,7 +212,7 @@ def test_a_fork_bomb_is_ended_and_its_neighbours_are_scored(write: Write, contai
         assert (before.value, after.value) == (1.0, 1.0)
         assert bomb.outcome is Outcome.ERROR
         assert bomb.message.startswith("bred ")
-        assert len(below(os.getpid())) < 10
+        assert len(mine()) < 10
 
 
 def test_a_gigabyte_of_output_is_read_and_let_go(write: Write) -> None:
@@ -229,7 +240,9 @@ def test_endless_output_times_out(write: Write) -> None:
     assert len(score.message) < 4000
 
 
-def test_fifty_calls_leak_no_descriptor_and_no_process(write: Write) -> None:
+def test_fifty_calls_leak_no_descriptor_and_no_process(
+    write: Write, mine: Callable[[], list[psutil.Process]]
+) -> None:
     function = write(
         "import os\n"
         "def reward(completions):\n"
@@ -242,5 +255,5 @@ def test_fifty_calls_leak_no_descriptor_and_no_process(write: Write) -> None:
             rewards.score(["p"] * 4, ["c", "c", "c", "die" if call % 10 == 0 else "c"], {})
         rewards.score(["p"] * 4, ["c"] * 4, {})
         assert psutil.Process().num_fds() == descriptors
-        assert len([each for each in below(os.getpid()) if each.ppid() == os.getpid()]) == 2
+        assert len([each for each in mine() if each.ppid() == os.getpid()]) == 2
     assert psutil.Process().num_fds() < descriptors
