@@ -102,9 +102,12 @@ WITH_COMMANDS = [str(page.relative_to(ROOT)) for page in pages() if any(commands
 ALIKE = ("cispo", "dapo", "dr_grpo", "gspo", "reinforce_pp", "remax", "rloo")
 """Recipes whose pages differ in a name: together they take a minute."""
 LONGER = [f"recipes/{name}/README.md" for name in ALIKE] + [
-    f"docs/design/{name}.md" for name in ("controller", "parallel")
+    "docs/cli.md",
+    "docs/design/controller.md",
+    "docs/design/parallel.md",
 ]
-"""Pages whose commands are run with the slow tests; those of ranks and meshes start many processes."""
+"""Pages whose commands are run with the slow tests: each command of the command line's once more, and those
+of ranks and meshes, which start many processes."""
 
 
 @pytest.mark.timeout(900)

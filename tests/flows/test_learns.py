@@ -45,6 +45,7 @@ def own(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_prompts_and_reward_of_ones_own(own: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     rillflow("run", str(own / "run.toml"), "--dir", str(run), "--set", "algorithm.steps=25", "--quiet")

@@ -48,6 +48,7 @@ def test_the_reward_rises(example: ModuleType, tmp_path: Path) -> None:
     assert mean(seen[-4:]) > mean(seen[:4]) + 0.05
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_from_a_checkpoint(example: ModuleType, tmp_path: Path) -> None:
     small = ["algorithm.steps=4", "algorithm.prompts_per_step=8", "warm_start.steps=2"]
     small += ["run.checkpoint_every=2", "evaluate.problems=2"]

@@ -134,7 +134,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(recipe: Path, monkeypatch: pytes
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_share_the_pairs_and_take_the_same_steps(recipe: Path, ranks: int) -> None:
     """Pairs that do not divide by the ranks, and a minibatch of which a rank has perhaps none."""
     few = ("algorithm.steps=3", "algorithm.prompts_per_step=5", "policy.lr=1e-4")
