@@ -118,6 +118,7 @@ def test_two_ranks_train_as_one() -> None:
     check_all(2, TWO)
 
 
+@pytest.mark.slow
 def test_four_ranks_train_as_one() -> None:
     check_all(4, FOUR)
 

@@ -154,7 +154,7 @@ def alone() -> dict[str, Rows]:
     return sampled(Alone())
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_rank_samples_what_one_rank_does(size: int, alone: dict[str, Rows]) -> None:
     first, *others = together(size, sampled)
     assert all(other == first for other in others)
