@@ -13,6 +13,7 @@ from rillflow.assembly.arithmetic import step_rows
 from rillflow.assembly.meshes import impossible, model_roles, unfit
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import NewModel
+from rillflow.placement.mesh import divisors
 from rillflow.train.config import OptimizerConfig
 
 ROLES = ("policy", "reference", "critic", "cost_critic", "reward", "cost", "judge", "reward_model")
@@ -116,7 +117,7 @@ def _new_model(new: NewModel) -> Iterator[ConfigError]:
 
 def _divisor(whole: int, wish: int) -> int:
     """The divisor of ``whole`` nearest to ``wish``, the smaller one of two."""
-    return min((part for part in range(1, whole + 1) if whole % part == 0), key=lambda part: abs(part - wish))
+    return min(divisors(whole), key=lambda part: abs(part - wish))
 
 
 def _phases(recipe: Recipe) -> Iterator[ConfigError]:

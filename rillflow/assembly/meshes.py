@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rillflow.cluster.config import GENERATE_AXES, TRAIN_AXES, MeshSizes, PlacementConfig
 from rillflow.errors import ConfigError, nearest
+from rillflow.placement.mesh import divisors
 
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe
@@ -101,7 +102,7 @@ def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
 
 def unfit(mesh: MeshSizes, generate_tp: int, heads: int, kv_heads: int, layers: int) -> Iterator[ConfigError]:
     """What a model of these sizes cannot be cut into."""
-    fitting = [part for part in divisors(heads) if kv_heads % part == 0]
+    fitting = divisors(heads, kv_heads)
     for where, tp in (("train", mesh.tp), ("generate", generate_tp)):
         odd = [(kind, count) for kind, count in (("attention", heads), ("key/value", kv_heads)) if count % tp]
         if odd:
@@ -117,8 +118,3 @@ def unfit(mesh: MeshSizes, generate_tp: int, heads: int, kv_heads: int, layers: 
             why="every stage has a layer at least",
             fix=f"at most {layers}",
         )
-
-
-def divisors(number: int) -> list[int]:
-    """The numbers that divide it."""
-    return [part for part in range(1, number + 1) if number % part == 0]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 
 from rillflow.errors import RunDirectoryError
+from rillflow.observe.durable import flush
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
@@ -79,11 +79,11 @@ def save_checkpoint(
         (draft / "state.json").write_text(json.dumps(dict(state), indent=1))
         manifest = {"format": FORMAT, "step": step, "files": _digests(draft)}
         (draft / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        _flush(draft)
+        _flush_below(draft)
         if final.exists():
             shutil.rmtree(final)
         draft.rename(final)
-        _flush_directory(folder)
+        flush(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise RunDirectoryError(
@@ -195,18 +195,9 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _flush(folder: Path) -> None:
+def _flush_below(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            flush(path)
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
-        _flush_directory(path)
-
-
-def _flush_directory(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        flush(path)

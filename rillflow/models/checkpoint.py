@@ -7,7 +7,6 @@ A reader finds the old directory, or the new one whole; never a mixture.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from rillflow.models.language_model import LoadedModel
 from rillflow.models.quiet import quiet
+from rillflow.observe.durable import flush
 
 
 def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -42,22 +42,13 @@ def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor
             model.module.save_pretrained(draft, state_dict=None if weights is None else dict(weights))
             model.tokenizer.save(draft)
         for path in draft.rglob("*"):
-            _flush(path)
-        _flush(draft)
+            flush(path)
+        flush(draft)
         if directory.exists():
             directory.rename(old)
         draft.rename(directory)
-        _flush(directory.parent)
+        flush(directory.parent)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

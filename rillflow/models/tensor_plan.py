@@ -26,6 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rillflow.errors import ModelError
+from rillflow.placement.mesh import divisors
 from rillflow.placement.sbp import Broadcast, Part, Split
 
 
@@ -109,12 +110,6 @@ def require_heads(module: PreTrainedModel, tp: int) -> None:
                 why=f"every rank has as many heads; {heads} / {tp} leaves {heads % tp}",
                 fix=f"choose tp among {', '.join(map(str, divisors(*counts.values())))}",
             )
-
-
-def divisors(*counts: int) -> list[int]:
-    """The numbers that divide all of ``counts``."""
-    most = min(counts)
-    return [part for part in range(1, most + 1) if not any(count % part for count in counts)]
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:

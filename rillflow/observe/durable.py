@@ -58,7 +58,7 @@ def replace(path: Path, chunks: Iterable[bytes]) -> None:
         finally:
             os.close(descriptor)
         temporary.replace(path)
-        _sync_folder(path.parent)
+        flush(path.parent)
     except OSError as error:
         raise write_error(path, error) from error
     finally:
@@ -101,8 +101,9 @@ def _write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

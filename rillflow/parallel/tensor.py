@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from rillflow.errors import ModelError
-from rillflow.models.tensor_plan import Style, divisors
+from rillflow.models.tensor_plan import Style
+from rillflow.placement.mesh import divisors
 
 _EVEN = {Style.COLUMNS: 0, Style.ROWS: 1, Style.SPLIT_ROWS: 1}
 """The dim that has to divide: what comes out of one layer's piece goes into the next one's."""

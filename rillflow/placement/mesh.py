@@ -139,6 +139,11 @@ class Mesh:
         return dict(zip(self.ranks, places, strict=True))
 
 
+def divisors(*counts: int) -> list[int]:
+    """The numbers that divide all of ``counts``: the sizes of an axis that they can be shared out over."""
+    return [part for part in range(1, min(counts) + 1) if not any(count % part for count in counts)]
+
+
 def _twice(values: Iterable[Hashable]) -> list[Hashable]:
     """Those that stand there more than once."""
     return [value for value, times in Counter(values).items() if times > 1]

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rillflow.errors import PlacementError, nearest
-from rillflow.placement.mesh import Mesh
+from rillflow.placement.mesh import Mesh, divisors
 from rillflow.placement.sbp import Broadcast, Part, Placement, Split
 
 Layout = Mapping[str, Placement]
@@ -115,7 +115,7 @@ def generation_mesh(train: Mesh, tp: int, pp: int = 1) -> Mesh:
     sizes = {name: train.axis(name).size for name in ("dp", "pp", "tp")}
     for name, size in (("tp", tp), ("pp", pp)):
         if size < 1 or sizes[name] % size:
-            whole = [part for part in range(1, sizes[name] + 1) if sizes[name] % part == 0]
+            whole = divisors(sizes[name])
             left = f"{sizes[name]} / {size} leaves {sizes[name] % size}" if size > 0 else "the least is 1"
             raise PlacementError(
                 f"generation has {name} {size} and training {name} {sizes[name]}",

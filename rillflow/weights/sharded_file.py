@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RillflowError, RunDirectoryError
-from rillflow.observe.durable import replace, write_error
+from rillflow.observe.durable import flush, replace, write_error
 from rillflow.placement.slices import Slice, slices
 from rillflow.weights.crossing import own
 from rillflow.weights.digest import owned
@@ -104,19 +103,19 @@ def save_sharded(
         if not mine:
             return ""
         save_file(mine, path)
-        _flush(path)
+        flush(path)
         return json.dumps(_hash(path))
 
     def publish() -> str:
         if ranks.rank == 0:
             replace(draft / LIST, [_list(weights, layout, ranks.size, hashes)])
-            _flush(draft)
+            flush(draft)
             old = folder.with_name(f".{folder.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             if folder.exists():
                 folder.rename(old)
             draft.rename(folder)
-            _flush(folder.parent)
+            flush(folder.parent)
             shutil.rmtree(old, ignore_errors=True)
         return ""
 
@@ -382,15 +381,6 @@ def _file_of(rank: int) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _device(tensors: Mapping[str, Tensor]) -> torch.device:
