@@ -19,6 +19,8 @@ def explain_failure(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, RillflowError):
         mark = "" if isinstance(error, Interrupted) else "error: "
         print(f"{mark}{error}", file=sys.stderr)
+        for note in vars(error).get("__notes__", ()):
+            print(f"  where: {note}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         print("interrupted; what was written before the last checkpoint is kept", file=sys.stderr)
     else:

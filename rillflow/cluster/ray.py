@@ -296,7 +296,10 @@ class RankProcess:
             found = work(self._site, *arguments)
         finally:
             self._held = {}  # what is held after a call stays in the store, and its owner has to ask for it
-        return packed(found).body if results == 1 else replies(found)
+        try:
+            return packed(found).body if results == 1 else replies(found)
+        except Exception as error:  # noqa: BLE001  whatever a result's own pickling raises
+            raise _cannot_travel(f"the result of {arguments[0]} on {self._site.place}", error) from None
 
     def _fetch(self, slots: Sequence[Slot]) -> list[Any]:
         try:
@@ -327,7 +330,7 @@ def _weight(value: Any) -> float:
 def _cannot_travel(what: str, error: BaseException) -> ClusterError:
     return ClusterError(
         f"{what} cannot travel: {error}",
-        why="ranks are other processes; an argument reaches them as bytes",
+        why="ranks are other processes; what passes between them does so as bytes",
         fix="give values: batches, numbers, texts, settings, functions of a module",
     )
 

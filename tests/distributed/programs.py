@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import torch
@@ -80,6 +81,10 @@ class Worker:
     @endpoint(ALL_TO_ALL)
     def own(self, value: object) -> object:
         return value, self.ranks.rank
+
+    @endpoint(ALL_TO_ALL)
+    def lock(self) -> object:
+        return threading.Lock()
 
     @endpoint(THREE_D)
     def by_data_rank(self, batch: Batch) -> Batch:

@@ -379,6 +379,13 @@ def test_what_cannot_become_bytes(group: Group, flow: Flow, backend: Backend) ->
         refused(ClusterError, call, f"{named} cannot travel: cannot pickle '_thread.lock' object")
 
 
+def test_a_result_that_cannot_become_bytes(group: Group, backend: Backend) -> None:
+    if isinstance(backend, InlineBackend):
+        pytest.skip("nothing becomes bytes in one process")
+    words = ("the result of worker2.lock on rank 0 of pool 'two' cannot travel", "give values")
+    refused(ClusterError, lambda: group.call("lock").read(WAIT_S), *words)
+
+
 def test_what_is_too_large_for_an_argument(group: Group, backend: Backend) -> None:
     if isinstance(backend, InlineBackend):
         pytest.skip("nothing travels in one process")

@@ -48,6 +48,14 @@ def test_an_expected_error_says_what_why_and_fix(
     assert shown.out == ""
 
 
+def test_an_error_says_where_it_was_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    error = TrainingError("the loss is nan", fix="lower policy.lr")
+    error.add_note("in policy.update on rank 1 of pool 'main'")
+    explain_failure(raised(error), debug=False)
+    expected = "error: the loss is nan\n  fix: lower policy.lr\n  where: in policy.update on rank 1 of pool 'main'\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_an_interruption_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     explain_failure(raised(Interrupted("stopped after step 3, as asked")), debug=False)
     assert capsys.readouterr().err == "stopped after step 3, as asked\n"

