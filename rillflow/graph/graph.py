@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 DATA = "data"
 """The name of what a step is given: prompts, demonstrations, pairs."""
+WEIGHTS = "weights"
+"""What a stage reads that is given nothing: its role's state, as the role's last stage has left it."""
 CONTROLLER = "controller"
 """The role of stages that belong to no model: formulas over numbers."""
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from rillflow.errors import GraphError, nearest
-from rillflow.graph.graph import CONTROLLER, DATA, Edge, Graph, Stage
+from rillflow.graph.graph import CONTROLLER, DATA, WEIGHTS, Edge, Graph, Stage
 
 ROW_FIELDS = ("ids", "groups")
 """What a formula may read of any batch: its rows' ids [B, 3], and a number [B] that a prompt's rows share."""
@@ -84,8 +84,11 @@ class Tracer:
     def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Symbol:
         """A role's stage."""
         signature = self.endpoints[role][endpoint]
+        before = [stage.index for stage in self.stages if stage.role == role]
         index = self._stage(role, endpoint, signature.reads, signature.writes, signature.transfer)
         self._connect(index, signature.reads, [*args, *options.values()])
+        if before and not any(edge.destination == index for edge in self.edges):
+            self.edges.append(Edge(source=before[-1], destination=index, fields=(WEIGHTS,)))
         return Symbol(index, signature.writes)
 
     def compute(

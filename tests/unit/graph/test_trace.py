@@ -65,6 +65,7 @@ def test_edges_carry_the_fields_that_are_read() -> None:
         ("reward.score", "controller.centred"): ("rewards",),
         ("policy.generate", "policy.update"): ("tokens",),
         ("controller.centred", "policy.update"): ("advantages",),
+        ("policy.update", "policy.publish"): ("weights",),
     }
 
 
