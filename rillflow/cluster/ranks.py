@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -169,17 +170,21 @@ class ProcessRanks:
     Args:
         group: the group; its ranks are the processes' in ascending order.
         members: the processes in it.
+        deadline_s: how long a collective waits for a rank that does not come.
     """
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], deadline_s: float) -> None:
         self.group = group
         """For what torch.distributed does itself."""
+        self._deadline_s = deadline_s
         self.members = tuple(members)
         self.rank = self.members.index(dist.get_rank())
         self.size = len(self.members)
 
     @staticmethod
-    def join(rank: int, size: int, meeting: Path, backend: str = "gloo") -> ProcessRanks:
+    def join(
+        rank: int, size: int, meeting: Path, backend: str = "gloo", deadline_s: float = 3600.0
+    ) -> ProcessRanks:
         """Join the other processes of a pool.
 
         Args:
@@ -187,24 +192,27 @@ class ProcessRanks:
             size: how many there are.
             meeting: a file that all of them see and that is new; where they find each other.
             backend: of torch.distributed; ``cpu:gloo,cuda:nccl`` where tensors are on either.
+            deadline_s: how long a collective of these ranks, or of a part of them, waits for one of them.
         """
         store = FileStore(str(meeting), size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        patience = timedelta(seconds=deadline_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
         assert dist.group.WORLD is not None  # it has just been made
-        return ProcessRanks(dist.group.WORLD, range(size))
+        return ProcessRanks(dist.group.WORLD, range(size), deadline_s)
 
     def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """See Ranks; every process makes every group, as torch.distributed asks."""
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in map(sorted, groups):
             members = [self.members[rank] for rank in group]
-            found = dist.new_group(members) if len(members) > 1 else None
+            patience = timedelta(seconds=self._deadline_s)
+            found = dist.new_group(members, timeout=patience) if len(members) > 1 else None
             if found is not None:
                 made[tuple(group)] = found
         own = _own(groups, self.rank)
         if len(own) == 1:
             return Alone()
-        return ProcessRanks(made[own], [self.members[rank] for rank in own])
+        return ProcessRanks(made[own], [self.members[rank] for rank in own], self._deadline_s)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """See Ranks."""

@@ -275,7 +275,9 @@ class RankProcess:
     ) -> None:
         sys.path += [path for path in paths if path not in sys.path]  # the driver's own modules
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        ranks: Ranks = Alone() if size == 1 else ProcessRanks.join(place.rank, size, Path(meeting), backend)
+        ranks: Ranks = Alone()
+        if size > 1:
+            ranks = ProcessRanks.join(place.rank, size, Path(meeting), backend, deadline_s)
         self._deadline_s = deadline_s
         self._held: Mapping[str, Any] = {}
         self._site = Site(place=place, ranks=ranks, fetch=self._fetch)

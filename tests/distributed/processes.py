@@ -24,9 +24,15 @@ _CONTEXT.set_forkserver_preload(
 
 
 def together(
-    size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = DEADLINE_S
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    deadline_s: float = DEADLINE_S,
+    patience_s: float = DEADLINE_S,
 ) -> list[Any]:
     """Run ``function(ranks, *arguments)`` on ``size`` processes; what each returned, in order.
+
+    A collective waits for a rank ``patience_s``.
 
     Raises:
         AssertionError: one of them raised, died, or did not end in time.
@@ -35,7 +41,9 @@ def together(
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
         processes = [
-            _CONTEXT.Process(target=_run, args=(said, rank, size, meeting, function, arguments), daemon=True)
+            _CONTEXT.Process(
+                target=_run, args=(said, rank, size, meeting, patience_s, function, arguments), daemon=True
+            )
             for rank in range(size)
         ]
         for process in processes:
@@ -64,15 +72,25 @@ def _collected(said: Any, processes: list[Any], end: float) -> list[Any]:
     return [found[rank] for rank in range(len(processes))]
 
 
-def _run(said: Any, rank: int, size: int, meeting: str, function: Callable[..., Any], arguments: Any) -> None:
+def _run(
+    said: Any,
+    rank: int,
+    size: int,
+    meeting: str,
+    patience_s: float,
+    function: Callable[..., Any],
+    arguments: Any,
+) -> None:
     import torch
 
-    from rillflow.cluster.ranks import Alone, ProcessRanks
+    from rillflow.cluster.ranks import Alone, ProcessRanks, Ranks
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        ranks = Alone() if size == 1 else ProcessRanks.join(rank, size, Path(meeting))
+        ranks: Ranks = Alone()
+        if size > 1:
+            ranks = ProcessRanks.join(rank, size, Path(meeting), deadline_s=patience_s)
         said.put((rank, None, function(ranks, *arguments)))
     except BaseException:  # noqa: BLE001  the parent raises it
         said.put((rank, traceback.format_exc(), None))

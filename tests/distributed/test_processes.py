@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,3 +96,21 @@ def test_an_error_comes_through() -> None:
 def test_a_death_comes_through() -> None:
     with pytest.raises(AssertionError, match=r"rank 1 died with exit code 3|rank 0"):
         together(2, die)
+
+
+def wait_in_vain(ranks: Ranks, parted: bool) -> str:
+    """Rank 1 stays away from a collective of all, or of its half; what the other one is told."""
+    own = ranks.part([[0, 1]]) if parted else ranks
+    if ranks.rank == 1:
+        time.sleep(6)
+        return "rested"
+    try:
+        own.gather(torch.zeros(1))
+    except RuntimeError as error:
+        return type(error).__name__
+    return "met"
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_a_rank_that_does_not_come_is_waited_for_so_long(parted: bool) -> None:
+    assert together(2, wait_in_vain, parted, patience_s=2.0) == ["RuntimeError", "rested"]
