@@ -231,7 +231,8 @@ def measured(groups: list[Group], rounds: int, peer: Callable[[str], None] | Non
     actors = [Bare.remote() for _ in range(2 * RANKS)]
     givers, takers = actors[:RANKS], actors[RANKS:]
     piece = {"ids": small.ids[:1].numpy(), "x": small.dense("x")[:1].numpy()}
-    array = torch.ones(MIB * 2**20 // 4).numpy()
+    tensor = torch.ones(MIB * 2**20 // 4)
+    array = tensor.numpy()
 
     def call() -> None:
         for _ in range(CALLS):
@@ -247,6 +248,9 @@ def measured(groups: list[Group], rounds: int, peer: Callable[[str], None] | Non
     def put_and_get() -> None:
         ray.get(ray.put(array))
 
+    def tensor_to_a_rank() -> None:
+        ray.get(takers[0].take.remote(ray.put(tensor)))
+
     def bare_pass() -> None:
         made = [actor.make.remote() for actor in givers]
         ray.get([actor.take.remote(part) for actor, part in zip(takers, made, strict=True)])
@@ -260,7 +264,8 @@ def measured(groups: list[Group], rounds: int, peer: Callable[[str], None] | Non
             each.wait(WAIT_S)
 
     ways = {"call": call, "bare call": bare_call, "pass": pass_on, "bare pass": bare_pass}
-    ways |= {"put and get": put_and_get, "two pools": two_pools, "one pool": one_pool}
+    ways |= {"put and get": put_and_get, "tensor": tensor_to_a_rank}
+    ways |= {"two pools": two_pools, "one pool": one_pool}
     if peer is not None:
         ways |= {"verl call": lambda: peer("call"), "verl pass": lambda: peer("pass")}
     return table(timed(ways, rounds))
@@ -282,11 +287,12 @@ def table(found: dict[str, list[float]]) -> list[str]:
     """What was timed, ours against the others; least and most in brackets."""
     ours = {"call": f"a call to {RANKS} ranks", "pass": f"{MIB} MiB from {RANKS} ranks to {RANKS} others"}
     others = {"bare call": "call", "verl call": "call", "bare pass": "pass", "put and get": "pass"}
-    others["verl pass"] = "pass"
+    others |= {"tensor": "pass", "verl pass": "pass"}
     named = {
         "bare call": "bare Ray, the same calls",
         "bare pass": "bare Ray, the same actors' calls",
         "put and get": "bare Ray, ray.put and ray.get here",
+        "tensor": "bare Ray, a tensor by ray.put, got on one rank",
         "verl call": "verl's single controller",
         "verl pass": "verl's single controller",
         "one pool": "one pool alone",
