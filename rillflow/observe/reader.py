@@ -19,7 +19,7 @@ from rillflow.errors import RunDirectoryError
 from rillflow.observe import layout
 from rillflow.observe.fields import Fields
 from rillflow.observe.json_lines import JSON, read_json, read_lines
-from rillflow.records.metrics import Max, Mean, Metric, Min, Sum
+from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, Variance
 from rillflow.records.row import RowId
 
 Record = TypeVar("Record")
@@ -193,6 +193,14 @@ def _metric(fields: Fields, name: str, parts: JSON) -> Metric:
         case {"mean": int() | float() | None as value, "count": int() | float() as count}:
             mean = fields.note(f"metrics.{name}.mean") if value is None else value
             return Mean(total=mean * count if count else 0.0, count=count)
+        case {
+            "variance": int() | float() | None as value,
+            "about": int() | float() | None as about,
+            "count": int() | float() as count,
+        }:
+            found = fields.note(f"metrics.{name}.variance") if value is None else value
+            mean = fields.note(f"metrics.{name}.about") if about is None else about
+            return Variance(squares=found * count if count else 0.0, mean=mean, count=count)
         case {"sum": int() | float() | None as value}:
             return Sum(value=fields.note(f"metrics.{name}.sum") if value is None else value)
         case {"max": int() | float() | None as value}:
@@ -200,7 +208,8 @@ def _metric(fields: Fields, name: str, parts: JSON) -> Metric:
         case {"min": int() | float() | None as value}:
             return Min(value=fields.note(f"metrics.{name}.min") if value is None else value)
     raise fields.refusal(
-        f"metric {name!r} is {parts!r}", "it should be a mean with its count, a sum, a max or a min"
+        f"metric {name!r} is {parts!r}",
+        "it should be a mean or a variance with its count, a sum, a max or a min",
     )
 
 

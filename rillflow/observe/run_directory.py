@@ -26,7 +26,7 @@ from rillflow.observe.json_lines import JSON, encode, read_json, read_lines
 from rillflow.observe.lock import Lock
 from rillflow.observe.reader import read_metrics, read_spans, read_starts
 from rillflow.observe.spans import Span, Spans
-from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum
+from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum, Variance
 
 
 class RunDirectory:
@@ -223,6 +223,8 @@ def metric_json(metric: Metric) -> dict[str, JSON]:
     match metric:
         case Mean():
             return {"mean": metric.value, "count": metric.count}
+        case Variance():
+            return {"variance": metric.value, "about": metric.mean, "count": metric.count}
         case Sum():
             return {"sum": metric.value}
         case Max():

@@ -1,7 +1,7 @@
 """Metrics that carry their reduction, so that parts from micro-batches and ranks merge exactly.
 
-A metric is named ``area/thing/stat`` and is one of Mean (sum and count), Sum, Max or Min. Merging is
-associative and commutative for counts and extremes, and up to rounding for sums.
+A metric is named ``area/thing/stat`` and is one of Mean (sum and count), Variance, Sum, Max or Min.
+Merging is associative and commutative for counts and extremes, and up to rounding for sums.
 """
 
 from __future__ import annotations
@@ -30,6 +30,34 @@ class Mean:
     def merge(self, other: Mean) -> Mean:
         """The mean over both sets of values."""
         return Mean(total=self.total + other.total, count=self.count + other.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variance:
+    """How far values are from their mean. Example: ``Variance(squares=8, mean=1, count=4).value == 2``."""
+
+    squares: float
+    """The sum of the squared distances from the mean."""
+    mean: float
+    """The mean of the values."""
+    count: float
+    """How many values; 0 makes the variance NaN."""
+
+    @property
+    def value(self) -> float:
+        """The mean squared distance, NaN when nothing was counted."""
+        return self.squares / self.count if self.count else float("nan")
+
+    def merge(self, other: Variance) -> Variance:
+        """The variance over both sets of values (Chan, Golub and LeVeque 1979)."""
+        if not self.count or not other.count:
+            return self if self.count else other
+        count, apart = self.count + other.count, other.mean - self.mean
+        return Variance(
+            squares=self.squares + other.squares + apart * apart * self.count * other.count / count,
+            mean=self.mean + apart * other.count / count,
+            count=count,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +96,7 @@ class Min:
         return self if self.value <= other.value or math.isnan(self.value) else other
 
 
-Metric = Mean | Sum | Max | Min
+Metric = Mean | Variance | Sum | Max | Min
 Metrics = Mapping[str, Metric]
 
 
@@ -83,7 +111,7 @@ def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 def _merge(name: str, one: Metric, other: Metric) -> Metric:
     match one, other:
-        case (Mean(), Mean()) | (Sum(), Sum()) | (Max(), Max()) | (Min(), Min()):
+        case (Mean(), Mean()) | (Variance(), Variance()) | (Sum(), Sum()) | (Max(), Max()) | (Min(), Min()):
             return one.merge(other)  # type: ignore[arg-type]
         case _:
             raise RecordError(

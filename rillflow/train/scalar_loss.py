@@ -20,7 +20,7 @@ from rillflow.formulas.aggregation import loss_weights
 from rillflow.formulas.preference import bradley_terry, preference_accuracy
 from rillflow.formulas.value_loss import clipped_value_loss
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Mean, Metric
+from rillflow.records.metrics import Mean, Metric, Variance
 from rillflow.train.config import ValueLossConfig
 from rillflow.train.guards import check_finite, loss_tokens
 from rillflow.train.learner import Objective
@@ -56,7 +56,7 @@ class ValueLoss:
         self._clip = config.clip
 
     def prepare(self, minibatch: Batch) -> Batch:
-        """See Objective. Adds ``returns_mean`` [B], over all loss tokens of the minibatch."""
+        """See Objective."""
         names = ["returns", "old_values"] if self._clip else ["returns"]
         rows = minibatch.only("tokens", "loss_mask", *names)
         tokens = loss_tokens(rows)
@@ -68,12 +68,7 @@ class ValueLoss:
                 why="there is no state whose value could be learned",
                 fix="check that answers are not empty and fit into the context",
             )
-        mean = float(tokens.ragged("returns").values.mean(dtype=torch.float64))
-        return rows.with_fields(
-            loss_weights=weights.values,
-            returns_mean=torch.full((len(rows),), mean, dtype=torch.float64),
-            **_all_rows(rows, weights.denominator),
-        )
+        return rows.with_fields(loss_weights=weights.values, **_all_rows(rows, weights.denominator))
 
     def __call__(self, read: Tensor, part: Batch, /) -> LossPart:
         """See Objective; ``read`` [N] are the values."""
@@ -85,11 +80,11 @@ class ValueLoss:
             "critic/value/mean": read.detach(),
             "critic/return/mean": returns,
             "critic/squared_error/mean": errors,
-            "critic/return_variance/mean": (returns - float(part.dense("returns_mean")[0])).square(),
             "critic/clipped/share": losses.detach() > errors / 2,
         }
         weights = part.ragged("loss_weights").values.to(read.dtype)
-        return LossPart(terms=losses * weights, metrics=_means(means))
+        metrics = {**_means(means), "critic/return/variance": _variance(returns)}
+        return LossPart(terms=losses * weights, metrics=metrics)
 
 
 class PreferenceLoss:
@@ -171,3 +166,11 @@ def _means(means: Mapping[str, Tensor]) -> dict[str, Metric]:
         name: Mean(total=total, count=float(values.numel()))
         for (name, values), total in zip(means.items(), totals, strict=True)
     }
+
+
+def _variance(values: Tensor) -> Variance:
+    """Of values [N], one at least."""
+    wide = values.detach().double()
+    mean = wide.mean()
+    squares, middle = torch.stack([(wide - mean).square().sum(), mean]).tolist()
+    return Variance(squares=squares, mean=middle, count=float(values.numel()))

@@ -23,7 +23,7 @@ from rillflow.observe.reader import (
     read_starts,
 )
 from rillflow.observe.run_directory import RunDirectory
-from rillflow.records.metrics import Max, Mean, Metric, Min, Sum
+from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, Variance
 from rillflow.records.row import RowId
 
 ROW = {
@@ -59,6 +59,7 @@ def test_metrics_come_back_with_their_reductions(tmp_path: Path) -> None:
         "b": Sum(value=7.0),
         "c": Max(value=1e300),
         "d": Min(value=-2.5),
+        "e": Variance(squares=8.0, mean=-1.5, count=4),
     }
     with RunDirectory.open(tmp_path / "run", {}) as run:
         run.log_metrics(5, "grpo", metrics)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean, pvariance
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import RecordError
-from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, merge_metrics
+from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, Variance, merge_metrics
 
 NUMBERS = st.integers(-1000, 1000).map(float)  # whole numbers, so that sums are exact
 PARTS = st.lists(st.lists(NUMBERS, min_size=1, max_size=5), min_size=1, max_size=6)
@@ -33,6 +34,20 @@ def test_any_partition_measures_what_the_whole_does(parts: list[list[float]], da
     cut = data.draw(st.integers(0, len(parts)))
     halves = [merge_metrics(measure(part) for part in half) for half in (parts[:cut], parts[cut:])]
     assert merge_metrics(halves) == whole
+
+
+@settings(max_examples=50, deadline=None)
+@given(parts=PARTS)
+def test_a_variance_is_that_of_all_values_however_they_were_parted(parts: list[list[float]]) -> None:
+    values = [value for part in parts for value in part]
+    merged = Variance(squares=0.0, mean=0.0, count=0)
+    for part in parts:
+        mean = fmean(part)
+        squares = sum((value - mean) ** 2 for value in part)
+        merged = merged.merge(Variance(squares=squares, mean=mean, count=len(part)))
+    assert merged.value == pytest.approx(pvariance(values), rel=1e-9, abs=1e-9)
+    assert merged.mean == pytest.approx(fmean(values), rel=1e-9, abs=1e-9)
+    assert math.isnan(Variance(squares=0.0, mean=0.0, count=0).value)
 
 
 def test_a_mean_weighs_by_count() -> None:

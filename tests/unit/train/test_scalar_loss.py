@@ -137,7 +137,7 @@ def test_value_metrics_say_what_they_are_named_for() -> None:
             "critic/value/mean": 0.625,
             "critic/return/mean": 2.0,
             "critic/squared_error/mean": 2.75**2 / 2,
-            "critic/return_variance/mean": 1.0,
+            "critic/return/variance": 1.0,
         }
     )
 
