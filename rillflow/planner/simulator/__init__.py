@@ -1,0 +1,1 @@
+"""Simulator: a plan run event by event, in step or streamed."""
