@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rillflow.planner.grid import Grid
@@ -19,6 +19,8 @@ class PlannedPool:
     """The machines it lies on."""
     devices: int
     """Its size."""
+    device: str = ""
+    """What its devices are; empty where nobody says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class Plan:
     """Rows begun for each that is trained on."""
     predicted_step_s: float = 0.0
     """What the planner expects of a step."""
+    predicted_stages_s: Mapping[str, float] = field(default_factory=dict)
+    """What it expects of the stages of a step by name; empty where nobody said."""
 
     def pool(self, name: str) -> PlannedPool:
         """The pool of a name."""
