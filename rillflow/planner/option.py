@@ -71,12 +71,25 @@ class Decoder(Protocol):
 
 
 class Costs(Protocol):
-    """What mapping and simulator ask of a cost model; bytes and seconds are of a problem."""
+    """What mapping and simulator ask of a cost model; bytes and seconds are of a problem.
+
+    The search is exact under three laws. ``room_bytes`` reads of the options their bytes only, by sums and
+    maxima over the units, and never rises with them. A decoder reads of its option ``generate_tp`` and
+    ``grid.ep`` only, and its seconds never rise with its room. ``function_s`` never rises with devices.
+    """
 
     def options(self, unit: Unit, fleet: str, devices: int) -> tuple[Option, ...]:
         """Every way the unit may lie on just so many devices that is not worse than another in all respects.
 
         Empty where none fits, even alone.
+        """
+        ...
+
+    def option(self, unit: Unit, fleet: str, devices: int, grid: Grid, generate_tp: int) -> Option:
+        """The unit on just this grid, be it better than another or not.
+
+        Raises:
+            PlanError: the grid does not cut the model, or not so many devices.
         """
         ...
 
