@@ -5,8 +5,15 @@ config.json ─> ModelShape ─> parameters, FLOPs a token, bytes of cache a tok
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+from rillflow.errors import PlanError, nearest
+
+_MOST = 100_000_000
+"""No size of a model is larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,3 +167,105 @@ class ModelShape:
             return float(self.trunk_parameters + self.head_parameters)
         missed = float((1.0 - self.experts_per_token / self.experts) ** rows)
         return self.trunk_parameters + self.head_parameters + (1.0 - missed) * self.routed_parameters
+
+
+def read_shape(config: Mapping[str, Any], name: str, *, is_scalar: bool = False) -> ModelShape:
+    """The shape behind the content of a Hugging Face ``config.json``.
+
+    Llama, Mistral, Qwen2 and Qwen3 by their common names, GPT-2 by its own, mixtures of Qwen3, Mixtral and
+    DeepSeek, and DeepSeek's latent attention.
+
+    Raises:
+        PlanError: a needed field is missing, or holds zero or an absurd value.
+    """
+    sizes = _Sizes(config, name)
+    hidden, heads = sizes.of("hidden_size", "n_embd", "d_model"), sizes.of("num_attention_heads", "n_head")
+    latent, rotary = sizes.maybe(0, "kv_lora_rank"), sizes.maybe(0, "qk_rope_head_dim")
+    if latent:
+        head_dim = sizes.of("qk_nope_head_dim") + rotary
+    else:
+        head_dim = sizes.maybe(0, "head_dim") or sizes.whole(hidden, heads, "num_attention_heads")
+    layers = sizes.of("num_hidden_layers", "n_layer", "num_layers")
+    experts = sizes.maybe(0, "n_routed_experts", "num_local_experts", "num_experts")
+    is_plain = "n_embd" in config
+    inner = sizes.maybe(4 * hidden, "n_inner") if is_plain else sizes.of("intermediate_size", "n_inner")
+    kv_heads = sizes.maybe(heads, "num_key_value_heads")
+    sizes.whole(heads, kv_heads, "num_key_value_heads")
+    chosen = sizes.of("num_experts_per_tok") if experts else 0
+    if chosen > experts:
+        raise PlanError(
+            f"{name}: num_experts_per_tok is {chosen} of {experts} experts",
+            why="a token cannot choose more than there are",
+        )
+    dense_layers = sizes.maybe(0, "first_k_dense_replace") if experts else 0
+    if dense_layers > layers:
+        raise PlanError(f"{name}: first_k_dense_replace is {dense_layers} of {layers} layers")
+    return ModelShape(
+        name=name,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        inner=inner,
+        vocabulary=sizes.of("vocab_size"),
+        is_tied=sizes.flag("tie_word_embeddings", is_plain),
+        is_scalar=is_scalar,
+        matrices=2 if is_plain else 3,
+        experts=experts,
+        experts_per_token=chosen,
+        expert_inner=(sizes.maybe(0, "moe_intermediate_size") or inner) if experts else 0,
+        shared_experts=sizes.maybe(0, "n_shared_experts") if experts else 0,
+        dense_layers=dense_layers,
+        latent=latent + rotary if latent else 0,
+        query_latent=sizes.maybe(0, "q_lora_rank") if latent else 0,
+        value_dim=sizes.of("v_head_dim") if latent else 0,
+        rotary=rotary if latent else 0,
+    )
+
+
+class _Sizes:
+    """The sizes in a config, each refused unless it is one."""
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        self._config = config
+        self._name = name
+
+    def of(self, *names: str) -> int:
+        """The size under the first of these names there is."""
+        known = next((one for one in names if self._config.get(one) is not None), None)
+        if known is None:
+            raise PlanError(
+                f"the config of {self._name} has no {names[0]}",
+                why="without it nobody can say what the model costs",
+                fix=f"add it, or one of {', '.join(names)}; {nearest(names[0], self._config)}",
+            )
+        value = self._config[known]
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise PlanError(
+                f"the config of {self._name} has {known} = {value!r}",
+                why=f"a size is a whole number from 1 to {_MOST:,}",
+            )
+        return value
+
+    def maybe(self, default: int, *names: str) -> int:
+        """The size, or the default where the config is silent or says none."""
+        if all(self._config.get(one) in (None, 0) for one in names):
+            return default
+        return self.of(*(one for one in names if self._config.get(one) not in (None, 0)))
+
+    def whole(self, whole: int, parts: int, what: str) -> int:
+        """The equal parts of a size."""
+        if whole % parts:
+            raise PlanError(
+                f"the config of {self._name} has {what} = {parts}",
+                why=f"{whole} / {parts} leaves {whole % parts}",
+            )
+        return whole // parts
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Yes or no."""
+        value = self._config.get(name, default)
+        if not isinstance(value, bool):
+            raise PlanError(f"the config of {self._name} has {name} = {value!r}", why="it is true or false")
+        return value

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rillflow.errors import PlanError
 from rillflow.planner.cost_model.links import (
     Links,
     all_gather_s,
@@ -64,8 +65,19 @@ class Setting:
 
     @property
     def peak(self) -> float:
-        """FLOP/s of a device in the workload's dtype."""
-        return self.fleet.device.flops[self.workload.dtype]
+        """FLOP/s of a device in the workload's dtype.
+
+        Raises:
+            PlanError: the device's description does not say.
+        """
+        device, dtype = self.fleet.device, self.workload.dtype
+        if dtype not in device.flops:
+            raise PlanError(
+                f"{device.name} has no FLOP/s for {dtype}",
+                why=f"its description has {', '.join(sorted(device.flops))}",
+                fix=f"add flops.{dtype} to the device",
+            )
+        return device.flops[dtype]
 
 
 @dataclass(frozen=True, kw_only=True)

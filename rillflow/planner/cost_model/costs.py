@@ -240,7 +240,7 @@ class _Laid:
         return np.stack([*self.seconds.values(), self.resident, self.working, self.sampling], axis=1)
 
     def alone_room(self) -> np.ndarray:
-        """Bytes of a device that are left with nothing else on it, for one row where it generates, [grids]."""
+        """Bytes of a device that are left with nothing else on it but a row it generates, [grids]."""
         setting = self._setting
         device = setting.fleet.device.memory_bytes * setting.factors.memory
         shape, tp = setting.shape, np.maximum(self.generate_tp, 1)
