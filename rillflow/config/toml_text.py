@@ -30,6 +30,15 @@ def toml_text(tables: Data, comment: str = "") -> str:
     return "\n".join([*head, *_lines(tables, ())]).strip("\n") + "\n"
 
 
+def inline_text(table: Data) -> str:
+    """A table in one line. Example: ``inline_text({"main": {"tp": 2}}) == "{main = {tp = 2}}"``."""
+    entries = (
+        f"{_key(name)} = {inline_text(value) if isinstance(value, Mapping) else _value(value, name)}"
+        for name, value in table.items()
+    )
+    return f"{{{', '.join(entries)}}}"
+
+
 def _lines(table: Data, path: tuple[str, ...]) -> Iterator[str]:
     """A table's own values, then the tables in it."""
     values = {name: value for name, value in table.items() if not isinstance(value, Mapping)}

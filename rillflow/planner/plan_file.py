@@ -1,7 +1,6 @@
 """Plan file: a plan as TOML that a person can read, change and launch.
 
 Plan ─ plan_text ─> plan.toml ─ read_plan ─> the same Plan, or what contradicts in it
-                                    └─ require_fitting ─> it is a plan of this problem
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError, nearest
 from rillflow.planner.grid import Grid
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.problem import SAMPLER
 
 LATE: tuple[Literal["wait", "drop"], ...] = ("wait", "drop")
 """What may become of rows beyond the freshness bound."""
@@ -116,48 +115,6 @@ def contradictions(plan: Plan) -> Iterator[PlanError]:
             why="where generation takes turns with training it never runs ahead of the weights",
             fix="set freshness = 0",
         )
-
-
-def require_fitting(plan: Plan, problem: Problem) -> None:
-    """Refuse a plan of something else.
-
-    Raises:
-        PlanError: other units than the problem's, a fleet it does not have, more devices than there are.
-    """
-    wanted = [unit.name for unit in (problem.apart() if SAMPLER in plan.units else problem).units]
-    for name in plan.units:
-        if name not in wanted:
-            raise PlanError(
-                f"the plan places {name!r}",
-                why=f"{problem.graph.name} has the models {', '.join(wanted)}",
-                fix=nearest(name, wanted),
-            )
-    missing = [name for name in wanted if name not in plan.units]
-    if missing:
-        raise PlanError(
-            f"the plan does not say where {missing[0]} is", why=f"it places {', '.join(plan.units)}"
-        )
-    _require_devices(plan, problem)
-
-
-def _require_devices(plan: Plan, problem: Problem) -> None:
-    fleets = {fleet.name: fleet for fleet in problem.hardware.fleets}
-    taken: Counter[str] = Counter()
-    for pool in plan.pools:
-        if pool.fleet not in fleets:
-            raise PlanError(
-                f"the pool {pool.name} lies on {pool.fleet!r}",
-                why=f"{problem.hardware.name} has the fleets {', '.join(fleets)}",
-                fix=nearest(pool.fleet, fleets),
-            )
-        taken[pool.fleet] += pool.devices
-    for name, devices in taken.items():
-        if devices > fleets[name].devices:
-            raise PlanError(
-                f"the plan takes {devices} devices of {name}",
-                why=f"{problem.hardware.name} has {fleets[name].devices}",
-                fix="plan again for this cluster",
-            )
 
 
 def _misfits(name: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[PlanError]:

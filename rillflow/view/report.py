@@ -21,6 +21,7 @@ from rillflow.view import curves
 from rillflow.view.html import Html, cut, el
 from rillflow.view.outcomes import draw_outcomes
 from rillflow.view.page import page, section
+from rillflow.view.predicted import draw_comparison_card
 from rillflow.view.run_data import RunData, load
 from rillflow.view.samples import draw_comparison, draw_groups, read_samples, shade_key
 from rillflow.view.stages import draw_stages
@@ -62,7 +63,7 @@ def _times(data: RunData) -> list[Html]:
     """Where it went by phase, and the last steps pool by pool."""
     shown = bars_of_run(data)
     steps = sorted({bar.step for bar in shown})
-    cards = draw_stages(data)
+    cards = [*draw_comparison_card(data), *draw_stages(data)]
     if steps:
         title = (
             f"Steps {steps[0]:,} to {steps[-1]:,}, pool by pool" if len(steps) > 1 else f"Step {steps[0]:,}"
