@@ -17,15 +17,23 @@ class Factors:
     """Of the memory's bandwidth, reading weights and cache token by token."""
     decode_flops: float = 0.5
     """Of the peak, decoding with many rows."""
+    expert_flops: float = 0.5
+    """Of what other products reach, in the smaller products of routed experts."""
     inside_links: float = 0.7
     """Of the links inside a machine."""
     between_links: float = 0.7
     """Of the links between machines."""
     memory: float = 0.9
     """Of the memory that models may fill; the rest is the libraries'."""
-    launch_s: float = 3e-5
-    """Seconds a layer takes at the least: what its kernels cost to start."""
+    launch_s: float = 1e-4
+    """Seconds of a layer's pass over a micro-batch beside its arithmetic: what its kernels cost to start."""
+    decode_launch_s: float = 2e-5
+    """Seconds of a layer for one token of all rows beside what is read: recorded kernels start faster."""
+    decode_row_s: float = 5e-6
+    """Seconds of one row for one token beside the model: scheduling and sampling, shared by no devices."""
     collective_s: float = 1e-5
-    """Seconds a collective takes at the least."""
+    """Seconds a collective within a machine takes at the least."""
+    between_collective_s: float = 3e-5
+    """Seconds a collective across machines takes at the least."""
     step_s: float = 0.0
     """Seconds of a step that belong to no stage."""

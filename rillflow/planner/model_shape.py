@@ -138,11 +138,15 @@ class ModelShape:
         """All but routed experts: what is cut over ``tp`` and ``pp`` alone."""
         return self.parameters - self.routed_parameters
 
+    @property
+    def chosen_parameters(self) -> int:
+        """Of the routed experts that compute one token, in all layers."""
+        return self.mixture_layers * self.experts_per_token * self.expert_parameters
+
     @cached_property
     def active_parameters(self) -> int:
         """That one token is multiplied with: the trunk, its experts and the head."""
-        chosen = self.mixture_layers * self.experts_per_token * self.expert_parameters
-        return self.trunk_parameters + chosen + self.head_parameters
+        return self.trunk_parameters + self.chosen_parameters + self.head_parameters
 
     @cached_property
     def cached_numbers(self) -> int:

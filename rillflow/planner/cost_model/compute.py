@@ -117,9 +117,16 @@ def pass_flops(shape: ModelShape, load: Load) -> Numbers:
     return shape.token_flops * load.tokens + shape.attention_flops(1.0) * load.squares / 2
 
 
+def paced_flops(setting: Setting, load: Load) -> Numbers:
+    """The same, FLOPs of routed experts counted by how much longer their smaller products take."""
+    shape = setting.shape
+    longer = 1.0 / setting.factors.expert_flops - 1.0
+    return pass_flops(shape, load) + longer * 2.0 * shape.chosen_parameters * load.tokens
+
+
 def products_s(setting: Setting, load: Load, grids: Grids, passes: int, share: float) -> Numbers:
     """Seconds of a device's share of the passes' FLOPs, at a share of its peak."""
-    return passes * pass_flops(setting.shape, load) / (grids.pp * grids.tp * setting.peak * share)
+    return passes * paced_flops(setting, load) / (grids.pp * grids.tp * setting.peak * share)
 
 
 def launches_s(setting: Setting, load: Load, grids: Grids, passes: int) -> Numbers:

@@ -55,7 +55,7 @@ class Replica:
     launch_s: float
     """Seconds of one token's launches and the latency of its collectives."""
     link_s: float
-    """Seconds of one row's bytes in the collectives of one token."""
+    """Seconds of one row's bytes in the collectives of one token, and of its scheduling and sampling."""
     prefill_token_s: float
     """Seconds of one prompt token's products."""
     prefill_pair_s: float
@@ -101,6 +101,7 @@ def replica_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
     latency = float(all_reduce_s(setting.links, 0.0, tp)) * rounds
     one_row = float(all_reduce_s(setting.links, shape.hidden * item, tp)) * rounds
     trunk = shape.trunk_parameters + shape.head_parameters
+    paced = shape.token_flops + (1.0 / factors.expert_flops - 1.0) * 2.0 * shape.chosen_parameters
     return Replica(
         replicas=max(devices // tp, 1),
         capacity_tokens=capacity,
@@ -109,11 +110,11 @@ def replica_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
         experts_s=shape.routed_parameters * item / tp / bandwidth,
         missed_share=1.0 - shape.experts_per_token / shape.experts if shape.is_mixture else 1.0,
         cache_s=cached_bytes / bandwidth,
-        row_s=shape.token_flops / tp / decoding,
+        row_s=paced / tp / decoding,
         pair_s=shape.attention_flops(1.0) / tp / decoding,
-        launch_s=shape.layers * factors.launch_s + latency,
-        link_s=one_row - latency,
-        prefill_token_s=shape.token_flops / tp / reading
+        launch_s=shape.layers * factors.decode_launch_s + latency,
+        link_s=one_row - latency + factors.decode_row_s,
+        prefill_token_s=paced / tp / reading
         + (shape.layers * factors.launch_s + latency) / PREFILL_TOKENS
         + (one_row - latency),
         prefill_pair_s=shape.attention_flops(1.0) / tp / reading,

@@ -29,8 +29,10 @@ class Links:
     """Bytes a second between a device and its host."""
     per_machine: int
     """Devices of a machine."""
-    collective_s: float
-    """Seconds a collective takes at the least."""
+    inside_s: float
+    """Seconds a collective within a machine takes at the least."""
+    between_s: float
+    """Seconds a collective across machines takes at the least."""
 
 
 def links_of(fleet: Fleet, factors: Factors) -> Links:
@@ -40,7 +42,8 @@ def links_of(fleet: Fleet, factors: Factors) -> Links:
         between=fleet.between_bandwidth * factors.between_links,
         host=fleet.device.host_bandwidth,
         per_machine=fleet.per_machine,
-        collective_s=factors.collective_s,
+        inside_s=factors.collective_s,
+        between_s=max(factors.between_collective_s, factors.collective_s),
     )
 
 
@@ -48,6 +51,11 @@ def members(links: Links, group: Numbers, stride: Numbers) -> Numbers:
     """How many of a group's devices stand in one machine when its ranks are ``stride`` apart."""
     near = np.maximum(np.floor_divide(links.per_machine, np.maximum(stride, 1)), 1)
     return np.minimum(group, near)
+
+
+def latency_s(links: Links, machines: Numbers) -> Numbers:
+    """Seconds a collective takes at the least on so many machines."""
+    return np.where(np.greater(machines, 1), links.between_s, links.inside_s)
 
 
 def all_gather_s(links: Links, total_bytes: Numbers, group: Numbers, stride: Numbers = 1) -> Numbers:
@@ -60,7 +68,7 @@ def all_gather_s(links: Links, total_bytes: Numbers, group: Numbers, stride: Num
     machines = np.ceil(np.divide(group, near))
     inside_s = (near - 1) / near * np.divide(total_bytes, links.inside)
     between_s = (machines - 1) / machines * np.divide(total_bytes, near * links.between)
-    return np.where(np.greater(group, 1), np.maximum(inside_s, between_s) + links.collective_s, 0.0)
+    return np.where(np.greater(group, 1), np.maximum(inside_s, between_s) + latency_s(links, machines), 0.0)
 
 
 def reduce_scatter_s(links: Links, total_bytes: Numbers, group: Numbers, stride: Numbers = 1) -> Numbers:
@@ -79,13 +87,15 @@ def all_to_all_s(links: Links, sent_bytes: Numbers, group: Numbers, stride: Numb
     The slower of ``(c - 1)/g B / inside`` and ``(g - c)/g B / between``.
     """
     near = members(links, group, stride)
+    machines = np.ceil(np.divide(group, near))
     inside_s = (near - 1) / group * np.divide(sent_bytes, links.inside)
     between_s = (np.subtract(group, near)) / group * np.divide(sent_bytes, links.between)
-    return np.where(np.greater(group, 1), np.maximum(inside_s, between_s) + links.collective_s, 0.0)
+    return np.where(np.greater(group, 1), np.maximum(inside_s, between_s) + latency_s(links, machines), 0.0)
 
 
 def send_s(links: Links, sent_bytes: Numbers, group: Numbers, stride: Numbers) -> Numbers:
     """Seconds of a message from each device of a pipeline's stage to the next."""
     is_far = np.greater(np.multiply(group, stride), links.per_machine)
     rate = np.where(is_far, links.between, links.inside)
-    return np.where(np.greater(group, 1), np.divide(sent_bytes, rate) + links.collective_s, 0.0)
+    least_s = np.where(is_far, links.between_s, links.inside_s)
+    return np.where(np.greater(group, 1), np.divide(sent_bytes, rate) + least_s, 0.0)

@@ -83,4 +83,4 @@ def apart_s(setting: Setting, links: Links, source: Seat, destination: Seat, gen
     rate = links.inside if whole and source.fleet == destination.fleet else links.between
     taken_s = total / generate_tp / rate
     sent_s = total / min(senders, source.devices) / rate
-    return max(taken_s, sent_s) + links.collective_s
+    return max(taken_s, sent_s) + links.between_s
