@@ -90,7 +90,7 @@ def evaluate(problem: Problem, costs: Costs, plan: Plan) -> Evaluation:
     ]
     latency = latency_s(problem, times)
     step = period_s(loads, latency_s=latency, freshness=plan.freshness) if plan.freshness else times.step_s
-    step += problem.hardware.factors.step_s
+    step += problem.overhead_s
     return Evaluation(
         step_s=step,
         latency_s=latency,

@@ -37,3 +37,5 @@ class Factors:
     """Seconds a collective across machines takes at the least."""
     step_s: float = 0.0
     """Seconds of a step that belong to no stage."""
+    step_row_s: float = 0.0
+    """Such seconds for each row of a step: what is recorded of it."""

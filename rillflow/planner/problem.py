@@ -96,6 +96,12 @@ class Problem:
                 found.append(Unit(name=SAMPLER, shape=self.shapes[role], stages=tuple(sorted(apart))))
         return tuple(sorted(found, key=lambda unit: unit.name == SAMPLER))
 
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a step that belong to no stage."""
+        factors = self.hardware.factors
+        return factors.step_s + factors.step_row_s * self.workload.rows
+
     def unit_of(self, stage: Stage) -> Unit | None:
         """Who computes a stage; none of a formula and of a function."""
         return next((unit for unit in self.units if stage.index in unit.stages), None)

@@ -140,7 +140,7 @@ class InStep:
             now, stage = heapq.heappop(events)
             end = max(end, now)
             starts = turns.ended(0, stage, now)
-        overhead = self._layout.problem.hardware.factors.step_s
+        overhead = self._layout.problem.overhead_s
         self._rest(step, begun_s, free, end, overhead)
         return end + overhead
 

@@ -156,7 +156,7 @@ class Streaming:
 
     def _begin(self, batch: int, now: float) -> None:
         """Let the training side begin a batch; its rows have travelled but for the last group's."""
-        overhead = self._layout.problem.hardware.factors.step_s
+        overhead = self._layout.problem.overhead_s
         begun = now + overhead
         self._book.idle(self._first, WHOLE, Cause.DATA, batch + 1, self._free_s[self._first], now)
         self._book.idle(self._first, WHOLE, Cause.OVERHEAD, batch + 1, now, begun)
