@@ -225,6 +225,10 @@ class Workload:
     """Rows a replica that generates runs side by side at most."""
     shares_prompts: bool = True
     """Whether a replica reads the prompt of rows that share one only once."""
+    computed_share: float = 1.0
+    """Of a step's tokens, what training and scoring compute: less where rows that begin alike are read once."""
+    gradient_share: float = 1.0
+    """Of a step's rows, those with a gradient: training passes the others forward only."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -243,6 +247,9 @@ class Workload:
                 why="every optimiser step needs a row",
                 fix=f"at most {self.rows}",
             )
+        for name, share in (("computed_share", self.computed_share), ("gradient_share", self.gradient_share)):
+            if not 0.0 <= share <= 1.0:
+                raise PlanError(f"{name} is {share:g}", why="a share lies between 0 and 1")
         if not 0.0 <= self.function_s < 86_400.0:
             raise PlanError(f"function_s is {self.function_s:g}", why="it lies between 0 and a day")
 
