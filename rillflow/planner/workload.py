@@ -226,7 +226,7 @@ class Workload:
     shares_prompts: bool = True
     """Whether a replica reads the prompt of rows that share one only once."""
     computed_share: float = 1.0
-    """Of a step's tokens, what training and scoring compute: less where rows that begin alike are read once."""
+    """Of a step's tokens, those that training and scoring compute: rows that begin alike may share some."""
     gradient_share: float = 1.0
     """Of a step's rows, those with a gradient: training passes the others forward only."""
 
