@@ -23,10 +23,14 @@ class Factors:
     """Of the links inside a machine."""
     between_links: float = 0.7
     """Of the links between machines."""
+    host_links: float = 0.5
+    """Of the links to the host's memory, where states of models go that are not at work."""
     memory: float = 0.9
     """Of the memory that models may fill; the rest is the libraries'."""
     launch_s: float = 1e-4
     """Seconds of a layer's pass over a micro-batch beside its arithmetic: what its kernels cost to start."""
+    expert_launch_s: float = 5e-4
+    """Seconds of a layer of experts beside that: tokens are counted, sorted and sent before they are known."""
     decode_launch_s: float = 2e-5
     """Seconds of a layer for one token of all rows beside what is read: recorded kernels start faster."""
     decode_row_s: float = 5e-6

@@ -85,7 +85,7 @@ class Load:
     """What the busiest replica computes between two optimiser steps, [grids]."""
 
     tokens: Numbers
-    """Tokens of its rows."""
+    """Tokens of its rows, those that several share counted once where they are computed once."""
     squares: Numbers
     """Sum of its rows' squared tokens."""
     micro_batches: Numbers
@@ -106,7 +106,11 @@ def load_of(workload: Workload, dp: Numbers, parts: int) -> Load:
         longest = workload.prompt.mean + workload.response.quantile(1 - 0.5 * parts / workload.rows)
         tokens = np.maximum(rows * mean, longest)
     micro_batches = np.ceil(np.divide(tokens, workload.tokens_per_micro_batch) - 1e-9)
-    return Load(tokens=tokens, squares=tokens * (square / mean), micro_batches=np.maximum(micro_batches, 1))
+    return Load(
+        tokens=tokens * workload.computed_share,
+        squares=tokens * (square / mean),
+        micro_batches=np.maximum(micro_batches, 1),
+    )
 
 
 def pass_flops(shape: ModelShape, load: Load) -> Numbers:
@@ -124,18 +128,20 @@ def paced_flops(setting: Setting, load: Load) -> Numbers:
     return pass_flops(shape, load) + longer * 2.0 * shape.chosen_parameters * load.tokens
 
 
-def products_s(setting: Setting, load: Load, grids: Grids, passes: int, share: float) -> Numbers:
+def products_s(setting: Setting, load: Load, grids: Grids, passes: float, share: float) -> Numbers:
     """Seconds of a device's share of the passes' FLOPs, at a share of its peak."""
     return passes * paced_flops(setting, load) / (grids.pp * grids.tp * setting.peak * share)
 
 
-def launches_s(setting: Setting, load: Load, grids: Grids, passes: int) -> Numbers:
-    """Seconds that a device's layers cost to start, for every micro-batch and pass."""
-    layers = np.ceil(setting.shape.layers / grids.pp)
-    return passes * layers * load.micro_batches * setting.factors.launch_s
+def launches_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+    """Seconds that a device's layers cost to start, for every micro-batch and pass; those of experts more."""
+    shape, factors = setting.shape, setting.factors
+    layers, mixed = np.ceil(shape.layers / grids.pp), np.ceil(shape.mixture_layers / grids.pp)
+    once = layers * factors.launch_s + mixed * factors.expert_launch_s
+    return passes * load.micro_batches * once
 
 
-def tensor_s(setting: Setting, load: Load, grids: Grids, passes: int) -> Numbers:
+def tensor_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
     """Seconds of tensor parallelism: 2 all-reduces of every layer's activations in each pass.
 
     Shoeybi et al., arXiv 1909.08053, 3: one after attention, one after the feed-forward block; the backward
@@ -147,7 +153,7 @@ def tensor_s(setting: Setting, load: Load, grids: Grids, passes: int) -> Numbers
     return rounds * load.micro_batches * all_reduce_s(setting.links, sent, grids.tp)
 
 
-def experts_s(setting: Setting, load: Load, grids: Grids, passes: int) -> Numbers:
+def experts_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
     """Seconds of expert parallelism: tokens go to their experts and back, 2 all-to-alls a layer and pass.
 
     Every device sends k copies of its tokens (Lepikhin et al., arXiv 2006.16668); as many rounds as
@@ -162,7 +168,7 @@ def experts_s(setting: Setting, load: Load, grids: Grids, passes: int) -> Number
     return rounds * load.micro_batches * all_to_all_s(setting.links, sent, grids.ep)
 
 
-def pipeline_s(setting: Setting, load: Load, grids: Grids, passes: int) -> Numbers:
+def pipeline_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
     """Seconds of activations and their gradients on their way between stages, once a micro-batch."""
     sent = load.tokens / load.micro_batches / grids.tp * setting.shape.hidden * setting.item_bytes
     ways = 2 if passes > FORWARD else 1
@@ -183,7 +189,7 @@ def stage_parameters(shape: ModelShape, grids: Grids) -> Numbers:
     return dense + shape.routed_parameters / (grids.pp * grids.expert_ways)
 
 
-def gathers_s(setting: Setting, load: Load, grids: Grids, passes: int) -> Numbers:
+def gathers_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
     """Seconds of links that shards of parameters take: gathered for every micro-batch, forward and backward.
 
     Zhao et al., arXiv 2304.11277: and gradients are reduce-scattered after each.
@@ -220,7 +226,7 @@ def optimizer_s(setting: Setting, grids: Grids) -> Numbers:
     return held * moved / (setting.fleet.device.memory_bandwidth * factors.decode_bandwidth)
 
 
-def passes_s(setting: Setting, load: Load, grids: Grids, passes: int, share: float) -> Numbers:
+def passes_s(setting: Setting, load: Load, grids: Grids, passes: float, share: float) -> Numbers:
     """Seconds of all micro-batches of one load: the work, drained through the pipeline, or the gathers."""
     work = (
         products_s(setting, load, grids, passes, share)
@@ -243,7 +249,8 @@ def train_s(setting: Setting, grids: Grids) -> Numbers:
     """Seconds of all epochs and optimiser steps over a step's rows, [grids]."""
     workload = setting.workload
     load = load_of(workload, grids.dp, workload.minibatches)
-    passes = RECOMPUTED if setting.recomputes else TRAINING
+    whole = RECOMPUTED if setting.recomputes else TRAINING
+    passes = workload.gradient_share * whole + (1 - workload.gradient_share) * FORWARD
     once = (
         passes_s(setting, load, grids, passes, setting.factors.train_flops)
         + gradients_s(setting, grids)

@@ -212,16 +212,16 @@ class _Laid:
             working = np.maximum(working, memory.scoring_bytes(setting, laid))
         copy = setting.shape.parameters * setting.item_bytes / np.maximum(self.generate_tp, 1)
         sampling = np.where(self.generate_tp > 0, np.maximum(copy - weights, 0.0), 0.0)
-        moved = np.zeros(len(laid))
+        fetched = moved = np.zeros(len(laid))
         if is_apart:
             kept, sampling = copy, np.zeros(len(laid))
         elif problem.offloads:
-            moved = kept / setting.links.host
+            fetched, moved = weights / setting.links.host, kept / setting.links.host
             working, kept = working + kept, np.zeros(len(laid))
             sampling = np.where(self.generate_tp > 0, copy, 0.0)
         self.resident, self.working, self.sampling = kept, working, sampling
         self.seconds = {
-            index: np.broadcast_to(self._seconds(work, problem, moved), len(laid))
+            index: np.broadcast_to(self._seconds(work, problem, fetched if work is Work.SCORE else moved), len(laid))
             for index, work in works.items()
             if work is not Work.GENERATE
         }

@@ -40,7 +40,7 @@ def links_of(fleet: Fleet, factors: Factors) -> Links:
     return Links(
         inside=fleet.device.inside_bandwidth * factors.inside_links,
         between=fleet.between_bandwidth * factors.between_links,
-        host=fleet.device.host_bandwidth,
+        host=fleet.device.host_bandwidth * factors.host_links,
         per_machine=fleet.per_machine,
         inside_s=factors.collective_s,
         between_s=max(factors.between_collective_s, factors.collective_s),
