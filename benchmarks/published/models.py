@@ -8,6 +8,9 @@ from typing import Any
 from rillflow.planner.model_shape import ModelShape, read_shape
 
 
+Config = dict[str, Any]
+
+
 def _dense(
     hidden: int, layers: int, heads: int, kv: int, inner: int, words: int, **more: Any
 ) -> dict[str, Any]:

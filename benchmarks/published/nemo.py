@@ -16,7 +16,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from published.models import shape
@@ -185,6 +185,11 @@ def _problem(row: Row, factors: Factors) -> Problem:
     )
 
 
+def single_graph() -> Graph:
+    """A step of one model: it generates, scores, trains and publishes."""
+    return _GRAPH
+
+
 def _stage(index: int, endpoint: str) -> Stage:
     return Stage(index=index, role="policy", endpoint=endpoint, reads=(), writes=())
 
@@ -194,11 +199,11 @@ _GRAPH = Graph(
     stages=(_stage(0, "generate"), _stage(1, "logprobs"), _stage(2, "update"), _stage(3, "publish")),
     edges=(),
 )
-_shape = lru_cache(maxsize=None)(shape)
-_lengths = lru_cache(maxsize=None)(lengths_of_mean)
+_shape = cache(shape)
+_lengths = cache(lengths_of_mean)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _fleet(device: str) -> Fleet:
     known: Mapping[str, Device] = shipped_devices()
     return Fleet(

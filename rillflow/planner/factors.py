@@ -30,7 +30,7 @@ class Factors:
     launch_s: float = 1e-4
     """Seconds of a layer's pass over a micro-batch beside its arithmetic: what its kernels cost to start."""
     expert_launch_s: float = 5e-4
-    """Seconds of a layer of experts beside that: tokens are counted, sorted and sent before they are known."""
+    """Seconds of a layer of experts beside that: tokens are counted and sorted before they are sent."""
     decode_launch_s: float = 2e-5
     """Seconds of a layer for one token of all rows beside what is read: recorded kernels start faster."""
     decode_row_s: float = 5e-6

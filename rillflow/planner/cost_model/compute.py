@@ -95,20 +95,23 @@ class Load:
 def load_of(workload: Workload, dp: Numbers, parts: int) -> Load:
     """The busiest of dp replicas in one of ``parts`` equal parts of a step's rows.
 
-    Rows are shared out by their tokens, so that it has the mean, or the longest row where that is more;
-    rows of one length can only be shared out whole.
+    Rows are shared out by their tokens, so that it has the mean, or the longest row where that is more, and
+    attends to that; rows of one length can only be shared out whole.
     """
     rows = workload.rows / parts / np.asarray(dp, dtype=np.float64)
     mean, square = workload.row_tokens, workload.row_square
     if workload.prompt.kind == "fixed" and workload.response.kind == "fixed":
         tokens: Numbers = np.ceil(rows - 1e-9) * mean
+        squares = tokens * (square / mean)
     else:
         longest = workload.prompt.mean + workload.response.quantile(1 - 0.5 * parts / workload.rows)
         tokens = np.maximum(rows * mean, longest)
+        beside = np.maximum(tokens - longest, 0.0) * (square / mean)
+        squares = np.maximum(tokens * (square / mean), longest**2 + beside)
     micro_batches = np.ceil(np.divide(tokens, workload.tokens_per_micro_batch) - 1e-9)
     return Load(
         tokens=tokens * workload.computed_share,
-        squares=tokens * (square / mean),
+        squares=squares,
         micro_batches=np.maximum(micro_batches, 1),
     )
 
@@ -249,10 +252,10 @@ def train_s(setting: Setting, grids: Grids) -> Numbers:
     """Seconds of all epochs and optimiser steps over a step's rows, [grids]."""
     workload = setting.workload
     load = load_of(workload, grids.dp, workload.minibatches)
-    whole = RECOMPUTED if setting.recomputes else TRAINING
-    passes = workload.gradient_share * whole + (1 - workload.gradient_share) * FORWARD
+    passes, learnt = RECOMPUTED if setting.recomputes else TRAINING, workload.gradient_share
     once = (
-        passes_s(setting, load, grids, passes, setting.factors.train_flops)
+        learnt * passes_s(setting, load, grids, passes, setting.factors.train_flops)
+        + (1 - learnt) * passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)
         + gradients_s(setting, grids)
         + optimizer_s(setting, grids)
     )

@@ -221,7 +221,9 @@ class _Laid:
             sampling = np.where(self.generate_tp > 0, copy, 0.0)
         self.resident, self.working, self.sampling = kept, working, sampling
         self.seconds = {
-            index: np.broadcast_to(self._seconds(work, problem, fetched if work is Work.SCORE else moved), len(laid))
+            index: np.broadcast_to(
+                self._seconds(work, problem, fetched if work is Work.SCORE else moved), len(laid)
+            )
             for index, work in works.items()
             if work is not Work.GENERATE
         }
