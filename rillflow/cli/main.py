@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rillflow import __version__
-from rillflow.cli import commands
+from rillflow.cli import commands, planning
 from rillflow.cli.failure import FAILED, explain_failure
 
 if TYPE_CHECKING:
@@ -112,6 +112,11 @@ def _graph_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe_arguments(parser)
+    planning.simulate_arguments(parser)
+
+
 def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument(
@@ -149,6 +154,16 @@ COMMANDS = {
         help="draw the stages of a recipe's phases and the fields that flow between them",
         run=commands.graph,
         arguments=_graph_arguments,
+    ),
+    "simulate": Command(
+        help="run a plan event by event: step time, idle time and its causes, memory, age of rows",
+        run=planning.simulate,
+        arguments=_simulate_arguments,
+    ),
+    "calibrate": Command(
+        help="fit a cluster's factors to a run, so that predictions meet what it measured",
+        run=planning.calibrate,
+        arguments=planning.calibrate_arguments,
     ),
     "ask": Command(
         help="let the trained model of a run answer a prompt", run=commands.ask, arguments=_ask_arguments

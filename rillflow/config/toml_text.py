@@ -20,7 +20,7 @@ def toml_text(tables: Data, comment: str = "") -> str:
     """The tables as TOML, values before the tables inside; what is None is left out.
 
     Args:
-        tables: texts, truth values, numbers, lists of these, and tables of them.
+        tables: texts, truth values, numbers, lists and tables of these.
         comment: what the first lines say to a person.
 
     Raises:
@@ -32,10 +32,7 @@ def toml_text(tables: Data, comment: str = "") -> str:
 
 def inline_text(table: Data) -> str:
     """A table in one line. Example: ``inline_text({"main": {"tp": 2}}) == "{main = {tp = 2}}"``."""
-    entries = (
-        f"{_key(name)} = {inline_text(value) if isinstance(value, Mapping) else _value(value, name)}"
-        for name, value in table.items()
-    )
+    entries = (f"{_key(name)} = {_value(value, name)}" for name, value in table.items() if value is not None)
     return f"{{{', '.join(entries)}}}"
 
 
@@ -69,6 +66,8 @@ def _value(value: object, place: str) -> str:
         return _text(value)
     if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return repr(value)
+    if isinstance(value, Mapping):
+        return inline_text(value)
     if isinstance(value, Sequence):
         return f"[{', '.join(_value(entry, place) for entry in value)}]"
     raise ConfigError(

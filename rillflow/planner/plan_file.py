@@ -29,8 +29,7 @@ def plan_text(plan: Plan) -> str:
     Raises:
         PlanError: it contradicts itself, so that it could not be read back.
     """
-    for problem in contradictions(plan):
-        raise problem
+    require_possible(plan)
     pools = {
         pool.name: {"fleet": pool.fleet, "devices": pool.devices, "device": pool.device or None}
         for pool in plan.pools
@@ -91,6 +90,16 @@ def read_plan(text: str, name: str) -> Plan:
     return plan
 
 
+def require_possible(plan: Plan) -> None:
+    """Refuse a plan that contradicts itself.
+
+    Raises:
+        PlanError: the first contradiction.
+    """
+    for problem in contradictions(plan):
+        raise problem
+
+
 def contradictions(plan: Plan) -> Iterator[PlanError]:
     """What cannot be in a plan, whatever it is a plan of."""
     counted = Counter(pool.name for pool in plan.pools)
@@ -109,7 +118,14 @@ def contradictions(plan: Plan) -> Iterator[PlanError]:
     for pool in plan.pools:
         if all(unit.pool != pool.name for unit in plan.units.values()):
             yield PlanError(f"the pool {pool.name} has no unit", why="its devices would do nothing")
-    if plan.freshness and SAMPLER not in plan.units:
+    for name, value, least in (
+        ("freshness", plan.freshness, 0),
+        ("oversample_prompts", plan.oversample_prompts, 1),
+        ("oversample_samples", plan.oversample_samples, 1),
+    ):
+        if not value >= least:
+            yield PlanError(f"{name} is {value:g}", why=f"it is {least} or more")
+    if plan.freshness > 0 and SAMPLER not in plan.units:
         yield PlanError(
             f"freshness is {plan.freshness} and no unit is called {SAMPLER}",
             why="where generation takes turns with training it never runs ahead of the weights",

@@ -17,6 +17,7 @@ from rillflow.observe import layout
 from rillflow.observe.wording import duration
 from rillflow.planner.plan_file import read_plan
 from rillflow.records.metrics import Mean
+from rillflow.view.columns import columns
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import PhaseSpan, RunData
 
@@ -111,11 +112,7 @@ def render_comparison(found: Comparison) -> str:
         ("stage", "predicted", "measured", "error"),
         *(_cells(one) for one in (*found.stages, found.step)),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [f"predicted against measured, medians of {found.steps:,} steps:"]
-    for row in rows:
-        cells = [row[0].ljust(widths[0])] + [row[column].rjust(widths[column]) for column in (1, 2, 3)]
-        lines.append("  " + "  ".join(cells))
+    lines = [f"predicted against measured, medians of {found.steps:,} steps:", *columns(rows)]
     return "\n".join([*lines, furthest_line(found)]).rstrip()
 
 

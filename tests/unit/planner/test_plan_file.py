@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.config.toml_text import toml_text
+from rillflow.config.toml_text import inline_text, toml_text
 from rillflow.errors import ConfigError, PlanError
 from rillflow.planner.grid import Grid
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
@@ -73,7 +73,7 @@ def test_a_plan_is_read_back_as_it_was_written(plan: Plan) -> None:
 VALUES = st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 TREES = st.recursive(
     st.dictionaries(st.text(), VALUES | st.text() | st.lists(VALUES | st.text(), max_size=3), max_size=3),
-    lambda inner: st.dictionaries(st.text(), inner, max_size=3),
+    lambda inner: st.dictionaries(st.text(), inner | st.lists(inner, max_size=2), max_size=3),
     max_leaves=6,
 )
 
@@ -82,6 +82,7 @@ TREES = st.recursive(
 @given(TREES, st.text(st.characters(codec="ascii", exclude_categories=["Cc"])))
 def test_tables_are_read_back_as_they_were_written(tables: dict[str, object], comment: str) -> None:
     assert tomllib.loads(toml_text(tables, comment)) == tables
+    assert tomllib.loads(f"table = {inline_text(tables)}") == {"table": tables}
 
 
 def test_what_toml_cannot_hold_is_refused_by_its_place() -> None:

@@ -1,0 +1,27 @@
+"""Columns: rows of cells as lines of text that stand below one another.
+
+rows ─> lines: the first column flush left, the others flush right, each as wide as its widest cell
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def columns(rows: Sequence[Sequence[str]], *, left: int = 1, indent: int = 2) -> list[str]:
+    """The rows as lines.
+
+    Args:
+        rows: cells, as many in every row; the first row is the head.
+        left: columns that are flush left.
+        indent: blanks before each line.
+    """
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append((" " * indent + "  ".join(cells)).rstrip())
+    return lines
