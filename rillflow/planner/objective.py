@@ -65,16 +65,18 @@ class Objective:
         Never falls with any of the three, so the value of lower bounds is a lower bound. Cut to 32 binary
         digits: sums that differ by rounding only are the same.
         """
+        step = np.asarray(step_s, dtype=np.float64)
+        within = np.isfinite(step) & (rounded(step) <= self.deadline_s)
+        step = np.where(within, step, 0.0)
         match self.goal:
             case Goal.STEP:
-                found = np.asarray(step_s, dtype=np.float64)
+                found = step
             case Goal.DEVICE_HOURS:
-                found = step_s * devices / HOUR_S
+                found = step * devices / HOUR_S
             case Goal.DEVICES:
-                found = np.asarray(devices, dtype=np.float64) + 0.0 * step_s
+                found = devices + 0.0 * step
             case Goal.COST:
-                found = step_s * price_per_hour / HOUR_S
-        within = np.isfinite(step_s) & (rounded(np.asarray(step_s, dtype=np.float64)) <= self.deadline_s)
+                found = step * price_per_hour / HOUR_S
         return rounded(np.where(within, found, np.inf))
 
 

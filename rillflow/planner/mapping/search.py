@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rillflow.errors import PlanError
-from rillflow.planner.evaluate import Evaluation, evaluate
+from rillflow.planner.evaluate import evaluate
 from rillflow.planner.mapping.allocations import Bounds, Cut
 from rillflow.planner.mapping.clock import Clock
 from rillflow.planner.mapping.partitions import Partition, Pool, partitions
+from rillflow.planner.mapping.ranking import Cause, Counts, Effort, Loser, Ranked, Ranking
+from rillflow.planner.mapping.reasons import no_plan_fits, why_it_fits_nowhere, why_it_loses
 from rillflow.planner.mapping.solve import Solver, Way
 from rillflow.planner.mapping.tables import Choices, Tables, choices
 from rillflow.planner.objective import Goal, Objective
@@ -26,74 +28,8 @@ from rillflow.planner.problem import SAMPLER, Problem
 
 CostsOf = Callable[[Problem], Costs]
 """A cost model's class, or what makes one."""
-FEW = 512
-"""Allocations looked at first, to have a plan to beat."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How much the search may look at before it is a heuristic."""
-
-    kept: int = 10
-    """Plans that are ranked."""
-    allocations: int = 200_000
-    """Of one placement, at once; of more those with the least bounds are kept, and the ranking says so."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranked:
-    """One placement at its best."""
-
-    plan: Plan
-    """What to launch."""
-    evaluation: Evaluation
-    """What it costs."""
-    value: float
-    """The objective's; the less the better."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loser:
-    """A placement that is not among the best."""
-
-    pools: tuple[tuple[str, ...], ...]
-    """Names of the units of each pool."""
-    freshness: int
-    """How many versions old a trained token may be."""
-    bound: float
-    """No plan with this placement has a lower value; infinite where none fits."""
-    found: Ranked | None
-    """The best of it that was looked at; none where nothing was."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """What the search did."""
-
-    placements: int
-    """Set partitions times freshness bounds."""
-    bounded: int
-    """Placements cut by their bound before any plan of them was solved."""
-    allocations: int
-    """Allocations whose bound did not cut them."""
-    solved: int
-    """Allocations solved exactly."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranking:
-    """The result of a search."""
-
-    best: tuple[Ranked, ...]
-    """The best plan of each of the best placements, best first."""
-    losers: tuple[Loser, ...]
-    """Every other placement, by ascending bound."""
-    counts: Counts
-    """What the search did."""
-    is_exact: bool
-    """Whether nothing was left out for being too much."""
-    bound: float
-    """No plan at all has a lower value; that of the best where the search is exact."""
+EXAMPLES = 8
+"""Allocations looked at, to have an example of a placement that was cut by its bound."""
 
 
 def search(
@@ -146,6 +82,13 @@ class _Solved:
         return (self.way.value, self.way.devices, self.placement.rank)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _LookedAt:
+    placement: _Placement
+    bound: float
+    best: _Solved | None
+
+
 class _Search:
     def __init__(
         self, problem: Problem, costs: CostsOf, objective: Objective, freshness: Sequence[int], effort: Effort
@@ -165,35 +108,20 @@ class _Search:
         ]
 
     def ranking(self) -> Ranking:
-        roots = [(self._bounds(placement).root(), placement) for placement in self._placements]
+        roots = [
+            (self._bounds(placement, self._objective).root(), placement) for placement in self._placements
+        ]
         roots.sort(key=lambda one: (one[0], one[1].rank))
-        bounds: list[tuple[float, _Placement, _Solved | None]] = []
-        for root, placement in roots:
-            cut = self._cut(placement)
-            could = cut.admits(np.array([root]), np.array([0.0]))[0] and np.isfinite(root)
-            self._bounded += not could
-            best = self._search(placement, cut) if could else None
-            if best is not None:
-                self._best = sorted([*self._best, best], key=lambda one: one.key)
-            bounds.append((root, placement, best))
+        looked_at = [self._looked_at(root, placement) for root, placement in roots]
         self._best = self._best[: self._effort.kept]
         if not self._best:
-            raise _nothing_fits()
-        kept = {id(one.placement) for one in self._best}
-        losers = [
-            Loser(
-                pools=placement.names,
-                freshness=placement.tables.problem.freshness,
-                bound=root if best is None else best.way.value,
-                found=None if best is None else self._ranked(best),
-            )
-            for root, placement, best in bounds
-            if id(placement) not in kept
-        ]
+            raise no_plan_fits([placement.tables for placement in self._placements], self._objective)
         ranked = tuple(self._ranked(one) for one in self._best)
+        kept = {id(one.placement) for one in self._best}
+        losers = [self._loser(one, ranked[0]) for one in looked_at if id(one.placement) not in kept]
         return Ranking(
             best=ranked,
-            losers=tuple(sorted(losers, key=lambda one: (one.bound, one.pools))),
+            losers=tuple(sorted(losers, key=lambda one: (one.bound, one.freshness, one.pools))),
             counts=Counts(
                 placements=len(self._placements),
                 bounded=self._bounded,
@@ -204,12 +132,61 @@ class _Search:
             bound=min(ranked[0].value, self._dropped),
         )
 
+    def _looked_at(self, root: float, placement: _Placement) -> _LookedAt:
+        """Search one placement, unless its bound says that it cannot be among the best."""
+        cut = self._cut(placement)
+        could = bool(np.isfinite(root) and cut.admits(np.array([root]), np.zeros(1))[0])
+        self._bounded += not could
+        best = self._search(placement, cut) if could else None
+        if best is not None:
+            self._best = sorted([*self._best, best], key=lambda one: one.key)
+            return _LookedAt(placement=placement, bound=best.way.value, best=best)
+        return _LookedAt(placement=placement, bound=max(root, cut.value if could else root), best=None)
+
+    def _loser(self, looked_at: _LookedAt, winner: Ranked) -> Loser:
+        placement, solved = looked_at.placement, looked_at.best
+        cause, why, found = None, "", None
+        if self._effort.explains:
+            solved = solved or self._example(looked_at, winner)
+            found = None if solved is None else self._ranked(solved)
+            if found is None:
+                cause, why = Cause.MEMORY, why_it_fits_nowhere(placement.tables, placement.partition)
+            else:
+                reason = why_it_loses(placement.tables, found, winner)
+                cause, why = reason.cause, reason.why
+        return Loser(
+            pools=placement.names,
+            freshness=placement.tables.problem.freshness,
+            bound=looked_at.bound if np.isfinite(looked_at.bound) or found is None else winner.value,
+            found=found,
+            cause=cause,
+            why=why,
+        )
+
+    def _example(self, looked_at: _LookedAt, winner: Ranked) -> _Solved | None:
+        """A good plan of a placement that was cut by its bound, be it too late; none where none fits."""
+        placement, objective = looked_at.placement, self._objective
+        start = max(winner.value, looked_at.bound)
+        if np.isfinite(objective.deadline_s):
+            objective, start = Objective(), winner.evaluation.step_s
+        if not np.isfinite(self._bounds(placement, objective).root()):
+            return None
+        solver = Solver(placement.tables, placement.clock, placement.partition, objective)
+        limits = [Cut(value=start * 1.5**times) for times in range(1, 6)] if np.isfinite(start) else []
+        for cut in (*limits, Cut()):
+            bounds = self._bounds(placement, objective)
+            found = bounds.narrow(cut, EXAMPLES)
+            way = self._solve_all(placement, solver, bounds, found.places, cut)
+            if way is not None:
+                return _Solved(placement=placement, way=way)
+        return None
+
     def _search(self, placement: _Placement, cut: Cut) -> _Solved | None:
         """The best plan of a placement that is better than the cut."""
         solver = Solver(placement.tables, placement.clock, placement.partition, self._objective)
         best: Way | None = None
-        for width in (FEW, self._effort.allocations):
-            bounds = self._bounds(placement)
+        for width in (self._effort.first, self._effort.allocations):
+            bounds = self._bounds(placement, self._objective)
             found = bounds.narrow(cut, width)
             better = self._solve_all(placement, solver, bounds, found.places, cut)
             if better is not None:
@@ -258,7 +235,7 @@ class _Search:
         wins_ties = placement.rank < last.placement.rank
         return Cut(value=last.way.value, devices=last.way.devices + wins_ties)
 
-    def _bounds(self, placement: _Placement) -> Bounds:
+    def _bounds(self, placement: _Placement, objective: Objective) -> Bounds:
         tables = placement.tables
         for pool in placement.partition:
             if (id(tables), pool) not in self._choices:
@@ -268,7 +245,7 @@ class _Search:
             tables.problem,
             placement.clock,
             [self._choices[id(tables), pool] for pool in placement.partition],
-            self._objective,
+            objective,
             self._functions(placement, most),
         )
 
@@ -358,7 +335,3 @@ def _require_prices(problem: Problem, objective: Objective) -> None:
             why="what costs nothing would always win",
             fix="give price_per_hour of every fleet",
         )
-
-
-def _nothing_fits() -> PlanError:
-    return PlanError("no plan fits")

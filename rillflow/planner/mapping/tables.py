@@ -231,7 +231,9 @@ def choices(tables: Tables, pool: Pool) -> Choices:
                 for number, (place, _) in zip(numbers, found, strict=True)
             ]
         ),
-        least=np.array([least.seconds for _, least in found]).reshape(len(found), -1),
+        least=np.array([least.seconds for _, least in found]).reshape(
+            len(found), len(tables.problem.graph.stages)
+        ),
         load=np.array([least.load_s for _, least in found]),
     )
 
