@@ -87,7 +87,8 @@ class _Rounding:
             self.lanes[place] = now
             touched = {place} | self._end(replica.advance(now), now)
             for other in touched:
-                heapq.heappush(heap, (self.replicas[other].next_s, other))
+                if self.replicas[other].rows:
+                    heapq.heappush(heap, (self.replicas[other].next_s, other))
         return self._round(now)
 
     def _deal(self) -> list[tuple[float, int]]:
@@ -101,7 +102,8 @@ class _Rounding:
         heap = []
         for place, (replica, hand) in enumerate(zip(self.replicas, hands, strict=True)):
             replica.begin(hand, 0.0)
-            heap.append((replica.next_s, place))
+            if hand:
+                heap.append((replica.next_s, place))
         heapq.heapify(heap)
         return heap
 

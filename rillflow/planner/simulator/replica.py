@@ -58,7 +58,11 @@ class Replica:
 
     def __init__(self, decoder: Decoder, *, slow: float = 1.0, shares_prompts: bool = False) -> None:
         self.next_s = math.inf
+        """When its next event is."""
+        self.rows = 0
+        """Rows that run or wait in it."""
         self.peak_tokens = 0.0
+        """The most its cache held."""
         self._decoder = decoder
         self._slow = slow
         self._shares = shares_prompts
@@ -75,19 +79,9 @@ class Replica:
         self._segment_s = 0.0
         self._segment_tokens = 0.0
 
-    @property
-    def rows(self) -> int:
-        """Rows that run or wait in it."""
-        return len(self._running) + len(self._waiting)
-
-    @property
-    def has_slot(self) -> bool:
-        """Whether a row that begins now would run at once, as far as slots go."""
-        return self.rows < self._most_rows and not self._waiting
-
     def has_room(self, row: Row) -> bool:
         """Whether a row that begins now would run at once."""
-        return self.has_slot and self._fits(row.prompt_tokens)
+        return self.rows < self._most_rows and not self._waiting and self._fits(row.prompt_tokens)
 
     def begin(self, rows: list[Row], now_s: float) -> None:
         """Let rows begin as soon as there is room; ``advance`` comes first where time has passed."""
@@ -95,6 +89,7 @@ class Replica:
             if row.prompt_tokens + row.response_tokens > self._capacity:
                 raise _too_long(row, self._capacity)
             self._waiting.append(_Waiting(row=row, left=row.response_tokens))
+        self.rows += len(rows)
         self._now_s = now_s
         self._admit()
         self._plan()
@@ -132,6 +127,7 @@ class Replica:
             self._plan()
         else:
             self._waiting = deque(item for item in self._waiting if item.row != row)
+        self.rows = len(self._running) + len(self._waiting)
 
     def stall(self, seconds: float, *, reads_again: bool) -> None:
         """Stand still while weights arrive; with ``reads_again`` every prefix is then read under them."""
@@ -153,6 +149,7 @@ class Replica:
             if running is not None and running.mark == mark:
                 self._leave(running)
                 ended.append(running.row)
+        self.rows -= len(ended)
         return ended
 
     def _leave(self, running: _Running) -> int:

@@ -63,6 +63,7 @@ class Sampling:
         self._homes: dict[tuple[int, int], int] = {}
         self._prompt = 0
         self._changed: set[int] = set()
+        self._empty = dict.fromkeys(range(len(self._lanes)))
 
     @property
     def peak_tokens(self) -> float:
@@ -96,9 +97,9 @@ class Sampling:
         """Begin all that may and can begin, and let replicas without rows take the newest weights."""
         while self._begin_one(now_s) or self._refresh(now_s):
             pass
-        for place, lane in enumerate(self._lanes):
-            if not lane.replica.rows:
-                self._mark(place, now_s, self._cause())
+        cause = self._cause()
+        for place in self._empty:
+            self._mark(place, now_s, cause)
 
     def close(self, end_s: float) -> None:
         """Write down what replicas do at the end."""
@@ -128,15 +129,16 @@ class Sampling:
         assert not ended, "events of this moment are over before rows begin"
         self._mark(place, now_s, None)
         lane.replica.begin([row], now_s)
+        self._empty.pop(place, None)
         return True
 
     def _place(self, row: Row, least: int) -> int | None:
         """The replica with the fewest rows among those with weights and room for one more."""
         best, fewest = None, math.inf
         for place, lane in enumerate(self._lanes):
-            rows = lane.replica.rows
-            if rows < fewest and lane.version >= least and lane.replica.has_room(row):
-                best, fewest = place, rows
+            replica = lane.replica
+            if replica.rows < fewest and lane.version >= least and replica.has_room(row):
+                best, fewest = place, replica.rows
         return best
 
     def _begin_group(self, version: int) -> None:
@@ -157,11 +159,7 @@ class Sampling:
 
     def _refresh(self, now_s: float) -> bool:
         """Let replicas without rows take the newest weights; whether any did."""
-        stale = [
-            place
-            for place, lane in enumerate(self._lanes)
-            if lane.version < self.newest and not lane.replica.rows
-        ]
+        stale = [place for place in self._empty if self._lanes[place].version < self.newest]
         for place in stale:
             self._pass(place, now_s)
             self._load(place, self._lanes[place], now_s, reads_again=False)
@@ -179,9 +177,8 @@ class Sampling:
 
     def _pass(self, place: int, now_s: float) -> list[Group]:
         """Let time pass on a replica; the groups complete by that, their other rows stopped."""
-        self._changed.add(place)
         complete = []
-        left = self._lanes[place].replica.advance(now_s)
+        left = self._advance(place, now_s)
         while left:
             row = left.pop()
             group = self.live[row.prompt]
@@ -211,10 +208,20 @@ class Sampling:
         if place is None:
             self._waiting.remove(row)
             return []
+        ended = self._advance(place, now_s)
+        replica = self._lanes[place].replica
+        replica.stop(row)
+        if not replica.rows:
+            self._empty[place] = None
+        return ended
+
+    def _advance(self, place: int, now_s: float) -> list[Row]:
+        """Let time pass on a replica; the rows that ended."""
+        self._changed.add(place)
         replica = self._lanes[place].replica
         ended = replica.advance(now_s)
-        replica.stop(row)
-        self._changed.add(place)
+        if not replica.rows:
+            self._empty[place] = None
         return ended
 
     def _cause(self) -> Cause:

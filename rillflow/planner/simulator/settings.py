@@ -13,14 +13,14 @@ class Settings:
     """How weights arrive, how lengths of a prompt's rows belong together, and which devices are slow.
 
     Example:
-        Settings(interrupts=True, straggler_share=0.05, straggler_factor=1.5)
+        Settings(interrupts=True, crossing="hidden", straggler_share=0.05, straggler_factor=1.5)
     """
 
     interrupts: bool = False
     """Whether new weights interrupt rows, which go on under them once their prefixes are read again; else a
     replica ends what it runs first."""
-    crossing: Literal["hidden", "exposed"] = "hidden"
-    """Whether weights travel beside the work of both sides, or both sides stand still meanwhile."""
+    crossing: Literal["exposed", "hidden"] = "exposed"
+    """Whether both sides stand still while weights travel, or work on beside it."""
     shared_length: float = 0.0
     """The share of the variance of log lengths that the rows of a prompt have in common, 0 to 1."""
     straggler_share: float = 0.0

@@ -194,7 +194,7 @@ def toy(
     freshness: int = 0,
     **planned: float | str,
 ) -> Toy:
-    """The toy step with each unit on the pool it is given: ``policy``, ``critic``, ``reference``, ``sampler``."""
+    """The toy step, each unit on the pool it is given: ``policy``, ``critic``, ``reference``, ``sampler``."""
     names = tuple(dict.fromkeys(pools.values()))
     fleet = Fleet(name="toy", device=DEVICE, devices=4 * len(names), per_machine=4, between_bandwidth=1.0)
     workload = Workload(
