@@ -7,7 +7,6 @@ from typing import Any
 
 from rillflow.planner.model_shape import ModelShape, read_shape
 
-
 Config = dict[str, Any]
 
 

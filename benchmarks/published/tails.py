@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
 from published.models import shape
 from published.nemo import NETWORK, single_graph
 from rillflow.planner.cost_model.costs import CostModel
@@ -50,8 +51,8 @@ VERL = (
     VerlRow(training=32, is_ahead=True, generate_s=28.46, score_s=0.0, update_s=156.98, step_s=189.26),
     VerlRow(training=64, is_ahead=True, generate_s=33.14, score_s=0.0, update_s=113.16, step_s=150.63),
 )
-"""volcengine/verl, docs/advance/fully_async.md of October 2025. Later copies have the updates of the first and
-the fourth row the other way round; only so do stages add up to steps."""
+"""volcengine/verl, docs/advance/fully_async.md of October 2025. Later copies have the updates of the first
+and the fourth row the other way round; only so do stages add up to steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +218,7 @@ class PackedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFit:
-    """Lengths that explain three of the rows."""
+    """Lengths that explain four of the rows; ``shared``: of their spread, the prompt's part."""
 
     response: Lengths
     shared: float
@@ -238,7 +239,7 @@ ROLLPACKER = (
 
 
 def fit_rollpacker() -> PackedFit:
-    """Median, spread and what of it belongs to the prompt, from three rows; seconds a token from the first."""
+    """Median, spread and what of it belongs to the prompt, from four rows; a token's seconds from the first."""
     best, found = math.inf, None
     for sigma in (0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.8):
         for median in (300, 500, 800, 1200, 1800, 2500):
@@ -263,7 +264,7 @@ def fit_rollpacker() -> PackedFit:
 
 
 def predict_rollpacker(row: PackedRow, fit: PackedFit, draws: int = DRAWS) -> float:
-    """Seconds until enough prompts have enough answers; ``shared``: of a length's spread, the prompt's part."""
+    """Seconds until enough prompts have enough answers, the mean of some draws."""
     factors, response, shared = fit.factors, fit.response, fit.shared
     workload = Workload(prompts=128, samples=8, prompt=Lengths(kind="fixed", limit=200), response=response)
     fleet = Fleet(
