@@ -155,8 +155,8 @@ def verl_lines() -> list[str]:
         _summary(errors),
         "",
         "Doubling 64 to 128 in step: published -2% over the whole run (-17% over its first 100 steps), "
-        f"predicted {doubled:+.0%}. Half the devices ahead against all in step: faster in all three, published "
-        "and predicted.",
+        f"predicted {doubled:+.0%}. Half the devices ahead against all in step: faster in all three, "
+        "published and predicted.",
         "",
     ]
 
@@ -224,9 +224,9 @@ def placement_lines() -> list[str]:
     lines = [
         "## HybridFlow, PPO on machines of 8 A100: which placement wins",
         "",
-        "Published: all colocated to 64; actor + reference against critic + reward from 96 (34B); for smaller "
-        "models each apart at the largest size. Seconds of the best plan of each placement; nothing was fitted "
-        "to these.",
+        "Published: all colocated to 64; actor + reference against critic + reward from 96 (34B); for "
+        "smaller models each apart at the largest size. Seconds of the best plan of each placement; nothing "
+        "was fitted to these.",
         "",
         "| model | devices | best | s | colocated | actor + reference, critic + reward | all apart |",
         "|---|---|---|---|---|---|---|",

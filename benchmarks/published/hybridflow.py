@@ -1,6 +1,6 @@
 """HybridFlow's placements and generation meshes: which wins at which size (arXiv 2409.19256, 8.3 and 8.4).
 
-PPO with four models of one size ─ search on 16 .. 128 A100 ─> the best placement, and the two it is compared with
+PPO with four models of one size ─ search on 16 .. 128 A100 ─> the best placement, and others
 16 devices, trained at tp 8, dp 2 ─> seconds of generation and transition by generate_tp
 """
 

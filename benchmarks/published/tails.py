@@ -239,7 +239,7 @@ ROLLPACKER = (
 
 
 def fit_rollpacker() -> PackedFit:
-    """Median, spread and what of it belongs to the prompt, from four rows; a token's seconds from the first."""
+    """Median, spread and what of it belongs to the prompt, from four rows; launches from the first."""
     best, found = math.inf, None
     for sigma in (0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.8):
         for median in (300, 500, 800, 1200, 1800, 2500):
