@@ -8,8 +8,10 @@ edge, seats ──────────> seconds of a transfer
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge, Stage
@@ -17,6 +19,7 @@ from rillflow.planner.cost_model import memory, transfers
 from rillflow.planner.cost_model.compute import Setting, score_s, train_s
 from rillflow.planner.cost_model.generation import (
     Replica,
+    at_once,
     drain_s,
     prompt_tokens,
     replica_lengths,
@@ -42,7 +45,8 @@ class CostModel:
         self._options: dict[_Place, tuple[Option, ...]] = {}
         self._shortfalls: dict[_Place, float] = {}
         self._settings: dict[tuple[str, str], Setting] = {}
-        self._generated: dict[tuple[int, Decoder], float] = {}
+        self._generated: dict[tuple[int, Decoder, int], float] = {}
+        self._spreads: dict[tuple[int, int], NDArray[np.float64]] = {}
         self._decoders: dict[tuple[str, int, str, int, float], Replica | None] = {}
 
     def options(self, unit: Unit, fleet: str, devices: int) -> tuple[Option, ...]:
@@ -100,12 +104,15 @@ class CostModel:
 
     def generate_s(self, stage: Stage, decoder: Decoder) -> float:
         """Seconds until the last of the stage's rows has ended."""
-        key = (stage.index, decoder)
+        workload, rows = self._problem.workload, self._rows(stage)
+        lengths = self._lengths(rows, decoder.replicas)
+        slots = at_once(workload, decoder, lengths)
+        alike = replace(decoder, capacity_tokens=0) if isinstance(decoder, Replica) else decoder
+        key = (stage.index, alike, slots)
         if key not in self._generated:
-            workload, rows = self._problem.workload, self._rows(stage)
-            lengths = replica_lengths(workload, rows, decoder.replicas)
             read = prompt_tokens(workload, rows, decoder.replicas)
-            self._generated[key] = decoder.prefill_s(read) + drain_s(workload, decoder, lengths)
+            drained = drain_s(workload, decoder, lengths, slots)
+            self._generated[key] = decoder.prefill_s(read) + drained
         return self._generated[key]
 
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
@@ -152,6 +159,12 @@ class CostModel:
     def _between(self, fleet: str) -> float:
         hardware = self._problem.hardware
         return hardware.fleet(fleet).between_bandwidth * hardware.factors.between_links
+
+    def _lengths(self, rows: int, replicas: int) -> NDArray[np.float64]:
+        """Lengths of the replica that ends last."""
+        if (rows, replicas) not in self._spreads:
+            self._spreads[rows, replicas] = replica_lengths(self._problem.workload, rows, replicas)
+        return self._spreads[rows, replicas]
 
     def _rows(self, stage: Stage) -> int:
         """Rows a stage generates: one a prompt where it takes the likeliest token."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from rillflow.planner.workload import Workload
 
 SEGMENTS = 96
 """Ends of rows that a drain tells apart: half of them the last ones, before them groups of neighbours."""
+_RUNGS = tuple(sorted({int(2 ** (step / 4)) for step in range(80)}))
 PREFILL_TOKENS = 8192
 """Tokens that one pass of prefill reads."""
 
@@ -151,30 +153,48 @@ def prompt_tokens(workload: Workload, rows: int, replicas: int) -> float:
     return max(count / alike, 1.0) * workload.prompt.mean
 
 
-def drain_s(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64]) -> float:
-    """Seconds until the last row has its length; as many run at once as fit.
+def at_once(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64]) -> int:
+    """Rows of a drain that run side by side: all where their contexts fit, else a rung of a fixed ladder.
+
+    Rungs lie a fourth root of 2 apart, so that drains with nearly as much room are computed once.
+    """
+    count = len(lengths)
+    growing = np.arange(count, 0, -1) * (workload.prompt.mean + lengths)
+    if count <= decoder.most_rows and float(np.max(growing)) <= decoder.capacity_tokens:
+        return count
+    slots = min(running_rows(workload, decoder), count)
+    if workload.response.kind == "fixed":
+        return math.ceil(count / math.ceil(count / slots))
+    return _RUNGS[max(bisect_right(_RUNGS, min(slots, count - 1)) - 1, 0)]
+
+
+def drain_s(
+    workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int | None = None
+) -> float:
+    """Seconds until the last row has its length; as many run at once as fit, or as ``slots`` says.
 
     All at once: rows sorted by length, ``T = sum_j tau(j) (L_j - L_{j+1})``. In waves: a row that ends
-    hands its place to the next, and what runs then drains.
+    hands its place to the next, and what runs then drains; never less than with more places. Rows of one
+    length begin and end together, wave by wave.
     """
-    slots = running_rows(workload, decoder)
-    if workload.response.kind == "fixed" and len(lengths) > slots:
-        slots = math.ceil(len(lengths) / math.ceil(len(lengths) / slots))
-    if len(lengths) <= min(decoder.most_rows, _all_at_once(workload, decoder, lengths)):
-        return _drain_all_s(workload, decoder, lengths, 0.0)
+    places = slots or at_once(workload, decoder, lengths)
+    count = len(lengths)
+    seconds = _drain_all_s(workload, decoder, lengths, 0.0)
+    if places >= count:
+        return seconds
+    if workload.response.kind == "fixed":
+        return math.ceil(count / places) * _drain_all_s(workload, decoder, lengths[:places], 0.0)
+    more = [rung for rung in _RUNGS if places < rung < count]
+    return max(seconds, *(_waves_s(workload, decoder, lengths, one) for one in (places, *more)))
+
+
+def _waves_s(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int) -> float:
+    """Seconds of rows that take turns in so many places."""
     ends = _ends_in_turn(lengths, slots)
-    full = float(ends[-slots]) if len(ends) > slots else 0.0
+    full = float(ends[-slots - 1])
     mean = workload.prompt.mean + workload.response.mean_square / (2 * workload.response.mean)
     filled_s = decoder.advance_s(slots, slots * (mean - full / 2), full)
     return filled_s + _drain_all_s(workload, decoder, ends[-slots:] - full, mean - workload.prompt.mean)
-
-
-def _all_at_once(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64]) -> int:
-    """All rows where their contexts fit at their largest sum while they drain, else fewer."""
-    count = len(lengths)
-    living = np.arange(count, 0, -1)
-    peak = float(np.max(living * (workload.prompt.mean + lengths)))
-    return count if peak <= decoder.capacity_tokens else 0
 
 
 def _ends_in_turn(lengths: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
