@@ -13,7 +13,7 @@ from rillflow.errors import PlanError, nearest
 from rillflow.planner.hardware import Fleet
 from rillflow.planner.option import Costs, Decoder, Option, Seat
 from rillflow.planner.packing import machines_needed, machines_of
-from rillflow.planner.plan import Plan, PlannedPool
+from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.work import Work
 
@@ -115,7 +115,7 @@ def _seated_on(
     options = {}
     for unit in units:
         planned = plan.units[unit.name]
-        options[unit.name] = costs.option(unit, pool.fleet, pool.devices, planned.grid, planned.generate_tp)
+        options[unit.name] = _option(costs, unit, pool, planned)
     room = costs.room_bytes(pool.fleet, options)
     largest = max(options, key=lambda name: _bytes(options[name]))
     fleet = problem.hardware.fleet(pool.fleet)
@@ -135,6 +135,14 @@ def _seated_on(
         seat = Seat(pool=pool.name, fleet=pool.fleet, devices=pool.devices, grid=option.grid)
         found[unit.name] = Seated(unit=unit, seat=seat, option=option, room_bytes=room, decoder=decoder)
     return found
+
+
+def _option(costs: Costs, unit: Unit, pool: PlannedPool, planned: PlannedUnit) -> Option:
+    """As planned: most plans have an option that the search knows already."""
+    for option in costs.options(unit, pool.fleet, pool.devices):
+        if (option.grid, option.generate_tp) == (planned.grid, planned.generate_tp):
+            return option
+    return costs.option(unit, pool.fleet, pool.devices, planned.grid, planned.generate_tp)
 
 
 def _require_units(problem: Problem, plan: Plan) -> None:

@@ -28,7 +28,7 @@ from rillflow.planner.problem import SAMPLER, Problem
 
 CostsOf = Callable[[Problem], Costs]
 """A cost model's class, or what makes one."""
-EXAMPLES = 8
+EXAMPLES = 2
 """Allocations looked at, to have an example of a placement that was cut by its bound."""
 
 

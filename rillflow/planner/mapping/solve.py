@@ -17,9 +17,9 @@ from rillflow.planner.mapping.allocations import Bounds, Cut
 from rillflow.planner.mapping.clock import Clock, Number
 from rillflow.planner.mapping.fronts import Admits, Front, front
 from rillflow.planner.mapping.partitions import Partition
-from rillflow.planner.mapping.tables import Place, Tables
+from rillflow.planner.mapping.tables import Place, Tables, UnitPlace
 from rillflow.planner.objective import Floats, Objective
-from rillflow.planner.option import Option, Seat
+from rillflow.planner.option import Option
 from rillflow.planner.problem import SAMPLER
 
 MOST_WAYS = 300_000
@@ -244,34 +244,20 @@ class Solver:
         found = []
         for number in self._clock.crossing:
             edge = graph.edges[number]
-            source, destination = owner[edge.source], owner[edge.destination]
-            froms, tos = self._seats(source, places), self._seats(destination, places)
-            seconds = np.array(
-                [[tables.costs.transfer_s(edge, one, other) for other in tos] for one in froms]
-            )
-            found.append(_Pair(edge=number, source=source, destination=destination, seconds=seconds))
+            ends = [
+                UnitPlace(unit=unit, place=places[self._pool_of[unit]])
+                for unit in (owner[edge.source], owner[edge.destination])
+            ]
+            seconds = tables.transfers(number, ends[0], ends[1])
+            found.append(_Pair(edge=number, source=ends[0].unit, destination=ends[1].unit, seconds=seconds))
         for index in tables.crossing:
-            source = owner[index]
             sampler = next(number for number, unit in enumerate(tables.units) if unit.name == SAMPLER)
-            tos = self._seats(sampler, places)
-            copies = [option.generate_tp for option in self._table_options(sampler, places)]
-            seconds = np.array(
-                [
-                    [
-                        tables.costs.crossing_s(one, other, copy)
-                        for other, copy in zip(tos, copies, strict=True)
-                    ]
-                    for one in self._seats(source, places)
-                ]
-            )
-            found.append(_Pair(edge=-1, source=source, destination=sampler, seconds=seconds))
+            ends = [
+                UnitPlace(unit=unit, place=places[self._pool_of[unit]]) for unit in (owner[index], sampler)
+            ]
+            seconds = tables.crossings(ends[0], ends[1])
+            found.append(_Pair(edge=-1, source=ends[0].unit, destination=sampler, seconds=seconds))
         return found
-
-    def _seats(self, unit: int, places: Sequence[Place]) -> list[Seat]:
-        pool = self._pool_of[unit]
-        return [
-            self._tables.seat(places[pool], option, str(pool)) for option in self._table_options(unit, places)
-        ]
 
     def _handicap(self, unit: int, places: Sequence[Place], pairs: Sequence[_Pair]) -> Floats:
         """What it may cost elsewhere to have one option of a unit in place of another, by stage."""

@@ -7,7 +7,7 @@ UnitTables of a pool ───────> Choices      least seconds [fleet an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,8 +33,18 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnitPlace:
+    """A unit at a place."""
+
+    unit: int
+    """Its number."""
+    place: Place
+    """Where its pool is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnitTable:
-    """The options of a unit at one place; generation counts with all the room it could have."""
+    """The options of a unit at one place; generation counts with the most room any of them leaves it."""
 
     options: tuple[Option, ...]
     """As the cost model gives them."""
@@ -60,6 +70,16 @@ class Generated:
     """Of all of them, as the pool's load counts it."""
 
 
+_NOWHERE = UnitTable(
+    options=(),
+    seconds=np.zeros((0, 0)),
+    loads=np.zeros(0),
+    generation=np.zeros(0),
+    bytes=np.zeros((0, 3)),
+    copies=np.zeros(0),
+)
+
+
 class Tables:
     """A problem's costs as arrays.
 
@@ -72,6 +92,7 @@ class Tables:
         self.costs = costs
         self.units = problem.units
         self._unit_tables: dict[tuple[int, Place], UnitTable | None] = {}
+        self._paired: dict[tuple[int, UnitPlace, UnitPlace], Floats] = {}
         self._generated: dict[tuple[int, Place, int, int, float], Generated | None] = {}
 
     @cached_property
@@ -119,7 +140,7 @@ class Tables:
 
     def generated(self, unit: int, place: Place, option: Option, room_bytes: float) -> Generated | None:
         """Seconds of generation beside which so much room is left; none where no row fits."""
-        key = (unit, place, option.generate_tp, option.grid.ep, room_bytes)
+        key = (unit, place, *_copy(option), room_bytes)
         if key not in self._generated:
             self._generated[key] = self._generate(self.units[unit], unit, place, option, room_bytes)
         return self._generated[key]
@@ -129,9 +150,48 @@ class Tables:
         named = {self.units[unit].name: option for unit, option in zip(pool, options, strict=True)}
         return self.costs.room_bytes(place.fleet, named)
 
-    def seat(self, place: Place, option: Option, pool: str) -> Seat:
-        """A unit's seat."""
-        return Seat(pool=pool, fleet=place.fleet, devices=place.devices, grid=option.grid)
+    def transfers(self, edge: int, source: UnitPlace, destination: UnitPlace) -> Floats:
+        """Seconds of an edge between two pools, [options of the source, options of the destination]."""
+        found = self.problem.graph.edges[edge]
+
+        def seconds(one: Option, other: Option) -> float:
+            return self.costs.transfer_s(found, _seat(source, one), _seat(destination, other))
+
+        return self._pairs((edge, source, destination), seconds, copies=False)
+
+    def crossings(self, source: UnitPlace, destination: UnitPlace) -> Floats:
+        """Seconds of weights to a sampler apart, [options of the source, options of the sampler]."""
+
+        def seconds(one: Option, other: Option) -> float:
+            return self.costs.crossing_s(_seat(source, one), _seat(destination, other), other.generate_tp)
+
+        return self._pairs((-1, source, destination), seconds, copies=True)
+
+    def _pairs(
+        self,
+        key: tuple[int, UnitPlace, UnitPlace],
+        seconds: Callable[[Option, Option], float],
+        *,
+        copies: bool,
+    ) -> Floats:
+        """Seconds by the options of two units, asked once for options that are alike in what counts."""
+        if key not in self._paired:
+            _, source, destination = key
+            rows, columns = [
+                (self.unit(end.unit, end.place) or _NOWHERE).options for end in (source, destination)
+            ]
+            ways = {(one.grid, one.generate_tp * copies): one for one in reversed(columns)}
+            grids = {one.grid: one for one in reversed(rows)}
+            asked = {
+                grid: {way: seconds(one, other) for way, other in ways.items()} for grid, one in grids.items()
+            }
+            self._paired[key] = np.array(
+                [
+                    [asked[one.grid][other.grid, other.generate_tp * copies] for other in columns]
+                    for one in rows
+                ]
+            )
+        return self._paired[key]
 
     def _generate(
         self, named: Unit, unit: int, place: Place, option: Option, room_bytes: float
@@ -148,42 +208,43 @@ class Tables:
 
     def _table(self, unit: int, place: Place) -> UnitTable | None:
         named = self.units[unit]
-        options = self.costs.options(named, place.fleet, place.devices)
-        alone = {number: self._alone(unit, place, option) for number, option in enumerate(options)}
-        generated = {number: found for number, found in alone.items() if found is not None}
-        if not generated:
+        every = self.costs.options(named, place.fleet, place.devices)
+        alone = self._alone(unit, place, every)
+        options = tuple(one for one in every if _copy(one) in alone)
+        if not options:
             return None
-        kept = list(generated)
-        seconds, loads = np.zeros((len(kept), len(named.stages))), np.zeros(len(kept))
-        for row, number in enumerate(kept):
-            given, ends = options[number].seconds, iter(generated[number].seconds)
-            for column, index in enumerate(named.stages):
-                if column in self.generating[unit]:
-                    seconds[row, column] = next(ends)
-                elif index not in self.crossing:
-                    seconds[row, column] = given[index]
-            silent = [column for column in range(len(named.stages)) if column not in self.generating[unit]]
-            loads[row] = seconds[row, silent].sum() + generated[number].load_s
-        options = tuple(options[number] for number in kept)
-        alike: dict[tuple[int, int], int] = {}
-        copies = [
-            alike.setdefault((one.generate_tp, one.grid.ep), len(alike)) if self.generating[unit] else 0
-            for one in options
+        loud = self.generating[unit]
+        given = [
+            column
+            for column, index in enumerate(named.stages)
+            if column not in loud and index not in self.crossing
         ]
+        seconds = np.zeros((len(options), len(named.stages)))
+        for row, one in enumerate(options):
+            seconds[row, given] = [one.seconds[named.stages[column]] for column in given]
+            seconds[row, list(loud)] = alone[_copy(one)].seconds
+        generation = np.array([alone[_copy(one)].load_s for one in options])
+        alike = {copy: number for number, copy in enumerate(alone)}
         return UnitTable(
             options=options,
             seconds=seconds,
-            loads=loads,
-            generation=np.array([generated[number].load_s for number in kept]),
+            loads=seconds[:, given].sum(axis=1) + generation,
+            generation=generation,
             bytes=np.array([(one.resident_bytes, one.working_bytes, one.sampling_bytes) for one in options]),
-            copies=np.array(copies),
+            copies=np.array([alike[_copy(one)] if loud else 0 for one in options]),
         )
 
-    def _alone(self, unit: int, place: Place, option: Option) -> Generated | None:
+    def _alone(self, unit: int, place: Place, options: Sequence[Option]) -> dict[tuple[int, int], Generated]:
+        """By copy, generation with the most room any option leaves it; none where no row fits even so."""
         if not self.generating[unit]:
-            return Generated(seconds=(), load_s=0.0)
-        room = self.room((unit,), place, [option])
-        return self.generated(unit, place, option, room) if room >= 0 else None
+            return {_copy(one): Generated(seconds=(), load_s=0.0) for one in options}
+        most: dict[tuple[int, int], tuple[float, Option]] = {}
+        for one in options:
+            room = self.room((unit,), place, [one])
+            if room >= 0 and (_copy(one) not in most or room > most[_copy(one)][0]):
+                most[_copy(one)] = (room, one)
+        found = {copy: self.generated(unit, place, one, room) for copy, (room, one) in most.items()}
+        return {copy: one for copy, one in found.items() if one is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +297,17 @@ def choices(tables: Tables, pool: Pool) -> Choices:
         ),
         load=np.array([least.load_s for _, least in found]),
     )
+
+
+def _copy(option: Option) -> tuple[int, int]:
+    """What a decoder reads of an option."""
+    return option.generate_tp, option.grid.ep
+
+
+def _seat(end: UnitPlace, option: Option) -> Seat:
+    """A seat in a pool of its own."""
+    place = end.place
+    return Seat(pool=str(end.unit), fleet=place.fleet, devices=place.devices, grid=option.grid)
 
 
 def _least(tables: Tables, pool: Pool, place: Place) -> Generated | None:
