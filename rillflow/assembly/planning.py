@@ -27,7 +27,9 @@ from rillflow.graph.graph import Graph
 from rillflow.models.config import NewModel
 from rillflow.observe import layout
 from rillflow.observe.reader import RolloutRecord, read_rollouts, read_spans, require_run
+from rillflow.planner.calibration import stages_by_name
 from rillflow.planner.hardware import Hardware, read_hardware
+from rillflow.planner.mapping.ranking import Ranked
 from rillflow.planner.model_shape import ModelShape, read_shape
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import SAMPLER, Problem
@@ -96,6 +98,18 @@ def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | Non
 def problem_of_plan(problem: Problem, plan: Plan) -> Problem:
     """The problem as a plan solves it: with a sampler where it has one, and its freshness bound."""
     return replace(problem, samples_apart=SAMPLER in plan.units, freshness=plan.freshness)
+
+
+def told(problem: Problem, best: Ranked) -> Plan:
+    """The best plan, with what is expected of its stages and what its devices are, as its file keeps them."""
+    plan = best.plan
+    pools = tuple(replace(pool, device=problem.hardware.fleet(pool.fleet).device.name) for pool in plan.pools)
+    return replace(
+        plan,
+        pools=pools,
+        predicted_step_s=best.evaluation.step_s,
+        predicted_stages_s=stages_by_name(problem, best.evaluation),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

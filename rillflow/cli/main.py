@@ -112,6 +112,11 @@ def _graph_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe_arguments(parser)
+    planning.plan_arguments(parser)
+
+
 def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     _recipe_arguments(parser)
     planning.simulate_arguments(parser)
@@ -154,6 +159,11 @@ COMMANDS = {
         help="draw the stages of a recipe's phases and the fields that flow between them",
         run=commands.graph,
         arguments=_graph_arguments,
+    ),
+    "plan": Command(
+        help="say which model goes on which devices of a cluster, how, and what a step will cost",
+        run=planning.plan,
+        arguments=_plan_arguments,
     ),
     "simulate": Command(
         help="run a plan event by event: step time, idle time and its causes, memory, age of rows",

@@ -10,8 +10,10 @@ As in ``commands``, every import stands in the function that needs it.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +21,49 @@ from rillflow.cli.commands import load
 from rillflow.cli.failure import DONE
 
 if TYPE_CHECKING:
+    from rillflow.planner.mapping.doubling import ClusterSize
     from rillflow.planner.plan import Plan
+    from rillflow.planner.problem import Problem
     from rillflow.view.chart import Series
     from rillflow.view.timeline import Bar
 
+SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
+"""How much larger than the given one the clusters are that throughput is shown for."""
 SHOWN_STEPS = 4
 """Simulated steps that a timeline shows."""
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """``rillflow plan``: the best placements of a recipe on a cluster, and why the others lose."""
+    from rillflow.assembly.planning import open_cluster, state_problem, told
+    from rillflow.planner.cost_model.costs import CostModel
+    from rillflow.planner.mapping.doubling import doubling
+    from rillflow.planner.mapping.search import search
+    from rillflow.planner.objective import Goal, Objective
+    from rillflow.planner.plan_file import plan_text
+    from rillflow.view.growth import growth_data, growth_lines
+    from rillflow.view.ranked import ranking_data, ranking_lines
+
+    _require_picture(arguments.plot)
+    statement = state_problem(load(arguments), open_cluster(arguments.cluster), arguments.lengths)
+    problem = statement.problem
+    objective = Objective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
+    found = search(problem, CostModel, objective=objective, freshness=arguments.freshness)
+    sizes = doubling(problem, CostModel, objective=objective, freshness=arguments.freshness, times=SIZES)
+    best = told(problem, found.best[0])
+    lines = [*ranking_lines(problem, objective, found), "", *growth_lines(problem.hardware, sizes)]
+    lines += _assumed(statement.assumptions)
+    if arguments.format == "json":
+        data = ranking_data(problem, objective, found)
+        _print_json({**data, "sizes": growth_data(sizes), "assumptions": list(statement.assumptions)})
+    else:
+        print(f"{best.name} on {problem.hardware.name}")
+        _print_lines(lines)
+    if arguments.out is not None:
+        _write(arguments.out, plan_text(best))
+    if arguments.plot is not None:
+        _plot_plan(arguments.plot, problem, best, sizes, lines)
+    return DONE
 
 
 def simulate(arguments: argparse.Namespace) -> int:
@@ -36,6 +75,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     from rillflow.planner.simulator.simulate import simulate as run
     from rillflow.view.simulated import simulated_bars, simulation_data, simulation_lines
 
+    _require_picture(arguments.plot)
     plan = _changed(open_plan(arguments.plan), arguments)
     statement = state_problem(load(arguments), open_cluster(arguments.cluster), arguments.lengths)
     problem = problem_of_plan(statement.problem, plan)
@@ -109,6 +149,30 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
     _output_arguments(parser)
 
 
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of ``plan``."""
+    _cluster_arguments(parser)
+    parser.add_argument(
+        "--objective",
+        choices=("step", "device-hours", "devices", "cost"),
+        default="step",
+        help="what is to be least: seconds of a step (step), device-hours of a step, devices under a "
+        "deadline, or the cost of a step at the cluster's prices",
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=math.inf, metavar="S", help="most seconds a step may take"
+    )
+    parser.add_argument(
+        "--freshness",
+        type=_bounds,
+        default=(0,),
+        metavar="K,K",
+        help="freshness bounds to try: 0 in step (0), more with generation on devices of its own",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the best plan")
+    _output_arguments(parser)
+
+
 def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``calibrate``."""
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
@@ -129,6 +193,30 @@ def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
 def _output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (text)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .html")
+
+
+def _bounds(text: str) -> tuple[int, ...]:
+    """Freshness bounds. Example: ``_bounds("0,1,4") == (0, 1, 4)``."""
+    found = tuple(int(part) for part in text.split(","))
+    if any(bound < 0 for bound in found):
+        raise ValueError(text)
+    return found
+
+
+def _plot_plan(
+    file: Path, problem: Problem, best: Plan, sizes: Sequence[ClusterSize], lines: Sequence[str]
+) -> None:
+    """The best plan's first steps, simulated, and what other cluster sizes would come to."""
+    from rillflow.assembly.planning import problem_of_plan
+    from rillflow.planner.cost_model.costs import CostModel
+    from rillflow.planner.simulator.simulate import simulate as run
+    from rillflow.view.growth import AXES, growth_curve
+    from rillflow.view.simulated import simulated_bars
+
+    planned = problem_of_plan(problem, best)
+    found = run(planned, CostModel(planned), best, steps=SHOWN_STEPS)
+    title = f"{best.name} on {problem.hardware.name}, freshness {best.freshness}"
+    _plot(file, title, simulated_bars(found, SHOWN_STEPS), [growth_curve(sizes)], AXES, lines)
 
 
 def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
@@ -158,6 +246,14 @@ def _plot(
         _wrote(file)
     else:
         _write(file, plan_page(title, bars, curves, axes, lines))
+
+
+def _require_picture(file: Path | None) -> None:
+    """Find a wrong name before anything is searched."""
+    if file is not None:
+        from rillflow.view.plan_page import require_kind
+
+        require_kind(file)
 
 
 def _write(file: Path, text: str) -> None:

@@ -32,7 +32,7 @@ FITTED_TOGETHER = ("collective_s", "inside_links")
 """Those that stages on several devices tell of."""
 MODELLED = (Work.GENERATE, Work.SCORE, Work.TRAIN)
 """Work whose seconds the factors decide."""
-PRIOR = 0.03
+PRIOR = 0.01
 """How much a factor e times its guess weighs, where a stage e times its measurement weighs 1."""
 ROUNDS = 40
 """Steps of the fit at most."""

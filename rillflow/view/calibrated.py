@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rillflow.observe.wording import duration, number
+from rillflow.observe.wording import number
 from rillflow.planner.calibration import Calibration
-from rillflow.view.columns import columns
+from rillflow.view.columns import columns, seconds
 
 
 def calibration_lines(found: Calibration) -> list[str]:
     """What a person wants to know of it."""
     rows = [("stage", "phase", "measured", "fitted", "error")]
     rows += [
-        (one.stage, one.phase, duration(one.measured_s), duration(one.fitted_s), f"{one.error:+.1%}")
+        (one.stage, one.phase, seconds(one.measured_s), seconds(one.fitted_s), f"{one.error:+.1%}")
         for one in found.stages
     ]
     factors = [("factor", "value")]

@@ -14,10 +14,9 @@ from statistics import median
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe import layout
-from rillflow.observe.wording import duration
 from rillflow.planner.plan_file import read_plan
 from rillflow.records.metrics import Mean
-from rillflow.view.columns import columns
+from rillflow.view.columns import columns, seconds
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import PhaseSpan, RunData
 
@@ -122,8 +121,8 @@ def furthest_line(found: Comparison) -> str:
     if worst is None:
         return ""
     return (
-        f"furthest off: {worst.name}, predicted {duration(worst.predicted_s)}, "
-        f"measured {duration(worst.measured_s)}"
+        f"furthest off: {worst.name}, predicted {seconds(worst.predicted_s)}, "
+        f"measured {seconds(worst.measured_s)}"
     )
 
 
@@ -141,13 +140,13 @@ def draw_comparison_card(data: RunData) -> list[Html]:
 
 def _cells(one: Predicted) -> tuple[str, ...]:
     said = "" if one.error is None or not one.predicted_s else f"{one.error:+.0%}"
-    return one.name, duration(one.predicted_s) if one.predicted_s else "", duration(one.measured_s), said
+    return one.name, seconds(one.predicted_s) if one.predicted_s else "", seconds(one.measured_s), said
 
 
 def _step_s(data: RunData, phase: PhaseSpan, first: int) -> float:
-    seconds = []
+    taken = []
     for record in data.steps:
-        taken = record.metrics.get("run/step_seconds/mean")
-        if isinstance(taken, Mean) and taken.count and first <= record.step <= phase.last:
-            seconds.append(taken.total / taken.count)
-    return median(seconds) if seconds else 0.0
+        one = record.metrics.get("run/step_seconds/mean")
+        if isinstance(one, Mean) and one.count and first <= record.step <= phase.last:
+            taken.append(one.total / one.count)
+    return median(taken) if taken else 0.0

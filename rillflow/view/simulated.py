@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rillflow.observe.wording import duration, number, size
+from rillflow.observe.wording import number, size
 from rillflow.planner.plan import Plan
 from rillflow.planner.simulator.result import Simulation
-from rillflow.view.columns import columns
+from rillflow.view.columns import columns, seconds
 from rillflow.view.timeline import Bar
 
 BESIDE = "beside"
@@ -26,9 +26,9 @@ def simulation_lines(plan: Plan, found: Simulation) -> list[str]:
     rows = [("pool", "devices", "busy", "idle", "idle because of", "most memory a device")]
     for pool in found.pools:
         causes = ", ".join(
-            f"{cause} {seconds / found.wall_s:.0%}"
-            for cause, seconds in sorted(pool.idle_s.items(), key=lambda entry: -entry[1])
-            if seconds > 0.005 * found.wall_s
+            f"{cause} {idle_s / found.wall_s:.0%}"
+            for cause, idle_s in sorted(pool.idle_s.items(), key=lambda entry: -entry[1])
+            if idle_s > 0.005 * found.wall_s
         )
         busy = f"{1 - pool.idle_share:.0%}"
         rows.append(
@@ -43,7 +43,7 @@ def simulation_lines(plan: Plan, found: Simulation) -> list[str]:
         )
     ages = ", ".join(f"{age} old: {count / found.trained:.0%}" for age, count in sorted(found.ages.items()))
     lines = [
-        f"a step   {duration(found.median_step_s)} (median), {duration(found.settled_step_s)} once settled",
+        f"a step   {seconds(found.median_step_s)} (median), {seconds(found.settled_step_s)} once settled",
         f"rate     {number(found.rows_per_s)} rows/s, {number(found.tokens_per_s)} tokens/s",
         f"rows     {found.begun:,} begun, {found.trained:,} trained, {found.unfinished:,} under way"
         + "".join(f", {count:,} dropped: {reason}" for reason, count in found.dropped.items()),
@@ -72,7 +72,7 @@ def simulation_data(plan: Plan, found: Simulation) -> dict[str, Any]:
             {
                 "pool": pool.pool,
                 "busy_s": pool.busy_s,
-                "idle_s": {str(cause): seconds for cause, seconds in pool.idle_s.items()},
+                "idle_s": {str(cause): idle_s for cause, idle_s in pool.idle_s.items()},
                 "peak_bytes": pool.peak_bytes,
             }
             for pool in found.pools
