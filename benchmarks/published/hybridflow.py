@@ -25,19 +25,21 @@ from rillflow.planner.workload import Lengths, Workload
 MODELS = ("Llama-7B", "Llama-13B", "Llama-34B", "Llama-70B")
 SIZES = (16, 32, 64, 96, 128)
 FACTORS = Factors(
-    train_flops=0.45,
+    train_flops=0.4,
     score_flops=0.5,
     decode_bandwidth=0.85,
     decode_flops=0.4,
     launch_s=3e-4,
-    decode_launch_s=6e-5,
+    decode_launch_s=3e-4,
     decode_row_s=2e-4,
     memory=0.7,
+    between_links=0.8,
     collective_s=2e-5,
     between_collective_s=6e-5,
 )
-"""Expected of the engines of early 2024: one process schedules rows, four engines leave 0.7 of the memory.
-Seconds a row and the share of memory were chosen so that both optima of the generation mesh come out."""
+"""Expected of the engines of early 2024: kernels started one by one, one process that schedules rows, four
+engines that leave 0.7 of the memory. Seconds a row, the share of memory and that of the links between
+machines were chosen so that the optima of the generation mesh, and that all are together on 64, come out."""
 ROWS_AT_ONCE = 256
 """What its engine runs at most when nothing is said."""
 
