@@ -164,7 +164,7 @@ def at_once(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64]) 
         return count
     slots = min(running_rows(workload, decoder), count)
     if workload.response.kind == "fixed":
-        return math.ceil(count / math.ceil(count / slots))
+        return slots
     return _RUNGS[max(bisect_right(_RUNGS, min(slots, count - 1)) - 1, 0)]
 
 
@@ -183,9 +183,27 @@ def drain_s(
     if places >= count:
         return seconds
     if workload.response.kind == "fixed":
-        return math.ceil(count / places) * _drain_all_s(workload, decoder, lengths[:places], 0.0)
+        return _equal_waves_s(workload, decoder, count, places)
     more = [rung for rung in _RUNGS if places < rung < count]
     return max(seconds, *(_waves_s(workload, decoder, lengths, one) for one in (places, *more)))
+
+
+def _equal_waves_s(workload: Workload, decoder: Decoder, count: int, slots: int) -> float:
+    """Seconds of rows of one length in waves of at most ``slots``: the least over sizes of a wave.
+
+    More waves than are needed are tried too: a last one of few rows can cost more than equal ones.
+    """
+    prompt, length = workload.prompt.mean, float(workload.response.limit)
+    least, size = math.inf, slots
+    while True:
+        waves = math.ceil(count / size)
+        size = math.ceil(count / waves)
+        last = count - (waves - 1) * size
+        full_s = decoder.advance_s(size, size * prompt, length)
+        least = min(least, (waves - 1) * full_s + decoder.advance_s(last, last * prompt, length))
+        if waves >= count:
+            return least
+        size = math.ceil(count / (waves + 1)) if math.ceil(count / (waves + 1)) < size else size - 1
 
 
 def _waves_s(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int) -> float:

@@ -116,3 +116,21 @@ def test_a_mixture_reads_more_of_its_experts_with_more_rows() -> None:
     reads = [found.token_s(rows, 0.0) - found.launch_s - rows * found.link_s for rows in (1, 4, 64)]
     assert reads[0] < reads[1] < reads[2]
     assert reads[2] == pytest.approx(found.trunk_s + found.experts_s, rel=0.01)
+
+
+@settings(max_examples=60)
+@given(rows=st.integers(2, 300), slots=st.integers(1, 299), pace=st.floats(1e-6, 1e-3))
+def test_one_more_place_never_slows_rows_of_one_length(rows: int, slots: int, pace: float) -> None:
+    workload = replace(WORKLOAD, response=Lengths(kind="fixed", limit=64))
+    decoder, lengths = replace(replica(), row_s=pace), np.full(rows, 64.0)
+    fewer, more = (drain_s(workload, decoder, lengths, min(one, rows)) for one in (slots, slots + 1))
+    assert more <= fewer * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(rows=st.integers(2, 200), slots=st.integers(1, 199), pace=st.floats(1e-6, 1e-3))
+def test_one_more_rung_never_slows_rows_of_many_lengths(rows: int, slots: int, pace: float) -> None:
+    decoder, lengths = replace(replica(), row_s=pace), WORKLOAD.response.spread(rows)
+    tight = [replace(decoder, capacity_tokens=1 << 40, most_rows=one) for one in (slots, slots + 1)]
+    fewer, more = (drain_s(WORKLOAD, one, lengths) for one in tight)
+    assert more <= fewer * (1 + 1e-9)
