@@ -194,9 +194,10 @@ class CostModel:
         fitting = np.flatnonzero(room >= 0)
         self._shortfalls[place] = float(max(-np.max(room), 0.0))
         kept: list[int] = []
+        judged = laid.costs()
         for size in np.unique(laid.generate_tp[fitting]):
             alike = fitting[laid.generate_tp[fitting] == size]
-            kept.extend(alike[undominated(laid.costs()[alike])].tolist())
+            kept.extend(alike[undominated(judged[alike])].tolist())
         self._options[place] = tuple(laid.option(index) for index in kept)
 
 

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from rillflow.planner.grid import Grid
 from rillflow.planner.model_shape import ModelShape
 
+_AT_ONCE = 512
+"""Points compared with all others in one go."""
+
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
@@ -54,15 +57,16 @@ def sampling_sizes(shape: ModelShape, devices: int) -> list[int]:
 
 def undominated(costs: NDArray[np.float64]) -> NDArray[np.intp]:
     """The rows of [points, costs] that no other equals in all and beats in one; of equals, the first."""
-    if len(costs) == 0:
-        return np.zeros(0, dtype=np.intp)
-    order = np.lexsort((np.arange(len(costs)), costs.sum(axis=1)))
-    ranked = costs[order]
-    kept: list[int] = []
-    alive = np.ones(len(ranked), dtype=np.bool_)
-    for place in range(len(ranked)):
-        if not alive[place]:
-            continue
-        kept.append(place)
-        alive[place:] &= ~np.all(ranked[place:] >= ranked[place], axis=1)
-    return np.sort(order[kept])
+    count = len(costs)
+    is_beaten = np.zeros(count, dtype=np.bool_)
+    for begin in range(0, count, _AT_ONCE):
+        some = costs[begin : begin + _AT_ONCE]
+        no_worse = np.ones((len(some), count), dtype=np.bool_)
+        better = np.zeros((len(some), count), dtype=np.bool_)
+        for column in range(costs.shape[1]):
+            mine, others = some[:, column, None], costs[None, :, column]
+            no_worse &= others <= mine
+            better |= others < mine
+        earlier = np.arange(count)[None, :] < np.arange(begin, begin + len(some))[:, None]
+        is_beaten[begin : begin + _AT_ONCE] = np.any(no_worse & (better | earlier), axis=1)
+    return np.flatnonzero(~is_beaten)
