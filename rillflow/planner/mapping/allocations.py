@@ -45,10 +45,6 @@ class Allocations:
 
     places: np.ndarray
     """Which of its choices each pool has, [allocations, pools]."""
-    values: Floats
-    """No plan with this allocation has a lower value, [allocations]."""
-    devices: np.ndarray
-    """Of all pools, [allocations]."""
     dropped: float
     """The least bound of those left out for being too many; infinite where none was."""
 
@@ -111,12 +107,13 @@ class Bounds:
                 dropped = min(dropped, float(rows.values[ranked[width]]))
                 rows = rows.only(ranked[:width])
         ranked = np.lexsort((rows.devices, rows.values))
-        return Allocations(
-            places=rows.places[ranked],
-            values=rows.values[ranked],
-            devices=rows.devices[ranked],
-            dropped=dropped,
-        )
+        return Allocations(places=rows.places[ranked], dropped=dropped)
+
+    def ranked(self, places: np.ndarray, cut: Cut) -> Rows:
+        """Those allocations [rows, pools] whose bound is better than the cut, by ascending bound."""
+        rows = self.values(places)
+        rows = rows.only(cut.admits(rows.values, rows.devices))
+        return rows.only(np.lexsort((rows.devices, rows.values)))
 
     def values(self, places: np.ndarray) -> Rows:
         """Bounds of rows [rows, pools] that have a place, or -1, for every pool."""

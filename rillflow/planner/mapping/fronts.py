@@ -71,8 +71,19 @@ def front(
     segments: Sequence[Sequence[int]],
     admits: Admits,
     handicaps: Handicaps | None = None,
+    most: int = MOST_COMBINATIONS,
 ) -> Front:
-    """The ways a pool's units may lie at a place, none replaceable by another that is as good everywhere."""
+    """The ways a pool's units may lie at a place, none replaceable by another that is as good everywhere.
+
+    Args:
+        tables: the costs.
+        pool: its units.
+        place: its devices.
+        segments: the pool's stages, of which only sums count.
+        admits: which loads leave a plan that could win.
+        handicaps: what an option in place of another may cost elsewhere; none: nothing.
+        most: combinations at once; of more the fastest, and the front is not whole.
+    """
     found = [_table(tables, unit, place) for unit in pool]
     shares = [_by_segment(tables.stages(unit), segments) for unit in pool]
     rest = np.cumsum([0.0, *(float(table.loads.min()) for table in reversed(found))])[::-1]
@@ -81,8 +92,8 @@ def front(
     for place_of_unit, table in enumerate(found):
         ways = _with(ways, table, shares[place_of_unit])
         ways = ways.only(admits(ways.loads + rest[place_of_unit + 1]))
-        if len(ways.loads) > MOST_COMBINATIONS:
-            ways, is_whole = ways.only(np.argsort(ways.loads, kind="stable")[:MOST_COMBINATIONS]), False
+        if len(ways.loads) > most:
+            ways, is_whole = ways.only(np.argsort(ways.loads, kind="stable")[:most]), False
         numbers = np.column_stack([ways.segments, ways.loads, ways.sums, ways.largest])
         ways = ways.only(
             undominated(

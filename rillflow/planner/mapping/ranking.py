@@ -34,6 +34,8 @@ class Effort:
     """Plans that are ranked."""
     allocations: int = 200_000
     """Of one placement, at once; of more those with the least bounds are kept, and the ranking says so."""
+    solved: int = 5_000
+    """Allocations of one placement that are solved exactly; where more could be best, the ranking says so."""
     explains: bool = True
     """Whether every other placement is asked why it loses."""
     first: int = 512

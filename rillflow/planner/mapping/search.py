@@ -16,6 +16,7 @@ from rillflow.errors import PlanError
 from rillflow.planner.evaluate import evaluate
 from rillflow.planner.mapping.allocations import Bounds, Cut
 from rillflow.planner.mapping.clock import Clock
+from rillflow.planner.mapping.fronts import MOST_COMBINATIONS
 from rillflow.planner.mapping.partitions import Partition, Pool, partitions
 from rillflow.planner.mapping.ranking import Cause, Counts, Effort, Loser, Ranked, Ranking
 from rillflow.planner.mapping.reasons import no_plan_fits, why_it_fits_nowhere, why_it_loses
@@ -28,8 +29,12 @@ from rillflow.planner.problem import SAMPLER, Problem
 
 CostsOf = Callable[[Problem], Costs]
 """A cost model's class, or what makes one."""
+TOGETHER = 8
+"""Allocations whose fronts are made at once."""
 EXAMPLES = 2
 """Allocations looked at, to have an example of a placement that was cut by its bound."""
+FEW_WAYS = 64
+"""Combinations of options looked at for such an example, as long as one of them fits."""
 
 
 def search(
@@ -171,14 +176,15 @@ class _Search:
             objective, start = Objective(), winner.evaluation.step_s
         if not np.isfinite(self._bounds(placement, objective).root()):
             return None
-        solver = Solver(placement.tables, placement.clock, placement.partition, objective)
-        limits = [Cut(value=start * 1.5**times) for times in range(1, 6)] if np.isfinite(start) else []
-        for cut in (*limits, Cut()):
-            bounds = self._bounds(placement, objective)
-            found = bounds.narrow(cut, EXAMPLES)
-            way = self._solve_all(placement, solver, bounds, found.places, cut)
-            if way is not None:
-                return _Solved(placement=placement, way=way)
+        limits = [Cut(value=start * 1.5**times) for times in range(1, 4)] if np.isfinite(start) else []
+        for most in (FEW_WAYS, MOST_COMBINATIONS):
+            solver = Solver(placement.tables, placement.clock, placement.partition, objective, most)
+            for cut in (*limits, Cut()):
+                bounds = self._bounds(placement, objective)
+                found = bounds.narrow(cut, EXAMPLES)
+                way = self._solve_all(placement, solver, bounds, found.places, cut)
+                if way is not None:
+                    return _Solved(placement=placement, way=way)
         return None
 
     def _search(self, placement: _Placement, cut: Cut) -> _Solved | None:
@@ -205,27 +211,38 @@ class _Search:
         best: Way | None = None
         known = [np.zeros(len(one.places), dtype=bool) for one in bounds.choices]
         self._allocations += len(places)
-        pools = range(len(bounds.choices))
-        while len(places):
-            rows = bounds.values(places)
-            rows = rows.only(cut.admits(rows.values, rows.devices))
-            if not len(rows.places):
-                break
-            places = rows.places[np.lexsort((rows.devices, rows.values))]
-            new = [(pool, int(places[0, pool])) for pool in pools if not known[pool][places[0, pool]]]
-            if new:
-                for pool, number in new:
-                    known[pool][number] = True
-                    bounds.tighten(pool, number, solver.front(pool, bounds.choices[pool].places[number], cut))
+        rows, first, left = bounds.ranked(places, cut), 0, self._effort.solved
+        while first < len(rows.values) and cut.admits(rows.values[first:][:1], rows.devices[first:][:1])[0]:
+            if self._tighten(solver, bounds, known, rows.places[first : first + TOGETHER], cut):
+                rows, first = bounds.ranked(rows.places[first:], cut), 0
                 continue
-            self._solved += 1
-            taken = [bounds.choices[pool].places[places[0, pool]] for pool in pools]
+            if left == 0:
+                self._is_exact, self._dropped = False, min(self._dropped, float(rows.values[first]))
+                break
+            taken = [
+                one.places[number] for one, number in zip(bounds.choices, rows.places[first], strict=True)
+            ]
             beside = self._functions(placement, sum(place.devices for place in taken))
             way = solver.solve(taken, bounds, beside, cut)
+            self._solved, left, first = self._solved + 1, left - 1, first + 1
             if way is not None:
                 best, cut = way, Cut(value=way.value, devices=way.devices)
-            places = places[1:]
         return best
+
+    def _tighten(
+        self, solver: Solver, bounds: Bounds, known: list[np.ndarray], places: np.ndarray, cut: Cut
+    ) -> bool:
+        """Whether the first of some allocations needed fronts; then those of all of them are made."""
+        pools = range(len(bounds.choices))
+        if all(known[pool][places[0, pool]] for pool in pools):
+            return False
+        for pool in pools:
+            for number in np.unique(places[:, pool]):
+                if not known[pool][number]:
+                    known[pool][number] = True
+                    place = bounds.choices[pool].places[number]
+                    bounds.tighten(pool, int(number), solver.front(pool, place, cut))
+        return True
 
     def _cut(self, placement: _Placement) -> Cut:
         """What a plan of a placement must be better than: the last of those that are ranked."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from rillflow.planner.mapping.allocations import Bounds, Cut
 from rillflow.planner.mapping.clock import Clock, Number
-from rillflow.planner.mapping.fronts import Admits, Front, front
+from rillflow.planner.mapping.fronts import MOST_COMBINATIONS, Admits, Front, front
 from rillflow.planner.mapping.partitions import Partition
 from rillflow.planner.mapping.tables import Place, Tables, UnitPlace
 from rillflow.planner.objective import Floats, Objective
@@ -58,13 +58,21 @@ class Solver:
         Solver(tables, clock, partition, objective).solve(places, bounds, Cut())
     """
 
-    def __init__(self, tables: Tables, clock: Clock, partition: Partition, objective: Objective) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        clock: Clock,
+        partition: Partition,
+        objective: Objective,
+        most: int = MOST_COMBINATIONS,
+    ) -> None:
         self.is_whole = True
         """Whether nothing was left out for being too much."""
         self._tables = tables
         self._clock = clock
         self._partition = partition
         self._objective = objective
+        self._most = most
         self._segments = [clock.segments(pool) for pool in range(len(partition))]
         self._pool_of = {unit: pool for pool, units in enumerate(partition) for unit in units}
         self._fronts: dict[tuple[int, Place], tuple[float, Front]] = {}
@@ -79,6 +87,7 @@ class Solver:
                 place,
                 segments=self._segments[pool],
                 admits=self._admits(place, cut),
+                most=self._most,
             )
             self.is_whole &= found.is_whole
             known = self._fronts[pool, place] = (cut.value, found)
@@ -112,6 +121,7 @@ class Solver:
                     segments=self._segments[pool],
                     admits=self._admits(place, tighter),
                     handicaps=[self._handicap(unit, places, pairs) for unit in self._partition[pool]],
+                    most=self._most,
                 )
                 for pool, place in enumerate(places)
             ]

@@ -26,7 +26,7 @@ objectives = st.sampled_from(
         Objective(deadline_s=25.0),
     ]
 )
-ALL = Effort(kept=1000)
+ALL = Effort(kept=1000, explains=False)
 
 
 def costs_of(seed: int, **changes: object) -> Callable[[Problem], ToyCosts]:
@@ -65,7 +65,7 @@ def require_equal(ranking: Ranking, found: list[Tried]) -> None:
     assert placements(ranking) == best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=seeds, memory=st.sampled_from([30.0, 60.0, 100.0]), objective=objectives)
 def test_two_roles_equal_brute_force_with_every_freshness(
     seed: int, memory: float, objective: Objective
@@ -85,7 +85,7 @@ def test_two_roles_equal_brute_force_with_every_freshness(
     require_equal(ranking, found)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=seeds, memory=st.sampled_from([50.0, 100.0]), objective=objectives)
 def test_three_roles_on_two_fleets_equal_brute_force(seed: int, memory: float, objective: Objective) -> None:
     fleets = [toy_fleet(devices=2), toy_fleet("there", devices=1, per_machine=1, price=3.0)]
@@ -108,7 +108,7 @@ def test_four_roles_equal_brute_force(seed: int) -> None:
         require_equal(search(problem, costs_of(seed), effort=ALL), found)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=seeds, kept=st.integers(1, 3), objective=objectives)
 def test_the_few_best_are_the_first_of_all(seed: int, kept: int, objective: Objective) -> None:
     problem = toy_problem(seed, roles=3, fleets=[toy_fleet()])
@@ -116,13 +116,13 @@ def test_the_few_best_are_the_first_of_all(seed: int, kept: int, objective: Obje
         every = search(problem, costs_of(seed), objective=objective, effort=ALL)
     except PlanError:
         return
-    few = search(problem, costs_of(seed), objective=objective, effort=Effort(kept=kept))
+    few = search(problem, costs_of(seed), objective=objective, effort=Effort(kept=kept, explains=False))
     assert [one.plan for one in few.best] == [one.plan for one in every.best[:kept]]
     assert len(few.losers) == few.counts.placements - len(few.best)
     assert all(loser.bound >= few.best[-1].value for loser in few.losers)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=seeds)
 def test_what_is_found_is_what_its_plan_costs(seed: int) -> None:
     problem = toy_problem(seed, roles=3, fleets=[toy_fleet()])
@@ -134,16 +134,17 @@ def test_what_is_found_is_what_its_plan_costs(seed: int) -> None:
 
 
 def best_step(problem: Problem, seed: int, **changes: object) -> float:
+    effort = Effort(kept=1, explains=False)
     try:
-        return search(problem, costs_of(seed, **changes), freshness=(0, 1)).best[0].value
+        return search(problem, costs_of(seed, **changes), freshness=(0, 1), effort=effort).best[0].value
     except PlanError:
         return float("inf")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=seeds)
 def test_what_helps_never_hurts(seed: int) -> None:
-    problem = toy_problem(seed, roles=3, fleets=[toy_fleet()])
+    problem = toy_problem(seed, roles=2, fleets=[toy_fleet()])
     normal = best_step(problem, seed, memory=70.0)
     assert best_step(problem, seed, memory=90.0) <= normal
     assert best_step(problem, seed, memory=70.0, link=0.5) <= normal
@@ -154,7 +155,7 @@ def test_what_helps_never_hurts(seed: int) -> None:
     assert best_step(more, seed, memory=70.0) <= normal
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=seeds)
 def test_the_names_of_models_decide_nothing(seed: int) -> None:
     problem = toy_problem(seed, roles=3, fleets=[toy_fleet()])
@@ -178,12 +179,16 @@ def test_what_shares_a_pool_by_order_is_never_apart() -> None:
     assert all(one.plan.units["reference"].pool == one.plan.units["critic"].pool for one in ranking.best)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=seeds)
 def test_a_search_cut_short_says_so_and_says_how_good_a_plan_could_be(seed: int) -> None:
     problem = toy_problem(seed, roles=3, fleets=[toy_fleet(devices=6)])
     exact = search(problem, costs_of(seed, memory=300.0), effort=ALL)
-    short = search(problem, costs_of(seed, memory=300.0), effort=Effort(kept=1000, allocations=1, first=1))
+    short = search(
+        problem,
+        costs_of(seed, memory=300.0),
+        effort=Effort(kept=1000, allocations=1, first=1, explains=False),
+    )
     assert short.bound <= exact.best[0].value <= short.best[0].value
     assert short.is_exact or short.bound <= short.best[0].value
     if short.is_exact:
