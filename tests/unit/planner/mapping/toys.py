@@ -21,7 +21,7 @@ from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.objective import Objective
-from rillflow.planner.option import Decoder, Option, Seat
+from rillflow.planner.option import Costs, Decoder, Option, Seat
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import SAMPLER, Problem, Unit
 from rillflow.planner.workload import Lengths, Workload
@@ -197,7 +197,7 @@ class Tried:
     plan: Plan
 
 
-def every_plan(problem: Problem, costs: ToyCosts, objective: Objective) -> Iterator[Tried]:
+def every_plan(problem: Problem, costs: Costs, objective: Objective) -> Iterator[Tried]:
     """Every plan there is that fits, one by one."""
     units = [unit.name for unit in problem.units]
     prices = {fleet.name: fleet.price_per_hour for fleet in problem.hardware.fleets}
@@ -237,7 +237,7 @@ def every_plan(problem: Problem, costs: ToyCosts, objective: Objective) -> Itera
 
 
 def _plans(
-    problem: Problem, costs: ToyCosts, pool_of: Mapping[str, int], pools: Sequence[PlannedPool]
+    problem: Problem, costs: Costs, pool_of: Mapping[str, int], pools: Sequence[PlannedPool]
 ) -> Iterator[Plan]:
     options = [
         costs.options(unit, pools[pool_of[unit.name]].fleet, pools[pool_of[unit.name]].devices)
