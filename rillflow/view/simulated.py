@@ -16,6 +16,8 @@ from rillflow.planner.simulator.result import Simulation
 from rillflow.view.columns import columns, seconds
 from rillflow.view.timeline import Bar
 
+MOST_REPLICAS = 16
+"""Replicas of a pool that are drawn: its first ones."""
 BESIDE = "beside"
 """The lane of what holds no devices: functions and formulas."""
 
@@ -98,7 +100,7 @@ def simulated_bars(found: Simulation, steps: int) -> Sequence[Bar]:
     bars = [
         Bar(
             pool=span.pool or BESIDE,
-            lane=f"replica {span.lane}" if span.pool and span.lane else "",
+            lane=f"replica {span.lane:>2}" if span.pool and span.lane else "",
             stage=span.stage if span.cause is None else str(span.cause),
             start_s=span.start_s,
             end_s=min(span.end_s, until),
@@ -106,6 +108,6 @@ def simulated_bars(found: Simulation, steps: int) -> Sequence[Bar]:
             is_idle=span.cause is not None,
         )
         for span in found.spans
-        if span.start_s < until
+        if span.start_s < until and span.lane <= MOST_REPLICAS
     ]
     return sorted(bars, key=lambda bar: (bar.pool == BESIDE, bar.pool, bar.lane, bar.start_s))

@@ -7,6 +7,7 @@ spans of a simulation ──────┘
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -108,9 +109,13 @@ def draw_timeline(bars: Sequence[Bar]) -> list[Html]:
 
 
 def colours_of(bars: Iterable[Bar]) -> Mapping[str, int]:
-    """A colour for every stage that does something, in order of appearance."""
-    names = dict.fromkeys(bar.stage for bar in sorted(bars, key=lambda bar: bar.start_s) if not bar.is_idle)
-    return {name: place % COLOURS for place, name in enumerate(names)}
+    """A colour for every stage that does something; those that take longest differ from one another."""
+    taken: dict[str, float] = defaultdict(float)
+    for bar in sorted(bars, key=lambda bar: bar.start_s):
+        if not bar.is_idle:
+            taken[bar.stage] += bar.end_s - bar.start_s
+    longest = sorted(taken, key=lambda stage: -taken[stage])
+    return {stage: longest.index(stage) % COLOURS for stage in taken}
 
 
 def merged(bars: Sequence[Bar], gap_s: float) -> list[Bar]:

@@ -68,7 +68,7 @@ def _timeline(plot: Axes, bars: Sequence[Bar], lanes: Sequence[tuple[str, str]])
         plot.broken_barh(spans, (place - 0.4, 0.8), facecolors=shades, linewidth=0)
     for stage, colour in colours.items():
         plot.barh(0, 0, color=COLOURS[colour], label=stage)
-    plot.set_yticks(list(places.values()), [f"{pool}: {lane}" for pool, lane in lanes])
+    plot.set_yticks(list(places.values()), [f"{pool}: {lane}" if lane else pool for pool, lane in lanes])
     plot.invert_yaxis()
     plot.set_xlabel("seconds")
     plot.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

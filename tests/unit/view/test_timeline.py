@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,18 @@ from rillflow.view.chart import Point, Series
 from rillflow.view.html import markup
 from rillflow.view.report import write_report
 from rillflow.view.run_data import load
-from rillflow.view.timeline import LEFT, RIGHT, SHOWN_STEPS, WIDTH, Bar, bars_of_run, draw_timeline, merged
+from rillflow.view.timeline import (
+    COLOURS,
+    LEFT,
+    RIGHT,
+    SHOWN_STEPS,
+    WIDTH,
+    Bar,
+    bars_of_run,
+    colours_of,
+    draw_timeline,
+    merged,
+)
 from rillflow.view.timeline_image import save_png
 
 MakeRun = Callable[..., Path]
@@ -66,6 +78,13 @@ def test_bars_of_one_stage_without_a_gap_are_one() -> None:
     later = Bar(pool="main", lane="policy", stage="policy.update", start_s=12.0, end_s=13.0, step=1)
     other = Bar(pool="main", lane="policy", stage="policy.update", start_s=13.0, end_s=14.0, step=2)
     assert [(bar.start_s, bar.end_s) for bar in merged([BAR, later, other], 0.1)] == [(10, 13), (13, 14)]
+
+
+def test_the_longest_stages_have_colours_of_their_own() -> None:
+    found = [replace(BAR, stage=f"s{place}", end_s=10.5 + place) for place in range(2 * COLOURS)]
+    colours = colours_of(found)
+    assert len({colours[f"s{place}"] for place in range(COLOURS, 2 * COLOURS)}) == COLOURS
+    assert colours_of([replace(BAR, is_idle=True)]) == {}
 
 
 def test_names_are_escaped_and_what_is_idle_says_why() -> None:
