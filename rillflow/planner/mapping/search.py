@@ -29,8 +29,8 @@ from rillflow.planner.problem import SAMPLER, Problem
 
 CostsOf = Callable[[Problem], Costs]
 """A cost model's class, or what makes one."""
-TOGETHER = 8
-"""Allocations whose fronts are made at once."""
+TOGETHER = 16
+"""Allocations whose fronts are made at once at most: 1, 2, 4, ... as the bounds prove too low."""
 EXAMPLES = 2
 """Allocations looked at, to have an example of a placement that was cut by its bound."""
 FEW_WAYS = 64
@@ -211,10 +211,11 @@ class _Search:
         best: Way | None = None
         known = [np.zeros(len(one.places), dtype=bool) for one in bounds.choices]
         self._allocations += len(places)
-        rows, first, left = bounds.ranked(places, cut), 0, self._effort.solved
+        rows, first, left, together = bounds.ranked(places, cut), 0, self._effort.solved, 1
         while first < len(rows.values) and cut.admits(rows.values[first:][:1], rows.devices[first:][:1])[0]:
-            if self._tighten(solver, bounds, known, rows.places[first : first + TOGETHER], cut):
+            if self._tighten(solver, bounds, known, rows.places[first : first + together], cut):
                 rows, first = bounds.ranked(rows.places[first:], cut), 0
+                together = min(2 * together, TOGETHER)
                 continue
             if left == 0:
                 self._is_exact, self._dropped = False, min(self._dropped, float(rows.values[first]))

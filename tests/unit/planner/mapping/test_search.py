@@ -65,7 +65,7 @@ def require_equal(ranking: Ranking, found: list[Tried]) -> None:
     assert placements(ranking) == best
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=seeds, memory=st.sampled_from([30.0, 60.0, 100.0]), objective=objectives)
 def test_two_roles_equal_brute_force_with_every_freshness(
     seed: int, memory: float, objective: Objective
@@ -85,7 +85,7 @@ def test_two_roles_equal_brute_force_with_every_freshness(
     require_equal(ranking, found)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=seeds, memory=st.sampled_from([50.0, 100.0]), objective=objectives)
 def test_three_roles_on_two_fleets_equal_brute_force(seed: int, memory: float, objective: Objective) -> None:
     fleets = [toy_fleet(devices=2), toy_fleet("there", devices=1, per_machine=1, price=3.0)]
