@@ -64,6 +64,10 @@ class ClusterError(RillflowError):
     """Ranks that cannot be started, that failed, or that do not answer."""
 
 
+class PlanError(RillflowError):
+    """A machine, model or workload that cannot be planned, or a plan that cannot be."""
+
+
 class WeightError(RillflowError):
     """Weights that are not where, or not what, they should be."""
 

@@ -14,13 +14,17 @@ from typing import Any
 
 from rillflow.assembly.preflight import open_rows, require_usable
 from rillflow.assembly.recipe import Recipe
-from rillflow.observe import layout
+from rillflow.observe import durable, layout
 from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
 from rillflow.observe.run_directory import RunDirectory, set_aside
+from rillflow.planner.plan import Plan
+from rillflow.planner.plan_file import plan_text
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
+from rillflow.view.predicted import compare, render_comparison
 from rillflow.view.report import write_report
+from rillflow.view.run_data import load
 from rillflow.view.summary import Summary, render_text, summarise
 
 FREE_TO_CHANGE = ("run.checkpoint_every", "run.keep_checkpoints", "run.dir", "run.threads", "placement")
@@ -37,7 +41,9 @@ class Launched:
     """What came of it."""
 
 
-def launch(recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = False) -> Launched:
+def launch(
+    recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = False, plan: Plan | None = None
+) -> Launched:
     """Run a recipe to its end, from the newest checkpoint where there is one.
 
     Args:
@@ -45,6 +51,7 @@ def launch(recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = Fal
         base: the recipe's folder; paths in it are relative to it.
         fresh: move an older run of the same directory aside instead of resuming it.
         quiet: show nothing but errors.
+        plan: what the recipe's placement is from; kept in the run directory, and compared with at the end.
 
     Raises:
         RillflowError: anything a user can mend, with what, why and what to do.
@@ -58,6 +65,8 @@ def launch(recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = Fal
     with ExitStack() as stack:
         run = RunDirectory.open(path, resolved(recipe, task), ignore=FREE_TO_CHANGE)
         stack.callback(run.close)
+        if plan is not None:
+            durable.replace(path / layout.PLAN, [plan_text(plan).encode()])
         progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet))
         if (path / layout.FINISHED).is_file():
             progress.note(f"{path} is finished; --fresh sets it aside and starts again")
@@ -69,6 +78,9 @@ def launch(recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = Fal
         summary = summarise(path)
     if not quiet:
         Progress.say(render_text(summary))
+        compared = compare(load(path))
+        if compared is not None:
+            Progress.say(render_comparison(compared))
     return Launched(run=path, summary=summary)
 
 

@@ -31,24 +31,25 @@ def model_roles(recipe: Recipe, roles: Iterable[str]) -> list[str]:
 def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigError]:
     """What contradicts in the meshes of these roles; pools and roles are sound already."""
     wrong = [*_wrong_axes("generate", placement.generate, GENERATE_AXES)]
-    for pool, axes in placement.train.items():
-        wrong += _wrong_pool(placement, pool)
-        wrong += _wrong_axes(f"train.{pool}", axes, TRAIN_AXES)
+    for key, axes in placement.train.items():
+        wrong += _wrong_key(placement, roles, key)
+        wrong += _wrong_axes(f"train.{key}", axes, TRAIN_AXES)
     yield from wrong
     if wrong:
         return
-    for pool in dict.fromkeys(placement.pool_of(role) for role in roles):
-        yield from _filled(placement, pool, next(role for role in roles if placement.pool_of(role) == pool))
+    found = {(placement.pool_of(role), placement.grid_key(role)): role for role in reversed(roles)}
+    for role in reversed(found.values()):
+        yield from _filled(placement, role)
     if "policy" in roles:
         yield from _regrouped(placement)
 
 
-def _wrong_pool(placement: PlacementConfig, pool: str) -> Iterator[ConfigError]:
-    if pool not in placement.pools:
+def _wrong_key(placement: PlacementConfig, roles: Sequence[str], key: str) -> Iterator[ConfigError]:
+    if key not in placement.pools and key not in roles:
         yield ConfigError(
-            f"placement.train names the pool {pool!r}",
-            why=f"the pools are {', '.join(placement.pools)}",
-            fix=nearest(pool, placement.pools),
+            f"placement.train names {key!r}",
+            why=f"the pools are {', '.join(placement.pools)}, the models {', '.join(roles)}",
+            fix=nearest(key, (*placement.pools, *roles)),
         )
 
 
@@ -72,18 +73,22 @@ def _wrong_axes(where: str, axes: Mapping[str, int], known: Sequence[str]) -> It
         )
 
 
-def _filled(placement: PlacementConfig, pool: str, role: str) -> Iterator[ConfigError]:
-    mesh, size = placement.mesh_of(role), placement.pools[pool]
+def _filled(placement: PlacementConfig, role: str) -> Iterator[ConfigError]:
+    mesh, size, key = (
+        placement.mesh_of(role),
+        placement.pools[placement.pool_of(role)],
+        placement.grid_key(role),
+    )
     if mesh.ranks != size:
         yield ConfigError(
-            f"placement.train.{pool} is {mesh} = {mesh.ranks} ranks and the pool has {size}",
+            f"placement.train.{key} is {mesh} = {mesh.ranks} ranks and the pool has {size}",
             why=f"every rank has one place in the grid; {size} / ({mesh.pp} x {mesh.tp}) is "
             f"{size / (mesh.pp * mesh.tp):g}",
             fix="change the pool's size or an axis; left out, dp is what remains",
         )
     elif placement.is_inline and not mesh.is_plain:
         yield ConfigError(
-            f"placement.train.{pool} is {mesh} with everything in one process",
+            f"placement.train.{key} is {mesh} with everything in one process",
             why="parameters are shared out over processes, one a rank",
             fix='set placement.backend = "ray"',
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,17 +24,25 @@ def run(arguments: argparse.Namespace) -> int:
     """``rillflow run``: look at what can be seen at once, then run to the end."""
     from rillflow.assembly.preflight import require_ready
 
-    loaded = _load(arguments)
+    plan, placed = None, []
+    if arguments.plan is not None:
+        from rillflow.assembly.planned import open_plan, require_for, settings_of
+
+        plan = open_plan(arguments.plan)
+        placed = settings_of(plan, arguments.set)
+    loaded = load(arguments, placed)
+    if plan is not None:
+        require_for(plan, loaded)
     require_ready(loaded)
     from rillflow.assembly.launch import launch
 
-    launch(loaded.recipe, loaded.base, fresh=arguments.fresh, quiet=arguments.quiet)
+    launch(loaded.recipe, loaded.base, fresh=arguments.fresh, quiet=arguments.quiet, plan=plan)
     return DONE
 
 
 def check(arguments: argparse.Namespace) -> int:
     """``rillflow check``: everything that can be known before a run."""
-    loaded = _load(arguments)
+    loaded = load(arguments)
     from rillflow.assembly.check import check as examine_recipe
 
     report = examine_recipe(loaded)
@@ -49,7 +57,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 def graph(arguments: argparse.Namespace) -> int:
     """``rillflow graph``: the stages of a recipe's phases, and the fields between them."""
-    loaded = _load(arguments)
+    loaded = load(arguments)
     from rillflow.assembly.drawing import graphs
     from rillflow.graph.draw import as_json, as_mermaid, as_text
 
@@ -110,10 +118,11 @@ def doctor(arguments: argparse.Namespace) -> int:
     return FAILED if any(finding.health is Health.FAIL for finding in findings) else DONE
 
 
-def _load(arguments: argparse.Namespace) -> LoadedRecipe:
+def load(arguments: argparse.Namespace, placed: Sequence[str] = ()) -> LoadedRecipe:
+    """The recipe that the words name, with their ``--set`` texts over it, after those of a plan."""
     from rillflow.assembly.recipe import load_recipe
 
-    overrides = list(arguments.set)
+    overrides = [*placed, *arguments.set]
     if arguments.dir is not None:
         overrides.append(f"run.dir={_quoted(arguments.dir)}")
     return load_recipe(arguments.recipe, overrides, arguments.algorithms)

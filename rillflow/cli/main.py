@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rillflow import __version__
-from rillflow.cli import commands
+from rillflow.cli import commands, planning
 from rillflow.cli.failure import FAILED, explain_failure
 
 if TYPE_CHECKING:
@@ -100,6 +100,9 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin anew: an older run in the directory is moved aside, not deleted",
     )
     parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="place roles as a plan of rillflow plan does"
+    )
 
 
 def _graph_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +110,16 @@ def _graph_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=("text", "mermaid", "json"), default="text", help="how it is drawn (text)"
     )
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe_arguments(parser)
+    planning.plan_arguments(parser)
+
+
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe_arguments(parser)
+    planning.simulate_arguments(parser)
 
 
 def _ask_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +159,21 @@ COMMANDS = {
         help="draw the stages of a recipe's phases and the fields that flow between them",
         run=commands.graph,
         arguments=_graph_arguments,
+    ),
+    "plan": Command(
+        help="say which model goes on which devices of a cluster, how, and what a step will cost",
+        run=planning.plan,
+        arguments=_plan_arguments,
+    ),
+    "simulate": Command(
+        help="run a plan event by event: step time, idle time and its causes, memory, age of rows",
+        run=planning.simulate,
+        arguments=_simulate_arguments,
+    ),
+    "calibrate": Command(
+        help="fit a cluster's factors to a run, so that predictions meet what it measured",
+        run=planning.calibrate,
+        arguments=planning.calibrate_arguments,
     ),
     "ask": Command(
         help="let the trained model of a run answer a prompt", run=commands.ask, arguments=_ask_arguments

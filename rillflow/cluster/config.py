@@ -58,7 +58,8 @@ class PlacementConfig(Section):
     pools: dict[str, int] = Field({"main": 1}, min_length=1, description="Ranks of each pool, by its name.")
     roles: dict[str, str] = Field({}, description="The pool of each role; the first pool where not said.")
     train: dict[str, dict[str, int]] = Field(
-        {}, description="By pool, how its ranks share a model: dp or fsdp, pp, tp; dp is what is left."
+        {},
+        description="By pool or role, how its ranks share a model: dp or fsdp, pp, tp; dp is what is left.",
     )
     generate: dict[str, int] = Field(
         {}, description="How ranks share the policy while they generate: tp; 1 where not said."
@@ -74,12 +75,16 @@ class PlacementConfig(Section):
         """The pool a role is on."""
         return self.roles.get(role, next(iter(self.pools)))
 
+    def grid_key(self, role: str) -> str:
+        """Where ``train`` says a role's grid: under its name or its pool's; a pool's name comes first."""
+        return role if role in self.train and role not in self.pools else self.pool_of(role)
+
     def mesh_of(self, role: str) -> MeshSizes:
         """The grid of a role's ranks while they train or score; it fills the pool if the recipe is sound."""
-        pool = self.pool_of(role)
-        axes = dict(self.train[pool]) if pool in self.train else {}
+        key = self.grid_key(role)
+        axes = dict(self.train[key]) if key in self.train else {}
         pp, tp = axes.pop("pp", 1), axes.pop("tp", 1)
-        left = max(1, self.pools[pool] // max(1, pp * tp))
+        left = max(1, self.pools[self.pool_of(role)] // max(1, pp * tp))
         return MeshSizes(dp=next(iter(axes.values()), left), pp=pp, tp=tp, is_sharded="fsdp" in axes)
 
     @property

@@ -6,6 +6,7 @@ RUN/
   metrics.jsonl        one line a step                spans.jsonl        one line a stage and step
   evaluations.jsonl    one line an evaluation         rollouts/          one file a step
   checkpoints/         written by another package     summary.json, report.html
+  plan.toml            what a planned run was launched by
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FINISHED = "finished.json"
+PLAN = "plan.toml"
 LINE_FILES = (METRICS, SPANS, EVALUATIONS)
 
 _ROLLOUT_FILE = re.compile(r"step-(\d{6,})\.jsonl")

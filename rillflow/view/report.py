@@ -2,7 +2,7 @@
 
 RunData ─┬─ header      what was run, accuracy before and after
          ├─ curves      one card a metric, phases marked
-         ├─ stages      where the time went
+         ├─ stages      where the time went, and the timeline of the last steps
          ├─ outcomes    what the reward said, and how often it said nothing
          ├─ samples     then and now; best, worst, longest
          └─ details     other metrics, environment, config
@@ -17,14 +17,16 @@ from pathlib import Path
 from rillflow.observe import durable, layout
 from rillflow.observe.json_lines import JSON
 from rillflow.observe.wording import duration
-from rillflow.view import chart, curves
+from rillflow.view import curves
 from rillflow.view.html import Html, cut, el
 from rillflow.view.outcomes import draw_outcomes
+from rillflow.view.page import page, section
+from rillflow.view.predicted import draw_comparison_card
 from rillflow.view.run_data import RunData, load
 from rillflow.view.samples import draw_comparison, draw_groups, read_samples, shade_key
 from rillflow.view.stages import draw_stages
-from rillflow.view.style import SCRIPT, STYLE
 from rillflow.view.summary import Score, Summary, summary_of, verdict
+from rillflow.view.timeline import bars_of_run, draw_timeline
 
 
 def write_report(run: Path) -> Path:
@@ -43,42 +45,31 @@ def render(data: RunData) -> str:
     read = read_samples(data.path)
     body = [
         _hero(data, summary_of(data)),
-        *_section("Curves", [el("div", curves.cards(data), class_="grid-cards")] if data.steps else []),
-        *_section(
-            "Where the time went", [el("div", draw_stages(data), class_="stack")] if data.spans else []
-        ),
-        *_section("What the reward said", draw_outcomes(data)),
-        *_section("Then and now", draw_comparison(read)),
-        *_section("Samples", [shade_key(), el("div", draw_groups(read), class_="pair")] if read else []),
+        *section("Curves", [el("div", curves.cards(data), class_="grid-cards")] if data.steps else []),
+        *section("Where the time went", _times(data) if data.spans else []),
+        *section("What the reward said", draw_outcomes(data)),
+        *section("Then and now", draw_comparison(read)),
+        *section("Samples", [shade_key(), el("div", draw_groups(read), class_="pair")] if read else []),
         *_details(data),
         el(
             "footer",
             "Made by Rillflow from the files of the run directory; docs/metrics.md defines every metric.",
         ),
     ]
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("title", f"{data.path.resolve().name}: Rillflow"),
-        el("style", Html(STYLE)),
-    )
-    page = el("html", head, el("body", el("main", body), el("script", Html(_script()))), lang="en")
-    return f"<!doctype html>\n{page}\n"
+    return page(data.path.resolve().name, body)
 
 
-def _script() -> str:
-    return SCRIPT % {
-        "left": chart.LEFT,
-        "right": chart.WIDTH - chart.RIGHT,
-        "top": chart.TOP,
-        "bottom": chart.HEIGHT - chart.BOTTOM,
-        "width": chart.WIDTH,
-    }
-
-
-def _section(title: str, body: list[Html]) -> list[Html]:
-    return [el("h2", title), *body] if body else []
+def _times(data: RunData) -> list[Html]:
+    """Where it went by phase, and the last steps pool by pool."""
+    shown = bars_of_run(data)
+    steps = sorted({bar.step for bar in shown})
+    cards = [*draw_comparison_card(data), *draw_stages(data)]
+    if steps:
+        title = (
+            f"Steps {steps[0]:,} to {steps[-1]:,}, pool by pool" if len(steps) > 1 else f"Step {steps[0]:,}"
+        )
+        cards.append(el("section", el("h3", title), draw_timeline(shown), class_="card wide"))
+    return [el("div", cards, class_="stack")]
 
 
 def _hero(data: RunData, summary: Summary) -> Html:

@@ -54,6 +54,10 @@ output {font-variant-numeric: tabular-nums; font-weight: 600; white-space: nowra
   border: 1px solid var(--hair); color: var(--soft); margin-left: 8px; vertical-align: middle}
 svg.chart,svg.intervals {
   display: block; width: 100%; height: auto; margin-top: 6px; touch-action: pan-y; overflow: visible}
+svg.timeline {display: block; width: 100%; min-width: 760px; height: auto; margin-top: 8px}
+.lane {fill: var(--grid)}
+.span {fill: var(--kc); stroke: var(--card); stroke-width: .6}
+.span:hover {stroke: var(--ink)}
 svg text {font-family: inherit; fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums}
 .middle {text-anchor: middle}
 .end {text-anchor: end}

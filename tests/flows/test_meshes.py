@@ -134,3 +134,13 @@ def test_a_run_goes_on_under_another_mesh(tmp_path: Path) -> None:
     assert found[0] == alone[0]
     for one, other in zip(found[1], alone[1], strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_models_of_one_pool_may_have_grids_of_their_own(tmp_path: Path) -> None:
+    """The critic's parameters are cut over dp, the policy's over tp, on the same two ranks."""
+    alone = ran(tmp_path / "alone", "ppo", {}, 1)
+    found = ran(tmp_path / "mesh", "ppo", {"tp": 2}, 2, "placement.train.critic.fsdp=2")
+    assert found[0] == alone[0]
+    for one, other in zip(found[1], alone[1], strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)

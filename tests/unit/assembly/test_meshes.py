@@ -45,12 +45,32 @@ def test_every_pool_has_a_mesh_of_its_own() -> None:
     assert placement.mesh_of("critic") == MeshSizes(pp=2)
 
 
+def test_a_role_may_have_a_mesh_of_its_own_in_its_pool() -> None:
+    placement = recipe(pools={"main": 4}, train={"main": {"tp": 2}, "critic": {"fsdp": 4}}).placement
+    assert placement.mesh_of("policy") == placement.mesh_of("reference") == MeshSizes(dp=2, tp=2)
+    assert placement.mesh_of("critic") == MeshSizes(dp=4, is_sharded=True)
+
+
+def test_a_pool_called_as_a_role_is_the_pool() -> None:
+    placement = recipe(
+        pools={"critic": 4, "main": 2}, roles={"critic": "main"}, train={"critic": {"tp": 2}}
+    ).placement
+    assert placement.mesh_of("policy") == MeshSizes(dp=2, tp=2)
+    assert placement.mesh_of("critic") == MeshSizes(dp=2)
+
+
 @pytest.mark.parametrize(
     ("placement", "what", "why"),
     [
         ({"pools": {"main": 8}, "train": {"main": {"tp": 3}}}, "dp 2 x pp 1 x tp 3 = 6 ranks", "8 / (1 x 3)"),
         ({"pools": {"main": 4}, "train": {"main": {"dp": 3}}}, "dp 3 x pp 1 x tp 1 = 3 ranks", "4 / (1 x 1)"),
-        ({"train": {"mian": {"tp": 1}}}, "names the pool 'mian'", "the pools are main"),
+        (
+            {"pools": {"main": 4}, "train": {"critic": {"dp": 3}}},
+            "placement.train.critic is dp 3",
+            "4 / (1 x 1)",
+        ),
+        ({"train": {"reward": {"dp": 1}}}, "names 'reward'", "the models policy, critic, reference"),
+        ({"train": {"mian": {"tp": 1}}}, "names 'mian'", "the pools are main"),
         ({"train": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, pp, tp"),
         ({"generate": {"pp": 2}}, "placement.generate has an axis 'pp'", "it may have tp"),
         ({"train": {"main": {"tp": 0}}}, "placement.train.main.tp is 0", "the least is 1"),

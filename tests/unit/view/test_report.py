@@ -83,7 +83,7 @@ def test_the_report_tells_the_run(make_run: MakeRun) -> None:
     ):
         assert expected in page.text, expected
     assert page.tags["script"] == 1
-    assert page.tags["svg"] == 20  # the header's intervals, 14 curves, 5 other metrics
+    assert page.tags["svg"] == 21  # the header's intervals, 14 curves, 5 other metrics, the timeline
     assert (run / "report.html").stat().st_size < 100_000
     assert "rollout/tokens/sum" in text
 

@@ -1,0 +1,184 @@
+"""How long the search for a plan takes: models and devices, one core, medians.
+
+    python benchmarks/mapping.py                                  # prints the table
+    python benchmarks/mapping.py --runs 5 --write benchmarks/results/mapping.md
+
+Equal models of 7B, HybridFlow's setting (arXiv 2409.19256): prompts and responses of 1,024 tokens, 1,024
+rows, 8 updates, machines of 8 A100. Four models: PPO's; with generation apart too, at freshness 1 and 4.
+Seven: Safe RLHF's with every role a model, and a judge. Every search makes its cost model anew, and says why
+each other placement loses. Seconds are the process's own: what else runs on the machine counts little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from rillflow.assembly.drawing import graphs
+from rillflow.assembly.recipe import load_recipe
+from rillflow.graph.graph import Graph, Stage
+from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.factors import Factors
+from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
+from rillflow.planner.mapping.ranking import Ranking
+from rillflow.planner.mapping.search import search
+from rillflow.planner.model_shape import ModelShape
+from rillflow.planner.problem import Problem
+from rillflow.planner.workload import Lengths, Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPE = ModelShape(
+    name="llama-7b",
+    hidden=4096,
+    layers=32,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    inner=11008,
+    vocabulary=32000,
+)
+FIXED = Lengths(kind="fixed", limit=1024)
+WORKLOAD = Workload(prompts=1024, samples=1, prompt=FIXED, response=FIXED, minibatches=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One search."""
+
+    recipe: str
+    """Whose graph."""
+    judged: bool
+    """Whether a judge scores too."""
+    devices: int
+    """Of machines of 8."""
+    freshness: tuple[int, ...]
+    """Bounds tried."""
+    limit_s: float | None
+    """What it may take; none where nothing was promised."""
+
+
+CASES = (
+    Case(recipe="ppo", judged=False, devices=128, freshness=(0,), limit_s=1.0),
+    Case(recipe="ppo", judged=False, devices=1024, freshness=(0,), limit_s=10.0),
+    Case(recipe="safe_rlhf", judged=True, devices=128, freshness=(0,), limit_s=60.0),
+    Case(recipe="ppo", judged=False, devices=128, freshness=(0, 1, 4), limit_s=None),
+    Case(recipe="ppo", judged=False, devices=1024, freshness=(0, 1, 4), limit_s=None),
+)
+
+
+def problem(case: Case) -> Problem:
+    """The step to be planned."""
+    graph = graphs(load_recipe(ROOT / f"recipes/{case.recipe}/run.toml").recipe)[-1]
+    graph = with_judge(graph) if case.judged else graph
+    fleet = Fleet(
+        name="a100",
+        device=shipped_devices()["A100-80"],
+        devices=case.devices,
+        per_machine=8,
+        between_bandwidth=25e9,
+    )
+    scalar = replace(SHAPE, is_scalar=True)
+    return Problem(
+        graph=graph,
+        shapes={role: SHAPE if role in ("policy", "reference") else scalar for role in graph.roles},
+        workload=WORKLOAD,
+        hardware=Hardware(name="cluster", fleets=(fleet,), factors=Factors()),
+    )
+
+
+def with_judge(graph: Graph) -> Graph:
+    """A judge beside the reward: it reads what that reads, and the same formulas read it."""
+    place = next(stage.index for stage in graph.stages if stage.name == "reward.score")
+
+    def moved(index: int) -> int:
+        return index + (index > place)
+
+    stages = [replace(stage, index=moved(stage.index)) for stage in graph.stages]
+    first = graph.stages[place]
+    judge = Stage(
+        index=place + 1,
+        role="judge",
+        endpoint="score",
+        reads=first.reads,
+        writes=first.writes,
+        transfer=first.transfer,
+    )
+    edges = [
+        replace(edge, source=moved(edge.source), destination=moved(edge.destination)) for edge in graph.edges
+    ]
+    edges += [replace(edge, destination=place + 1) for edge in edges if edge.destination == place]
+    edges += [replace(edge, source=place + 1) for edge in edges if edge.source == place]
+    return replace(
+        graph,
+        stages=tuple(sorted([*stages, judge], key=lambda stage: stage.index)),
+        edges=tuple(sorted(edges, key=lambda edge: (edge.destination, edge.source))),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A case, measured."""
+
+    case: Case
+    seconds: float
+    ranking: Ranking
+
+
+def measure(runs: int) -> Iterator[Timed]:
+    """Every case, each as often as asked."""
+    for case in CASES:
+        step, spent = problem(case), []
+        for _ in range(runs):
+            begun = time.process_time()
+            ranking = search(step, CostModel, freshness=case.freshness)
+            spent.append(time.process_time() - begun)
+        yield Timed(case=case, seconds=statistics.median(spent), ranking=ranking)
+        print(f"{case.recipe} on {case.devices}: {spent}", file=sys.stderr)
+
+
+def table(timed: Sequence[Timed]) -> str:
+    """The results as a table."""
+    lines = [
+        "| models | devices | freshness | placements | allocations kept by bounds | solved | exact "
+        "| seconds | promised | best step, s | on |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in timed:
+        case, counts, best = one.case, one.ranking.counts, one.ranking.best[0]
+        lines.append(
+            f"| {7 if case.judged else 4} | {case.devices} | {', '.join(map(str, case.freshness))} "
+            f"| {counts.placements} | {counts.allocations} | {counts.solved} "
+            f"| {'yes' if one.ranking.is_exact else 'no'} | {one.seconds:.2f} "
+            f"| {'' if case.limit_s is None else f'{case.limit_s:g}'} | {best.evaluation.step_s:.2f} "
+            f"| {' + '.join(str(pool.devices) for pool in best.plan.pools)} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=3, help="searches of each case; the median counts")
+    parser.add_argument("--write", type=Path, help="a page for the table")
+    options = parser.parse_args(arguments)
+    timed = list(measure(options.runs))
+    setting = {"cores": os.cpu_count(), "python": platform.python_version(), "numpy": version("numpy")}
+    command = f"python benchmarks/mapping.py --runs {options.runs}"
+    text = f"# The search for a plan\n\n`{command}`; {json.dumps(setting)}\n\n{table(timed)}\n"
+    print(text)
+    if options.write:
+        options.write.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What others published about their steps, and what the cost model makes of it."""

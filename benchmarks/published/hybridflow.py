@@ -1,0 +1,175 @@
+"""HybridFlow's placements and generation meshes: which wins at which size (arXiv 2409.19256, 8.3 and 8.4).
+
+PPO with four models of one size ─ search on 16 .. 128 A100 ─> the best placement, and others
+16 devices, trained at tp 8, dp 2 ─> seconds of generation and transition by generate_tp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from published.models import shape
+from rillflow.errors import PlanError
+from rillflow.graph.graph import Edge, Graph, Stage
+from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.factors import Factors
+from rillflow.planner.grid import Grid
+from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
+from rillflow.planner.mapping.ranking import Effort
+from rillflow.planner.mapping.search import search
+from rillflow.planner.plan import Plan
+from rillflow.planner.problem import Problem
+from rillflow.planner.workload import Lengths, Workload
+
+MODELS = ("Llama-7B", "Llama-13B", "Llama-34B", "Llama-70B")
+SIZES = (16, 32, 64, 96, 128)
+FACTORS = Factors(
+    train_flops=0.4,
+    score_flops=0.5,
+    decode_bandwidth=0.85,
+    decode_flops=0.4,
+    launch_s=3e-4,
+    decode_launch_s=3e-4,
+    decode_row_s=2e-4,
+    memory=0.7,
+    between_links=0.8,
+    collective_s=2e-5,
+    between_collective_s=6e-5,
+)
+"""Expected of the engines of early 2024: kernels started one by one, one process that schedules rows, four
+engines that leave 0.7 of the memory. Seconds a row, the share of memory and that of the links between
+machines were chosen so that the optima of the generation mesh, and that all are together on 64, come out."""
+ROWS_AT_ONCE = 256
+"""What its engine runs at most when nothing is said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """The best placement of a cluster, and others in seconds."""
+
+    model: str
+    devices: int
+    best: str
+    best_s: float
+    colocated_s: float
+    split_s: float
+    apart_s: float
+
+
+def graph() -> Graph:
+    """A step of PPO as its paper has it: eight stages."""
+    stages = (
+        _stage(0, "policy", "generate", ("tokens", "sampler_logprobs")),
+        _stage(1, "reward", "score", ("rewards",)),
+        _stage(2, "reference", "logprobs", ("reference_logprobs",)),
+        _stage(3, "critic", "values", ("values",)),
+        _stage(4, "controller", "gae", ("advantages",)),
+        _stage(5, "critic", "update", ()),
+        _stage(6, "policy", "update", ()),
+        _stage(7, "policy", "publish", ()),
+    )
+    edges = (
+        *(Edge(source=0, destination=place, fields=("tokens",)) for place in (1, 2, 3)),
+        Edge(source=0, destination=4, fields=("sampler_logprobs",)),
+        Edge(source=1, destination=4, fields=("rewards",)),
+        Edge(source=2, destination=4, fields=("reference_logprobs",)),
+        Edge(source=3, destination=4, fields=("values",)),
+        Edge(source=0, destination=5, fields=("tokens",)),
+        Edge(source=4, destination=5, fields=("advantages",)),
+        Edge(source=0, destination=6, fields=("tokens",)),
+        Edge(source=4, destination=6, fields=("advantages",)),
+        Edge(source=6, destination=7, fields=()),
+    )
+    return Graph(name="four models", stages=stages, edges=edges)
+
+
+def problem(model: str, devices: int, fixed: Mapping[str, str] | None = None) -> Problem:
+    """1,024 rows of 1,024 + 1,024 tokens, 8 optimiser steps, on machines of 8 A100 with 200 Gb/s."""
+    fleet = Fleet(
+        name="a100",
+        device=shipped_devices()["A100-80"],
+        devices=devices,
+        per_machine=8,
+        between_bandwidth=25e9 / 8,
+    )
+    policy, scalar = shape(model), shape(model, is_scalar=True)
+    return Problem(
+        graph=graph(),
+        shapes={"policy": policy, "reference": policy, "reward": scalar, "critic": scalar},
+        workload=Workload(
+            prompts=1024,
+            samples=1,
+            prompt=Lengths(kind="fixed", limit=1024),
+            response=Lengths(kind="fixed", limit=1024),
+            minibatches=8,
+            tokens_per_micro_batch=8192,
+            rows_at_once=ROWS_AT_ONCE,
+            shares_prompts=False,
+        ),
+        hardware=Hardware(name="a100", fleets=(fleet,), factors=FACTORS),
+        fixed=fixed or {},
+    )
+
+
+def meshes(model: str) -> dict[int, float]:
+    """Seconds of generation and transition by generate_tp, on 16 devices trained at tp 8, dp 2.
+
+    The optimisers are cut over dp, and the three other models lie on the same devices.
+    """
+    step = problem(model, 16)
+    costs = CostModel(step)
+    grid = Grid(dp=2, tp=8)
+    others = {
+        unit.name: costs.option(unit, "a100", 16, replace(grid, is_sharded=True), 0)
+        for unit in step.units
+        if unit.name != "policy"
+    }
+    policy = next(unit for unit in step.units if unit.name == "policy")
+    found = {}
+    for size in (1, 2, 4, 8):
+        option = costs.option(policy, "a100", 16, replace(grid, is_sharded=True), size)
+        room = costs.room_bytes("a100", {**others, "policy": option})
+        decoder = costs.decoder(policy, option, "a100", 16, room)
+        if decoder is not None:
+            found[size] = costs.generate_s(step.graph.stages[0], decoder) + option.seconds[7]
+    return found
+
+
+def placed(model: str, devices: int) -> Placed | None:
+    """The best placement of a cluster; none where nothing fits."""
+    try:
+        ranking = search(problem(model, devices), CostModel, effort=Effort(kept=20, explains=False))
+    except PlanError:
+        return None
+    values = {_pools(one.plan): one.value for one in ranking.best}
+    return Placed(
+        model=model,
+        devices=devices,
+        best="; ".join(
+            f"{'+'.join(names)} {pool.devices}"
+            for pool in ranking.best[0].plan.pools
+            for names in [_names(ranking.best[0].plan, pool.name)]
+        ),
+        best_s=ranking.best[0].value,
+        colocated_s=values.get(TOGETHER, float("inf")),
+        split_s=values.get(SPLIT, float("inf")),
+        apart_s=values.get(APART, float("inf")),
+    )
+
+
+def _names(plan: Plan, pool: str) -> tuple[str, ...]:
+    return tuple(sorted(name for name, unit in plan.units.items() if unit.pool == pool))
+
+
+def _pools(plan: Plan) -> frozenset[tuple[str, ...]]:
+    return frozenset(_names(plan, pool.name) for pool in plan.pools)
+
+
+TOGETHER = frozenset({("critic", "policy", "reference", "reward")})
+SPLIT = frozenset({("policy", "reference"), ("critic", "reward")})
+APART = frozenset({("critic",), ("policy",), ("reference",), ("reward",)})
+
+
+def _stage(index: int, role: str, endpoint: str, writes: tuple[str, ...]) -> Stage:
+    return Stage(index=index, role=role, endpoint=endpoint, reads=(), writes=writes)

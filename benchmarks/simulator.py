@@ -1,0 +1,325 @@
+"""The simulator: how fast it is, that it agrees with paper, and the shapes others published.
+
+    python benchmarks/simulator.py --write benchmarks/results/simulator.md      # a minute, one core
+
+Nothing is fitted here. Lengths of RollPacker's rows are those of benchmarks/results/planner.md; what else is
+assumed stands above each table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from published.models import shape
+from published.nemo import NETWORK
+
+from rillflow.assembly.drawing import graphs
+from rillflow.assembly.recipe import load_recipe
+from rillflow.graph.graph import Graph
+from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.evaluate import evaluate
+from rillflow.planner.factors import Factors
+from rillflow.planner.grid import Grid
+from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
+from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
+from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.simulator.result import Simulation
+from rillflow.planner.simulator.settings import Settings
+from rillflow.planner.simulator.simulate import simulate
+from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
+
+COMMAND = "python benchmarks/simulator.py --write benchmarks/results/simulator.md"
+BOUNDS = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
+"""AReaL: thousand tokens a second by freshness bound."""
+PACKED = {
+    (1.0, 1.0): 82,
+    (1.25, 1.25): 47,
+    (1.0, 1.125): 77,
+    (1.0, 1.25): 71,
+    (1.0, 1.5): 54,
+    (1.125, 1.0): 77,
+    (1.25, 1.0): 72,
+    (1.5, 1.0): 60,
+}
+"""RollPacker: seconds of a rollout by prompts and by answers begun for each that is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Something to simulate."""
+
+    problem: Problem
+    costs: CostModel
+    plan: Plan
+
+    def run(self, steps: int, settings: Settings | None = None, seed: int = 0) -> Simulation:
+        return simulate(self.problem, self.costs, self.plan, steps=steps, seed=seed, settings=settings)
+
+    @property
+    def paper_s(self) -> float:
+        return evaluate(self.problem, self.costs, self.plan).step_s
+
+
+def case(
+    graph: Graph,
+    model: str,
+    workload: Workload,
+    pools: Mapping[str, int],
+    homes: Mapping[str, str],
+    *,
+    device: str,
+    tp: int,
+    generate_tp: int,
+    freshness: int = 0,
+    **planned: float | str,
+) -> Case:
+    """Roles on pools, each pool on machines of its own kind so that it may have any size."""
+    fleets = tuple(
+        Fleet(
+            name=name,
+            device=shipped_devices()[device],
+            devices=devices,
+            per_machine=min(devices, 8),
+            between_bandwidth=NETWORK,
+        )
+        for name, devices in pools.items()
+    )
+    problem = Problem(
+        graph=graph,
+        shapes={
+            role: shape(model, is_scalar=role in ("critic", "reward")) for role in homes if role != SAMPLER
+        },
+        workload=workload,
+        hardware=Hardware(name=device, fleets=fleets, factors=Factors(decode_row_s=2e-5)),
+    )
+    if SAMPLER in homes:
+        problem = problem.apart(freshness)
+    sampler = SAMPLER if SAMPLER in homes else "policy"
+    units = {
+        unit: PlannedUnit(
+            pool=pool,
+            grid=Grid(dp=pools[pool] // tp, tp=tp, is_sharded=True),
+            generate_tp=generate_tp if unit == sampler else 0,
+        )
+        for unit, pool in homes.items()
+    }
+    plan = Plan(
+        name=graph.name,
+        pools=tuple(PlannedPool(name=name, fleet=name, devices=devices) for name, devices in pools.items()),
+        units=units,
+        freshness=freshness,
+        **planned,
+    )
+    return Case(problem=problem, costs=CostModel(problem), plan=plan)
+
+
+def group_graph() -> Graph:
+    """The step with groups and no critic, its roles programmed but for the policy."""
+    return graphs(load_recipe(Path("recipes/arithmetic/run.toml")).recipe)[-1]
+
+
+ROLES = ("policy", "critic", "reference", "reward")
+
+
+def ppo(pools: Mapping[str, int], homes: Mapping[str, str], freshness: int = 0) -> Case:
+    """1,024 rows of four models of 7B."""
+    workload = Workload(
+        prompts=128,
+        samples=8,
+        prompt=Lengths(kind="fixed", limit=1024),
+        response=Lengths(kind="lognormal", limit=8192, median=800, sigma=0.9),
+    )
+    graph = graphs(load_recipe(Path("recipes/ppo/run.toml")).recipe)[-1]
+    return case(
+        graph,
+        "Qwen2.5-7B",
+        workload,
+        pools,
+        homes,
+        device="A100-80",
+        tp=4,
+        generate_tp=2,
+        freshness=freshness,
+    )
+
+
+TOGETHER = ({"main": 128}, dict.fromkeys(ROLES, "main"))
+HALVES = ({"a": 64, "b": 64}, {"policy": "a", "reference": "a", "critic": "b", "reward": "b"})
+AHEAD = ({"train": 64, "sample": 64}, {**dict.fromkeys(ROLES, "train"), SAMPLER: "sample"})
+
+
+def median_s(work: Callable[[], object], times: int = 5) -> float:
+    """The median of some runs."""
+    found = []
+    for _ in range(times):
+        start = time.process_time()
+        work()
+        found.append(time.process_time() - start)
+    return statistics.median(found)
+
+
+def speed_lines() -> list[str]:
+    """Seconds to simulate, and the step simulated against the one on paper."""
+    rows = [
+        ("together", TOGETHER, 0),
+        ("policy, reference / critic, reward", HALVES, 0),
+        ("training / sampling, freshness 1", AHEAD, 1),
+        ("training / sampling, freshness 4", AHEAD, 4),
+    ]
+    lines = [
+        "## Speed, and agreement with paper",
+        "",
+        "PPO, four models of 7B on 128 A100, 1,024 rows, responses log-normal (median 800, sigma 0.9, "
+        "at most 8,192). To simulate: seconds of one core, with tracing the graph and the cost model; "
+        "median of 5. The first step of rows that flow is the filling of k + 1 batches.",
+        "",
+        "| placement | 1 step, s | 20 steps, s | step simulated | on paper | difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, placement, freshness in rows:
+        one = median_s(lambda p=placement, k=freshness: ppo(*p, k).run(1))
+        found = ppo(*placement, freshness)
+        many = median_s(lambda c=found: c.run(20), 3)
+        steps = found.run(20)
+        step_s = steps.settled_step_s if freshness else steps.mean_step_s
+        lines.append(
+            f"| {name} | {one:.3f} | {many:.2f} | {step_s:.1f} | {found.paper_s:.1f} | "
+            f"{step_s / found.paper_s - 1:+.1%} |"
+        )
+    return [*lines, ""]
+
+
+def packed(prompts: float, answers: float) -> Case:
+    """RollPacker's rollout: Qwen2.5-7B on 16 H800, 128 prompts x 8 answers."""
+    workload = Workload(
+        prompts=128,
+        samples=8,
+        prompt=Lengths(kind="fixed", limit=200),
+        response=Lengths(kind="lognormal", limit=8192, median=2500, sigma=0.5),
+    )
+    return case(
+        group_graph(),
+        "Qwen2.5-7B",
+        workload,
+        {"main": 16},
+        {"policy": "main"},
+        device="H800",
+        tp=1,
+        generate_tp=1,
+        oversample_prompts=prompts,
+        oversample_samples=answers,
+    )
+
+
+def packed_lines() -> list[str]:
+    """Rollout seconds with more begun than kept, as ratios to the plain one."""
+    lines = [
+        "## The tail: more begun than kept (RollPacker)",
+        "",
+        "Ratios to the rollout with nothing begun beside. Lengths as fitted in `planner.md` (median 2,500, "
+        "sigma 0.5, independent). First rounds: of fresh prompts. All rounds: those of rows put aside too.",
+        "",
+        "| prompts begun | answers begun | published | first rounds | error | all rounds |",
+        "|---|---|---|---|---|---|",
+    ]
+    plain = statistics.fmean(packed(1.0, 1.0).run(20).generation_s)
+    for (prompts, answers), seconds in PACKED.items():
+        found = packed(prompts, answers).run(20).generation_s
+        later = round(1 / (prompts - 1)) if prompts > 1 else len(found)
+        first, every = statistics.fmean(found[:later]) / plain, statistics.fmean(found) / plain
+        known = seconds / 82
+        lines.append(
+            f"| {prompts} | {answers} | {known:.2f} | {first:.2f} | {first / known - 1:+.0%} | {every:.2f} |"
+        )
+    return [*lines, "", f"The plain rollout: published 82 s, simulated {plain:.0f} s.", ""]
+
+
+def bounded(freshness: int, late: str) -> Case:
+    """AReaL: 1.5B on 8 devices, 6 of which generate, 64 prompts x 16."""
+    workload = Workload(
+        prompts=64,
+        samples=16,
+        prompt=Lengths(kind="fixed", limit=150),
+        response=lengths_of_mean(2500.0, 8192, 0.9),
+        minibatches=4,
+    )
+    return case(
+        group_graph(),
+        "Qwen2.5-1.5B",
+        workload,
+        {"sample": 6, "train": 2},
+        {"policy": "train", SAMPLER: "sample"},
+        device="H800",
+        tp=1,
+        generate_tp=1,
+        freshness=freshness,
+        late=late,
+    )
+
+
+def steps_of(freshness: int) -> int:
+    """Enough for the first batches, which are younger, to be in the earlier half."""
+    return freshness + 8
+
+
+def bounded_lines() -> list[str]:
+    """Throughput by freshness bound, as ratios to bound 0."""
+    kinds = {
+        "wait": ("wait", Settings()),
+        "wait, interrupted": ("wait", Settings(interrupts=True)),
+        "drop, interrupted (its own way)": ("drop", Settings(interrupts=True)),
+    }
+    lines = [
+        "## Throughput by freshness bound (AReaL)",
+        "",
+        "Ratios of trained tokens a second to bound 0. Assumed: 6 H800 generate and 2 train, mean response "
+        "2,500, sigma 0.9, at most 8,192; k + 8 steps, the later half.",
+        "",
+        "| | " + " | ".join(map(str, BOUNDS)) + " | rows dropped at 1 | mean age at 4 | at 16 |",
+        "|---|" + "---|" * (len(BOUNDS) + 3),
+        "| published | " + " | ".join(f"{rate / BOUNDS[0]:.2f}" for rate in BOUNDS.values()) + " | | | |",
+    ]
+    base = bounded(0, "wait").run(8).tokens_per_s
+    for name, (late, settings) in kinds.items():
+        found = {k: bounded(k, late).run(steps_of(k), settings) for k in BOUNDS if k}
+        ratios = ["1.00", *(f"{one.tokens_per_s / base:.2f}" for one in found.values())]
+        dropped = sum(found[1].dropped.values()) / found[1].begun
+        ages = [sum(age * rows for age, rows in found[k].ages.items()) / found[k].trained for k in (4, 16)]
+        lines.append(f"| {name} | {' | '.join(ratios)} | {dropped:.0%} | {ages[0]:.1f} | {ages[1]:.1f} |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    """Write the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", type=Path, help="a markdown file for the tables")
+    chosen = parser.parse_args()
+    lines = [
+        "# The simulator",
+        "",
+        f"`{COMMAND}`, one of {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"numpy {np.__version__}.",
+        "",
+        *speed_lines(),
+        *packed_lines(),
+        *bounded_lines(),
+    ]
+    text = "\n".join(lines)
+    if chosen.write:
+        chosen.write.write_text(text, "utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Planning: the commands that say what a step will cost: arguments in, exit code out.
+
+plan       recipe, cluster ─ search ─> tables, plan.toml, a picture
+simulate   recipe, plan, cluster ─ events ─> tables, a timeline
+calibrate  run directory ─ fit ─> a cluster file with its factors
+
+As in ``commands``, every import stands in the function that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rillflow.cli.commands import load
+from rillflow.cli.failure import DONE
+
+if TYPE_CHECKING:
+    from rillflow.planner.mapping.doubling import ClusterSize
+    from rillflow.planner.plan import Plan
+    from rillflow.planner.problem import Problem
+    from rillflow.view.chart import Series
+    from rillflow.view.timeline import Bar
+
+SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
+"""How much larger than the given one the clusters are that throughput is shown for."""
+SHOWN_STEPS = 4
+"""Simulated steps that a timeline shows."""
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """``rillflow plan``: the best placements of a recipe on a cluster, and why the others lose."""
+    from rillflow.assembly.planning import open_cluster, state_problem, told
+    from rillflow.planner.cost_model.costs import CostModel
+    from rillflow.planner.mapping.doubling import doubling
+    from rillflow.planner.mapping.search import search
+    from rillflow.planner.objective import Goal, Objective
+    from rillflow.planner.plan_file import plan_text
+    from rillflow.view.growth import growth_data, growth_lines
+    from rillflow.view.ranked import ranking_data, ranking_lines
+
+    _require_picture(arguments.plot)
+    statement = state_problem(load(arguments), open_cluster(arguments.cluster), arguments.lengths)
+    problem = statement.problem
+    objective = Objective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
+    found = search(problem, CostModel, objective=objective, freshness=arguments.freshness)
+    sizes = doubling(problem, CostModel, objective=objective, freshness=arguments.freshness, times=SIZES)
+    best = told(problem, found.best[0])
+    lines = [*ranking_lines(problem, objective, found), "", *growth_lines(problem.hardware, sizes)]
+    lines += _assumed(statement.assumptions)
+    if arguments.format == "json":
+        data = ranking_data(problem, objective, found)
+        _print_json({**data, "sizes": growth_data(sizes), "assumptions": list(statement.assumptions)})
+    else:
+        print(f"{best.name} on {problem.hardware.name}")
+        _print_lines(lines)
+    if arguments.out is not None:
+        _write(arguments.out, plan_text(best))
+    if arguments.plot is not None:
+        _plot_plan(arguments.plot, problem, best, sizes, lines)
+    return DONE
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    """``rillflow simulate``: a plan, event by event."""
+    from rillflow.assembly.planned import open_plan
+    from rillflow.assembly.planning import open_cluster, problem_of_plan, state_problem
+    from rillflow.planner.cost_model.costs import CostModel
+    from rillflow.planner.simulator.settings import Settings
+    from rillflow.planner.simulator.simulate import simulate as run
+    from rillflow.view.simulated import simulated_bars, simulation_data, simulation_lines
+
+    _require_picture(arguments.plot)
+    plan = _changed(open_plan(arguments.plan), arguments)
+    statement = state_problem(load(arguments), open_cluster(arguments.cluster), arguments.lengths)
+    problem = problem_of_plan(statement.problem, plan)
+    slow = arguments.stragglers or (0.0, 1.0)
+    settings = Settings(straggler_share=slow[0], straggler_factor=slow[1], interrupts=arguments.interrupts)
+    found = run(
+        problem, CostModel(problem), plan, steps=arguments.steps, seed=arguments.seed, settings=settings
+    )
+    title = f"{plan.name} on {problem.hardware.name}, freshness {plan.freshness}, seed {arguments.seed}"
+    if arguments.format == "json":
+        _print_json({**simulation_data(plan, found), "assumptions": list(statement.assumptions)})
+    else:
+        print(f"{title}: {arguments.steps} steps simulated")
+        _print_lines([*simulation_lines(plan, found), *_assumed(statement.assumptions)])
+    if arguments.plot is not None:
+        bars = simulated_bars(found, min(SHOWN_STEPS, arguments.steps))
+        _plot(arguments.plot, title, bars, [], "", simulation_lines(plan, found))
+    return DONE
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    """``rillflow calibrate``: the factors with which predictions meet a run."""
+    from rillflow.assembly.observed import cluster_text, observe
+    from rillflow.assembly.planning import open_cluster
+    from rillflow.planner.calibration import calibrate as fit
+    from rillflow.planner.cost_model.costs import CostModel
+    from rillflow.view.calibrated import calibration_data, calibration_lines
+
+    hardware = None if arguments.cluster is None else open_cluster(arguments.cluster)
+    observations = observe(arguments.run, hardware, arguments.algorithms)
+    found = fit(observations, CostModel)
+    if arguments.format == "json":
+        _print_json(calibration_data(found))
+    else:
+        _print_lines(calibration_lines(found))
+    if arguments.out is not None:
+        text = cluster_text(found.factors, observations, arguments.cluster, arguments.run)
+        _write(arguments.out, text)
+    return DONE
+
+
+def simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of ``simulate``."""
+    parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="a plan of rillflow plan")
+    _cluster_arguments(parser)
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps to simulate (20)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths and slow devices (0)")
+    parser.add_argument(
+        "--freshness",
+        type=int,
+        metavar="K",
+        help="versions a trained token may be old, instead of the plan's",
+    )
+    parser.add_argument(
+        "--oversample",
+        type=float,
+        nargs=2,
+        metavar=("PROMPTS", "SAMPLES"),
+        help="begin so many times the prompts and the samples, and leave the longest for later",
+    )
+    parser.add_argument(
+        "--stragglers",
+        type=float,
+        nargs=2,
+        metavar=("SHARE", "FACTOR"),
+        help="this share of the devices takes so many times as long",
+    )
+    parser.add_argument(
+        "--interrupts", action="store_true", help="new weights interrupt rows, which go on under them"
+    )
+    _output_arguments(parser)
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of ``plan``."""
+    _cluster_arguments(parser)
+    parser.add_argument(
+        "--objective",
+        choices=("step", "device-hours", "devices", "cost"),
+        default="step",
+        help="what is to be least: seconds of a step (step), device-hours of a step, devices under a "
+        "deadline, or the cost of a step at the cluster's prices",
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=math.inf, metavar="S", help="most seconds a step may take"
+    )
+    parser.add_argument(
+        "--freshness",
+        type=_bounds,
+        default=(0,),
+        metavar="K,K",
+        help="freshness bounds to try: 0 in step (0), more with generation on devices of its own",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the best plan")
+    _output_arguments(parser)
+
+
+def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of ``calibrate``."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="what it ran on; this machine's cores if left out"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it with the factors")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (text)")
+
+
+def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="a cluster's TOML file")
+    parser.add_argument(
+        "--lengths", type=Path, metavar="RUN", help="a run whose rows say how long rows are; else assumed"
+    )
+
+
+def _output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (text)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .html")
+
+
+def _bounds(text: str) -> tuple[int, ...]:
+    """Freshness bounds. Example: ``_bounds("0,1,4") == (0, 1, 4)``."""
+    found = tuple(int(part) for part in text.split(","))
+    if any(bound < 0 for bound in found):
+        raise ValueError(text)
+    return found
+
+
+def _plot_plan(
+    file: Path, problem: Problem, best: Plan, sizes: Sequence[ClusterSize], lines: Sequence[str]
+) -> None:
+    """The best plan's first steps, simulated, and what other cluster sizes would come to."""
+    from rillflow.assembly.planning import problem_of_plan
+    from rillflow.planner.cost_model.costs import CostModel
+    from rillflow.planner.simulator.simulate import simulate as run
+    from rillflow.view.growth import AXES, growth_curve
+    from rillflow.view.simulated import simulated_bars
+
+    planned = problem_of_plan(problem, best)
+    found = run(planned, CostModel(planned), best, steps=SHOWN_STEPS)
+    title = f"{best.name} on {problem.hardware.name}, freshness {best.freshness}"
+    _plot(file, title, simulated_bars(found, SHOWN_STEPS), [growth_curve(sizes)], AXES, lines)
+
+
+def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
+    """The plan with what the words say instead."""
+    from dataclasses import replace
+
+    from rillflow.planner.plan_file import require_possible
+
+    if arguments.freshness is not None:
+        plan = replace(plan, freshness=arguments.freshness)
+    if arguments.oversample is not None:
+        prompts, samples = arguments.oversample
+        plan = replace(plan, oversample_prompts=prompts, oversample_samples=samples)
+    require_possible(plan)
+    return plan
+
+
+def _plot(
+    file: Path, title: str, bars: Sequence[Bar], curves: Sequence[Series], axes: str, lines: Sequence[str]
+) -> None:
+    from rillflow.view.plan_page import plan_page, require_kind
+
+    if require_kind(file) == ".png":
+        from rillflow.view.timeline_image import save_png
+
+        save_png(file, title, bars, curves, axes)
+        _wrote(file)
+    else:
+        _write(file, plan_page(title, bars, curves, axes, lines))
+
+
+def _require_picture(file: Path | None) -> None:
+    """Find a wrong name before anything is searched."""
+    if file is not None:
+        from rillflow.view.plan_page import require_kind
+
+        require_kind(file)
+
+
+def _write(file: Path, text: str) -> None:
+    from rillflow.observe.durable import replace
+
+    replace(file, [text.encode("utf-8", "replace")])
+    _wrote(file)
+
+
+def _wrote(file: Path) -> None:
+    # Beside the output, which may be JSON for a machine.
+    print(f"wrote {file}", file=sys.stderr)
+
+
+def _assumed(assumptions: Sequence[str]) -> list[str]:
+    return ["", *(f"assumed: {sentence}" for sentence in assumptions)] if assumptions else []
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+def _print_json(data: object) -> None:
+    import json
+
+    print(json.dumps(data, indent=1))

@@ -1,0 +1,75 @@
+"""TOML text: tables written so that reading them gives the same values back.
+
+tables ─ toml_text ─> text ─ tomllib ─> the same tables
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from rillflow.config.schema import Data
+from rillflow.errors import ConfigError
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def toml_text(tables: Data, comment: str = "") -> str:
+    """The tables as TOML, values before the tables inside; what is None is left out.
+
+    Args:
+        tables: texts, truth values, numbers, lists and tables of these.
+        comment: what the first lines say to a person.
+
+    Raises:
+        ConfigError: a value that TOML has no form for, or a number that is not finite.
+    """
+    head = [f"# {line}".rstrip() for line in comment.splitlines()]
+    return "\n".join([*head, *_lines(tables, ())]).strip("\n") + "\n"
+
+
+def inline_text(table: Data) -> str:
+    """A table in one line. Example: ``inline_text({"main": {"tp": 2}}) == "{main = {tp = 2}}"``."""
+    entries = (f"{_key(name)} = {_value(value, name)}" for name, value in table.items() if value is not None)
+    return f"{{{', '.join(entries)}}}"
+
+
+def _lines(table: Data, path: tuple[str, ...]) -> Iterator[str]:
+    """A table's own values, then the tables in it."""
+    values = {name: value for name, value in table.items() if not isinstance(value, Mapping)}
+    inner = {name: value for name, value in table.items() if isinstance(value, Mapping)}
+    if path and (values or not inner):
+        yield ""
+        yield f"[{'.'.join(map(_key, path))}]"
+    for name, value in values.items():
+        if value is not None:
+            yield f"{_key(name)} = {_value(value, '.'.join((*path, name)))}"
+    for name, value in inner.items():
+        yield from _lines(value, (*path, name))
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _text(name)
+
+
+def _text(value: str) -> str:
+    # A JSON string is a TOML string but for DEL, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _value(value: object, place: str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return inline_text(value)
+    if isinstance(value, Sequence):
+        return f"[{', '.join(_value(entry, place) for entry in value)}]"
+    raise ConfigError(
+        f"{place} is {value!r}", why="a file of ours holds texts, truth values, finite numbers and lists"
+    )

@@ -1,0 +1,253 @@
+"""Calibration: factors with which the cost model's seconds are those a run measured.
+
+measured stages of one run ─┐
+cost model, factors as guess ┴─ least squares on log ratios, held near the guess ─> Factors, error by stage
+rest of the steps ──────────────────────────────────────────────────────────────> step_s, step_row_s
+
+What a run says nothing of stays near the guess: a run on one device says nothing of links.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rillflow.errors import PlanError
+from rillflow.planner.evaluate import Evaluation, evaluate
+from rillflow.planner.factors import Factors
+from rillflow.planner.option import Costs
+from rillflow.planner.plan import Plan
+from rillflow.planner.problem import Problem
+from rillflow.planner.schedule import BESIDE, schedule
+from rillflow.planner.work import Work
+
+FITTED = ("train_flops", "score_flops", "decode_flops", "decode_bandwidth", "launch_s", "decode_launch_s")
+"""Factors that the stages of any run tell of."""
+FITTED_TOGETHER = ("collective_s", "inside_links")
+"""Those that stages on several devices tell of."""
+MODELLED = (Work.GENERATE, Work.SCORE, Work.TRAIN)
+"""Work whose seconds the factors decide."""
+PRIOR = 0.01
+"""How much a factor e times its guess weighs, where a stage e times its measurement weighs 1."""
+ROUNDS = 40
+"""Steps of the fit at most."""
+LEAST_SHARE = 1e-4
+"""No share is fitted below it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One phase of a run: what was to be done, and what it took."""
+
+    name: str
+    """The phase."""
+    problem: Problem
+    """Its step on the hardware, the factors a guess."""
+    plan: Plan
+    """Where its units lay."""
+    stages_s: Mapping[str, float]
+    """Seconds of a usual step's stages, by name."""
+    step_s: float
+    """Seconds of a usual step."""
+    is_recorded: bool = True
+    """Whether its rows were sampled, so that they were written down."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedStage:
+    """One stage, measured and as the fitted factors have it."""
+
+    phase: str
+    """The phase."""
+    stage: str
+    """The stage's name."""
+    measured_s: float
+    """Seconds of a usual step."""
+    fitted_s: float
+    """Seconds by the cost model."""
+
+    @property
+    def error(self) -> float:
+        """fitted / measured - 1."""
+        return self.fitted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was fitted, and how well."""
+
+    factors: Factors
+    """The factors."""
+    stages: tuple[FittedStage, ...]
+    """Every stage whose seconds the factors decide."""
+    at_limit: tuple[str, ...]
+    """Shares that came out at 1: the device does more than its description says."""
+
+
+def calibrate(observations: Sequence[Observation], cost_model: Callable[[Problem], Costs]) -> Calibration:
+    """Fit the factors to all phases of a run together.
+
+    Minimises ``sum over stages (ln(fitted / measured))^2 + (PRIOR ln(factor / guess))^2`` by damped
+    Gauss-Newton steps in the factors' logarithms (Levenberg, Quart. Appl. Math. 2, 1944); the guess is the
+    factors of the observations' hardware.
+
+    Raises:
+        PlanError: nothing was measured that the factors decide.
+    """
+    if not any(_modelled(one) for one in observations):
+        raise PlanError(
+            "nothing to calibrate by",
+            why="no stage that generates, scores or trains was measured",
+            fix="name a run that made more than one step",
+        )
+    guess = observations[0].problem.hardware.factors
+    together = any(pool.devices > 1 for one in observations for pool in one.plan.pools)
+    names = FITTED + (FITTED_TOGETHER if together else ())
+    fit = _Fit(observations, cost_model, guess, names)
+    factors = fit.factors(fit.best())
+    factors = replace(factors, **_overheads(observations, factors, cost_model))
+    stages = tuple(stage for one in observations for stage in _fitted(one, factors, cost_model))
+    limits = tuple(name for name in names if _is_share(name) and math.isclose(_value(factors, name), 1.0))
+    return Calibration(factors=factors, stages=stages, at_limit=limits)
+
+
+class _Fit:
+    """The residuals as a function of the factors' logarithms."""
+
+    def __init__(
+        self,
+        observations: Sequence[Observation],
+        cost_model: Callable[[Problem], Costs],
+        guess: Factors,
+        names: Sequence[str],
+    ) -> None:
+        self._observations, self._cost_model, self._guess, self._names = (
+            observations,
+            cost_model,
+            guess,
+            names,
+        )
+        self._start = np.log([_value(guess, name) for name in names])
+        shares = np.array([_is_share(name) for name in names])
+        self._high = np.where(shares, 0.0, np.log(1e6))
+        self._low = np.where(shares, math.log(LEAST_SHARE), np.log(1e-9))
+
+    def factors(self, place: NDArray[np.float64]) -> Factors:
+        """The factors at a place."""
+        values = dict(zip(self._names, np.exp(place).tolist(), strict=True))
+        return replace(self._guess, **values)
+
+    def best(self) -> NDArray[np.float64]:
+        """Where the residuals are least."""
+        place, damping = np.clip(self._start, self._low, self._high), 1e-2
+        found = self._residuals(place)
+        for _ in range(ROUNDS):
+            slopes = self._slopes(place, found)
+            normal = slopes.T @ slopes
+            step = np.linalg.solve(normal + damping * np.eye(len(place)), -slopes.T @ found)
+            trial = np.clip(place + np.clip(step, -2.0, 2.0), self._low, self._high)
+            there = self._residuals(trial)
+            if there @ there < found @ found:
+                done = float(np.abs(trial - place).max()) < 1e-6
+                place, found, damping = trial, there, max(damping / 3, 1e-9)
+                if done:
+                    break
+            else:
+                damping *= 4
+                if damping > 1e6:
+                    break
+        return place
+
+    def _residuals(self, place: NDArray[np.float64]) -> NDArray[np.float64]:
+        factors = self.factors(place)
+        found = [
+            math.log(stage.fitted_s / stage.measured_s)
+            for one in self._observations
+            for stage in _fitted(one, factors, self._cost_model)
+        ]
+        return np.concatenate([found, PRIOR * (place - self._start)])
+
+    def _slopes(self, place: NDArray[np.float64], found: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How the residuals change with each factor, backwards where forward is out of bounds."""
+        columns = []
+        for index in range(len(place)):
+            ahead = 1e-4 if place[index] + 1e-4 <= self._high[index] else -1e-4
+            moved = place.copy()
+            moved[index] += ahead
+            columns.append((self._residuals(moved) - found) / ahead)
+        return np.stack(columns, axis=1)
+
+
+def stages_by_name(problem: Problem, evaluation: Evaluation) -> Mapping[str, float]:
+    """Predicted seconds of a step's stages, those of one name in sum, as a run's spans are."""
+    found: dict[str, float] = defaultdict(float)
+    for stage in problem.graph.stages:
+        found[stage.name] += evaluation.seconds[stage.index]
+    return dict(found)
+
+
+def _modelled(one: Observation) -> Mapping[str, float]:
+    """The measured stages that the factors decide."""
+    works = {stage.name: one.problem.work(stage) for stage in one.problem.graph.stages}
+    return {
+        name: seconds
+        for name, seconds in one.stages_s.items()
+        if name in works and works[name] in MODELLED and seconds > 0
+    }
+
+
+def _fitted(one: Observation, factors: Factors, cost_model: Callable[[Problem], Costs]) -> list[FittedStage]:
+    problem = replace(one.problem, hardware=replace(one.problem.hardware, factors=factors))
+    found = stages_by_name(problem, evaluate(problem, cost_model(problem), one.plan))
+    return [
+        FittedStage(phase=one.name, stage=name, measured_s=seconds, fitted_s=found[name])
+        for name, seconds in _modelled(one).items()
+    ]
+
+
+def _overheads(
+    observations: Sequence[Observation], factors: Factors, cost_model: Callable[[Problem], Costs]
+) -> Mapping[str, float]:
+    """What steps take beside their stages: by step where no row was written down, the rest by row."""
+    rests = {one.name: _rest_s(one, factors, cost_model) for one in observations}
+    plain = [rests[one.name] for one in observations if not one.is_recorded]
+    step_s = min(plain) if plain else 0.0
+    rows = [
+        max(rests[one.name] - step_s, 0.0) / one.problem.workload.rows
+        for one in observations
+        if one.is_recorded
+    ]
+    return {"step_s": step_s, "step_row_s": max(rows, default=0.0)}
+
+
+def _rest_s(one: Observation, factors: Factors, cost_model: Callable[[Problem], Costs]) -> float:
+    """The measured step less the schedule of its measured stages; functions and formulas as predicted."""
+    problem = replace(one.problem, hardware=replace(one.problem.hardware, factors=factors))
+    paper = evaluate(problem, cost_model(problem), one.plan)
+    predicted = stages_by_name(problem, paper)
+    seconds = []
+    for stage in problem.graph.stages:
+        whole = predicted[stage.name]
+        share = paper.seconds[stage.index] / whole if whole else 1.0
+        measured = one.stages_s.get(stage.name, whole)
+        seconds.append(share * (measured if problem.work(stage) in MODELLED else whole))
+    units = {index: unit.name for unit in problem.units for index in unit.stages}
+    pools = [
+        one.plan.units[units[stage.index]].pool if stage.index in units else BESIDE
+        for stage in problem.graph.stages
+    ]
+    times = schedule(problem.graph, seconds=seconds, pools=pools, transfers=paper.transfers_s)
+    return max(one.step_s - times.step_s, 0.0)
+
+
+def _value(factors: Factors, name: str) -> float:
+    return next(float(factors.__dict__[field.name]) for field in fields(Factors) if field.name == name)
+
+
+def _is_share(name: str) -> bool:
+    return not name.endswith("_s")

@@ -1,0 +1,262 @@
+"""Compute: seconds of training and scoring whole rows on a grid.
+
+rows ─ dp ─> tokens of the busiest replica ─> micro-batches ─> 1F1B over pp ─┬─ products and attention
+                                                                             ├─ collectives of tp, ep
+                                                                             └─ gathers of shards
+after the last: gradients over dp, the optimiser's bytes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rillflow.errors import PlanError
+from rillflow.planner.cost_model.links import (
+    Links,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    links_of,
+    reduce_scatter_s,
+    send_s,
+)
+from rillflow.planner.cost_model.numbers import Grids, Numbers
+from rillflow.planner.factors import Factors
+from rillflow.planner.hardware import Fleet
+from rillflow.planner.model_shape import ModelShape
+from rillflow.planner.workload import Workload
+
+FORWARD = 1
+"""Passes of scoring, in forwards."""
+TRAINING = 3
+"""Passes of training: a backward costs two forwards."""
+RECOMPUTED = 4
+"""Passes of training with activations recomputed."""
+GRADIENT_BYTES = 4
+"""Of one parameter's gradient, float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a stage's seconds depend on beside the grid."""
+
+    shape: ModelShape
+    """The model."""
+    workload: Workload
+    """The rows."""
+    fleet: Fleet
+    """The devices."""
+    factors: Factors
+    """How well they are used."""
+    recomputes: bool
+    """Whether activations are recomputed in the backward pass."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number while it computes."""
+        return 2 if self.workload.dtype == "bfloat16" else 4
+
+    @property
+    def links(self) -> Links:
+        """The fleet's links as models find them."""
+        return links_of(self.fleet, self.factors)
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of a device in the workload's dtype.
+
+        Raises:
+            PlanError: the device's description does not say.
+        """
+        device, dtype = self.fleet.device, self.workload.dtype
+        if dtype not in device.flops:
+            raise PlanError(
+                f"{device.name} has no FLOP/s for {dtype}",
+                why=f"its description has {', '.join(sorted(device.flops))}",
+                fix=f"add flops.{dtype} to the device",
+            )
+        return device.flops[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What the busiest replica computes between two optimiser steps, [grids]."""
+
+    tokens: Numbers
+    """Tokens of its rows, those that several share counted once where they are computed once."""
+    squares: Numbers
+    """Sum of its rows' squared tokens."""
+    micro_batches: Numbers
+    """Forward and backward passes it takes them in."""
+
+
+def load_of(workload: Workload, dp: Numbers, parts: int) -> Load:
+    """The busiest of dp replicas in one of ``parts`` equal parts of a step's rows.
+
+    Rows are shared out by their tokens, so that it has the mean, or the longest row where that is more, and
+    attends to that; rows of one length can only be shared out whole.
+    """
+    rows = workload.rows / parts / np.asarray(dp, dtype=np.float64)
+    mean, square = workload.row_tokens, workload.row_square
+    if workload.prompt.kind == "fixed" and workload.response.kind == "fixed":
+        tokens: Numbers = np.ceil(rows - 1e-9) * mean
+        squares = tokens * (square / mean)
+    else:
+        longest = workload.prompt.mean + workload.response.quantile(1 - 0.5 * parts / workload.rows)
+        tokens = np.maximum(rows * mean, longest)
+        beside = np.maximum(tokens - longest, 0.0) * (square / mean)
+        squares = np.maximum(tokens * (square / mean), longest**2 + beside)
+    micro_batches = np.ceil(np.divide(tokens, workload.tokens_per_micro_batch) - 1e-9)
+    return Load(
+        tokens=tokens * workload.computed_share,
+        squares=squares,
+        micro_batches=np.maximum(micro_batches, 1),
+    )
+
+
+def pass_flops(shape: ModelShape, load: Load) -> Numbers:
+    """FLOPs of one forward pass: 2 a parameter and token, and 2 (d + v) a head, layer and pair of tokens.
+
+    Causal attention looks at half of a row's squared tokens (Kaplan et al., arXiv 2001.08361, 2.1).
+    """
+    return shape.token_flops * load.tokens + shape.attention_flops(1.0) * load.squares / 2
+
+
+def paced_flops(setting: Setting, load: Load) -> Numbers:
+    """The same, FLOPs of routed experts counted by how much longer their smaller products take."""
+    shape = setting.shape
+    longer = 1.0 / setting.factors.expert_flops - 1.0
+    return pass_flops(shape, load) + longer * 2.0 * shape.chosen_parameters * load.tokens
+
+
+def products_s(setting: Setting, load: Load, grids: Grids, passes: float, share: float) -> Numbers:
+    """Seconds of a device's share of the passes' FLOPs, at a share of its peak."""
+    return passes * paced_flops(setting, load) / (grids.pp * grids.tp * setting.peak * share)
+
+
+def launches_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+    """Seconds that a device's layers cost to start, for every micro-batch and pass; those of experts more."""
+    shape, factors = setting.shape, setting.factors
+    layers, mixed = np.ceil(shape.layers / grids.pp), np.ceil(shape.mixture_layers / grids.pp)
+    once = layers * factors.launch_s + mixed * factors.expert_launch_s
+    return passes * load.micro_batches * once
+
+
+def tensor_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+    """Seconds of tensor parallelism: 2 all-reduces of every layer's activations in each pass.
+
+    Shoeybi et al., arXiv 1909.08053, 3: one after attention, one after the feed-forward block; the backward
+    pass has as many as the forward, so that 3 passes' FLOPs have 2 passes' collectives.
+    """
+    layers = setting.shape.layers / grids.pp
+    rounds = 2 * layers * (passes - 1 if passes > FORWARD else 1)
+    sent = load.tokens / load.micro_batches * setting.shape.hidden * setting.item_bytes
+    return rounds * load.micro_batches * all_reduce_s(setting.links, sent, grids.tp)
+
+
+def experts_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+    """Seconds of expert parallelism: tokens go to their experts and back, 2 all-to-alls a layer and pass.
+
+    Every device sends k copies of its tokens (Lepikhin et al., arXiv 2006.16668); as many rounds as
+    ``tensor_s``.
+    """
+    shape = setting.shape
+    if not shape.is_mixture:
+        return np.zeros(len(grids))
+    rounds = 2 * shape.mixture_layers / grids.pp * (passes - 1 if passes > FORWARD else 1)
+    tokens = load.tokens / load.micro_batches / grids.tp
+    sent = tokens * shape.experts_per_token * shape.hidden * setting.item_bytes
+    return rounds * load.micro_batches * all_to_all_s(setting.links, sent, grids.ep)
+
+
+def pipeline_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+    """Seconds of activations and their gradients on their way between stages, once a micro-batch."""
+    sent = load.tokens / load.micro_batches / grids.tp * setting.shape.hidden * setting.item_bytes
+    ways = 2 if passes > FORWARD else 1
+    return ways * load.micro_batches * send_s(setting.links, sent, grids.pp, grids.tp)
+
+
+def bubble(load: Load, grids: Grids) -> Numbers:
+    """What filling and draining a pipeline adds: (N - 1) / M of the work, N stages and M micro-batches.
+
+    1F1B (Narayanan et al., arXiv 2104.04473, 2.2): (M + N - 1)(f + b) instead of M (f + b).
+    """
+    return (grids.pp - 1) / load.micro_batches
+
+
+def stage_parameters(shape: ModelShape, grids: Grids) -> Numbers:
+    """Parameters of one pipeline stage that one device computes with, shards gathered."""
+    dense = shape.shared_parameters / (grids.pp * grids.tp)
+    return dense + shape.routed_parameters / (grids.pp * grids.expert_ways)
+
+
+def gathers_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+    """Seconds of links that shards of parameters take: gathered for every micro-batch, forward and backward.
+
+    Zhao et al., arXiv 2304.11277: and gradients are reduce-scattered after each.
+    """
+    weights = stage_parameters(setting.shape, grids) * setting.item_bytes
+    gather = all_gather_s(setting.links, weights, grids.dp, grids.dp_stride)
+    if passes == FORWARD:
+        return np.where(grids.sharded, load.micro_batches * gather, 0.0)
+    gradients = weights / setting.item_bytes * GRADIENT_BYTES
+    scatter = reduce_scatter_s(setting.links, gradients, grids.dp, grids.dp_stride)
+    return np.where(grids.sharded, load.micro_batches * (2 * gather + scatter), 0.0)
+
+
+def gradients_s(setting: Setting, grids: Grids) -> Numbers:
+    """Seconds to add up float32 gradients over dp once an optimiser step; experts over fewer devices."""
+    shape, links = setting.shape, setting.links
+    dense = GRADIENT_BYTES * shape.shared_parameters / (grids.pp * grids.tp)
+    found = all_reduce_s(links, dense, grids.dp, grids.dp_stride)
+    if shape.is_mixture:
+        routed = GRADIENT_BYTES * shape.routed_parameters / (grids.pp * grids.expert_ways)
+        copies = np.maximum(grids.dp * grids.tp / grids.expert_ways, 1)
+        found = found + all_reduce_s(links, routed, copies, grids.expert_ways)
+    return np.where(grids.sharded, 0.0, found)
+
+
+def optimizer_s(setting: Setting, grids: Grids) -> Numbers:
+    """Seconds of Adam: it reads gradient, weight and two moments and writes the last three, float32.
+
+    28 bytes a parameter, and the copy for computing where that has another dtype.
+    """
+    shape, factors = setting.shape, setting.factors
+    held = shape.shared_parameters / grids.dense_cuts + shape.routed_parameters / grids.expert_cuts
+    moved = 7 * GRADIENT_BYTES + (setting.item_bytes if setting.item_bytes < GRADIENT_BYTES else 0)
+    return held * moved / (setting.fleet.device.memory_bandwidth * factors.decode_bandwidth)
+
+
+def passes_s(setting: Setting, load: Load, grids: Grids, passes: float, share: float) -> Numbers:
+    """Seconds of all micro-batches of one load: the work, drained through the pipeline, or the gathers."""
+    work = (
+        products_s(setting, load, grids, passes, share)
+        + launches_s(setting, load, grids, passes)
+        + tensor_s(setting, load, grids, passes)
+        + experts_s(setting, load, grids, passes)
+        + pipeline_s(setting, load, grids, passes)
+    )
+    drained = work * (1 + bubble(load, grids))
+    return np.maximum(drained, gathers_s(setting, load, grids, passes))
+
+
+def score_s(setting: Setting, grids: Grids) -> Numbers:
+    """Seconds of one forward pass over a step's rows, [grids]."""
+    load = load_of(setting.workload, grids.dp, 1)
+    return passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)
+
+
+def train_s(setting: Setting, grids: Grids) -> Numbers:
+    """Seconds of all epochs and optimiser steps over a step's rows, [grids]."""
+    workload = setting.workload
+    load = load_of(workload, grids.dp, workload.minibatches)
+    passes, learnt = RECOMPUTED if setting.recomputes else TRAINING, workload.gradient_share
+    once = (
+        learnt * passes_s(setting, load, grids, passes, setting.factors.train_flops)
+        + (1 - learnt) * passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)
+        + gradients_s(setting, grids)
+        + optimizer_s(setting, grids)
+    )
+    return workload.epochs * workload.minibatches * once

@@ -1,0 +1,302 @@
+"""Costs: what mapping and simulator ask, answered from the formulas and remembered.
+
+unit, fleet, devices ─> options        (compute, memory, transfers in place)
+option, room ─────────> decoder ─> seconds of generation
+edge, seats ──────────> seconds of a transfer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rillflow.errors import PlanError
+from rillflow.graph.graph import Edge, Stage
+from rillflow.planner.cost_model import memory, transfers
+from rillflow.planner.cost_model.compute import Setting, score_s, train_s
+from rillflow.planner.cost_model.generation import (
+    Replica,
+    at_once,
+    drain_s,
+    prompt_tokens,
+    replica_lengths,
+    replica_of,
+    running_rows,
+)
+from rillflow.planner.cost_model.numbers import Grids, Numbers, grids_of
+from rillflow.planner.cost_model.options import grids, sampling_sizes, undominated
+from rillflow.planner.grid import Grid
+from rillflow.planner.option import Decoder, Option, Seat
+from rillflow.planner.problem import SAMPLER, Problem, Unit
+from rillflow.planner.work import Work
+
+FORMULA_S = 1e-6
+"""Seconds of a formula for one row, on the controller."""
+
+
+class CostModel:
+    """The seconds and bytes of a problem's units; the same question is computed once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._options: dict[_Place, tuple[Option, ...]] = {}
+        self._shortfalls: dict[_Place, float] = {}
+        self._settings: dict[tuple[str, str], Setting] = {}
+        self._generated: dict[tuple[int, Decoder, int], float] = {}
+        self._spreads: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._decoders: dict[tuple[str, int, str, int, float], Replica | None] = {}
+
+    def options(self, unit: Unit, fleet: str, devices: int) -> tuple[Option, ...]:
+        """Every way the unit may lie on just so many devices that no other beats in all respects."""
+        place = (unit.name, fleet, devices)
+        if place not in self._options:
+            self._search(unit, fleet, devices)
+        return self._options[place]
+
+    def shortfall_bytes(self, unit: Unit, fleet: str, devices: int) -> float:
+        """By how much the unit's smallest option is too large for its fullest device; 0 where one fits."""
+        self.options(unit, fleet, devices)
+        return self._shortfalls[unit.name, fleet, devices]
+
+    def option(self, unit: Unit, fleet: str, devices: int, grid: Grid, generate_tp: int) -> Option:
+        """The unit on just this grid.
+
+        Raises:
+            PlanError: the grid has another number of devices, or copies for generation do not divide it.
+        """
+        if grid.devices != devices:
+            raise PlanError(
+                f"{unit.name} has the grid {grid} on {devices} devices",
+                why=f"dp x pp x tp is {grid.devices}",
+                fix="make the product the pool's size",
+            )
+        if generate_tp and devices % generate_tp:
+            raise PlanError(
+                f"{unit.name} generates with tp {generate_tp} on {devices} devices",
+                why=f"{devices} / {generate_tp} leaves {devices % generate_tp}",
+            )
+        laid = _Laid(self._problem, self._setting(unit, fleet), unit, grids_of(grid), np.array([generate_tp]))
+        return laid.option(0)
+
+    def room_bytes(self, fleet: str, options: Mapping[str, Option]) -> float:
+        """What a device has left for a cache with these units on it; negative by what is missing."""
+        factors, device = self._problem.hardware.factors, self._problem.hardware.fleet(fleet).device
+        free = device.memory_bytes * factors.memory - sum(one.resident_bytes for one in options.values())
+        working = max((one.working_bytes for one in options.values()), default=0.0)
+        if free < working:
+            return free - working
+        if not any(one.generate_tp for one in options.values()):
+            return free - working
+        return free - sum(one.sampling_bytes for one in options.values())
+
+    def decoder(
+        self, unit: Unit, option: Option, fleet: str, devices: int, room_bytes: float
+    ) -> Decoder | None:
+        """A replica of the unit with that room for its cache; none where not one row fits."""
+        key = (unit.name, option.generate_tp, fleet, devices, room_bytes)
+        if key not in self._decoders:
+            setting = self._setting(unit, fleet)
+            self._decoders[key] = replica_of(setting, option.generate_tp, devices, room_bytes)
+        return self._decoders[key]
+
+    def generate_s(self, stage: Stage, decoder: Decoder) -> float:
+        """Seconds until the last of the stage's rows has ended."""
+        workload, rows = self._problem.workload, self._rows(stage)
+        lengths = self._lengths(rows, decoder.replicas)
+        slots = at_once(workload, decoder, lengths)
+        alike = replace(decoder, capacity_tokens=0) if isinstance(decoder, Replica) else decoder
+        key = (stage.index, alike, slots)
+        if key not in self._generated:
+            read = prompt_tokens(workload, rows, decoder.replicas)
+            drained = drain_s(workload, decoder, lengths, slots)
+            self._generated[key] = decoder.prefill_s(read) + drained
+        return self._generated[key]
+
+    def steady_s(self, stage: Stage, decoder: Decoder) -> float:
+        """Seconds of replicas that never run dry for as many rows: streamed generation.
+
+        ``rows x mean tokens / (replicas x n / tau(n))``: n running rows of all ages, at most those that the
+        freshness bound k admits, (k + 1) steps' rows.
+        """
+        workload, rows = self._problem.workload, self._rows(stage)
+        admitted = max((self._problem.freshness + 1) * rows / decoder.replicas, 1.0)
+        running = max(int(min(running_rows(workload, decoder), admitted)), 1)
+        response = workload.response
+        context = running * (workload.prompt.mean + response.mean_square / (2 * max(response.mean, 1e-9)))
+        token_s = decoder.advance_s(running, context - running / 2, 1.0)
+        decoded_s = rows * response.mean / (decoder.replicas * running) * token_s
+        return decoded_s + decoder.prefill_s(prompt_tokens(workload, rows, decoder.replicas))
+
+    def function_s(self, stage: Stage, devices: int) -> float:
+        """Seconds of a function, spread over the hosts of so many devices, or of a formula on one."""
+        workload = self._problem.workload
+        if self._problem.work(stage) is Work.FORMULA:
+            return FORMULA_S * workload.rows
+        return workload.function_s * workload.rows / max(devices, 1)
+
+    def transfer_s(self, edge: Edge, source: Seat, destination: Seat) -> float:
+        """Seconds of an edge's fields between pools; 0 within one."""
+        if source.pool == destination.pool or not edge.fields:
+            return 0.0
+        rate = min(self._between(source.fleet), self._between(destination.fleet))
+        latency = self._problem.hardware.factors.collective_s
+        return latency + transfers.rows_s(self._problem.workload, edge.fields, source, destination, rate)
+
+    def crossing_s(self, source: Seat, destination: Seat, generate_tp: int) -> float:
+        """Seconds of the policy's weights from its training to a sampler apart."""
+        unit = next(one for one in self._problem.units if one.name == SAMPLER)
+        links = min(
+            (self._setting(unit, fleet).links for fleet in (source.fleet, destination.fleet)),
+            key=lambda found: found.between,
+        )
+        return transfers.apart_s(
+            self._setting(unit, source.fleet), links, source, destination, max(generate_tp, 1)
+        )
+
+    def _between(self, fleet: str) -> float:
+        hardware = self._problem.hardware
+        return hardware.fleet(fleet).between_bandwidth * hardware.factors.between_links
+
+    def _lengths(self, rows: int, replicas: int) -> NDArray[np.float64]:
+        """Lengths of the replica that ends last."""
+        if (rows, replicas) not in self._spreads:
+            self._spreads[rows, replicas] = replica_lengths(self._problem.workload, rows, replicas)
+        return self._spreads[rows, replicas]
+
+    def _rows(self, stage: Stage) -> int:
+        """Rows a stage generates: one a prompt where it takes the likeliest token."""
+        workload = self._problem.workload
+        return workload.prompts if stage.endpoint == "greedy" else workload.rows
+
+    def _setting(self, unit: Unit, fleet: str) -> Setting:
+        key = (unit.name, fleet)
+        if key not in self._settings:
+            self._settings[key] = Setting(
+                shape=unit.shape,
+                workload=self._problem.workload,
+                fleet=self._problem.hardware.fleet(fleet),
+                factors=self._problem.hardware.factors,
+                recomputes=self._problem.recomputes,
+            )
+        return self._settings[key]
+
+    def _search(self, unit: Unit, fleet: str, devices: int) -> None:
+        """Fill in the options and the shortfall of one place."""
+        laid = _all_laid(self._problem, self._setting(unit, fleet), unit, devices)
+        place = (unit.name, fleet, devices)
+        if laid is None:
+            self._options[place], self._shortfalls[place] = (), float("inf")
+            return
+        room = laid.alone_room()
+        fitting = np.flatnonzero(room >= 0)
+        self._shortfalls[place] = float(max(-np.max(room), 0.0))
+        kept: list[int] = []
+        judged = laid.costs()
+        for size in np.unique(laid.generate_tp[fitting]):
+            alike = fitting[laid.generate_tp[fitting] == size]
+            kept.extend(alike[undominated(judged[alike])].tolist())
+        self._options[place] = tuple(laid.option(index) for index in kept)
+
+
+_Place = tuple[str, str, int]
+
+
+class _Laid:
+    """A unit on many grids at once: seconds of every stage and bytes, [grids]."""
+
+    def __init__(
+        self, problem: Problem, setting: Setting, unit: Unit, laid: Grids, generate_tp: Numbers
+    ) -> None:
+        self._setting = setting
+        self._grids = laid
+        self.generate_tp = np.asarray(generate_tp)
+        works = {index: problem.work(problem.graph.stages[index]) for index in unit.stages}
+        kinds = set(works.values())
+        is_apart = unit.name == SAMPLER
+        weights = np.asarray(memory.weight_bytes(setting, laid))
+        state = memory.optimizer_bytes(setting, laid) if Work.TRAIN in kinds else np.zeros(len(laid))
+        kept = weights + state
+        working = np.zeros(len(laid))
+        if Work.TRAIN in kinds:
+            working = np.maximum(working, memory.training_bytes(setting, laid))
+        if Work.SCORE in kinds:
+            working = np.maximum(working, memory.scoring_bytes(setting, laid))
+        copy = setting.shape.parameters * setting.item_bytes / np.maximum(self.generate_tp, 1)
+        sampling = np.where(self.generate_tp > 0, np.maximum(copy - weights, 0.0), 0.0)
+        fetched = moved = np.zeros(len(laid))
+        if is_apart:
+            kept, sampling = copy, np.zeros(len(laid))
+        elif problem.offloads:
+            fetched, moved = weights / setting.links.host, kept / setting.links.host
+            working, kept = working + kept, np.zeros(len(laid))
+            sampling = np.where(self.generate_tp > 0, copy, 0.0)
+        self.resident, self.working, self.sampling = kept, working, sampling
+        self.seconds = {
+            index: np.broadcast_to(
+                self._seconds(work, problem, fetched if work is Work.SCORE else moved), len(laid)
+            )
+            for index, work in works.items()
+            if work is not Work.GENERATE
+        }
+
+    def _seconds(self, work: Work, problem: Problem, moved: Numbers) -> Numbers:
+        if work is Work.TRAIN:
+            return train_s(self._setting, self._grids) + 2 * np.asarray(moved)
+        if work is Work.SCORE:
+            return score_s(self._setting, self._grids) + np.asarray(moved)
+        if work is Work.PUBLISH and not problem.samples_apart:
+            return transfers.in_place_s(self._setting, self._grids, np.maximum(self.generate_tp, 1))
+        return np.zeros(len(self._grids))
+
+    def costs(self) -> np.ndarray:
+        """All that an option is judged by, [grids, costs]."""
+        return np.stack([*self.seconds.values(), self.resident, self.working, self.sampling], axis=1)
+
+    def alone_room(self) -> np.ndarray:
+        """Bytes of a device that are left with nothing else on it but a row it generates, [grids]."""
+        setting = self._setting
+        device = setting.fleet.device.memory_bytes * setting.factors.memory
+        shape, tp = setting.shape, np.maximum(self.generate_tp, 1)
+        ways = 1 if shape.latent else np.minimum(tp, shape.kv_heads)
+        row = setting.workload.longest_tokens * shape.cached_numbers * setting.item_bytes / ways
+        sampling = np.where(self.generate_tp > 0, self.sampling + row, 0.0)
+        return device - self.resident - np.maximum(self.working, sampling)
+
+    def option(self, place: int) -> Option:
+        """One of them."""
+        return Option(
+            grid=self._grids[place],
+            generate_tp=int(self.generate_tp[place]),
+            seconds={index: float(found[place]) for index, found in self.seconds.items()},
+            resident_bytes=float(self.resident[place]),
+            working_bytes=float(self.working[place]),
+            sampling_bytes=float(self.sampling[place]),
+        )
+
+
+def _all_laid(problem: Problem, setting: Setting, unit: Unit, devices: int) -> _Laid | None:
+    """The unit on every grid and size of its sampling copies; none where nothing cuts it so."""
+    per_machine = min(setting.fleet.per_machine, devices)
+    generates = any(problem.work(problem.graph.stages[index]) is Work.GENERATE for index in unit.stages)
+    if unit.name == SAMPLER:
+        sizes = sampling_sizes(unit.shape, devices)
+        found = [(Grid(dp=devices // tp, tp=tp), tp) for tp in sizes]
+    else:
+        found = [
+            (grid, tp)
+            for grid in grids(unit.shape, devices, per_machine)
+            for tp in (_in_place_sizes(grid) if generates else [0])
+        ]
+    if not found:
+        return None
+    return _Laid(
+        problem, setting, unit, grids_of(*(grid for grid, _ in found)), np.array([tp for _, tp in found])
+    )
+
+
+def _in_place_sizes(grid: Grid) -> list[int]:
+    """Copies for generation on the training devices: what each rank trains lies in what it generates with."""
+    return [size for size in range(1, grid.tp + 1) if grid.tp % size == 0]

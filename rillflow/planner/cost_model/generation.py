@@ -1,0 +1,246 @@
+"""Generation: replicas that decode token by token, and how their rows drain.
+
+rows ─ replicas ─> rows of one, its longest the longest of all
+                      │  as many at once as the cache holds: a row that ends makes room for the next
+                      v
+  running rows j: tau(j) = max(bytes read / bandwidth, FLOPs / peak) + launches + collectives
+                      │
+                      v
+  T = prefill + sum over ends of tau(j) x tokens until the next row ends
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rillflow.planner.cost_model.compute import Setting
+from rillflow.planner.cost_model.links import all_reduce_s
+from rillflow.planner.option import Decoder
+from rillflow.planner.workload import Workload
+
+SEGMENTS = 96
+"""Ends of rows that a drain tells apart: half of them the last ones, before them groups of neighbours."""
+_RUNGS = tuple(sorted({int(2 ** (step / 4)) for step in range(80)}))
+PREFILL_TOKENS = 8192
+"""Tokens that one pass of prefill reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One replica's constants, from which the seconds of any number of rows follow."""
+
+    replicas: int
+    """Replicas alike on the pool's devices."""
+    capacity_tokens: int
+    """Tokens of context that fit into its cache."""
+    most_rows: int
+    """Rows it runs at once at most."""
+    trunk_s: float
+    """Seconds to read what every token needs: trunk and head."""
+    experts_s: float
+    """Seconds to read all routed experts."""
+    missed_share: float
+    """The share of experts that one row leaves alone; 1 of a dense model."""
+    cache_s: float
+    """Seconds to read one token's keys and values."""
+    row_s: float
+    """Seconds of one row's products, computing."""
+    pair_s: float
+    """Seconds of one row's attention to one token, computing."""
+    launch_s: float
+    """Seconds of one token's launches and the latency of its collectives."""
+    link_s: float
+    """Seconds of one row's bytes in the collectives of one token, and of its scheduling and sampling."""
+    prefill_token_s: float
+    """Seconds of one prompt token's products."""
+    prefill_pair_s: float
+    """Seconds of one prompt token's attention to one other."""
+    prompt_tokens: float
+    """Tokens of a prompt on average."""
+
+    def advance_s(self, rows: int, context_tokens: float, tokens: float) -> float:
+        """Seconds in which ``rows`` running rows, ``context_tokens`` in sum, get ``tokens`` more each."""
+        if rows <= 0 or tokens <= 0:
+            return 0.0
+        context = context_tokens + rows * tokens / 2
+        return tokens * self.token_s(rows, context)
+
+    def token_s(self, rows: float, context_tokens: float) -> float:
+        """Seconds of one token of every running row: what is read, or what is computed, takes longer.
+
+        ``max(weights + cache, products + attention) + launches + collectives``; a mixture reads the
+        experts that at least one of the rows chose.
+        """
+        chosen = 1.0 - math.pow(self.missed_share, rows)
+        read_s = self.trunk_s + chosen * self.experts_s + context_tokens * self.cache_s
+        compute_s = rows * self.row_s + context_tokens * self.pair_s
+        return max(read_s, compute_s) + self.launch_s + rows * self.link_s
+
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds to read prompts of so many tokens in sum."""
+        return tokens * (self.prefill_token_s + self.prefill_pair_s * self.prompt_tokens / 2)
+
+
+def replica_of(setting: Setting, generate_tp: int, devices: int, room_bytes: float) -> Replica | None:
+    """A replica with that room for its cache on each device; none where its longest row does not fit."""
+    shape, factors, workload = setting.shape, setting.factors, setting.workload
+    device, tp, item = setting.fleet.device, generate_tp, setting.item_bytes
+    ways = 1 if shape.latent else min(tp, shape.kv_heads)
+    cached_bytes = shape.cached_numbers * item / ways
+    capacity = int(max(room_bytes, 0.0) // cached_bytes) if math.isfinite(room_bytes) else 0
+    if capacity < workload.longest_tokens:
+        return None
+    bandwidth = device.memory_bandwidth * factors.decode_bandwidth
+    decoding, reading = setting.peak * factors.decode_flops, setting.peak * factors.score_flops
+    rounds = 2 * shape.layers if tp > 1 else 0
+    latency = float(all_reduce_s(setting.links, 0.0, tp)) * rounds
+    one_row = float(all_reduce_s(setting.links, shape.hidden * item, tp)) * rounds
+    trunk = shape.trunk_parameters + shape.head_parameters
+    paced = shape.token_flops + (1.0 / factors.expert_flops - 1.0) * 2.0 * shape.chosen_parameters
+    return Replica(
+        replicas=max(devices // tp, 1),
+        capacity_tokens=capacity,
+        most_rows=workload.rows_at_once,
+        trunk_s=trunk * item / tp / bandwidth,
+        experts_s=shape.routed_parameters * item / tp / bandwidth,
+        missed_share=1.0 - shape.experts_per_token / shape.experts if shape.is_mixture else 1.0,
+        cache_s=cached_bytes / bandwidth,
+        row_s=paced / tp / decoding,
+        pair_s=shape.attention_flops(1.0) / tp / decoding,
+        launch_s=shape.layers * factors.decode_launch_s + latency,
+        link_s=one_row - latency + factors.decode_row_s,
+        prefill_token_s=paced / tp / reading
+        + (shape.layers * factors.launch_s + latency) / PREFILL_TOKENS
+        + (one_row - latency),
+        prefill_pair_s=shape.attention_flops(1.0) / tp / reading,
+        prompt_tokens=workload.prompt.mean,
+    )
+
+
+def running_rows(workload: Workload, decoder: Decoder) -> int:
+    """Rows that run at once while others wait: what the cache holds of rows at all ages.
+
+    A row met at random has the prompt and, on average, half of a length that is met by its tokens:
+    ``p + E[L^2] / (2 E[L])``. Rows of one length grow together, and all need room for their last token.
+    """
+    response = workload.response
+    aged = response.mean_square / (2 * max(response.mean, 1e-9))
+    held = workload.prompt.mean + (response.limit if response.kind == "fixed" else aged)
+    return max(min(decoder.most_rows, int(decoder.capacity_tokens / max(held, 1.0))), 1)
+
+
+def replica_lengths(workload: Workload, rows: int, replicas: int) -> NDArray[np.float64]:
+    """Response lengths of the replica that ends last, ascending: a fair share, with the longest of all."""
+    count = max(math.ceil(rows / replicas), 1)
+    lengths = workload.response.spread(count)
+    if workload.response.kind != "fixed":
+        lengths = lengths.copy()
+        lengths[-1] = max(workload.response.quantile(1.0 - 0.5 / rows), lengths[-1])
+    return lengths
+
+
+def prompt_tokens(workload: Workload, rows: int, replicas: int) -> float:
+    """Tokens of prompts that one replica reads: once for rows that share one, where that is done."""
+    count = max(rows / replicas, 1.0)
+    alike = workload.samples if workload.shares_prompts else 1
+    return max(count / alike, 1.0) * workload.prompt.mean
+
+
+def at_once(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64]) -> int:
+    """Rows of a drain that run side by side: all where their contexts fit, else a rung of a fixed ladder.
+
+    Rungs lie a fourth root of 2 apart, so that drains with nearly as much room are computed once.
+    """
+    count = len(lengths)
+    growing = np.arange(count, 0, -1) * (workload.prompt.mean + lengths)
+    if count <= decoder.most_rows and float(np.max(growing)) <= decoder.capacity_tokens:
+        return count
+    slots = min(running_rows(workload, decoder), count)
+    if workload.response.kind == "fixed":
+        return slots
+    return _RUNGS[max(bisect_right(_RUNGS, min(slots, count - 1)) - 1, 0)]
+
+
+def drain_s(
+    workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int | None = None
+) -> float:
+    """Seconds until the last row has its length; as many run at once as fit, or as ``slots`` says.
+
+    All at once: rows sorted by length, ``T = sum_j tau(j) (L_j - L_{j+1})``. In waves: a row that ends
+    hands its place to the next, and what runs then drains; never less than with more places. Rows of one
+    length begin and end together, wave by wave.
+    """
+    places = slots or at_once(workload, decoder, lengths)
+    count = len(lengths)
+    seconds = _drain_all_s(workload, decoder, lengths, 0.0)
+    if places >= count:
+        return seconds
+    if workload.response.kind == "fixed":
+        return _equal_waves_s(workload, decoder, count, places)
+    more = [rung for rung in _RUNGS if places < rung < count]
+    return max(seconds, *(_waves_s(workload, decoder, lengths, one) for one in (places, *more)))
+
+
+def _equal_waves_s(workload: Workload, decoder: Decoder, count: int, slots: int) -> float:
+    """Seconds of rows of one length in waves of at most ``slots``: the least over sizes of a wave.
+
+    More waves than are needed are tried too: a last one of few rows can cost more than equal ones.
+    """
+    prompt, length = workload.prompt.mean, float(workload.response.limit)
+    least, size = math.inf, slots
+    while True:
+        waves = math.ceil(count / size)
+        size = math.ceil(count / waves)
+        last = count - (waves - 1) * size
+        full_s = decoder.advance_s(size, size * prompt, length)
+        least = min(least, (waves - 1) * full_s + decoder.advance_s(last, last * prompt, length))
+        if waves >= count:
+            return least
+        size = math.ceil(count / (waves + 1)) if math.ceil(count / (waves + 1)) < size else size - 1
+
+
+def _waves_s(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int) -> float:
+    """Seconds of rows that take turns in so many places."""
+    ends = _ends_in_turn(lengths, slots)
+    full = float(ends[-slots - 1])
+    mean = workload.prompt.mean + workload.response.mean_square / (2 * workload.response.mean)
+    filled_s = decoder.advance_s(slots, slots * (mean - full / 2), full)
+    return filled_s + _drain_all_s(workload, decoder, ends[-slots:] - full, mean - workload.prompt.mean)
+
+
+def _ends_in_turn(lengths: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
+    """When rows end, ascending, in tokens decoded, if each begins as soon as one of the slots is free.
+
+    Rows begin in an order that mixes long and short ones: strides of the golden section.
+    """
+    count = len(lengths)
+    order = np.argsort((np.arange(count) * 0.6180339887498949) % 1.0, kind="stable")
+    free = [0.0] * min(slots, count)
+    ends: list[float] = []
+    for length in lengths[order].tolist():
+        end = heapq.heappop(free) + length
+        ends.append(end)
+        heapq.heappush(free, end)
+    return np.sort(np.asarray(ends))
+
+
+def _drain_all_s(workload: Workload, decoder: Decoder, ends: NDArray[Any], begun: float) -> float:
+    """Seconds until rows that all run have ended, after so many tokens each, ascending; no more come."""
+    count = len(ends)
+    apart = np.arange(max(count - SEGMENTS // 2, 0), count)
+    grouped = np.linspace(0, count - 1, SEGMENTS // 2).round().astype(int)
+    seconds, before, done = 0.0, 0.0, 0
+    for place in np.union1d(grouped, apart).tolist():
+        end = float(ends[place])
+        running = count - (done + place) / 2
+        context = running * (workload.prompt.mean + begun + before)
+        seconds += decoder.advance_s(max(round(running), 1), context, end - before)
+        before, done = end, place + 1
+    return seconds

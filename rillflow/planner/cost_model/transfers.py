@@ -1,0 +1,86 @@
+"""Transfers: fields of rows between pools, weights from training to generation.
+
+in place   tp x pp ─ all-gather in each micro-dp group ─> generate_tp     only what is missing
+apart      training pool ─ broadcast ─> every replica of the sampler
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rillflow.planner.cost_model.compute import Setting
+from rillflow.planner.cost_model.links import Links, all_gather_s
+from rillflow.planner.cost_model.numbers import Grids, Numbers
+from rillflow.planner.option import Seat
+from rillflow.planner.workload import Workload
+
+TOKEN_BYTES = 8
+"""Of a token's id."""
+NUMBER_BYTES = 4
+"""Of a number per token or row."""
+ROW_FIELDS = frozenset({"rewards", "costs", "valid", "outcome", "finish", "limits", "versions", "varied"})
+"""Fields with one number a row."""
+TEXT_FIELDS = frozenset({"columns", "completion", "message"})
+"""Fields of text: about as long as the response's tokens."""
+
+
+def field_bytes(workload: Workload, field: str) -> float:
+    """Bytes of one field of one row, ragged: nothing is padded on the way."""
+    if field in ROW_FIELDS:
+        return NUMBER_BYTES
+    if field in TEXT_FIELDS:
+        return NUMBER_BYTES * workload.response.mean
+    if field == "tokens":
+        return TOKEN_BYTES * workload.row_tokens
+    if field == "loss_mask":
+        return workload.row_tokens
+    return NUMBER_BYTES * workload.row_tokens
+
+
+def rows_s(
+    workload: Workload, fields: tuple[str, ...], source: Seat, destination: Seat, rate: float
+) -> float:
+    """Seconds of rows from each dp rank of one pool to those of another.
+
+    ``T / (min(dp, dp') rate)``: as many pairs as the smaller side has ranks send at once; the copies within
+    a replica follow inside the pool and are not counted.
+    """
+    total = workload.rows * sum(field_bytes(workload, field) for field in fields)
+    return total / (min(source.grid.dp, destination.grid.dp) * rate)
+
+
+def received_in_place(total_bytes: Numbers, grids: Grids, generate_tp: Numbers) -> Numbers:
+    """Bytes each rank receives to generate on the devices it trains on, (t p - t_g p_g) / (t_g p_g t p) M.
+
+    HybridFlow, arXiv 2409.19256, table 2, with p_g = 1: what it trains lies in what it generates with, so
+    that only the rest comes. Parameters cut over dp as well: ``M / t_g - M / (t p d)``.
+    """
+    return np.maximum(np.divide(total_bytes, generate_tp) - total_bytes / grids.dense_cuts, 0.0)
+
+
+def in_place_s(setting: Setting, grids: Grids, generate_tp: Numbers) -> Numbers:
+    """Seconds from the training grid to the generation grid on the same devices, [grids].
+
+    One all-gather among the t p / t_g ranks of a micro-dp group, and over dp where parameters are cut there.
+    """
+    total = setting.shape.parameters * setting.item_bytes
+    ways = np.maximum(grids.dense_cuts / generate_tp, 1.0)
+    missing = received_in_place(total, grids, generate_tp)
+    gathered = np.where(ways > 1, missing * ways / np.maximum(ways - 1, 1e-9), 0.0)
+    return all_gather_s(setting.links, gathered, ways)
+
+
+def apart_s(setting: Setting, links: Links, source: Seat, destination: Seat, generate_tp: int) -> float:
+    """Seconds of the weights from a training pool to a sampler's devices.
+
+    Every sampling device takes ``M / t_g``; every part leaves the training pool once and replicas hand it on
+    (a pipelined broadcast), from as many devices as hold different parts: the slower side counts.
+    """
+    total = setting.shape.parameters * setting.item_bytes
+    grid = source.grid
+    senders = grid.pp * grid.tp * grid.dp if grid.is_sharded else grid.pp * grid.tp
+    whole = source.devices + destination.devices <= links.per_machine
+    rate = links.inside if whole and source.fleet == destination.fleet else links.between
+    taken_s = total / generate_tp / rate
+    sent_s = total / min(senders, source.devices) / rate
+    return max(taken_s, sent_s) + links.between_s

@@ -1,0 +1,180 @@
+"""Evaluate: what one plan costs, by the cost model's terms and the schedule; nothing is simulated.
+
+Plan ─ seating ─> units on pools ─┬─ seconds of stages ─┬─ schedule ─> step, latency ─┐
+                                  ├─ seconds of edges ──┘                             ├─> Evaluation
+                                  └─ memory, loads of pools ──────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rillflow.graph.graph import Edge, Stage
+from rillflow.planner.option import Costs
+from rillflow.planner.plan import Plan, PlannedPool
+from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.schedule import BESIDE, Schedule, period_s, schedule
+from rillflow.planner.seating import Seated, seated
+from rillflow.planner.work import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolUse:
+    """What a pool does with its time and memory; bytes are those of its fullest device."""
+
+    name: str
+    """The pool."""
+    busy_s: float
+    """Seconds of a step in which it computes; generation that streams counts as if it never ran dry."""
+    idle_share: float
+    """The share of a step in which it does not."""
+    resident_bytes: float
+    """Kept from step to step by all its units together."""
+    working_bytes: float
+    """The most a stage of one of its units needs beside."""
+    room_bytes: float
+    """What is left for a cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A plan in seconds and bytes."""
+
+    step_s: float
+    """Seconds of a step: of one after another, or from update to update where generation runs ahead."""
+    latency_s: float
+    """Seconds from the beginning of a step's generation until weights made of it are published."""
+    seconds: Mapping[int, float]
+    """By stage; of generation until the last row has ended."""
+    transfers_s: tuple[float, ...]
+    """Of every edge, in the order of the graph's."""
+    schedule: Schedule
+    """One step by itself."""
+    pools: tuple[PoolUse, ...]
+    """In the order of the plan's."""
+    units: Mapping[str, Seated]
+    """Where and how each unit lies, with a replica of what generates."""
+    devices: int
+    """Of all pools."""
+
+
+def evaluate(problem: Problem, costs: Costs, plan: Plan) -> Evaluation:
+    """What a plan costs.
+
+    Raises:
+        PlanError: it places other units than the problem has, more devices than there are, or more than fits
+            into their memory.
+    """
+    units = seated(problem, costs, plan)
+    owners = {index: units[unit.name] for unit in problem.units for index in unit.stages}
+    devices = sum(pool.devices for pool in plan.pools)
+    stages = problem.graph.stages
+    seconds = {
+        stage.index: stage_s(problem, costs, stage, owners.get(stage.index), units, devices)
+        for stage in stages
+    }
+    transfers = tuple(
+        edge_s(costs, edge, owners.get(edge.source), owners.get(edge.destination))
+        for edge in problem.graph.edges
+    )
+    times = schedule(
+        problem.graph,
+        seconds=[seconds[stage.index] for stage in stages],
+        pools=[owners[stage.index].seat.pool if stage.index in owners else BESIDE for stage in stages],
+        transfers=transfers,
+    )
+    loads = [
+        load_s(problem, costs, [unit for unit in units.values() if unit.seat.pool == pool.name], seconds)
+        for pool in plan.pools
+    ]
+    latency = latency_s(problem, times)
+    step = period_s(loads, latency_s=latency, freshness=plan.freshness) if plan.freshness else times.step_s
+    step += problem.overhead_s
+    return Evaluation(
+        step_s=step,
+        latency_s=latency,
+        seconds=seconds,
+        transfers_s=transfers,
+        schedule=times,
+        pools=tuple(_use(pool, load, step, units) for pool, load in zip(plan.pools, loads, strict=True)),
+        units=units,
+        devices=devices,
+    )
+
+
+def stage_s(
+    problem: Problem,
+    costs: Costs,
+    stage: Stage,
+    owner: Seated | None,
+    units: Mapping[str, Seated],
+    devices: int,
+) -> float:
+    """Seconds of a stage: of generation until the last row has ended; of publishing apart, the crossing.
+
+    Args:
+        problem: the step.
+        costs: its cost model.
+        stage: one of its graph's.
+        owner: who computes it; none of a formula or a function, which run beside ``devices``.
+        units: where all units lie.
+        devices: of all pools.
+    """
+    if owner is None:
+        return costs.function_s(stage, devices)
+    match problem.work(stage):
+        case Work.GENERATE if owner.decoder is not None:
+            return costs.generate_s(stage, owner.decoder)
+        case Work.PUBLISH if SAMPLER in units:
+            sampler = units[SAMPLER]
+            return costs.crossing_s(owner.seat, sampler.seat, sampler.option.generate_tp)
+        case _:
+            return owner.option.seconds[stage.index]
+
+
+def edge_s(costs: Costs, edge: Edge, source: Seated | None, destination: Seated | None) -> float:
+    """Seconds of an edge between two pools; 0 within one, and for what the controller reads or writes."""
+    if source is None or destination is None or source.seat.pool == destination.seat.pool:
+        return 0.0
+    return costs.transfer_s(edge, source.seat, destination.seat)
+
+
+def load_s(problem: Problem, costs: Costs, units: Sequence[Seated], seconds: Mapping[int, float]) -> float:
+    """Seconds of a step in which the pool of these units computes.
+
+    With freshness k > 0, generation counts with ``steady_s``, and a sampler stands still while weights come.
+    """
+    total = 0.0
+    for unit in units:
+        for index in unit.unit.stages:
+            stage = problem.graph.stages[index]
+            if problem.freshness and unit.decoder is not None and problem.work(stage) is Work.GENERATE:
+                total += costs.steady_s(stage, unit.decoder)
+            else:
+                total += seconds[index]
+        if unit.unit.name == SAMPLER and problem.freshness:
+            total += sum(seconds[stage.index] for stage in published(problem))
+    return total
+
+
+def published(problem: Problem) -> tuple[Stage, ...]:
+    """The stages that bring weights to generation."""
+    return tuple(stage for stage in problem.graph.stages if problem.work(stage) is Work.PUBLISH)
+
+
+def latency_s(problem: Problem, times: Schedule) -> float:
+    """Seconds until the weights are published; of a step without that, until it ends."""
+    return max((times.timings[stage.index].end_s for stage in published(problem)), default=times.step_s)
+
+
+def _use(pool: PlannedPool, load: float, step: float, units: Mapping[str, Seated]) -> PoolUse:
+    own = [unit for unit in units.values() if unit.seat.pool == pool.name]
+    return PoolUse(
+        name=pool.name,
+        busy_s=load,
+        idle_share=max(0.0, 1 - load / step) if step else 0.0,
+        resident_bytes=sum(unit.option.resident_bytes for unit in own),
+        working_bytes=max(unit.option.working_bytes for unit in own),
+        room_bytes=own[0].room_bytes,
+    )

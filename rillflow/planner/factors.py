@@ -1,0 +1,45 @@
+"""Factors: how much of a device's numbers models reach; fitted on other steps than those predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """Shares between 0 and 1, and seconds of what no formula gives."""
+
+    train_flops: float = 0.4
+    """Of the peak, in forward and backward passes."""
+    score_flops: float = 0.5
+    """Of the peak, in forward passes over whole rows; prefill as well."""
+    decode_bandwidth: float = 0.6
+    """Of the memory's bandwidth, reading weights and cache token by token."""
+    decode_flops: float = 0.5
+    """Of the peak, decoding with many rows."""
+    expert_flops: float = 0.5
+    """Of what other products reach, in the smaller products of routed experts."""
+    inside_links: float = 0.7
+    """Of the links inside a machine."""
+    between_links: float = 0.7
+    """Of the links between machines."""
+    host_links: float = 0.5
+    """Of the links to the host's memory, where states of models go that are not at work."""
+    memory: float = 0.9
+    """Of the memory that models may fill; the rest is the libraries'."""
+    launch_s: float = 1e-4
+    """Seconds of a layer's pass over a micro-batch beside its arithmetic: what its kernels cost to start."""
+    expert_launch_s: float = 5e-4
+    """Seconds of a layer of experts beside that: tokens are counted and sorted before they are sent."""
+    decode_launch_s: float = 2e-5
+    """Seconds of a layer for one token of all rows beside what is read: recorded kernels start faster."""
+    decode_row_s: float = 5e-6
+    """Seconds of one row for one token beside the model: scheduling and sampling, shared by no devices."""
+    collective_s: float = 1e-5
+    """Seconds a collective within a machine takes at the least."""
+    between_collective_s: float = 3e-5
+    """Seconds a collective across machines takes at the least."""
+    step_s: float = 0.0
+    """Seconds of a step that belong to no stage."""
+    step_row_s: float = 0.0
+    """Such seconds for each row of a step: what is recorded of it."""

@@ -1,0 +1,1 @@
+"""Mapping: the search for the best plan."""

@@ -1,0 +1,275 @@
+"""Model shape: the sizes of a decoder that decide what it costs, dense or a mixture of experts.
+
+config.json ─> ModelShape ─> parameters, FLOPs a token, bytes of cache a token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rillflow.errors import PlanError, nearest
+
+_MOST = 100_000_000
+"""No size of a model is larger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder by its sizes.
+
+    Example:
+        ModelShape(name="qwen2.5-7b", hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128,
+                   inner=18944, vocabulary=152064)
+    """
+
+    name: str
+    """What people call it."""
+    hidden: int
+    """Numbers of a token between layers."""
+    layers: int
+    """Decoder layers."""
+    heads: int
+    """Attention heads of a layer."""
+    kv_heads: int
+    """Heads of keys and values: fewer where queries are grouped."""
+    head_dim: int
+    """Numbers of one head."""
+    inner: int
+    """Numbers inside a dense feed-forward block."""
+    vocabulary: int
+    """Tokens it knows."""
+    is_tied: bool = False
+    """Whether the embedding serves as the head."""
+    is_scalar: bool = False
+    """Whether the head gives one number: critics, reward and cost models."""
+    matrices: int = 3
+    """Of a feed-forward block: 3 with a gate, 2 without."""
+    experts: int = 0
+    """Routed experts of a layer; 0 of a dense model."""
+    experts_per_token: int = 0
+    """Routed experts that compute a token."""
+    expert_inner: int = 0
+    """Numbers inside one expert."""
+    shared_experts: int = 0
+    """Experts that compute every token."""
+    dense_layers: int = 0
+    """Layers of a mixture whose feed-forward block is dense."""
+    latent: int = 0
+    """Numbers cached of a token and layer where attention is latent; 0: keys and values of all heads."""
+    query_latent: int = 0
+    """Numbers a query is made from where attention is latent."""
+    value_dim: int = 0
+    """Numbers of a value's head where they are others than a key's; 0: ``head_dim``."""
+    rotary: int = 0
+    """Numbers of a key that carry its place where attention is latent; the rest is made from the latent."""
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether some layers choose among experts."""
+        return self.experts > 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer: queries, keys, values, output; latent attention after DeepSeek-V2, 2405.04434, 2.1.
+
+        Grouped: h (q + 2 kv) d + q d h. Latent: h q_l + q_l q d + h (l + r) + l q (d - r + v) + q v h.
+        """
+        width = self.heads * self.head_dim
+        if not self.latent:
+            return self.hidden * (width + 2 * self.kv_heads * self.head_dim) + width * self.hidden
+        query = (
+            self.hidden * self.query_latent + self.query_latent * width
+            if self.query_latent
+            else self.hidden * width
+        )
+        inner = self.latent - self.rotary
+        made = inner * self.heads * (self.head_dim - self.rotary + self.value_width)
+        return query + self.hidden * self.latent + made + self.heads * self.value_width * self.hidden
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of one value's head."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one routed expert of one layer."""
+        return self.matrices * self.hidden * self.expert_inner
+
+    @property
+    def mixture_layers(self) -> int:
+        """Layers that choose among experts."""
+        return self.layers - self.dense_layers if self.is_mixture else 0
+
+    @property
+    def routed_parameters(self) -> int:
+        """Of all routed experts of all layers: what is cut over ``ep``."""
+        return self.mixture_layers * self.experts * self.expert_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the table of tokens."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the last matrix product: a row per token it knows, or one."""
+        return self.hidden if self.is_scalar else self.vocabulary * self.hidden
+
+    @cached_property
+    def trunk_parameters(self) -> int:
+        """Of all layers but their routed experts; norms are left out: they are less than a thousandth."""
+        dense = self.matrices * self.hidden * self.inner
+        mixed = self.shared_experts * self.expert_parameters + self.hidden * self.experts
+        blocks = (self.layers - self.mixture_layers) * dense + self.mixture_layers * mixed
+        return self.layers * self.attention_parameters + blocks
+
+    @cached_property
+    def parameters(self) -> int:
+        """All numbers to train; a tied head is counted once."""
+        head = 0 if self.is_tied and not self.is_scalar else self.head_parameters
+        return self.embedding_parameters + self.trunk_parameters + self.routed_parameters + head
+
+    @cached_property
+    def shared_parameters(self) -> int:
+        """All but routed experts: what is cut over ``tp`` and ``pp`` alone."""
+        return self.parameters - self.routed_parameters
+
+    @property
+    def chosen_parameters(self) -> int:
+        """Of the routed experts that compute one token, in all layers."""
+        return self.mixture_layers * self.experts_per_token * self.expert_parameters
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """That one token is multiplied with: the trunk, its experts and the head."""
+        return self.trunk_parameters + self.chosen_parameters + self.head_parameters
+
+    @cached_property
+    def cached_numbers(self) -> int:
+        """Keys and values of one token in all layers, or its latents."""
+        return self.layers * (self.latent or self.kv_heads * (self.head_dim + self.value_width))
+
+    @property
+    def token_flops(self) -> float:
+        """FLOPs of the matrix products of one token, forward: 2 for each active parameter."""
+        return 2.0 * self.active_parameters
+
+    def attention_flops(self, context_tokens: float) -> float:
+        """FLOPs of one token that attends to so many: 2 (d + v) for each head, layer and token seen."""
+        return 2.0 * self.layers * self.heads * (self.head_dim + self.value_width) * context_tokens
+
+    def read_parameters(self, rows: float) -> float:
+        """Parameters one step of decoding reads: the trunk, the head, and the experts that rows chose.
+
+        An expert is chosen by none of n rows with probability (1 - k / E)^n when all are as likely.
+        """
+        if not self.is_mixture:
+            return float(self.trunk_parameters + self.head_parameters)
+        missed = float((1.0 - self.experts_per_token / self.experts) ** rows)
+        return self.trunk_parameters + self.head_parameters + (1.0 - missed) * self.routed_parameters
+
+
+def read_shape(config: Mapping[str, Any], name: str, *, is_scalar: bool = False) -> ModelShape:
+    """The shape behind the content of a Hugging Face ``config.json``.
+
+    Llama, Mistral, Qwen2 and Qwen3 by their common names, GPT-2 by its own, mixtures of Qwen3, Mixtral and
+    DeepSeek, and DeepSeek's latent attention.
+
+    Raises:
+        PlanError: a needed field is missing, or holds zero or an absurd value.
+    """
+    sizes = _Sizes(config, name)
+    hidden, heads = sizes.of("hidden_size", "n_embd", "d_model"), sizes.of("num_attention_heads", "n_head")
+    latent, rotary = sizes.maybe(0, "kv_lora_rank"), sizes.maybe(0, "qk_rope_head_dim")
+    if latent:
+        head_dim = sizes.of("qk_nope_head_dim") + rotary
+    else:
+        head_dim = sizes.maybe(0, "head_dim") or sizes.whole(hidden, heads, "num_attention_heads")
+    layers = sizes.of("num_hidden_layers", "n_layer", "num_layers")
+    experts = sizes.maybe(0, "n_routed_experts", "num_local_experts", "num_experts")
+    is_plain = "n_embd" in config
+    inner = sizes.maybe(4 * hidden, "n_inner") if is_plain else sizes.of("intermediate_size", "n_inner")
+    kv_heads = sizes.maybe(heads, "num_key_value_heads")
+    sizes.whole(heads, kv_heads, "num_key_value_heads")
+    chosen = sizes.of("num_experts_per_tok") if experts else 0
+    if chosen > experts:
+        raise PlanError(
+            f"{name}: num_experts_per_tok is {chosen} of {experts} experts",
+            why="a token cannot choose more than there are",
+        )
+    dense_layers = sizes.maybe(0, "first_k_dense_replace") if experts else 0
+    if dense_layers > layers:
+        raise PlanError(f"{name}: first_k_dense_replace is {dense_layers} of {layers} layers")
+    return ModelShape(
+        name=name,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        inner=inner,
+        vocabulary=sizes.of("vocab_size"),
+        is_tied=sizes.flag("tie_word_embeddings", is_plain),
+        is_scalar=is_scalar,
+        matrices=2 if is_plain else 3,
+        experts=experts,
+        experts_per_token=chosen,
+        expert_inner=(sizes.maybe(0, "moe_intermediate_size") or inner) if experts else 0,
+        shared_experts=sizes.maybe(0, "n_shared_experts") if experts else 0,
+        dense_layers=dense_layers,
+        latent=latent + rotary if latent else 0,
+        query_latent=sizes.maybe(0, "q_lora_rank") if latent else 0,
+        value_dim=sizes.of("v_head_dim") if latent else 0,
+        rotary=rotary if latent else 0,
+    )
+
+
+class _Sizes:
+    """The sizes in a config, each refused unless it is one."""
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        self._config = config
+        self._name = name
+
+    def of(self, *names: str) -> int:
+        """The size under the first of these names there is."""
+        known = next((one for one in names if self._config.get(one) is not None), None)
+        if known is None:
+            raise PlanError(
+                f"the config of {self._name} has no {names[0]}",
+                why="without it nobody can say what the model costs",
+                fix=f"add it, or one of {', '.join(names)}; {nearest(names[0], self._config)}",
+            )
+        value = self._config[known]
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise PlanError(
+                f"the config of {self._name} has {known} = {value!r}",
+                why=f"a size is a whole number from 1 to {_MOST:,}",
+            )
+        return value
+
+    def maybe(self, default: int, *names: str) -> int:
+        """The size, or the default where the config is silent or says none."""
+        if all(self._config.get(one) in (None, 0) for one in names):
+            return default
+        return self.of(*(one for one in names if self._config.get(one) not in (None, 0)))
+
+    def whole(self, whole: int, parts: int, what: str) -> int:
+        """The equal parts of a size."""
+        if whole % parts:
+            raise PlanError(
+                f"the config of {self._name} has {what} = {parts}",
+                why=f"{whole} / {parts} leaves {whole % parts}",
+            )
+        return whole // parts
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Yes or no."""
+        value = self._config.get(name, default)
+        if not isinstance(value, bool):
+            raise PlanError(f"the config of {self._name} has {name} = {value!r}", why="it is true or false")
+        return value

@@ -1,0 +1,114 @@
+"""Problem: what is to be planned, as data: the graph's stages, the models behind them, rows and devices.
+
+recipe or benchmark ─> Problem ─> cost_model ─> mapping, simulator
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from rillflow.errors import PlanError
+from rillflow.graph.graph import Graph, Stage
+from rillflow.planner.hardware import Hardware
+from rillflow.planner.model_shape import ModelShape
+from rillflow.planner.work import Work, work_of
+from rillflow.planner.workload import Workload
+
+SAMPLER = "sampler"
+"""The unit that generates where that is done apart from the policy's training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A model, or the part of a role's work, that is placed as a whole.
+
+    Example:
+        Unit(name="critic", shape=shape, stages=(7, 11))
+    """
+
+    name: str
+    """The role's name, or ``sampler``."""
+    shape: ModelShape
+    """The model."""
+    stages: tuple[int, ...]
+    """The stages of the graph it computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One step to be planned.
+
+    Example:
+        Problem(graph=graph, shapes={"policy": shape}, workload=workload, hardware=hardware)
+    """
+
+    graph: Graph
+    """The step's stages and what flows between them."""
+    shapes: Mapping[str, ModelShape]
+    """The model behind each role; a role without one is a function."""
+    workload: Workload
+    """Rows, lengths and passes of a step."""
+    hardware: Hardware
+    """The devices there are, and how well they are used."""
+    samples_apart: bool = False
+    """Whether generation is a unit of its own, ``sampler``, with a second copy of the policy's weights."""
+    offloads: bool = False
+    """Whether a model that is not computing keeps its state in the host's memory."""
+    recomputes: bool = True
+    """Whether activations are recomputed in the backward pass."""
+    freshness: int = 0
+    """How many policy versions old a trained token may be."""
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    """Roles that must share the pool of another."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.shapes) - set(self.graph.roles))
+        if unknown:
+            raise PlanError(
+                f"a model is given for {unknown[0]!r}",
+                why=f"the graph has the roles {', '.join(self.graph.roles)}",
+            )
+        if self.freshness and not self.samples_apart:
+            raise PlanError(
+                f"freshness is {self.freshness} while the policy generates where it is trained",
+                why="devices that take turns never run ahead of the weights",
+                fix="set samples_apart, or freshness 0",
+            )
+
+    def work(self, stage: Stage) -> Work:
+        """The kind of work of a stage."""
+        return work_of(stage, has_model=stage.role in self.shapes)
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """What is placed, in the order of the graph's roles; the sampler last."""
+        found = []
+        for role in self.graph.roles:
+            if role not in self.shapes:
+                continue
+            stages = tuple(stage.index for stage in self.graph.stages if stage.role == role)
+            apart = {index for index in stages if self._is_sampled(index)} if self.samples_apart else set()
+            kept = tuple(index for index in stages if index not in apart)
+            found.append(Unit(name=role, shape=self.shapes[role], stages=kept))
+            if apart:
+                found.append(Unit(name=SAMPLER, shape=self.shapes[role], stages=tuple(sorted(apart))))
+        return tuple(sorted(found, key=lambda unit: unit.name == SAMPLER))
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a step that belong to no stage."""
+        factors = self.hardware.factors
+        return factors.step_s + factors.step_row_s * self.workload.rows
+
+    def unit_of(self, stage: Stage) -> Unit | None:
+        """Who computes a stage; none of a formula and of a function."""
+        return next((unit for unit in self.units if stage.index in unit.stages), None)
+
+    def apart(self, freshness: int = 0) -> Problem:
+        """The same step with generation on devices of its own."""
+        return replace(self, samples_apart=True, freshness=freshness)
+
+    def _is_sampled(self, index: int) -> bool:
+        return self.work(self.graph.stages[index]) is Work.GENERATE

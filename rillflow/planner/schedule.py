@@ -1,0 +1,107 @@
+"""Schedule: when every stage of a step runs, if pools take their stages in turn and run beside one another.
+
+stage seconds, pools ─┬─> start and end of every stage ──────────> seconds of a step in step
+edge seconds ─────────┘               └─ latency, loads of pools ─> period with a freshness bound
+
+A stage begins when what it reads has arrived and its pool is free, in the order of the program. So every end
+is a maximum of sums of the durations: no duration that grows makes anything earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rillflow.errors import PlanError
+from rillflow.graph.graph import Graph
+
+BESIDE = ""
+"""The pool of what runs beside the devices: formulas, functions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When a stage runs, from the beginning of its step."""
+
+    stage: int
+    """Its index in the graph."""
+    pool: str
+    """Whose devices it holds; empty for what runs beside them."""
+    start_s: float
+    """When what it reads has arrived and its pool is free."""
+    end_s: float
+    """When its result is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One step's stages in time.
+
+    Example:
+        schedule(graph, seconds=seconds, pools=pools, transfers=transfers).step_s
+    """
+
+    timings: tuple[Timing, ...]
+    """By stage, in the order of the program."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds until the last stage has ended."""
+        return max((timing.end_s for timing in self.timings), default=0.0)
+
+    def busy_s(self, pool: str) -> float:
+        """Seconds in which a pool computes."""
+        return sum(timing.end_s - timing.start_s for timing in self.timings if timing.pool == pool)
+
+
+def schedule(
+    graph: Graph, *, seconds: Sequence[float], pools: Sequence[str], transfers: Sequence[float]
+) -> Schedule:
+    """When every stage runs.
+
+    Args:
+        graph: the step.
+        seconds: of every stage, in the order of ``graph.stages``.
+        pools: whose devices every stage holds; ``BESIDE`` for none.
+        transfers: seconds of every edge, in the order of ``graph.edges``.
+    """
+    arrived = [0.0] * len(graph.stages)
+    ends = [0.0] * len(graph.stages)
+    free: dict[str, float] = {}
+    inward: list[list[int]] = [[] for _ in graph.stages]
+    for number, edge in enumerate(graph.edges):
+        inward[edge.destination].append(number)
+    timings = []
+    for stage in graph.stages:
+        index, pool = stage.index, pools[stage.index]
+        for number in inward[index]:
+            source = graph.edges[number].source
+            sent = ends[source] if source >= 0 else 0.0
+            arrived[index] = max(arrived[index], sent + transfers[number])
+        start = max(arrived[index], free.get(pool, 0.0))
+        ends[index] = start + seconds[index]
+        if pool != BESIDE:
+            free[pool] = ends[index]
+        timings.append(Timing(stage=index, pool=pool, start_s=start, end_s=ends[index]))
+    return Schedule(timings=tuple(timings))
+
+
+def period_s(loads: Iterable[float], *, latency_s: float, freshness: int) -> float:
+    """Seconds from one update to the next where generation runs ahead: ``max(loads, latency / (k + 1))``.
+
+    Args:
+        loads: seconds of a step in which each pool computes.
+        latency_s: from the beginning of a step's generation to the weights made of it being published.
+        freshness: k, how many policy versions old a trained token may be. So many steps more are on their
+            way at once, and each takes ``latency_s``.
+
+    Raises:
+        PlanError: the bound is negative.
+    """
+    if freshness < 0:
+        raise PlanError(
+            f"freshness is {freshness}",
+            why="tokens cannot be newer than the weights",
+            fix="0 is in step; 1 trains on tokens of the version before",
+        )
+    return max(max(loads, default=0.0), latency_s / (freshness + 1))

@@ -1,0 +1,116 @@
+"""Draws: the lengths of rows, each computed from (seed, prompt, sample), never drawn in turn.
+
+(seed, stream) ─ key ──────┐
+number of a prompt or row ─┴ Philox ─> two uniform numbers ─ Box-Muller ─> normal ─> length
+
+So a row is as long in whatever order rows begin, and however many begin beside it.
+Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rillflow.planner.workload import Lengths, Workload
+
+_BLOCK = 2048
+_PROMPTS, _ROWS, _PROMPT_TOKENS, _DEVICES = range(4)
+_GRID = np.linspace(-8.0, 8.0, 4097)
+_CUMULATED = np.array([NormalDist().cdf(float(place)) for place in _GRID])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One row that is to be sampled."""
+
+    prompt: int
+    """The number of its prompt, counted from the first of the run."""
+    sample: int
+    """Its place among the rows of its prompt."""
+    prompt_tokens: int
+    """Tokens of its prompt."""
+    response_tokens: int
+    """Tokens it will have sampled when it ends."""
+
+
+class Draws:
+    """The lengths of a run's rows.
+
+    Args:
+        workload: the distributions.
+        seed: of the run.
+        samples: rows begun for each prompt, at most.
+        shared: the share of the variance of log lengths that the rows of a prompt have in common.
+    """
+
+    def __init__(self, workload: Workload, *, seed: int, samples: int, shared: float = 0.0) -> None:
+        self._workload = workload
+        self._samples = samples
+        self._shared = shared
+        self._normals = _Normals(seed)
+
+    def rows(self, prompt: int) -> list[Row]:
+        """The rows of a prompt."""
+        first = prompt * self._samples
+        own = self._normals.span(_ROWS, first, self._samples)
+        if self._shared:
+            common = self._normals.span(_PROMPTS, prompt, 1)[0]
+            own = math.sqrt(self._shared) * common + math.sqrt(1.0 - self._shared) * own
+        responses = tokens_of(self._workload.response, own).tolist()
+        prompt_tokens = int(
+            tokens_of(self._workload.prompt, self._normals.span(_PROMPT_TOKENS, prompt, 1))[0]
+        )
+        return [
+            Row(prompt=prompt, sample=sample, prompt_tokens=prompt_tokens, response_tokens=response)
+            for sample, response in enumerate(responses)
+        ]
+
+
+def tokens_of(lengths: Lengths, normals: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The lengths in tokens, at least 1, that standard normal numbers stand for; clipped at the limit."""
+    if lengths.kind == "fixed":
+        return np.full(len(normals), lengths.limit, dtype=np.int64)
+    if lengths.kind == "lognormal":
+        drawn = np.rint(lengths.median * np.exp(lengths.sigma * normals))
+        return np.clip(drawn, 1, lengths.limit).astype(np.int64)
+    shares = np.interp(normals, _GRID, _CUMULATED)
+    places = np.minimum((shares * len(lengths.values)).astype(np.int64), len(lengths.values) - 1)
+    known = np.maximum(np.asarray(lengths.values, dtype=np.int64), 1)
+    return np.asarray(known[places])
+
+
+def slow_devices(seed: int, devices: int, share: float) -> NDArray[np.bool_]:
+    """[devices] which of a cluster's devices are slow, each with this probability."""
+    normals = _Normals(seed).span(_DEVICES, 0, devices)
+    return np.asarray(np.interp(normals, _GRID, _CUMULATED) < share)
+
+
+class _Normals:
+    """Standard normal numbers by place; blocks of them are computed at once and kept."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._blocks: dict[tuple[int, int], NDArray[np.float64]] = {}
+
+    def span(self, stream: int, first: int, count: int) -> NDArray[np.float64]:
+        """``count`` numbers of a stream from place ``first`` on."""
+        blocks = range(first // _BLOCK, (first + count - 1) // _BLOCK + 1)
+        joined = [self._block(stream, block) for block in blocks]
+        whole = joined[0] if len(joined) == 1 else np.concatenate(joined)
+        start = first - blocks[0] * _BLOCK
+        return whole[start : start + count]
+
+    def _block(self, stream: int, block: int) -> NDArray[np.float64]:
+        if (stream, block) not in self._blocks:
+            key = np.array([self._seed % 2**64, stream], dtype=np.uint64)
+            counter = np.array([0, block, 0, 0], dtype=np.uint64)
+            raw = np.random.Philox(key=key, counter=counter).random_raw(2 * _BLOCK)
+            uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+            radius = np.sqrt(-2.0 * np.log(uniform[:_BLOCK]))
+            self._blocks[stream, block] = radius * np.cos(2.0 * math.pi * uniform[_BLOCK:])
+        return self._blocks[stream, block]

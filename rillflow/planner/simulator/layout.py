@@ -1,0 +1,231 @@
+"""Layout: a plan as the simulator takes it: tasks with their pools and seconds, replicas, slow devices.
+
+problem, costs, plan ─ evaluate ─> seconds, transfers, seats, decoders ─┬─> tasks
+seed, settings ─ draws ─> slow devices ─────────────────────────────────┴─> replicas, each with its pace
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from rillflow.errors import PlanError
+from rillflow.planner.evaluate import Evaluation, evaluate
+from rillflow.planner.option import Costs, Decoder
+from rillflow.planner.plan import Plan
+from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.schedule import BESIDE
+from rillflow.planner.seating import Seated
+from rillflow.planner.simulator.draws import Draws, Row, slow_devices
+from rillflow.planner.simulator.replica import Replica
+from rillflow.planner.simulator.settings import Settings
+from rillflow.planner.simulator.turns import Arrival, Task
+from rillflow.planner.work import Work
+
+_GREEDY = "greedy"
+"""The endpoint that answers every prompt once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What is simulated."""
+
+    problem: Problem
+    """The step."""
+    plan: Plan
+    """Where its units lie."""
+    evaluation: Evaluation
+    """What that costs on paper."""
+    settings: Settings
+    """What is assumed beside."""
+    seed: int
+    """Of all that is drawn."""
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """The stages, in the order of the program; those of slow pools take longer."""
+        edges = list(zip(self.problem.graph.edges, self.evaluation.transfers_s, strict=True))
+        return tuple(
+            Task(
+                stage=stage.index,
+                name=stage.name,
+                pool=self.pool_of(stage.index),
+                seconds=self.evaluation.seconds[stage.index] * self._pace(stage.index),
+                inputs=tuple(
+                    Arrival(source=edge.source, seconds=seconds)
+                    for edge, seconds in edges
+                    if edge.destination == stage.index
+                ),
+            )
+            for stage in self.problem.graph.stages
+        )
+
+    @cached_property
+    def generating(self) -> Mapping[int, Seated]:
+        """The unit behind each stage that generates, in the order of the program."""
+        return {
+            stage.index: self._owners[stage.index]
+            for stage in self.problem.graph.stages
+            if self.problem.work(stage) is Work.GENERATE
+        }
+
+    @cached_property
+    def lanes(self) -> Mapping[str, int]:
+        """Replicas by pool; 0 of a pool that does not generate."""
+        found = {pool.name: 0 for pool in self.plan.pools}
+        for stage, unit in self.generating.items():
+            found[unit.seat.pool] = max(found[unit.seat.pool], self.decoder(stage).replicas)
+        return found
+
+    @property
+    def samples_begun(self) -> int:
+        """Rows that begin for every prompt of a round, greedy ones not counted."""
+        return _begun(self.problem.workload.samples, self.plan.oversample_samples)
+
+    @property
+    def prompts_begun(self) -> int:
+        """Prompts that begin in a round."""
+        return _begun(self.problem.workload.prompts, self.plan.oversample_prompts)
+
+    def pool_of(self, stage: int) -> str:
+        """Whose devices a stage holds; ``BESIDE`` for none."""
+        return self._owners[stage].seat.pool if stage in self._owners else BESIDE
+
+    def decoder(self, stage: int) -> Decoder:
+        """The replicas of a stage that generates."""
+        found = self._owners[stage].decoder
+        assert found is not None, "a unit that generates is seated with a decoder"
+        return found
+
+    def draws(self) -> Draws:
+        """The lengths of the run's rows; the last sample of a prompt is the greedy one, if there is any."""
+        extra = any(self.is_greedy(stage) for stage in self.generating)
+        return Draws(
+            self.problem.workload,
+            seed=self.seed,
+            samples=self.samples_begun + extra,
+            shared=self.settings.shared_length,
+        )
+
+    def is_greedy(self, stage: int) -> bool:
+        """Whether a stage answers every prompt once."""
+        return self.problem.graph.stages[stage].endpoint == _GREEDY
+
+    def rows_of(self, stage: int, rows: list[Row], samples: int) -> list[Row]:
+        """Those of a prompt's rows that a stage samples, of which ``samples`` are not greedy."""
+        return rows[-1:] if self.is_greedy(stage) else rows[:samples]
+
+    def replicas(self, stage: int) -> list[Replica]:
+        """Fresh replicas of a stage that generates; one with a slow device is slow."""
+        decoder, pool = self.decoder(stage), self.pool_of(stage)
+        slow = self._slow_devices[pool]
+        each = max(len(slow) // decoder.replicas, 1)
+        return [
+            Replica(
+                decoder,
+                slow=self.settings.straggler_factor if any(slow[place * each : (place + 1) * each]) else 1.0,
+                shares_prompts=self.problem.workload.shares_prompts,
+            )
+            for place in range(decoder.replicas)
+        ]
+
+    def peak_bytes(self, pool: str, cached: Mapping[int, float]) -> float:
+        """The most the pool's fullest device holds.
+
+        Args:
+            pool: its name.
+            cached: of each stage that generates, the most tokens the cache of a replica held.
+        """
+        units = [unit for unit in self.evaluation.units.values() if unit.seat.pool == pool]
+        if self.problem.offloads:
+            kept = 0.0
+            trained = max(unit.option.resident_bytes + unit.option.working_bytes for unit in units)
+        else:
+            kept = sum(unit.option.resident_bytes for unit in units)
+            trained = kept + max(unit.option.working_bytes for unit in units)
+        sampled = [
+            kept + unit.option.sampling_bytes + unit.room_bytes * min(tokens / self._capacity(stage), 1.0)
+            for stage, tokens in cached.items()
+            for unit in [self.generating[stage]]
+            if unit.seat.pool == pool
+        ]
+        return max([trained, *sampled])
+
+    @cached_property
+    def _owners(self) -> Mapping[int, Seated]:
+        return {index: unit for unit in self.evaluation.units.values() for index in unit.unit.stages}
+
+    @cached_property
+    def _slow_devices(self) -> Mapping[str, list[bool]]:
+        slow = slow_devices(self.seed, self.evaluation.devices, self.settings.straggler_share).tolist()
+        found, first = {}, 0
+        for pool in self.plan.pools:
+            found[pool.name] = slow[first : first + pool.devices]
+            first += pool.devices
+        return found
+
+    def _pace(self, stage: int) -> float:
+        """A stage of many devices is as slow as the slowest; weights on their way are not slowed."""
+        pool = self.pool_of(stage)
+        is_publish = self.problem.work(self.problem.graph.stages[stage]) is Work.PUBLISH
+        if pool == BESIDE or is_publish or not any(self._slow_devices[pool]):
+            return 1.0
+        return self.settings.straggler_factor
+
+    def _capacity(self, stage: int) -> float:
+        return max(float(self.decoder(stage).capacity_tokens), 1.0)
+
+
+def lay_out(problem: Problem, costs: Costs, plan: Plan, *, seed: int, settings: Settings) -> Layout:
+    """A plan as the simulator takes it.
+
+    Raises:
+        PlanError: the plan does not fit the problem, or asks for what is not simulated.
+    """
+    layout = Layout(
+        problem=problem,
+        plan=plan,
+        evaluation=evaluate(problem, costs, plan),
+        settings=settings,
+        seed=seed,
+    )
+    for name, share in (
+        ("oversample_prompts", plan.oversample_prompts),
+        ("oversample_samples", plan.oversample_samples),
+    ):
+        if not 1.0 <= share <= 100.0:
+            raise PlanError(f"{name} is {share:g}", why="it lies between 1, as many as wanted, and 100")
+    if plan.freshness:
+        _require_flow(layout)
+    return layout
+
+
+def _require_flow(layout: Layout) -> None:
+    """Refuse to let rows flow where that is not simulated."""
+    plan = layout.plan
+    pools = {layout.pool_of(stage) for stage in layout.generating}
+    beside = [name for name, unit in plan.units.items() if unit.pool in pools and name != SAMPLER]
+    if beside or not pools:
+        raise PlanError(
+            f"freshness is {plan.freshness}, generation shares a pool with {', '.join(beside)}",
+            why="rows flow only where generation has devices of its own",
+            fix=f"give {SAMPLER} a pool, or freshness 0",
+        )
+    if len({id(layout.generating[stage]) for stage in layout.generating}) > 1:
+        raise PlanError("two units generate", why="rows flow from one", fix="use freshness 0")
+    if plan.oversample_prompts > 1.0:
+        raise PlanError(
+            f"oversample_prompts is {plan.oversample_prompts:g} with freshness {plan.freshness}",
+            why="where rows flow, long ones hold nobody up: there are no rounds to leave them out of",
+            fix="oversample_prompts 1, or freshness 0",
+        )
+    if not any(layout.problem.work(stage) is Work.PUBLISH for stage in layout.problem.graph.stages):
+        raise PlanError(
+            "no stage publishes weights", why="rows would stay of version 0", fix="use freshness 0"
+        )
+
+
+def _begun(wanted: int, share: float) -> int:
+    return math.ceil(wanted * share - 1e-9)

@@ -1,0 +1,275 @@
+"""Workload: how many rows a step has, how long they are, and how often it trains on them.
+
+mean and limit, or lengths of a run ──> Lengths ─┬─ mean, mean_square ─> what training computes
+                                                 ├─ spread ────────────> how a batch drains, on paper
+                                                 └─ sample ────────────> how one batch drains, drawn
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rillflow.errors import PlanError
+
+MOST_TOKENS = 100_000_000
+"""No row is longer."""
+_MOST_ROWS = 1_000_000_000
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How many tokens a prompt or a response has.
+
+    Example:
+        Lengths(kind="lognormal", median=800, sigma=0.6, limit=8192)
+    """
+
+    kind: Literal["fixed", "lognormal", "measured"]
+    """One length; log-normal, clipped at the limit: what would be longer has just that; or those of a run."""
+    limit: int
+    """The longest there is; of ``fixed`` the length itself."""
+    median: float = 0.0
+    """Of ``lognormal``, before clipping."""
+    sigma: float = 0.0
+    """Of ``lognormal``: the standard deviation of the logarithm."""
+    values: tuple[int, ...] = ()
+    """Of ``measured``: lengths that were seen, ascending."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self)
+
+    def quantile(self, share: float) -> float:
+        """The length that this share of rows does not exceed, in tokens, 0 < share < 1."""
+        if self.kind == "fixed":
+            return float(self.limit)
+        if self.kind == "measured":
+            place = share * len(self.values) - 0.5
+            low = min(max(math.floor(place), 0), len(self.values) - 1)
+            high = min(low + 1, len(self.values) - 1)
+            part = min(max(place - low, 0.0), 1.0)
+            return self.values[low] + part * (self.values[high] - self.values[low])
+        return min(max(self.median * math.exp(self.sigma * _NORMAL.inv_cdf(share)), 1.0), float(self.limit))
+
+    @cached_property
+    def mean(self) -> float:
+        """Tokens of a row on average, clipped mass counted at the limit.
+
+        Of a clipped log-normal: m exp(s^2 / 2) N(z - s) + limit (1 - N(z)), z = ln(limit / m) / s.
+        """
+        if self.kind == "fixed":
+            return float(self.limit)
+        if self.kind == "measured":
+            return sum(self.values) / len(self.values)
+        if self.sigma == 0.0:
+            return min(self.median, float(self.limit))
+        z = math.log(self.limit / self.median) / self.sigma
+        below = self.median * math.exp(self.sigma**2 / 2) * _NORMAL.cdf(z - self.sigma)
+        return below + self.limit * self.clipped
+
+    @property
+    def clipped(self) -> float:
+        """The share of rows that end at the limit because it is there."""
+        if self.kind != "lognormal":
+            return 0.0
+        if self.sigma == 0.0:
+            return float(self.median >= self.limit)
+        return 1.0 - _NORMAL.cdf(math.log(self.limit / self.median) / self.sigma)
+
+    @cached_property
+    def mean_square(self) -> float:
+        """The mean of a length's square, tokens^2: what attention and the live context are made of."""
+        if self.kind == "fixed":
+            return float(self.limit) ** 2
+        if self.kind == "measured":
+            return sum(value * value for value in self.values) / len(self.values)
+        if self.sigma == 0.0:
+            return self.mean**2
+        z = math.log(self.limit / self.median) / self.sigma
+        below = self.median**2 * math.exp(2 * self.sigma**2) * _NORMAL.cdf(z - 2 * self.sigma)
+        return below + self.limit**2 * self.clipped
+
+    def spread(self, rows: int) -> NDArray[np.float64]:
+        """So many lengths, ascending, that stand for the distribution: the middles of as many equal parts."""
+        if self.kind == "fixed":
+            return np.full(rows, float(self.limit))
+        shares = (np.arange(rows) + 0.5) / rows
+        if self.kind == "measured":
+            known = np.asarray(self.values, dtype=np.float64)
+            return np.interp(shares, (np.arange(len(known)) + 0.5) / len(known), known)
+        return np.clip(self.median * np.exp(self.sigma * _normal_quantiles(rows)), 1.0, float(self.limit))
+
+    def sample(self, rows: int, seed: int, stream: int = 0) -> NDArray[np.int64]:
+        """So many lengths drawn, [rows]: the same for the same seed and stream, wherever it is asked."""
+        generator = np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))
+        if self.kind == "fixed":
+            return np.full(rows, self.limit, dtype=np.int64)
+        if self.kind == "measured":
+            return generator.choice(np.asarray(self.values, dtype=np.int64), size=rows)
+        drawn = self.median * np.exp(self.sigma * generator.standard_normal(rows))
+        return np.clip(np.rint(drawn), 1, self.limit).astype(np.int64)
+
+
+def fit_lengths(values: Sequence[int], limit: int) -> Lengths:
+    """The log-normal that explains lengths seen, of which those at the limit were cut there.
+
+    Median and spread are read off the quantiles below the limit, so that clipped rows count as at least it.
+
+    Raises:
+        PlanError: no lengths, or one above the limit.
+    """
+    if not values or max(values) > limit or min(values) < 1:
+        raise PlanError(
+            f"lengths of {len(values)} rows from {min(values, default=0)} to {max(values, default=0)}",
+            why=f"a length lies between 1 and the limit, {limit}",
+        )
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
+    free = ordered < limit
+    if free.sum() < 2 or ordered[free][0] == ordered[free][-1]:
+        return Lengths(kind="lognormal", limit=limit, median=float(np.median(ordered)), sigma=0.0)
+    normal = _normal_quantiles(len(ordered))[free]
+    slope, middle = np.polyfit(normal, np.log(ordered[free]), 1)
+    return Lengths(
+        kind="lognormal", limit=limit, median=float(math.exp(middle)), sigma=max(float(slope), 0.0)
+    )
+
+
+def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:
+    """The log-normal of this spread whose mean, clipped at the limit, is ``mean`` tokens.
+
+    Raises:
+        PlanError: a mean that is not between 1 and the limit.
+    """
+    if not 1.0 <= mean <= limit:
+        raise PlanError(f"a mean length of {mean:g}", why=f"it lies between 1 and the limit, {limit}")
+    low, high = 0.0, 12.0 * max(sigma, 0.1) + math.log(limit)
+    for _ in range(60):
+        middle = (low + high) / 2
+        found = Lengths(kind="lognormal", limit=limit, median=math.exp(middle), sigma=sigma)
+        low, high = (middle, high) if found.mean < mean else (low, middle)
+    return Lengths(kind="lognormal", limit=limit, median=math.exp(high), sigma=sigma)
+
+
+def check_lengths(lengths: Lengths) -> None:
+    """Refuse a distribution that cannot be.
+
+    Raises:
+        PlanError: with the value, and what it may be.
+    """
+    if not 1 <= lengths.limit <= MOST_TOKENS:
+        raise PlanError(
+            f"a longest length of {lengths.limit} tokens", why=f"it lies between 1 and {MOST_TOKENS:,}"
+        )
+    if lengths.kind == "lognormal":
+        if not 0.0 < lengths.median < math.inf:
+            raise PlanError(
+                f"a median length of {lengths.median:g}", why="log-normal lengths have one above 0"
+            )
+        if not 0.0 <= lengths.sigma <= 5.0:
+            raise PlanError(
+                f"a sigma of {lengths.sigma:g}",
+                why="it lies between 0 and 5: at 1 the longest of 1,000 rows is 25 times the median",
+            )
+    if lengths.kind == "measured":
+        odd = [value for value in lengths.values if not 0 <= value <= lengths.limit]
+        if not lengths.values or odd:
+            raise PlanError(
+                f"a measured length of {odd[0]} tokens" if odd else "no measured lengths",
+                why=f"lengths lie between 0 and the limit, {lengths.limit}",
+            )
+        if list(lengths.values) != sorted(lengths.values):
+            raise PlanError("measured lengths are not in order", fix="give them ascending")
+
+
+@lru_cache(maxsize=64)
+def _normal_quantiles(count: int) -> NDArray[np.float64]:
+    """The normal distribution's quantiles at the middles of ``count`` equal parts."""
+    return np.array([_NORMAL.inv_cdf((place + 0.5) / count) for place in range(count)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One step's rows.
+
+    Example:
+        Workload(prompts=64, samples=16, prompt=Lengths(kind="fixed", limit=256), response=response)
+    """
+
+    prompts: int
+    """Prompts of a step."""
+    samples: int
+    """Rows sampled for each prompt."""
+    prompt: Lengths
+    """Tokens of a prompt."""
+    response: Lengths
+    """Tokens of a response."""
+    epochs: int = 1
+    """Passes over a step's rows."""
+    minibatches: int = 1
+    """Optimiser steps of a pass."""
+    tokens_per_micro_batch: int = 16384
+    """Most tokens of one forward and backward pass on a device."""
+    function_s: float = 0.0
+    """Seconds a programmed reward takes for one row on one device's host."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights while they compute; the optimiser keeps float32."""
+    rows_at_once: int = 1024
+    """Rows a replica that generates runs side by side at most."""
+    shares_prompts: bool = True
+    """Whether a replica reads the prompt of rows that share one only once."""
+    computed_share: float = 1.0
+    """Of a step's tokens, those that training and scoring compute: rows that begin alike may share some."""
+    gradient_share: float = 1.0
+    """Of a step's rows, those with a gradient: training passes the others forward only."""
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("prompts", self.prompts),
+            ("samples", self.samples),
+            ("epochs", self.epochs),
+            ("minibatches", self.minibatches),
+            ("tokens_per_micro_batch", self.tokens_per_micro_batch),
+            ("rows_at_once", self.rows_at_once),
+        ):
+            if not 1 <= value <= _MOST_ROWS:
+                raise PlanError(f"{name} is {value}", why=f"it lies between 1 and {_MOST_ROWS:,}")
+        if self.minibatches > self.rows:
+            raise PlanError(
+                f"minibatches is {self.minibatches} and a step has {self.rows} rows",
+                why="every optimiser step needs a row",
+                fix=f"at most {self.rows}",
+            )
+        for name, share in (("computed_share", self.computed_share), ("gradient_share", self.gradient_share)):
+            if not 0.0 <= share <= 1.0:
+                raise PlanError(f"{name} is {share:g}", why="a share lies between 0 and 1")
+        if not 0.0 <= self.function_s < 86_400.0:
+            raise PlanError(f"function_s is {self.function_s:g}", why="it lies between 0 and a day")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.prompts * self.samples
+
+    @property
+    def row_tokens(self) -> float:
+        """Tokens of a row on average, prompt and response."""
+        return self.prompt.mean + self.response.mean
+
+    @property
+    def longest_tokens(self) -> float:
+        """Tokens of the longest row that a step is likely to have."""
+        return self.prompt.mean + self.response.quantile(1.0 - 0.5 / self.rows)
+
+    @property
+    def row_square(self) -> float:
+        """The mean square of a row's tokens; prompt and response taken as independent."""
+        cross = 2.0 * self.prompt.mean * self.response.mean
+        return self.prompt.mean_square + cross + self.response.mean_square

@@ -1,0 +1,36 @@
+"""Columns: rows of cells as lines of text that stand below one another, and seconds short enough for a cell.
+
+rows ─> lines: the first column flush left, the others flush right, each as wide as its widest cell
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rillflow.observe.wording import duration, number
+
+
+def columns(rows: Sequence[Sequence[str]], *, left: int = 1, indent: int = 2) -> list[str]:
+    """The rows as lines.
+
+    Args:
+        rows: cells, as many in every row; the first row is the head.
+        left: columns that are flush left.
+        indent: blanks before each line.
+    """
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append((" " * indent + "  ".join(cells)).rstrip())
+    return lines
+
+
+def seconds(value: float) -> str:
+    """Three digits. Example: ``seconds(0.00123) == "1.23 ms"``, ``seconds(12.34) == "12.3 s"``."""
+    if value >= 60:
+        return duration(value)
+    return f"{number(value)} s" if value >= 0.9995 else f"{number(1000 * value)} ms"

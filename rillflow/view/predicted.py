@@ -1,0 +1,152 @@
+"""Predicted: what the plan of a run expected of every stage, beside what it took.
+
+plan.toml ─ predicted seconds ─┐
+spans, step times ─ medians ───┴─> Comparison ─┬─ text at the end of a run, which stage was furthest off
+                                               └─ card of the report
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from rillflow.errors import RunDirectoryError
+from rillflow.observe import layout
+from rillflow.planner.plan_file import read_plan
+from rillflow.records.metrics import Mean
+from rillflow.view.columns import columns, seconds
+from rillflow.view.html import Html, el
+from rillflow.view.run_data import PhaseSpan, RunData
+
+STEP = "step"
+"""What the row of the whole step is called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """One stage, or the step, expected and measured."""
+
+    name: str
+    """The stage, or STEP."""
+    predicted_s: float
+    """What the plan says of one step."""
+    measured_s: float
+    """The median over the steps of the run's last phase, its first one left out."""
+
+    @property
+    def error(self) -> float | None:
+        """The prediction's error as a share of what was measured; None where that is 0."""
+        return self.predicted_s / self.measured_s - 1 if self.measured_s else None
+
+    @property
+    def missed_s(self) -> float:
+        """Seconds between the two."""
+        return abs(self.predicted_s - self.measured_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A run against its plan."""
+
+    stages: tuple[Predicted, ...]
+    """Every stage that was predicted or measured, the longest first."""
+    step: Predicted
+    """The step as a whole."""
+    steps: int
+    """Steps that were measured."""
+
+    @property
+    def furthest(self) -> Predicted | None:
+        """The stage whose prediction missed by most seconds, of those that were predicted."""
+        said = (one for one in self.stages if one.predicted_s)
+        return max(said, key=lambda one: one.missed_s, default=None)
+
+
+def compare(data: RunData) -> Comparison | None:
+    """A run against the plan in its directory; None where there is no plan, or no step to compare.
+
+    Raises:
+        RunDirectoryError: the plan there is damaged.
+        PlanError: it contradicts itself.
+    """
+    file = data.path / layout.PLAN
+    if not file.is_file() or not data.phases:
+        return None
+    try:
+        plan = read_plan(file.read_text("utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(f"{file} cannot be read", why=str(error)) from error
+    phase = data.phases[-1]
+    if phase.name != plan.name:
+        return None
+    first = phase.first + (1 if phase.last > phase.first else 0)
+    measured = stage_medians(data, first, phase.last)
+    names = sorted(set(measured) | set(plan.predicted_stages_s), key=lambda name: -measured.get(name, 0.0))
+    stages = tuple(
+        Predicted(
+            name=name,
+            predicted_s=plan.predicted_stages_s.get(name, 0.0),
+            measured_s=measured.get(name, 0.0),
+        )
+        for name in names
+    )
+    step = Predicted(name=STEP, predicted_s=plan.predicted_step_s, measured_s=_step_s(data, phase, first))
+    return Comparison(stages=stages, step=step, steps=phase.last - first + 1)
+
+
+def stage_medians(data: RunData, first: int, last: int) -> Mapping[str, float]:
+    """Seconds of every stage in a usual step, the median of steps ``first`` to ``last``, by name."""
+    by_step: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in data.spans:
+        if first <= span.step <= last:
+            by_step[span.stage][span.step] += span.duration_s
+    return {stage: median(steps.values()) for stage, steps in by_step.items()}
+
+
+def render_comparison(found: Comparison) -> str:
+    """The comparison as a table of text, and the stage that was furthest off."""
+    rows = [
+        ("stage", "predicted", "measured", "error"),
+        *(_cells(one) for one in (*found.stages, found.step)),
+    ]
+    lines = [f"predicted against measured, medians of {found.steps:,} steps:", *columns(rows)]
+    return "\n".join([*lines, furthest_line(found)]).rstrip()
+
+
+def furthest_line(found: Comparison) -> str:
+    """Which stage missed by most. Example: ``furthest off: policy.generate, by 0.4 s``."""
+    worst = found.furthest
+    if worst is None:
+        return ""
+    return (
+        f"furthest off: {worst.name}, predicted {seconds(worst.predicted_s)}, "
+        f"measured {seconds(worst.measured_s)}"
+    )
+
+
+def draw_comparison_card(data: RunData) -> list[Html]:
+    """The comparison as a card; nothing where a run has no plan."""
+    found = compare(data)
+    if found is None:
+        return []
+    head = el("tr", (el("th", word) for word in ("stage", "predicted", "measured", "error")))
+    rows = [el("tr", (el("td", cell) for cell in _cells(one))) for one in (*found.stages, found.step)]
+    table = el("div", el("table", el("thead", head), el("tbody", rows)), class_="scroll")
+    title = el("h3", f"Predicted and measured, medians of {found.steps:,} steps")
+    return [el("section", title, table, el("p", furthest_line(found), class_="hint"), class_="card wide")]
+
+
+def _cells(one: Predicted) -> tuple[str, ...]:
+    said = "" if one.error is None or not one.predicted_s else f"{one.error:+.0%}"
+    return one.name, seconds(one.predicted_s) if one.predicted_s else "", seconds(one.measured_s), said
+
+
+def _step_s(data: RunData, phase: PhaseSpan, first: int) -> float:
+    taken = []
+    for record in data.steps:
+        one = record.metrics.get("run/step_seconds/mean")
+        if isinstance(one, Mean) and one.count and first <= record.step <= phase.last:
+            taken.append(one.total / one.count)
+    return median(taken) if taken else 0.0

@@ -1,0 +1,153 @@
+"""A plan laid over a recipe places every role as it says; what no run can do yet is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rillflow.assembly import planned
+from rillflow.assembly.planned import open_plan, require_for, settings_of
+from rillflow.assembly.recipe import LoadedRecipe, load_recipe
+from rillflow.errors import ConfigError, PlanError
+from rillflow.planner.grid import Grid
+from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
+from rillflow.planner.plan_file import plan_text
+
+RECIPE = """
+[policy]
+model.new = { hidden = 64, layers = 4, heads = 8, kv_heads = 8, context = 64 }
+[rollout]
+max_tokens = 8
+[algorithm]
+name = "ppo"
+steps = 3
+loss.kl = 0.1
+"""
+ROLES = ("policy", "critic", "reference")
+GRIDS = [
+    Grid(dp=4),
+    Grid(dp=4, is_sharded=True),
+    Grid(dp=2, tp=2),
+    Grid(tp=4),
+    Grid(pp=2, tp=2),
+    Grid(dp=1, pp=4),
+]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("recipe") / "run.toml"
+    file.write_text(RECIPE)
+    return file
+
+
+def plan_of(pools: tuple[str, ...], grids: tuple[Grid, ...], **changes: object) -> Plan:
+    units = {
+        role: PlannedUnit(pool=pool, grid=grid, generate_tp=grid.tp if role == "policy" else 0)
+        for role, pool, grid in zip(ROLES, pools, grids, strict=True)
+    }
+    placed = tuple(PlannedPool(name=name, fleet="cores", devices=4) for name in dict.fromkeys(pools))
+    return replace(Plan(name="ppo", pools=placed, units=units), **changes)
+
+
+def loaded(recipe: Path, plan: Plan, *more: str) -> LoadedRecipe:
+    return load_recipe(recipe, [*settings_of(plan, more), *more])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    pools=st.tuples(*[st.sampled_from(["main", "critic", "b c"])] * 3),
+    grids=st.tuples(*[st.sampled_from(GRIDS)] * 3),
+)
+def test_every_role_lies_as_the_plan_says(
+    recipe: Path, pools: tuple[str, ...], grids: tuple[Grid, ...]
+) -> None:
+    plan = plan_of(pools, grids)
+    placement = loaded(recipe, plan).recipe.placement
+    for role, unit in plan.units.items():
+        mesh, grid = placement.mesh_of(role), unit.grid
+        assert (mesh.dp, mesh.pp, mesh.tp, mesh.is_sharded) == (grid.dp, grid.pp, grid.tp, grid.is_sharded)
+        for other, its in plan.units.items():
+            together = placement.pool_of(role) == placement.pool_of(other)
+            assert together == (its.pool == unit.pool)
+    assert len(placement.pools) == len(plan.pools)
+    assert sum(placement.pools.values()) == 4 * len(plan.pools)
+    assert placement.generate_tp == plan.units["policy"].grid.tp
+
+
+def test_other_settings_stay(recipe: Path) -> None:
+    plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3)
+    found = loaded(recipe, plan, "policy.lr=1e-4", "placement.deadline_s=60").recipe
+    assert (found.policy.lr, found.placement.deadline_s) == (1e-4, 60)
+    assert found.placement.train == {"main": {"dp": 4, "pp": 1, "tp": 1}}
+
+
+@pytest.mark.parametrize(
+    "text", ["placement.pools.main=2", "placement.roles={}", "placement.train.main.tp=2"]
+)
+def test_a_setting_that_places_is_refused_beside_a_plan(recipe: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="beside --plan"):
+        loaded(recipe, plan_of(("main",) * 3, (Grid(dp=4),) * 3), text)
+
+
+def with_sampler(plan: Plan) -> Plan:
+    sampler = PlannedUnit(pool="main", grid=Grid(dp=4), generate_tp=1)
+    return replace(plan, units={**plan.units, "sampler": sampler})
+
+
+def with_experts(plan: Plan) -> Plan:
+    return replace(plan, units={**plan.units, "policy": PlannedUnit(pool="main", grid=Grid(dp=4, ep=2))})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_sampler, "on devices of their own"),
+        (lambda plan: replace(plan, freshness=1), "up to 1 versions old"),
+        (lambda plan: replace(plan, oversample_samples=1.5), "begins 1.5 rows"),
+        (with_experts, "policy.ep is 2"),
+        (lambda plan: replace(plan, name="grpo"), "one of grpo"),
+        (lambda plan: replace(plan, units={**plan.units, "judge": plan.units["critic"]}), "places 'judge'"),
+    ],
+)
+def test_what_no_run_can_do_is_refused(recipe: Path, change: object, said: str) -> None:
+    plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3)
+    require_for(plan, loaded(recipe, plan))
+    with pytest.raises(PlanError, match=said) as caught:
+        require_for(change(plan), loaded(recipe, plan))  # type: ignore[operator]
+    assert caught.value.why
+
+
+def test_devices_that_are_not_here_are_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3)
+    far = replace(plan, pools=(replace(plan.pools[0], device="H100"),))
+    near = replace(plan, pools=(replace(plan.pools[0], device="cpu"),))
+    monkeypatch.setattr(planned, "_has_accelerator", lambda: False)
+    require_for(near, loaded(recipe, near))
+    with pytest.raises(PlanError, match="4 x H100"):
+        require_for(far, loaded(recipe, plan))
+    monkeypatch.setattr(planned, "_has_accelerator", lambda: True)
+    require_for(far, loaded(recipe, plan))
+
+
+def test_two_fleets_are_refused(recipe: Path) -> None:
+    plan = plan_of(("main", "side", "side"), (Grid(dp=4),) * 3)
+    apart = replace(plan, pools=(plan.pools[0], replace(plan.pools[1], fleet="others")))
+    with pytest.raises(PlanError, match="cores and others"):
+        require_for(apart, loaded(recipe, plan))
+
+
+def test_a_plan_is_opened_from_its_file(tmp_path: Path) -> None:
+    plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3)
+    file = tmp_path / "plan.toml"
+    with pytest.raises(PlanError, match="does not exist"):
+        open_plan(file)
+    file.write_text(plan_text(plan))
+    assert open_plan(file) == plan
+    file.write_bytes(b"\xff")
+    with pytest.raises(PlanError, match="cannot be read"):
+        open_plan(file)

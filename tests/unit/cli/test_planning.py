@@ -1,0 +1,141 @@
+"""The commands that plan: words in, tables, files and exit codes out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rillflow.cli.main import main
+from rillflow.planner.plan_file import read_plan
+
+RECIPE = """
+[policy]
+model.new = { hidden = 64, layers = 4, heads = 8, kv_heads = 4, context = 64 }
+[rollout]
+max_tokens = 16
+[task]
+size = 600
+[algorithm]
+name = "ppo"
+steps = 3
+prompts_per_step = 16
+samples_per_prompt = 4
+loss.kl = 0.1
+"""
+CLUSTER = """
+name = "two"
+[[fleet]]
+name = "cores"
+device = "cpu"
+devices = 2
+per_machine = 2
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(words) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err
+
+
+PLAN = ("plan", "run.toml", "--cluster", "cluster.toml")
+SIMULATE = ("simulate", "run.toml", "--cluster", "cluster.toml", "--plan", "plan.toml")
+
+
+def test_a_recipe_is_planned_and_the_plan_simulated(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, *PLAN, "--out", "plan.toml", "--plot", "plan.html")
+    assert "best placements" in out and "why the others lose" in out
+    assert "policy | reference | critic" in out and "memory" in out
+    assert "throughput against the size of the cluster" in out
+    assert "assumed: responses: log-normal" in out
+    plan = read_plan((here / "plan.toml").read_text(), "plan.toml")
+    assert set(plan.units) == {"policy", "reference", "critic"}
+    assert plan.predicted_step_s > 0 and plan.predicted_stages_s["policy.generate"] > 0
+    assert {pool.device for pool in plan.pools} == {"cpu"}
+    page = (here / "plan.html").read_text()
+    assert "policy.generate, step 1" in page and "rows a second by devices" in page
+    out = said(capsys, *SIMULATE, "--steps", "3", "--plot", "steps.html")
+    assert "ppo on two, freshness 0, seed 0: 3 steps simulated" in out
+    assert "192 begun, 192 trained" in out
+    assert "policy.update, step 3" in (here / "steps.html").read_text()
+
+
+def test_a_planned_recipe_passes_the_check_of_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rillflow.assembly.planned import open_plan, require_for, settings_of
+    from rillflow.assembly.recipe import load_recipe
+
+    said(capsys, *PLAN, "--out", "plan.toml")
+    plan = open_plan(here / "plan.toml")
+    loaded = load_recipe(here / "run.toml", settings_of(plan, ()))
+    require_for(plan, loaded)
+    assert sum(loaded.recipe.placement.pools.values()) <= 2
+
+
+def test_machines_get_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(said(capsys, *PLAN, "--format", "json", "--out", "plan.toml"))
+    assert data["is_exact"] and len(data["best"]) + len(data["losers"]) == data["placements"] == 5
+    steps = [one["step_s"] for one in data["best"]]
+    assert steps == sorted(steps)
+    assert [size["devices"] for size in data["sizes"]] == [2, 4]
+    found = json.loads(said(capsys, *SIMULATE, "--format", "json", "--steps", "2"))
+    assert len(found["step_s"]) == 2 and found["trained"] == 128
+    assert sum(span["duration_s"] for span in found["spans"] if span["stage"] == "policy.generate") > 0
+
+
+def test_a_simulation_is_that_of_its_seed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, *PLAN, "--out", "plan.toml")
+    words = (*SIMULATE, "--format", "json", "--steps", "2", "--seed")
+    once, again, other = (json.loads(said(capsys, *words, seed))["step_s"] for seed in ("1", "1", "2"))
+    assert once == again != other
+
+
+def test_freshness_takes_generation_apart(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, *PLAN, "--freshness", "1", "--out", "plan.toml")
+    assert read_plan((here / "plan.toml").read_text(), "").freshness == 1
+    out = said(capsys, *SIMULATE, "--steps", "6")
+    assert "freshness 1" in out and "1 old" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([*PLAN[:2], "--cluster", "clutser.toml"], "did you mean 'cluster.toml'"),
+        ([*PLAN, "--objective", "devices"], "no deadline"),
+        ([*PLAN, "--objective", "cost"], "price"),
+        ([*PLAN, "--deadline", "1e-9"], "1e-09"),
+        ([*PLAN, "--plot", "plan.pdf"], "names no kind of picture"),
+        ([*PLAN, "--lengths", "nowhere"], "no run directory"),
+        ([*SIMULATE], "plan.toml does not exist"),
+        (["calibrate", "nowhere"], "no run directory"),
+        (["run", "run.toml", "--plan", "plan.toml"], "plan.toml does not exist"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], what: str
+) -> None:
+    assert main(words) != 0
+    err = capsys.readouterr().err
+    assert what in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [["--freshness", "-1"], ["--freshness", "a"], ["--objective", "speed"]])
+def test_wrong_words_are_usage_errors(here: Path, words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*PLAN, *words])
+    assert caught.value.code == 2
+
+
+def test_a_plan_beside_settings_that_place_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, *PLAN, "--out", "plan.toml")
+    err = said(capsys, "run", "run.toml", "--plan", "plan.toml", "--set", "placement.pools.main=2", code=2)
+    assert "beside --plan" in err

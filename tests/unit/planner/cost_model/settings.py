@@ -1,0 +1,95 @@
+"""A small model on small devices, with which the formulas' laws are shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rillflow.graph.graph import Graph, Stage
+from rillflow.planner.cost_model.compute import Setting
+from rillflow.planner.factors import Factors
+from rillflow.planner.hardware import Device, Fleet, Hardware
+from rillflow.planner.model_shape import ModelShape
+from rillflow.planner.problem import Problem
+from rillflow.planner.workload import Lengths, Workload
+
+SHAPE = ModelShape(
+    name="small", hidden=1024, layers=16, heads=16, kv_heads=8, head_dim=64, inner=4096, vocabulary=32000
+)
+MIXTURE = replace(SHAPE, name="mixture", experts=16, experts_per_token=2, expert_inner=1024)
+DEVICE = Device(
+    name="toy",
+    memory_bytes=40e9,
+    flops={"bfloat16": 100e12, "float32": 10e12},
+    memory_bandwidth=1e12,
+    inside_bandwidth=100e9,
+    host_bandwidth=20e9,
+)
+FLEET = Fleet(name="toys", device=DEVICE, devices=32, per_machine=8, between_bandwidth=10e9)
+WORKLOAD = Workload(
+    prompts=64,
+    samples=4,
+    prompt=Lengths(kind="fixed", limit=128),
+    response=Lengths(kind="lognormal", limit=2048, median=400, sigma=0.8),
+    minibatches=2,
+    tokens_per_micro_batch=4096,
+)
+
+
+def setting(
+    *,
+    shape: ModelShape = SHAPE,
+    workload: Workload = WORKLOAD,
+    fleet: Fleet = FLEET,
+    factors: Factors | None = None,
+    recomputes: bool = True,
+) -> Setting:
+    """What a stage's seconds depend on, with what is named changed."""
+    return Setting(
+        shape=shape,
+        workload=workload,
+        fleet=fleet,
+        factors=factors or Factors(),
+        recomputes=recomputes,
+    )
+
+
+def graph() -> Graph:
+    """A step of four roles."""
+    ends = (
+        ("policy", "generate"),
+        ("reward", "score"),
+        ("reference", "logprobs"),
+        ("policy", "logprobs"),
+        ("critic", "values"),
+        ("controller", "gae"),
+        ("critic", "update"),
+        ("policy", "update"),
+        ("policy", "publish"),
+    )
+    stages = tuple(
+        Stage(index=place, role=role, endpoint=endpoint, reads=(), writes=())
+        for place, (role, endpoint) in enumerate(ends)
+    )
+    return Graph(name="four roles", stages=stages, edges=())
+
+
+def problem(
+    *,
+    shape: ModelShape = SHAPE,
+    workload: Workload = WORKLOAD,
+    fleet: Fleet = FLEET,
+    factors: Factors | None = None,
+    samples_apart: bool = False,
+    offloads: bool = False,
+    freshness: int = 0,
+) -> Problem:
+    """A step to be planned; the reward is a function."""
+    return Problem(
+        graph=graph(),
+        shapes={"policy": shape, "reference": shape, "critic": replace(shape, is_scalar=True)},
+        workload=workload,
+        hardware=Hardware(name="toys", fleets=(fleet,), factors=factors or Factors()),
+        samples_apart=samples_apart,
+        offloads=offloads,
+        freshness=freshness,
+    )

@@ -1,0 +1,138 @@
+"""Compute: what training and scoring take, and what they are made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rillflow.errors import PlanError
+from rillflow.planner.cost_model import compute
+from rillflow.planner.cost_model.numbers import grids_of
+from rillflow.planner.factors import Factors
+from rillflow.planner.grid import Grid
+from rillflow.planner.workload import Lengths
+from tests.unit.planner.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, WORKLOAD, setting
+
+FREE = Factors(launch_s=0.0, expert_launch_s=0.0, collective_s=0.0, between_collective_s=0.0)
+ONE = grids_of(Grid())
+FIXED = replace(
+    WORKLOAD,
+    prompt=Lengths(kind="fixed", limit=128),
+    response=Lengths(kind="fixed", limit=384),
+    minibatches=1,
+)
+grid_sizes = st.builds(
+    Grid,
+    dp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4]),
+    tp=st.sampled_from([1, 2, 4]),
+    is_sharded=st.booleans(),
+)
+
+
+def test_scoring_on_one_device_is_two_flops_a_parameter_and_token() -> None:
+    rows, length = 256, 512
+    linear = 2 * SHAPE.active_parameters * rows * length
+    attention = 2 * SHAPE.layers * SHAPE.heads * 128 * rows * length**2 / 2
+    expected = (linear + attention) / (100e12 * FREE.score_flops)
+    assert compute.score_s(setting(workload=FIXED, factors=FREE), ONE)[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("recomputes", "passes"), [(True, 4), (False, 3)])
+def test_training_is_three_forwards_and_one_more_where_activations_are_recomputed(
+    recomputes: bool, passes: int
+) -> None:
+    same = replace(FREE, score_flops=FREE.train_flops)
+    once = setting(workload=FIXED, factors=same, recomputes=recomputes)
+    optimizer = compute.optimizer_s(once, ONE)[0]
+    assert compute.train_s(once, ONE)[0] - optimizer == pytest.approx(passes * compute.score_s(once, ONE)[0])
+
+
+@given(stages=st.sampled_from([1, 2, 4, 8]), micro_batches=st.integers(1, 64))
+def test_a_pipeline_idles_for_all_stages_but_one(stages: int, micro_batches: int) -> None:
+    load = compute.Load(tokens=1.0, squares=1.0, micro_batches=float(micro_batches))
+    drained = micro_batches * (1 + float(compute.bubble(load, grids_of(Grid(pp=stages)))[0]))
+    assert drained == pytest.approx(micro_batches + stages - 1)
+
+
+@given(epochs=st.integers(1, 4))
+def test_epochs_repeat_training_and_not_scoring(epochs: int) -> None:
+    once, more = setting(), setting(workload=replace(WORKLOAD, epochs=epochs))
+    assert compute.train_s(more, ONE)[0] == pytest.approx(epochs * compute.train_s(once, ONE)[0])
+    assert compute.score_s(more, ONE)[0] == compute.score_s(once, ONE)[0]
+
+
+@given(grid=grid_sizes, faster=st.floats(1.0, 8.0))
+def test_a_faster_machine_never_hurts(grid: Grid, faster: float) -> None:
+    device = replace(
+        DEVICE,
+        flops={name: speed * faster for name, speed in DEVICE.flops.items()},
+        memory_bandwidth=DEVICE.memory_bandwidth * faster,
+        inside_bandwidth=DEVICE.inside_bandwidth * faster,
+    )
+    fleet = replace(FLEET, device=device, between_bandwidth=FLEET.between_bandwidth * faster)
+    grids = grids_of(grid)
+    for stage in (compute.train_s, compute.score_s):
+        assert stage(setting(fleet=fleet), grids)[0] <= stage(setting(), grids)[0]
+
+
+@given(grid=grid_sizes)
+def test_many_grids_at_once_are_each_by_itself(grid: Grid) -> None:
+    together = grids_of(Grid(), grid, Grid(dp=2, tp=2))
+    for shape in (SHAPE, MIXTURE):
+        found = compute.train_s(setting(shape=shape), together)
+        assert found[1] == compute.train_s(setting(shape=shape), grids_of(grid))[0]
+
+
+@given(dp=st.sampled_from([1, 2, 4, 8, 16, 64, 256]))
+def test_the_busiest_replica_has_a_fair_share_or_the_longest_row(dp: int) -> None:
+    load = compute.load_of(WORKLOAD, dp, 2)
+    fair = WORKLOAD.rows / 2 / dp * WORKLOAD.row_tokens
+    assert load.tokens >= fair
+    assert load.tokens == pytest.approx(fair) or load.tokens <= 128 + 2048
+    assert load.squares >= load.tokens * WORKLOAD.row_tokens * 0.99
+
+
+def test_rows_of_one_length_are_shared_out_whole() -> None:
+    assert float(compute.load_of(replace(FIXED, prompts=5, samples=1), 4, 1).tokens) == 2 * 512
+    assert float(compute.load_of(replace(FIXED, prompts=8, samples=1), 4, 1).tokens) == 2 * 512
+
+
+def test_tensor_parallelism_across_machines_costs_more_than_within() -> None:
+    within, across = grids_of(Grid(dp=2, tp=8)), grids_of(Grid(dp=1, tp=16))
+    load = compute.load_of(WORKLOAD, 2, 1)
+    costs = [compute.tensor_s(setting(), load, grids, 1)[0] for grids in (within, across)]
+    assert costs[0] < costs[1]
+
+
+def test_shards_are_gathered_for_every_micro_batch_and_copies_add_gradients_once() -> None:
+    sharded, copied = grids_of(Grid(dp=8, is_sharded=True)), grids_of(Grid(dp=8))
+    load = compute.load_of(WORKLOAD, 8, 2)
+    twice = replace(load, micro_batches=2 * load.micro_batches)
+    once_s, twice_s = (compute.gathers_s(setting(), one, sharded, 4)[0] for one in (load, twice))
+    assert twice_s == pytest.approx(2 * once_s)
+    assert compute.gathers_s(setting(), load, copied, 4)[0] == 0
+    assert compute.gradients_s(setting(), sharded)[0] == 0
+    assert compute.gradients_s(setting(), copied)[0] > 0
+
+
+def test_experts_slow_a_mixture_by_their_links_and_their_pace() -> None:
+    grids = grids_of(Grid(dp=8), Grid(dp=8, ep=8))
+    load = compute.load_of(WORKLOAD, 8, 1)
+    assert np.all(compute.experts_s(setting(), load, grids, 4) == 0)
+    by_ep = compute.experts_s(setting(shape=MIXTURE), load, grids, 4)
+    assert by_ep[0] == 0 < by_ep[1]
+    fast = setting(shape=MIXTURE, factors=replace(FREE, expert_flops=1.0))
+    slow = setting(shape=MIXTURE, factors=replace(FREE, expert_flops=0.5))
+    assert compute.paced_flops(slow, load) > compute.paced_flops(fast, load)
+    assert compute.paced_flops(fast, load) == compute.pass_flops(MIXTURE, load)
+
+
+def test_a_dtype_the_device_does_not_know_is_named() -> None:
+    fleet = replace(FLEET, device=replace(DEVICE, flops={"float32": 1e12}))
+    with pytest.raises(PlanError, match="bfloat16"):
+        compute.score_s(setting(fleet=fleet), ONE)

@@ -1,0 +1,198 @@
+"""Costs: options are all there are and none is worse than another; what does not fit says by how much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rillflow.errors import PlanError
+from rillflow.graph.graph import Edge
+from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.cost_model.options import cuts_heads, divisors, grids, undominated
+from rillflow.planner.grid import Grid
+from rillflow.planner.option import Option, Seat
+from rillflow.planner.problem import SAMPLER, Problem, Unit
+from tests.unit.planner.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, problem
+
+
+def unit(step: Problem, name: str) -> Unit:
+    return next(one for one in step.units if one.name == name)
+
+
+def values(option: Option) -> list[float]:
+    return [*option.seconds.values(), option.resident_bytes, option.working_bytes, option.sampling_bytes]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, MIXTURE])
+@pytest.mark.parametrize("devices", [1, 2, 8, 24, 32])
+def test_grids_use_all_devices_and_cut_evenly(shape: object, devices: int) -> None:
+    found = list(grids(shape, devices, 8))  # type: ignore[arg-type]
+    assert len(found) == len(set(found)) > 0
+    for grid in found:
+        assert grid.devices == devices
+        assert 8 % grid.tp == 0
+        assert cuts_heads(shape, grid.tp)  # type: ignore[arg-type]
+        assert grid.pp <= 16
+        assert grid.ep == 1 or (16 % grid.ep == 0 and (grid.dp * grid.tp) % grid.ep == 0)
+
+
+@given(
+    points=st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=30
+    )
+)
+def test_undominated_points_are_those_of_brute_force(points: list[tuple[int, int, int]]) -> None:
+    costs = np.array(points, dtype=np.float64)
+    kept = {points[place] for place in undominated(costs)}
+    best = {
+        one
+        for one in points
+        if not any(other != one and all(a <= b for a, b in zip(other, one, strict=True)) for other in points)
+    }
+    assert kept == best
+    assert len(undominated(costs)) == len(best)
+
+
+@pytest.mark.parametrize("name", ["policy", "critic", "reference"])
+@pytest.mark.parametrize("devices", [1, 4, 8, 16, 32])
+def test_options_are_complete_and_none_beats_another(name: str, devices: int) -> None:
+    step = problem()
+    costs, one = CostModel(step), unit(step, name)
+    options = costs.options(one, "toys", devices)
+    for option in options:
+        others = [other for other in options if other is not option]
+        assert not any(
+            other.generate_tp == option.generate_tp
+            and all(a <= b for a, b in zip(values(other), values(option), strict=True))
+            for other in others
+        )
+        assert option == costs.option(one, "toys", devices, option.grid, option.generate_tp)
+    for grid in grids(SHAPE, devices, min(8, devices)):
+        for size in divisors(grid.tp) if name == "policy" else (0,):
+            every = costs.option(one, "toys", devices, grid, size)
+            if costs.room_bytes("toys", {name: every}) < 1e9:
+                continue
+            assert any(
+                option.generate_tp == size
+                and all(a <= b * (1 + 1e-12) for a, b in zip(values(option), values(every), strict=True))
+                for option in options
+            )
+
+
+def test_the_same_question_is_answered_once() -> None:
+    step = problem()
+    costs = CostModel(step)
+    assert costs.options(unit(step, "policy"), "toys", 8) is costs.options(unit(step, "policy"), "toys", 8)
+
+
+def test_seconds_are_given_for_every_stage_but_generation() -> None:
+    step = problem()
+    option = CostModel(step).options(unit(step, "policy"), "toys", 8)[0]
+    assert set(option.seconds) == {3, 7, 8}
+    assert option.generate_tp > 0
+    assert CostModel(step).options(unit(step, "critic"), "toys", 8)[0].generate_tp == 0
+
+
+def test_a_sampler_keeps_weights_alone() -> None:
+    step = problem(samples_apart=True)
+    costs = CostModel(step)
+    for option in costs.options(unit(step, SAMPLER), "toys", 16):
+        assert option.resident_bytes == pytest.approx(2 * SHAPE.parameters / option.generate_tp)
+        assert option.sampling_bytes == 0.0
+        assert option.seconds == {}
+    trained = costs.options(unit(step, "policy"), "toys", 16)[0]
+    assert trained.generate_tp == 0
+    assert trained.seconds[8] == 0.0
+
+
+@pytest.mark.parametrize("memory", [1e7, 1e9, 4e9])
+def test_what_does_not_fit_says_by_how_much(memory: float) -> None:
+    step = problem(fleet=replace(FLEET, device=replace(DEVICE, memory_bytes=memory)))
+    costs, policy = CostModel(step), unit(step, "policy")
+    assert costs.options(policy, "toys", 1) == ()
+    missing = costs.shortfall_bytes(policy, "toys", 1)
+    assert missing > 0
+    share = step.hardware.factors.memory
+    enough = replace(FLEET, device=replace(DEVICE, memory_bytes=memory + 1.001 * missing / share))
+    step = problem(fleet=enough)
+    assert CostModel(step).options(unit(step, "policy"), "toys", 1) != ()
+    assert CostModel(step).shortfall_bytes(unit(step, "policy"), "toys", 1) == 0.0
+
+
+@settings(max_examples=20)
+@given(
+    memory=st.floats(2e9, 2e10),
+    more=st.floats(1.0, 3.0),
+    faster=st.floats(1.0, 4.0),
+    devices=st.sampled_from([2, 8, 16]),
+)
+def test_more_memory_and_faster_links_never_hurt(
+    memory: float, more: float, faster: float, devices: int
+) -> None:
+    small = replace(FLEET, device=replace(DEVICE, memory_bytes=memory))
+    large = replace(
+        small,
+        device=replace(
+            small.device, memory_bytes=memory * more, inside_bandwidth=DEVICE.inside_bandwidth * faster
+        ),
+        between_bandwidth=FLEET.between_bandwidth * faster,
+    )
+    best = []
+    for fleet in (small, large):
+        step = problem(fleet=fleet)
+        options = CostModel(step).options(unit(step, "critic"), "toys", devices)
+        best.append(min((sum(option.seconds.values()) for option in options), default=math.inf))
+    assert best[1] <= best[0]
+
+
+def test_room_is_what_units_leave_and_negative_where_they_do_not_fit() -> None:
+    step = problem()
+    costs = CostModel(step)
+    policy, critic = (costs.options(unit(step, name), "toys", 8)[0] for name in ("policy", "critic"))
+    alone = costs.room_bytes("toys", {"policy": policy})
+    both = costs.room_bytes("toys", {"policy": policy, "critic": critic})
+    assert alone - both == pytest.approx(critic.resident_bytes)
+    huge = replace(critic, resident_bytes=1e12)
+    assert costs.room_bytes("toys", {"policy": policy, "critic": huge}) < 0
+    assert costs.room_bytes("toys", {"critic": replace(critic, working_bytes=1e12)}) < 0
+
+
+def test_offloaded_models_leave_memory_and_take_time() -> None:
+    here, away = problem(), problem(offloads=True)
+    stay = CostModel(here).option(unit(here, "critic"), "toys", 8, Grid(dp=8), 0)
+    leave = CostModel(away).option(unit(away, "critic"), "toys", 8, Grid(dp=8), 0)
+    assert leave.resident_bytes == 0 < stay.resident_bytes
+    assert all(leave.seconds[stage] > stay.seconds[stage] for stage in (4, 6))
+    assert leave.seconds[6] - stay.seconds[6] > leave.seconds[4] - stay.seconds[4]
+
+
+def test_generation_in_a_batch_takes_longer_than_streamed() -> None:
+    step = problem(samples_apart=True, freshness=1)
+    costs, sampler = CostModel(step), unit(step, SAMPLER)
+    option = costs.options(sampler, "toys", 8)[0]
+    decoder = costs.decoder(sampler, option, "toys", 8, costs.room_bytes("toys", {SAMPLER: option}))
+    assert decoder is not None
+    stage = step.graph.stages[0]
+    assert costs.steady_s(stage, decoder) < costs.generate_s(stage, decoder)
+
+
+def test_transfers_cost_nothing_within_a_pool_or_without_fields() -> None:
+    costs = CostModel(problem())
+    here = Seat(pool="a", fleet="toys", devices=8, grid=Grid(dp=8))
+    there = replace(here, pool="b")
+    edge = Edge(source=0, destination=4, fields=("tokens",))
+    assert costs.transfer_s(edge, here, here) == 0.0
+    assert costs.transfer_s(replace(edge, fields=()), here, there) == 0.0
+    assert costs.transfer_s(edge, here, there) > 0.0
+
+
+@pytest.mark.parametrize(("grid", "size"), [(Grid(dp=4), 1), (Grid(dp=8), 3)])
+def test_a_grid_of_other_devices_is_refused(grid: Grid, size: int) -> None:
+    step = problem()
+    with pytest.raises(PlanError):
+        CostModel(step).option(unit(step, "policy"), "toys", 8, grid, size)

@@ -1,0 +1,146 @@
+"""Every placement that loses says by what; where nothing fits, what is missing; what doubling brings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from rillflow.errors import PlanError
+from rillflow.planner.hardware import Fleet
+from rillflow.planner.mapping.doubling import doubling
+from rillflow.planner.mapping.ranking import Cause, Effort
+from rillflow.planner.mapping.search import search
+from rillflow.planner.objective import Goal, Objective
+from rillflow.planner.option import Costs, Option
+from rillflow.planner.problem import Problem, Unit
+from tests.unit.planner.mapping.toys import ToyCosts, toy_fleet, toy_problem
+
+PROBLEM = toy_problem(5, roles=3, fleets=[toy_fleet(devices=8)])
+
+
+class PlainCosts(ToyCosts):
+    """Seconds fall with devices; generation has a tail that does not; models take half a device and more."""
+
+    def _options(self, unit: Unit, fleet: str, devices: int) -> tuple[Option, ...]:
+        generates = any(self.problem.graph.stages[index].endpoint == "generate" for index in unit.stages)
+        option = Option(
+            grid=super()._option(unit, fleet, devices, 0).grid,
+            generate_tp=int(generates),
+            seconds=dict.fromkeys(unit.stages, 8.0 * self.speed / devices),
+            resident_bytes=40.0,
+            working_bytes=10.0,
+            sampling_bytes=0.0,
+        )
+        return (option,) if self.room_bytes(fleet, {unit.name: option}) >= 0 else ()
+
+    def shortfall_bytes(self, unit: Unit, fleet: str, devices: int) -> float:
+        return max(0.0, 50.0 - self.memory)
+
+    def transfer_s(self, *_: object) -> float:
+        return self.link
+
+    def decoder(self, unit: Unit, option: Option, fleet: str, devices: int, room_bytes: float) -> object:
+        return replace(super().decoder(unit, option, fleet, 1, 1000.0), seconds=1.0 + 1.0 / devices)
+
+    def steady_s(self, stage: object, decoder: object) -> float:
+        return 0.2
+
+
+def plain(**changes: float) -> Callable[[Problem], Costs]:
+    return lambda problem: PlainCosts(problem=problem, seed=5, **changes)
+
+
+def test_every_placement_is_ranked_or_says_why_it_is_not() -> None:
+    ranking = search(PROBLEM, plain(memory=300.0, link=0.0), effort=Effort(kept=2))
+    assert len(ranking.best) + len(ranking.losers) == ranking.counts.placements == 5
+    for loser in ranking.losers:
+        assert loser.cause is not None
+        assert loser.found is not None
+        assert loser.bound <= loser.found.value
+        assert loser.found.value >= ranking.best[0].value
+        assert f"{loser.found.evaluation.step_s:.4g} s" in loser.why
+
+
+def test_a_placement_with_slow_links_loses_by_transfer() -> None:
+    ranking = search(PROBLEM, plain(memory=300.0, link=50.0), effort=Effort(kept=1))
+    assert {loser.cause for loser in ranking.losers} == {Cause.TRANSFER}
+    assert "on the way between pools" in ranking.losers[0].why
+
+
+def test_a_placement_too_large_for_a_device_loses_by_memory() -> None:
+    ranking = search(PROBLEM, plain(memory=70.0), effort=Effort(kept=10))
+    assert {len(one.plan.pools) for one in ranking.best} == {3}
+    assert {loser.cause for loser in ranking.losers} == {Cause.MEMORY}
+    assert all("are missing on every device" in loser.why for loser in ranking.losers)
+    together = next(loser for loser in ranking.losers if len(loser.pools) == 1)
+    assert "60 bytes" in together.why
+    assert math.isinf(together.bound)
+
+
+def test_pools_that_find_no_room_side_by_side_lose_by_memory() -> None:
+    problem = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(toy_fleet(devices=2),)))
+    ranking = search(problem, plain(memory=300.0), effort=Effort(kept=10))
+    [apart] = ranking.losers
+    assert len(apart.pools) == 3
+    assert apart.cause is Cause.MEMORY
+    assert "policy at least 1" in apart.why
+    assert "here are 2" in apart.why
+
+
+def test_with_the_fewest_devices_wanted_a_faster_placement_loses_by_devices() -> None:
+    fewest = Objective(goal=Goal.DEVICES, deadline_s=1000.0)
+    ranking = search(PROBLEM, plain(memory=300.0, link=0.0), objective=fewest, effort=Effort(kept=1))
+    assert ranking.best[0].evaluation.devices == 1
+    assert Cause.DEVICES in {loser.cause for loser in ranking.losers}
+
+
+def test_nobody_is_asked_where_no_reason_is_wanted() -> None:
+    ranking = search(PROBLEM, plain(memory=300.0), effort=Effort(kept=1, explains=False))
+    assert {(loser.cause, loser.why, loser.found) for loser in ranking.losers} == {(None, "", None)}
+
+
+def test_where_no_plan_fits_the_role_the_bytes_and_the_least_cluster_are_told() -> None:
+    with pytest.raises(PlanError, match="no plan of toy fits into toys") as error:
+        search(PROBLEM, plain(memory=43.0))
+    assert "7 bytes are missing on every device: policy" in error.value.why
+    assert "no number of these would do" in error.value.fix
+
+
+def test_the_least_cluster_that_would_do_is_named() -> None:
+    small = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(toy_fleet(devices=2),)))
+    with pytest.raises(PlanError) as error:
+        search(small, plain(memory=70.0))
+    assert "has 3 toy like those of here, here are 2" in error.value.fix
+
+
+def test_a_deadline_none_keeps_is_told() -> None:
+    with pytest.raises(PlanError, match="keeps the deadline"):
+        search(PROBLEM, plain(memory=300.0), objective=Objective(deadline_s=0.1))
+
+
+def test_the_least_cost_needs_prices() -> None:
+    free = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(toy_fleet(price=0.0),)))
+    with pytest.raises(PlanError, match="fleet here has no price"):
+        search(free, plain(), objective=Objective(goal=Goal.COST))
+
+
+def test_doubling_brings_less_and_less_and_says_so() -> None:
+    found = doubling(PROBLEM, plain(memory=300.0), times=(1, 2, 4))
+    assert [one.devices for one in found] == [8, 16, 32]
+    assert found[0].gain is None
+    gains = [one.gain for one in found[1:] if one.gain is not None]
+    assert all(gain >= 0 for gain in gains)
+    assert gains[0] > gains[1]
+    assert [one.gains_little for one in found] == [False, *(gain < 0.1 for gain in gains)]
+    assert found[-1].best is not None
+    assert found[-1].rows_per_s == PROBLEM.workload.rows / found[-1].best.evaluation.step_s
+
+
+def test_a_size_on_which_nothing_fits_is_told_as_such() -> None:
+    one_machine = Fleet(**{**vars(toy_fleet()), "devices": 2})
+    problem = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(one_machine,)))
+    found = doubling(problem, plain(memory=70.0), times=(1, 2))
+    assert [(one.devices, one.best is None, one.gain) for one in found] == [(2, True, None), (4, False, None)]

@@ -1,0 +1,97 @@
+"""A stage begins when what it reads has arrived and its pool is free; nothing that grows makes it earlier."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rillflow.errors import PlanError
+from rillflow.graph.graph import Edge, Graph, Stage
+from rillflow.planner.schedule import BESIDE, Schedule, period_s, schedule
+
+seeds = st.integers(0, 10**6)
+
+
+def random_graph(draw: random.Random) -> Graph:
+    count = draw.randint(1, 9)
+    stages = [Stage(index=index, role="r", endpoint="e", reads=(), writes=()) for index in range(count)]
+    edges = [
+        Edge(source=source, destination=index, fields=())
+        for index in range(count)
+        for source in sorted(draw.sample(range(-1, index), k=draw.randint(0, index + 1)))
+    ]
+    return Graph(name="g", stages=tuple(stages), edges=tuple(edges))
+
+
+def random_schedule(seed: int, *, longer: bool = False) -> tuple[Graph, Schedule]:
+    """A schedule of a random graph; with one duration longer than without."""
+    draw = random.Random(seed)
+    graph = random_graph(draw)
+    seconds = [draw.choice((0.0, 1.0, draw.uniform(0, 5))) for _ in graph.stages]
+    transfers = [draw.choice((0.0, draw.uniform(0, 3))) for _ in graph.edges]
+    pools = [draw.choice((BESIDE, "a", "b")) for _ in graph.stages]
+    if longer:
+        durations = draw.choice([seconds, transfers] if transfers else [seconds])
+        durations[draw.randrange(len(durations))] += 2.5
+    return graph, schedule(graph, seconds=seconds, pools=pools, transfers=transfers)
+
+
+@given(seed=seeds)
+def test_stages_of_a_pool_take_turns_in_the_order_of_the_program(seed: int) -> None:
+    _, found = random_schedule(seed)
+    for pool in ("a", "b"):
+        own = [timing for timing in found.timings if timing.pool == pool]
+        assert all(one.end_s <= two.start_s for one, two in itertools.pairwise(own))
+
+
+@given(seed=seeds)
+def test_no_stage_begins_before_what_it_reads_and_none_waits_longer_than_a_transfer(seed: int) -> None:
+    graph, found = random_schedule(seed)
+    for timing in found.timings:
+        sources = [edge.source for edge in graph.into(timing.stage) if edge.source >= 0]
+        assert all(found.timings[source].end_s <= timing.start_s for source in sources)
+        before = [one.end_s for one in found.timings[: timing.stage] if one.pool == timing.pool != BESIDE]
+        waits = [*before, *(found.timings[source].end_s for source in sources)]
+        assert timing.start_s <= max(waits, default=0.0) + 3.0
+        assert waits or timing.start_s <= 3.0
+
+
+@given(seed=seeds)
+def test_a_longer_duration_makes_nothing_earlier(seed: int) -> None:
+    _, before = random_schedule(seed)
+    _, after = random_schedule(seed, longer=True)
+    assert all(
+        old.start_s <= new.start_s and old.end_s <= new.end_s
+        for old, new in zip(before.timings, after.timings, strict=True)
+    )
+    assert before.step_s <= after.step_s
+
+
+def test_two_pools_overlap_and_a_transfer_delays() -> None:
+    stages = tuple(Stage(index=index, role="r", endpoint="e", reads=(), writes=()) for index in range(4))
+    edges = tuple(
+        Edge(source=source, destination=destination, fields=())
+        for source, destination in ((0, 1), (0, 2), (1, 3), (2, 3))
+    )
+    found = schedule(
+        Graph(name="g", stages=stages, edges=edges),
+        seconds=[4.0, 2.0, 3.0, 1.0],
+        pools=["a", "a", "b", "a"],
+        transfers=[0.0, 0.5, 0.0, 0.25],
+    )
+    assert [(one.start_s, one.end_s) for one in found.timings] == [(0, 4), (4, 6), (4.5, 7.5), (7.75, 8.75)]
+    assert found.busy_s("a") == 7.0
+
+
+@pytest.mark.parametrize(("freshness", "period"), [(0, 30.0), (1, 15.0), (2, 12.0), (100, 12.0)])
+def test_the_period_falls_with_freshness_to_that_of_the_busiest_pool(freshness: int, period: float) -> None:
+    assert period_s([12.0, 7.0], latency_s=30.0, freshness=freshness) == period
+
+
+def test_freshness_below_zero_is_refused() -> None:
+    with pytest.raises(PlanError, match="freshness is -1"):
+        period_s([1.0], latency_s=1.0, freshness=-1)

@@ -1,0 +1,132 @@
+"""Workload: lengths agree with themselves, are drawn alike, and refuse what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rillflow.errors import PlanError
+from rillflow.planner.workload import Lengths, Workload, fit_lengths, lengths_of_mean
+
+lognormal = st.builds(
+    Lengths,
+    kind=st.just("lognormal"),
+    limit=st.integers(64, 32768),
+    median=st.floats(8, 20000),
+    sigma=st.floats(0, 1.5),
+)
+measured = st.lists(st.integers(0, 500), min_size=1, max_size=60).map(
+    lambda values: Lengths(kind="measured", limit=500, values=tuple(sorted(values)))
+)
+fixed = st.integers(1, 10000).map(lambda limit: Lengths(kind="fixed", limit=limit))
+
+
+@given(lengths=st.one_of(lognormal, measured, fixed), rows=st.integers(1, 300))
+def test_spread_is_ascending_and_within_the_limit(lengths: Lengths, rows: int) -> None:
+    spread = lengths.spread(rows)
+    assert len(spread) == rows
+    assert np.all(np.diff(spread) >= 0)
+    assert spread[-1] <= lengths.limit
+
+
+@given(lengths=lognormal)
+def test_the_mean_counts_what_is_clipped_at_the_limit(lengths: Lengths) -> None:
+    spread = lengths.spread(4000)
+    assert lengths.mean == pytest.approx(float(spread.mean()), rel=0.02, abs=1.0)
+    assert lengths.mean_square == pytest.approx(float((spread**2).mean()), rel=0.05, abs=2.0)
+    assert lengths.clipped == pytest.approx(float((spread >= lengths.limit).mean()), abs=0.001)
+
+
+@given(lengths=st.one_of(lognormal, measured, fixed), low=st.floats(0.01, 0.99), high=st.floats(0.01, 0.99))
+def test_quantiles_rise(lengths: Lengths, low: float, high: float) -> None:
+    low, high = min(low, high), max(low, high)
+    assert lengths.quantile(low) <= lengths.quantile(high) <= lengths.limit
+
+
+@given(lengths=st.one_of(lognormal, measured, fixed), seed=st.integers(0, 2**32))
+def test_a_sample_is_the_same_for_the_same_seed(lengths: Lengths, seed: int) -> None:
+    drawn = lengths.sample(20, seed)
+    assert np.array_equal(drawn, lengths.sample(20, seed))
+    assert drawn.min() >= 0
+    assert drawn.max() <= lengths.limit
+
+
+def test_streams_and_seeds_differ() -> None:
+    lengths = Lengths(kind="lognormal", limit=8192, median=800, sigma=0.6)
+    first = lengths.sample(50, 1)
+    assert not np.array_equal(first, lengths.sample(50, 2))
+    assert not np.array_equal(first, lengths.sample(50, 1, stream=1))
+
+
+@given(share=st.floats(0.05, 0.95), limit=st.integers(100, 30000), sigma=st.floats(0.1, 1.3))
+def test_a_mean_and_a_limit_give_lengths_of_that_mean(share: float, limit: int, sigma: float) -> None:
+    lengths = lengths_of_mean(share * limit, limit, sigma)
+    assert lengths.mean == pytest.approx(share * limit, rel=1e-3)
+
+
+@settings(max_examples=25)
+@given(median=st.floats(50, 2000), sigma=st.floats(0.2, 1.2), seed=st.integers(0, 1000))
+def test_a_fit_finds_what_drew_the_rows(median: float, sigma: float, seed: int) -> None:
+    truth = Lengths(kind="lognormal", limit=4000, median=median, sigma=sigma)
+    found = fit_lengths(truth.sample(3000, seed).tolist(), 4000)
+    assert found.median == pytest.approx(median, rel=0.15)
+    assert found.sigma == pytest.approx(sigma, rel=0.15)
+
+
+def test_a_fit_of_equal_lengths_has_no_spread() -> None:
+    assert fit_lengths([7, 7, 7], 20).sigma == 0.0
+    assert fit_lengths([20, 20], 20).mean == 20.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "fixed", "limit": 0},
+        {"kind": "fixed", "limit": 10**12},
+        {"kind": "lognormal", "limit": 100},
+        {"kind": "lognormal", "limit": 100, "median": -1.0},
+        {"kind": "lognormal", "limit": 100, "median": 10.0, "sigma": 9.0},
+        {"kind": "lognormal", "limit": 100, "median": float("nan"), "sigma": 1.0},
+        {"kind": "measured", "limit": 100},
+        {"kind": "measured", "limit": 100, "values": (5, 101)},
+        {"kind": "measured", "limit": 100, "values": (5, 4)},
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PlanError):
+        Lengths(**wrong)
+
+
+@pytest.mark.parametrize("values", [[], [0, 3], [3, 21]])
+def test_a_fit_refuses_lengths_outside_the_limit(values: list[int]) -> None:
+    with pytest.raises(PlanError):
+        fit_lengths(values, 20)
+
+
+@pytest.mark.parametrize("mean", [0.0, 21.0])
+def test_a_mean_beyond_the_limit_is_refused(mean: float) -> None:
+    with pytest.raises(PlanError):
+        lengths_of_mean(mean, 20)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompts": 0},
+        {"samples": -1},
+        {"epochs": 0},
+        {"minibatches": 17},
+        {"tokens_per_micro_batch": 0},
+        {"rows_at_once": 0},
+        {"function_s": -1.0},
+    ],
+)
+def test_a_workload_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"prompts": 4, "samples": 4, **changes}
+    with pytest.raises(PlanError) as caught:
+        Workload(prompt=Lengths(kind="fixed", limit=8), response=Lengths(kind="fixed", limit=8), **sizes)
+    assert str(next(iter(changes.values()))).removesuffix(".0") in caught.value.what

@@ -1,0 +1,74 @@
+"""Predicted against measured: medians of the last phase, and the stage that was furthest off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from rillflow.errors import PlanError
+from rillflow.observe import layout
+from rillflow.planner.grid import Grid
+from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
+from rillflow.planner.plan_file import plan_text
+from rillflow.view.predicted import compare, render_comparison
+from rillflow.view.report import render
+from rillflow.view.run_data import load
+
+MakeRun = Callable[..., Path]
+PLAN = Plan(
+    name="grpo",
+    pools=(PlannedPool(name="main", fleet="cores", devices=1),),
+    units={"policy": PlannedUnit(pool="main", grid=Grid(), generate_tp=1)},
+    predicted_step_s=1.5,
+    predicted_stages_s={"policy.generate": 0.52, "policy.update": 0.1, "policy.publish": 0.001},
+)
+
+
+def planned(run: Path, plan: Plan = PLAN) -> Path:
+    (run / layout.PLAN).write_text(plan_text(plan))
+    return run
+
+
+def test_every_stage_is_compared_by_its_median(make_run: MakeRun) -> None:
+    data = load(planned(make_run()))
+    found = compare(data)
+    assert found is not None and found.steps == 39
+    assert [one.name for one in found.stages[:3]] == ["policy.update", "policy.generate", "reward.score"]
+    update = found.stages[0]
+    spans = [span.duration_s for span in data.spans if span.stage == "policy.update" and span.step > 21]
+    assert update.measured_s == pytest.approx(median(spans))
+    assert update.error == pytest.approx(0.1 / median(spans) - 1)
+    assert found.furthest == update
+    unmeasured = next(one for one in found.stages if one.name == "policy.publish")
+    assert unmeasured.error is None and unmeasured.missed_s == 0.001
+
+
+def test_the_table_says_what_was_furthest_off(make_run: MakeRun) -> None:
+    found = compare(load(planned(make_run())))
+    assert found is not None
+    text = render_comparison(found)
+    assert "furthest off: policy.update, predicted 100 ms, measured" in text
+    assert len({len(line.split()) for line in text.splitlines()}) > 1
+    assert text.splitlines()[0] == "predicted against measured, medians of 39 steps:"
+
+
+def test_the_report_shows_it(make_run: MakeRun) -> None:
+    run = make_run()
+    assert "Predicted and measured" not in render(load(run))
+    assert "Predicted and measured, medians of 39 steps" in render(load(planned(run)))
+
+
+def test_a_run_without_a_plan_or_a_step_of_it_is_not_compared(make_run: MakeRun) -> None:
+    assert compare(load(make_run())) is None
+    assert compare(load(planned(make_run(steps=20)))) is None
+    assert compare(load(planned(make_run(steps=0)))) is None
+
+
+def test_a_damaged_plan_is_named(make_run: MakeRun) -> None:
+    run = make_run()
+    (run / layout.PLAN).write_text("name = 3")
+    with pytest.raises(PlanError, match=r"plan\.toml"):
+        compare(load(run))
