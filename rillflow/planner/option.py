@@ -74,8 +74,9 @@ class Costs(Protocol):
     """What mapping and simulator ask of a cost model; bytes and seconds are of a problem.
 
     The search is exact under three laws. ``room_bytes`` reads of the options the sum of resident, the sum of
-    sampling and the largest working bytes and whether one generates; none of them makes room. A decoder reads of its option ``generate_tp`` and
-    ``grid.ep`` only, and its seconds never rise with its room. ``function_s`` never rises with devices.
+    sampling and the largest working bytes, and whether one generates; none of them makes room. A decoder
+    reads of its option ``generate_tp`` and ``grid.ep`` only, and its seconds never rise with its room.
+    ``function_s`` never rises with devices.
     """
 
     def options(self, unit: Unit, fleet: str, devices: int) -> tuple[Option, ...]:
