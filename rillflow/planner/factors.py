@@ -27,6 +27,8 @@ class Factors:
     """Of the links to the host's memory, where states of models go that are not at work."""
     memory: float = 0.9
     """Of the memory that models may fill; the rest is the libraries'."""
+    touches: float = 0.0
+    """How often a forward pass reads or writes each activation beside products; 0 where kernels are fused."""
     launch_s: float = 1e-4
     """Seconds of a layer's pass over a micro-batch beside its arithmetic: what its kernels cost to start."""
     expert_launch_s: float = 5e-4

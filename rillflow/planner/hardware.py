@@ -17,6 +17,7 @@ from rillflow.planner.factors import Factors
 from rillflow.planner.quantities import DURATION, FLOPS, MEMORY, PRICE, RATE
 
 _COUNTS = ("devices", "machines", "per_machine")
+_MOST_TOUCHES = 1000.0
 _MOST_DEVICES = 1_000_000
 
 
@@ -225,12 +226,20 @@ def _factors(data: Mapping[str, Any], name: str) -> Factors:
         if key.endswith("_s"):
             found[key] = DURATION.read(value, where)
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
-            raise PlanError(
-                f"{where} is {value!r}", why="it is a share of the device's number, above 0 up to 1"
-            )
-        found[key] = float(value)
+        found[key] = _touches(value, where) if key == "touches" else _share(value, where)
     return Factors(**found)
+
+
+def _share(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+        raise PlanError(f"{where} is {value!r}", why="it is a share of the device's number, above 0 up to 1")
+    return float(value)
+
+
+def _touches(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= _MOST_TOUCHES:
+        raise PlanError(f"{where} is {value!r}", why=f"it counts passes over memory: 0 to {_MOST_TOUCHES:g}")
+    return float(value)
 
 
 def _known(data: Mapping[str, Any], keys: set[str], where: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rillflow.errors import PlanError
+from rillflow.planner.cost_model.activations import layer_numbers
 from rillflow.planner.cost_model.links import (
     Links,
     all_gather_s,
@@ -136,6 +137,22 @@ def products_s(setting: Setting, load: Load, grids: Grids, passes: float, share:
     return passes * paced_flops(setting, load) / (grids.pp * grids.tp * setting.peak * share)
 
 
+def touched_s(setting: Setting, tp: Numbers) -> Numbers:
+    """Seconds of memory that one token's activations take in one layer's forward pass, beside products.
+
+    ``touches x numbers kept of a token and layer x bytes / bandwidth``: norms, rotations, gates and sums that
+    are kernels of their own read and write what products leave. It grows with a model's width, products with
+    its square.
+    """
+    moved = setting.factors.touches * layer_numbers(setting.shape, tp) * setting.item_bytes
+    return moved / (setting.fleet.device.memory_bandwidth * setting.factors.decode_bandwidth)
+
+
+def activations_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+    """Seconds of memory that activations take in the layers of a device."""
+    return passes * load.tokens * setting.shape.layers / grids.pp * touched_s(setting, grids.tp)
+
+
 def launches_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
     """Seconds that a device's layers cost to start, for every micro-batch and pass; those of experts more."""
     shape, factors = setting.shape, setting.factors
@@ -233,6 +250,7 @@ def passes_s(setting: Setting, load: Load, grids: Grids, passes: float, share: f
     """Seconds of all micro-batches of one load: the work, drained through the pipeline, or the gathers."""
     work = (
         products_s(setting, load, grids, passes, share)
+        + activations_s(setting, load, grids, passes)
         + launches_s(setting, load, grids, passes)
         + tensor_s(setting, load, grids, passes)
         + experts_s(setting, load, grids, passes)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rillflow.planner.cost_model.compute import Setting
+from rillflow.planner.cost_model.compute import Setting, touched_s
 from rillflow.planner.cost_model.links import all_reduce_s
 from rillflow.planner.option import Decoder
 from rillflow.planner.workload import Workload
@@ -57,7 +57,7 @@ class Replica:
     launch_s: float
     """Seconds of one token's launches and the latency of its collectives."""
     link_s: float
-    """Seconds of one row's bytes in the collectives of one token, and of its scheduling and sampling."""
+    """Seconds of one row beside its products: bytes in collectives, activations, scheduling, sampling."""
     prefill_token_s: float
     """Seconds of one prompt token's products."""
     prefill_pair_s: float
@@ -101,6 +101,7 @@ def replica_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
     decoding, reading = setting.peak * factors.decode_flops, setting.peak * factors.score_flops
     rounds = 2 * shape.layers if tp > 1 else 0
     latency = float(all_reduce_s(setting.links, 0.0, tp)) * rounds
+    touched = float(touched_s(setting, tp)) * shape.layers
     one_row = float(all_reduce_s(setting.links, shape.hidden * item, tp)) * rounds
     trunk = shape.trunk_parameters + shape.head_parameters
     paced = shape.token_flops + (1.0 / factors.expert_flops - 1.0) * 2.0 * shape.chosen_parameters
@@ -115,8 +116,9 @@ def replica_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
         row_s=paced / tp / decoding,
         pair_s=shape.attention_flops(1.0) / tp / decoding,
         launch_s=shape.layers * factors.decode_launch_s + latency,
-        link_s=one_row - latency + factors.decode_row_s,
+        link_s=one_row - latency + factors.decode_row_s + touched,
         prefill_token_s=paced / tp / reading
+        + touched
         + (shape.layers * factors.launch_s + latency) / PREFILL_TOKENS
         + (one_row - latency),
         prefill_pair_s=shape.attention_flops(1.0) / tp / reading,

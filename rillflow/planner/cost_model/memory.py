@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rillflow.planner.cost_model.activations import layer_numbers
 from rillflow.planner.cost_model.compute import GRADIENT_BYTES, Load, Setting, load_of
 from rillflow.planner.cost_model.numbers import Grids, Numbers
 from rillflow.planner.model_shape import ModelShape
@@ -38,21 +39,6 @@ def micro_batch_tokens(setting: Setting, load: Load) -> Numbers:
     workload = setting.workload
     packed = np.maximum(workload.tokens_per_micro_batch, workload.prompt.limit + workload.response.limit)
     return np.minimum(load.tokens, packed)
-
-
-def layer_numbers(shape: ModelShape, tp: Numbers) -> Numbers:
-    """Numbers that one token leaves in one layer for the backward pass, attention not kept as a matrix.
-
-    6 h for norms and residuals; queries, keys, values, output and the feed-forward block over tp
-    (Korthikanti et al., arXiv 2205.05198, 4, without the squares that FlashAttention spares).
-    """
-    kept = shape.heads * (shape.head_dim + shape.value_width) + 2 * shape.kv_heads * shape.head_dim
-    if shape.is_mixture:
-        chosen = shape.experts_per_token + shape.shared_experts
-        inner = chosen * (shape.matrices * shape.expert_inner + 2 * shape.hidden)
-    else:
-        inner = shape.matrices * shape.inner
-    return 6 * shape.hidden + (kept + inner) / np.asarray(tp)
 
 
 def activation_bytes(setting: Setting, load: Load, grids: Grids) -> Numbers:

@@ -132,6 +132,16 @@ def test_experts_slow_a_mixture_by_their_links_and_their_pace() -> None:
     assert compute.paced_flops(fast, load) == compute.pass_flops(MIXTURE, load)
 
 
+def test_kernels_that_are_not_fused_cost_what_they_touch_of_memory() -> None:
+    eager = replace(FREE, touches=5.0, decode_bandwidth=0.5)
+    fused = replace(FREE, decode_bandwidth=0.5)
+    found = compute.score_s(setting(workload=FIXED, factors=eager), ONE)[0]
+    expected = compute.score_s(setting(workload=FIXED, factors=fused), ONE)[0]
+    kept = 6 * SHAPE.hidden + 128 * (SHAPE.heads + SHAPE.kv_heads) + 3 * SHAPE.inner
+    moved = 5 * kept * 256 * 512 * SHAPE.layers * 2
+    assert found - expected == pytest.approx(moved / (DEVICE.memory_bandwidth * 0.5))
+
+
 def test_a_dtype_the_device_does_not_know_is_named() -> None:
     fleet = replace(FLEET, device=replace(DEVICE, flops={"float32": 1e12}))
     with pytest.raises(PlanError, match="bfloat16"):
