@@ -49,7 +49,18 @@ every = 3
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """The path of a recipe in a folder of its own."""
-    path = tmp_path / "tiny" / "run.toml"
+    return written(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of the same recipe, for all tests of a file."""
+    return written(tmp_path_factory.mktemp("shared"))
+
+
+def written(folder: Path) -> Path:
+    """The recipe as a file."""
+    path = folder / "tiny" / "run.toml"
     path.parent.mkdir()
     path.write_text(RECIPE)
     return path

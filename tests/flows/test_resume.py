@@ -47,10 +47,11 @@ def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> Non
         time.sleep(0.02)
 
 
-@pytest.fixture
-def whole(recipe: Path, tmp_path: Path) -> Path:
-    run = tmp_path / "whole"
-    subprocess.run(command(recipe, run, "--quiet"), check=True, timeout=200)
+@pytest.fixture(scope="module")
+def whole(shared_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing stopped; the tests only read it."""
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    subprocess.run(command(shared_recipe, run, "--quiet"), check=True, timeout=200)
     return run
 
 
@@ -63,7 +64,10 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert torch.equal(first[name], second[name]), name
 
 
-@pytest.mark.parametrize("after", [2, 8], ids=["in the warm start", "in the algorithm"])
+@pytest.mark.parametrize(
+    "after",
+    [pytest.param(2, id="in the warm start", marks=pytest.mark.slow), pytest.param(8, id="in the algorithm")],
+)
 def test_interrupted_run_resumes_bit_for_bit(recipe: Path, tmp_path: Path, whole: Path, after: int) -> None:
     run = tmp_path / "interrupted"
     process = subprocess.Popen(
@@ -92,16 +96,18 @@ def test_killed_run_resumes_from_its_last_checkpoint_bit_for_bit(
     assert_same_run(whole, run)
 
 
-def test_a_finished_run_is_left_alone(recipe: Path, whole: Path) -> None:
+def test_a_finished_run_is_left_alone(shared_recipe: Path, whole: Path) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
-    done = subprocess.run(command(recipe, whole), capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command(shared_recipe, whole), capture_output=True, text=True, timeout=60, check=True
+    )
     assert "finished" in done.stdout + done.stderr
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def test_another_config_in_the_same_directory_is_refused(recipe: Path, whole: Path) -> None:
+def test_another_config_in_the_same_directory_is_refused(shared_recipe: Path, whole: Path) -> None:
     done = subprocess.run(
-        command(recipe, whole, "--set", "policy.lr=0.5"),
+        command(shared_recipe, whole, "--set", "policy.lr=0.5"),
         capture_output=True,
         text=True,
         timeout=60,

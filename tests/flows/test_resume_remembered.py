@@ -128,7 +128,11 @@ def ended_in_the_middle(recipe: Path, run: Path, *how: signal.Signals) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("ppo", signal.SIGKILL), ("safe_rlhf", signal.SIGTERM)], ids=["ppo", "safe_rlhf"]
+    ("name", "how"),
+    [
+        pytest.param("ppo", signal.SIGKILL, id="ppo"),
+        pytest.param("safe_rlhf", signal.SIGTERM, id="safe_rlhf", marks=pytest.mark.slow),
+    ],
 )
 def test_remembered_numbers_and_critics_resume_bit_for_bit(
     name: str, how: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
