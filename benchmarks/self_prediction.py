@@ -3,14 +3,13 @@
     one run ─ rillflow calibrate ─> factors ─┬─ predicted step of another model, batch, placement ─┐
                                              └─ each of them run ──────── measured ────────────────┴─> error
 
-    python benchmarks/self_prediction.py                        # 3 rounds of 6 short runs, some minutes
-    python benchmarks/self_prediction.py --only one batch --rounds 1
-    python benchmarks/self_prediction.py --write benchmarks/results/self_prediction.md
+    python benchmarks/self_prediction.py                        # 5 pairs of short runs, some minutes
+    python benchmarks/self_prediction.py --only batch
 
 The recipe is recipes/arithmetic with 64 prompts, answers up to 16 tokens and a reward that tells every two
 rows apart, on one thread. Seconds are medians of the steps after the second. A machine is not always equally
-fast: the runs go round and round, and of each the round with the fastest steps counts, of the one that is
-calibrated on too. How far its slowest round was off stands beside.
+fast, so each variant is predicted from a run of the recipe itself right before it, the only one that is
+calibrated on; the same run right after it says how much faster or slower the machine has become.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ SETTINGS = (
 )
 CALIBRATED_ON = "one"
 VARIANTS: Mapping[str, tuple[str, ...]] = {
-    CALIBRATED_ON: (),
     "a wider model": ("policy.model.new.hidden=192",),
     "a deeper model": ("policy.model.new.layers=8",),
     "a smaller model": ("policy.model.new.hidden=64",),
@@ -69,14 +67,26 @@ class Row:
     predicted_s: float
     """Of a step."""
     measured_s: float
-    """Of a usual step in the fastest round."""
-    slowest_s: float
-    """The same in the slowest."""
+    """Of a usual step."""
+    before_s: float
+    """Of a usual step of the run that was calibrated on."""
+    after_s: float
+    """Of the same run afterwards."""
 
     @property
     def error(self) -> float:
         """predicted / measured - 1."""
         return self.predicted_s / self.measured_s - 1
+
+    @property
+    def drift(self) -> float:
+        """after / before - 1: by how much the machine itself changed."""
+        return self.after_s / self.before_s - 1
+
+    @property
+    def level(self) -> float:
+        """The error against a machine halfway between before and after."""
+        return (1 + self.error) * (1 + self.drift / 2) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,54 +105,51 @@ class Round:
 
 
 def main() -> int:
-    """Run, predict, print; 1 if a prediction of another run is off by more than the limit."""
+    """Run, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--write", type=Path, metavar="FILE", help="where to write the table")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each (3)")
     arguments = parser.parse_args()
-    names = list(dict.fromkeys([CALIBRATED_ON, *arguments.only]))
     with tempfile.TemporaryDirectory() as folder:
-        table = measured(names, Path(folder), arguments.rounds)
+        table = measured(arguments.only, Path(folder))
     print(table)
     if arguments.write is not None:
         arguments.write.write_text(table, "utf-8")
     return 0
 
 
-def measured(names: Sequence[str], folder: Path, rounds: int) -> str:
-    """The table of these runs."""
+def measured(names: Sequence[str], folder: Path) -> str:
+    """The table of these variants."""
     (folder / "reward.py").write_text(REWARD)
-    found: dict[str, list[Round]] = {name: [] for name in names}
-    for number in range(rounds):
-        for name in names:
-            loaded = recipe_of(name, folder, number)
-            launch(loaded.recipe, loaded.base, fresh=True, quiet=True)
-            one = Round(loaded=loaded, phases=observe(Path(str(loaded.recipe.run.dir)), this_machine(2)))
-            found[name].append(one)
-            print(f"{name}, round {number + 1}: {one.step_s:.3g} s a step", file=sys.stderr)
-    best = {name: min(each, key=lambda one: one.step_s) for name, each in found.items()}
-    base = best[CALIBRATED_ON]
-    fitted = calibrate(base.phases, CostModel)
-    hardware = replace(this_machine(2), factors=fitted.factors)
-    rows = [
-        Row(
+    rows: list[Row] = []
+    before = ran(CALIBRATED_ON, (), folder)
+    first, fitted = before, calibrate(before.phases, CostModel)
+    for name in names:
+        one = ran(name, VARIANTS[name], folder)
+        after = ran(CALIBRATED_ON, (), folder)
+        now = calibrate(before.phases, CostModel)
+        hardware = replace(this_machine(2), factors=now.factors)
+        row = Row(
             name=name,
             settings=" ".join(VARIANTS[name]),
-            predicted_s=predicted_s(one.loaded, hardware, Path(str(base.loaded.recipe.run.dir))),
+            predicted_s=predicted_s(one.loaded, hardware, Path(str(before.loaded.recipe.run.dir))),
             measured_s=one.step_s,
-            slowest_s=max(each.step_s for each in found[name]),
+            before_s=before.step_s,
+            after_s=after.step_s,
         )
-        for name, one in best.items()
-    ]
-    return page(rows, fitted, base.phases)
+        rows.append(row)
+        print(f"{name}: {row.error:+.1%}, the machine itself {row.drift:+.1%}", file=sys.stderr)
+        before = after
+    return page(rows, fitted, first.phases)
 
 
-def recipe_of(name: str, folder: Path, number: int) -> LoadedRecipe:
-    """The recipe of a variant, its run of a round in the folder."""
-    place = folder / f"{name.replace(' ', '_')}-{number}"
+def ran(name: str, settings: tuple[str, ...], folder: Path) -> Round:
+    """Run the recipe with these settings, in a directory of its own."""
+    place = folder / f"{name.replace(' ', '_')}-{len(list(folder.iterdir()))}"
     more = (f"run.dir={place}", f"reward.function={folder / 'reward.py'}:spread")
-    return load_recipe(RECIPE, [*SETTINGS, *VARIANTS[name], *more])
+    loaded = load_recipe(RECIPE, [*SETTINGS, *more, *settings])
+    launch(loaded.recipe, loaded.base, fresh=True, quiet=True)
+    return Round(loaded=loaded, phases=observe(Path(str(loaded.recipe.run.dir)), this_machine(2)))
 
 
 def predicted_s(loaded: LoadedRecipe, hardware: Hardware, run: Path) -> float:
@@ -154,8 +161,8 @@ def predicted_s(loaded: LoadedRecipe, hardware: Hardware, run: Path) -> float:
 
 def page(rows: Sequence[Row], fitted: Calibration, fitted_to: Sequence[Observation]) -> str:
     """The table as a page."""
-    others = [abs(row.error) for row in rows if not row.name.startswith(CALIBRATED_ON)]
-    within = sum(error <= LIMIT for error in others)
+    within = sum(abs(row.error) <= LIMIT for row in rows)
+    level = sum(abs(row.level) <= LIMIT for row in rows)
     factors = ", ".join(
         f"{name} {value:.3g}"
         for name, value in vars(fitted.factors).items()
@@ -167,16 +174,19 @@ def page(rows: Sequence[Row], fitted: Calibration, fitted_to: Sequence[Observati
         f"`python benchmarks/self_prediction.py --write benchmarks/results/self_prediction.md`, "
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}.",
         "",
-        f"Fitted on the run `{CALIBRATED_ON}` alone: {factors}. {within} of {len(others)} others within "
-        f"{LIMIT:.0%}.",
+        f"Each variant is predicted from one run of the recipe right before it. {within} of {len(rows)} "
+        f"within {LIMIT:.0%}; with half of the machine's own drift taken out, {level}. Drift: a step of the "
+        "same run right after, against right before.",
         "",
-        "| run | differs by | predicted s | measured s, fastest round | error | slowest round |",
-        "|---|---|---|---|---|---|",
+        "| run | differs by | predicted s | measured s | error | drift | error less half the drift |",
+        "|---|---|---|---|---|---|---|",
         *(
             f"| {row.name} | {row.settings or '-'} | {row.predicted_s:.3f} | {row.measured_s:.3f} "
-            f"| {row.error:+.1%} | {row.slowest_s:.3f} |"
+            f"| {row.error:+.1%} | {row.drift:+.1%} | {row.level:+.1%} |"
             for row in rows
         ),
+        "",
+        f"Fitted on the first of them: {factors}.",
         "",
         "| stage of the calibrated run | phase | measured s | fitted s | error |",
         "|---|---|---|---|---|",

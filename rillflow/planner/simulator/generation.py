@@ -89,7 +89,7 @@ class _Rounding:
             for other in touched:
                 if self.replicas[other].rows:
                     heapq.heappush(heap, (self.replicas[other].next_s, other))
-        return self._round(now)
+        return self._round(now, self.complete[:wanted])
 
     def _deal(self) -> list[tuple[float, int]]:
         """Rows go to replicas as cards do, so that no replica has two more than another."""
@@ -136,17 +136,17 @@ class _Rounding:
         self.lanes[place] = now
         return ended
 
-    def _round(self, seconds: float) -> Round:
-        complete = set(self.complete)
-        kept = [row for prompt in self.complete for row in self.ended[prompt]]
-        begun = sum(len(self.rows_of[prompt]) for prompt in self.complete)
+    def _round(self, seconds: float, complete: Sequence[int]) -> Round:
+        """What was done; of prompts that were complete at the same moment, no more count than were wanted."""
+        kept = [row for prompt in complete for row in self.ended[prompt]]
+        begun = sum(len(self.rows_of[prompt]) for prompt in complete)
         lanes = [
             seconds if replica.rows else lane for replica, lane in zip(self.replicas, self.lanes, strict=True)
         ]
         return Round(
             seconds=seconds,
             lanes=tuple(lanes),
-            complete=tuple(self.complete),
+            complete=tuple(complete),
             aside=tuple(prompt for prompt in self.rows_of if prompt not in complete),
             tokens=sum(row.prompt_tokens + row.response_tokens for row in kept),
             kept=len(kept),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
@@ -102,6 +102,7 @@ def test_a_step_is_the_same_however_many_come_after_it() -> None:
 @given(
     prompts=st.floats(1.0, 2.0), samples=st.floats(1.0, 2.0), steps=st.integers(1, 8), seed=st.integers(0, 99)
 )
+@example(prompts=2.0, samples=1.25, steps=1, seed=42)  # two prompts are complete at the same moment
 @settings(max_examples=30, deadline=None)
 def test_every_row_is_trained_once_or_dropped_with_a_reason(
     prompts: float, samples: float, steps: int, seed: int
