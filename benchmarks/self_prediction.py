@@ -9,7 +9,8 @@
 The recipe is recipes/arithmetic with 64 prompts, answers up to 16 tokens and a reward that tells every two
 rows apart, on one thread. Seconds are medians of the steps after the second. A machine is not always equally
 fast, so each variant is predicted from a run of the recipe itself right before it, the only one that is
-calibrated on; the same run right after it says how much faster or slower the machine has become.
+calibrated on; the same run right after it says how much faster or slower the machine has become. How long
+a variant's rows are is given: a model of another size ends its answers elsewhere.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def measured(names: Sequence[str], folder: Path) -> str:
         row = Row(
             name=name,
             settings=" ".join(VARIANTS[name]),
-            predicted_s=predicted_s(one.loaded, hardware, Path(str(before.loaded.recipe.run.dir))),
+            predicted_s=predicted_s(one.loaded, hardware),
             measured_s=one.step_s,
             before_s=before.step_s,
             after_s=after.step_s,
@@ -152,9 +153,9 @@ def ran(name: str, settings: tuple[str, ...], folder: Path) -> Round:
     return Round(loaded=loaded, phases=observe(Path(str(loaded.recipe.run.dir)), this_machine(2)))
 
 
-def predicted_s(loaded: LoadedRecipe, hardware: Hardware, run: Path) -> float:
-    """Seconds of a step, rows taken to be as the calibrated run had them."""
-    problem = state_problem(loaded, hardware, run).problem
+def predicted_s(loaded: LoadedRecipe, hardware: Hardware) -> float:
+    """Seconds of a step; how long its rows are is given, as ``--lengths`` of the run gives it."""
+    problem = state_problem(loaded, hardware, Path(str(loaded.recipe.run.dir))).problem
     plan = plan_of(loaded.recipe, problem.graph, hardware.fleets[0].name)
     return evaluate(problem, CostModel(problem), plan).step_s
 
