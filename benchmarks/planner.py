@@ -243,7 +243,7 @@ def placement_lines() -> list[str]:
                 lines.append(f"| {model} | {devices} | nothing fits | | | | |")
                 continue
             cells = " | ".join(_seconds(one) for one in (found.colocated_s, found.split_s, found.apart_s))
-            lines.append(f"| {model} | {devices} | {found.best.replace(" | ", ", ")} | {found.best_s:.1f} | {cells} |")
+            lines.append(f"| {model} | {devices} | {found.best} | {found.best_s:.1f} | {cells} |")
     return [*lines, ""]
 
 
