@@ -3,14 +3,15 @@
     one run ─ rillflow calibrate ─> factors ─┬─ predicted step of another model, batch, placement ─┐
                                              └─ each of them run ──────── measured ────────────────┴─> error
 
-    python benchmarks/self_prediction.py                        # 5 pairs of short runs, some minutes
-    python benchmarks/self_prediction.py --only batch
+    python benchmarks/self_prediction.py                        # 3 x 5 pairs of short runs, some minutes
+    python benchmarks/self_prediction.py --only batch --rounds 1
 
 The recipe is recipes/arithmetic with 64 prompts, answers up to 16 tokens and a reward that tells every two
-rows apart, on one thread. Seconds are medians of the steps after the second. A machine is not always equally
-fast, so each variant is predicted from a run of the recipe itself right before it, the only one that is
-calibrated on; the same run right after it says how much faster or slower the machine has become. How long
-a variant's rows are is given: a model of another size ends its answers elsewhere.
+rows apart, on one thread; it learns nothing after its warm start, so that all its steps are alike. Seconds
+are medians of the steps after the second. A machine is not always equally fast, so each variant is
+predicted from a run of the recipe itself right before it, the only one that is calibrated on; runs of the
+recipe right before and after it say how much the machine has changed. Of several rounds the median counts.
+How long a variant's rows are is given: a model of another size ends its answers elsewhere.
 """
 
 from __future__ import annotations
@@ -24,22 +25,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.observed import observe, plan_of, this_machine
 from rillflow.assembly.planning import state_problem
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
-from rillflow.planner.calibration import Calibration, Observation, calibrate
+from rillflow.planner.calibration import MODELLED, Calibration, Observation, calibrate, stages_by_name
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.hardware import Hardware
+from rillflow.planner.factors import Factors
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/arithmetic/run.toml"
 REWARD = "def spread(completions, **_):\n    return [sum(text.encode()) % 97 / 97 for text in completions]\n"
 SETTINGS = (
     "run.threads=1",
-    "algorithm.steps=8",
+    "policy.lr=1e-9",
+    "algorithm.steps=10",
     "algorithm.prompts_per_step=64",
     "rollout.max_tokens=16",
     "warm_start.steps=12",
@@ -58,36 +61,34 @@ LIMIT = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One run, predicted and measured."""
+class Stage:
+    """One stage, or the step, of a variant."""
 
     name: str
     """Which."""
-    settings: str
-    """What differs from the run that was calibrated on."""
     predicted_s: float
-    """Of a step."""
+    """By the model."""
     measured_s: float
     """Of a usual step."""
-    before_s: float
-    """Of a usual step of the run that was calibrated on."""
-    after_s: float
-    """Of the same run afterwards."""
 
     @property
     def error(self) -> float:
         """predicted / measured - 1."""
         return self.predicted_s / self.measured_s - 1
 
-    @property
-    def drift(self) -> float:
-        """after / before - 1: by how much the machine itself changed."""
-        return self.after_s / self.before_s - 1
 
-    @property
-    def level(self) -> float:
-        """The error against a machine halfway between before and after."""
-        return (1 + self.error) * (1 + self.drift / 2) - 1
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant in one round."""
+
+    name: str
+    """Which."""
+    step: Stage
+    """Its step."""
+    stages: tuple[Stage, ...]
+    """The stages in it that a cost model has."""
+    drift: float
+    """Seconds of a step of the run calibrated on, afterwards / before - 1: how much the machine changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,39 +110,50 @@ def main() -> int:
     """Run, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, metavar="FILE", help="where to write the table")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        table = measured(arguments.only, Path(folder))
+        table = measured(arguments.only, arguments.rounds, Path(folder))
     print(table)
     if arguments.write is not None:
         arguments.write.write_text(table, "utf-8")
     return 0
 
 
-def measured(names: Sequence[str], folder: Path) -> str:
+def measured(names: Sequence[str], rounds: int, folder: Path) -> str:
     """The table of these variants."""
     (folder / "reward.py").write_text(REWARD)
     rows: list[Row] = []
     before = ran(CALIBRATED_ON, (), folder)
     first, fitted = before, calibrate(before.phases, CostModel)
-    for name in names:
+    for name in [name for _ in range(rounds) for name in names]:
         one = ran(name, VARIANTS[name], folder)
         after = ran(CALIBRATED_ON, (), folder)
-        now = calibrate(before.phases, CostModel)
-        hardware = replace(this_machine(2), factors=now.factors)
-        row = Row(
-            name=name,
-            settings=" ".join(VARIANTS[name]),
-            predicted_s=predicted_s(one.loaded, hardware),
-            measured_s=one.step_s,
-            before_s=before.step_s,
-            after_s=after.step_s,
-        )
+        factors = calibrate(before.phases, CostModel).factors
+        row = compared(name, one, factors, drift=after.step_s / before.step_s - 1)
         rows.append(row)
-        print(f"{name}: {row.error:+.1%}, the machine itself {row.drift:+.1%}", file=sys.stderr)
+        stages = ", ".join(f"{stage.name} {stage.error:+.0%}" for stage in row.stages)
+        print(f"{name}: {row.step.error:+.1%} ({stages}), drift {row.drift:+.1%}", file=sys.stderr)
         before = after
-    return page(rows, fitted, first.phases)
+    return page(names, rows, fitted, first.phases)
+
+
+def compared(name: str, one: Round, factors: Factors, drift: float) -> Row:
+    """A run beside what these factors expect of it; how long its rows are is given, as ``--lengths`` gives it."""
+    loaded, hardware = one.loaded, replace(this_machine(2), factors=factors)
+    problem = state_problem(loaded, hardware, Path(str(loaded.recipe.run.dir))).problem
+    plan = plan_of(loaded.recipe, problem.graph, hardware.fleets[0].name)
+    found = evaluate(problem, CostModel(problem), plan)
+    seconds, taken = stages_by_name(problem, found), one.phases[-1].stages_s
+    works = {stage.name: problem.work(stage) for stage in problem.graph.stages}
+    stages = tuple(
+        Stage(name=stage, predicted_s=seconds[stage], measured_s=taken[stage])
+        for stage, work in works.items()
+        if work in MODELLED and stage in taken
+    )
+    step = Stage(name="step", predicted_s=found.step_s, measured_s=one.step_s)
+    return Row(name=name, step=step, stages=stages, drift=drift)
 
 
 def ran(name: str, settings: tuple[str, ...], folder: Path) -> Round:
@@ -153,39 +165,30 @@ def ran(name: str, settings: tuple[str, ...], folder: Path) -> Round:
     return Round(loaded=loaded, phases=observe(Path(str(loaded.recipe.run.dir)), this_machine(2)))
 
 
-def predicted_s(loaded: LoadedRecipe, hardware: Hardware) -> float:
-    """Seconds of a step; how long its rows are is given, as ``--lengths`` of the run gives it."""
-    problem = state_problem(loaded, hardware, Path(str(loaded.recipe.run.dir))).problem
-    plan = plan_of(loaded.recipe, problem.graph, hardware.fleets[0].name)
-    return evaluate(problem, CostModel(problem), plan).step_s
-
-
-def page(rows: Sequence[Row], fitted: Calibration, fitted_to: Sequence[Observation]) -> str:
+def page(
+    names: Sequence[str], rows: Sequence[Row], fitted: Calibration, fitted_to: Sequence[Observation]
+) -> str:
     """The table as a page."""
-    within = sum(abs(row.error) <= LIMIT for row in rows)
-    level = sum(abs(row.level) <= LIMIT for row in rows)
+    of = {name: [row for row in rows if row.name == name] for name in names}
+    errors = {name: median(row.step.error for row in of[name]) for name in names}
+    guess = vars(fitted_to[0].problem.hardware.factors)
     factors = ", ".join(
-        f"{name} {value:.3g}"
-        for name, value in vars(fitted.factors).items()
-        if value != vars(fitted_to[0].problem.hardware.factors)[name]
+        f"{name} {value:.3g}" for name, value in vars(fitted.factors).items() if value != guess[name]
     )
+    within = sum(abs(error) <= LIMIT for error in errors.values())
     lines = [
         "# Predictions of this machine by itself",
         "",
         f"`python benchmarks/self_prediction.py --write benchmarks/results/self_prediction.md`, "
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}.",
         "",
-        f"Each variant is predicted from one run of the recipe right before it. {within} of {len(rows)} "
-        f"within {LIMIT:.0%}; with half of the machine's own drift taken out, {level}. Drift: a step of the "
-        "same run right after, against right before.",
+        f"Each variant is predicted from one run of the recipe right before it, {len(rows) // len(names)} times; "
+        f"seconds and errors are medians. {within} of {len(names)} within {LIMIT:.0%}. Drift: a step of the "
+        "recipe itself right after, against right before.",
         "",
-        "| run | differs by | predicted s | measured s | error | drift | error less half the drift |",
-        "|---|---|---|---|---|---|---|",
-        *(
-            f"| {row.name} | {row.settings or '-'} | {row.predicted_s:.3f} | {row.measured_s:.3f} "
-            f"| {row.error:+.1%} | {row.drift:+.1%} | {row.level:+.1%} |"
-            for row in rows
-        ),
+        "| run | differs by | predicted s | measured s | error | in each round | drift in each round | stages |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_line(name, of[name]) for name in names),
         "",
         f"Fitted on the first of them: {factors}.",
         "",
@@ -198,6 +201,24 @@ def page(rows: Sequence[Row], fitted: Calibration, fitted_to: Sequence[Observati
         "",
     ]
     return "\n".join(lines)
+
+
+def _line(name: str, rows: Sequence[Row]) -> str:
+    stages = [
+        f"{stage.name.split('.')[-1]} {median(row.stages[place].error for row in rows):+.0%}"
+        for place, stage in enumerate(rows[0].stages)
+    ]
+    cells = [
+        name,
+        " ".join(VARIANTS[name]),
+        f"{median(row.step.predicted_s for row in rows):.3f}",
+        f"{median(row.step.measured_s for row in rows):.3f}",
+        f"{median(row.step.error for row in rows):+.1%}",
+        ", ".join(f"{row.step.error:+.0%}" for row in rows),
+        ", ".join(f"{row.drift:+.0%}" for row in rows),
+        ", ".join(stages),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

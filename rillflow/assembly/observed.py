@@ -16,8 +16,9 @@ from typing import Any
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.assembly.meshes import model_roles
 from rillflow.assembly.phases import PhasePlan, phase_plans
-from rillflow.assembly.planning import learnt_rows, measured_rows, shapes_of, workload_of
+from rillflow.assembly.planning import shapes_of, workload_of
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, recipe_class
+from rillflow.assembly.rows import learnt_rows, measured_rows
 from rillflow.config.load import read_toml, validate
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError
@@ -34,8 +35,22 @@ from rillflow.view.run_data import PhaseSpan, RunData, load
 
 WARM_UP = 2
 """Steps of a phase that are not looked at: memory is first taken in them."""
-CPU_FACTORS = {"touches": 5.0, "decode_row_s": "20 us", "collective_s": "1 ms"}
-"""What one run cannot tell of processors: eager kernels pass over activations, gloo takes its time."""
+CPU_FACTORS = {
+    "train_flops": 0.8,
+    "score_flops": 0.7,
+    "decode_flops": 0.6,
+    "decode_bandwidth": 1.0,
+    "touches": 6.0,
+    "head_token_s": "300 ns",
+    "pass_s": "5 ms",
+    "launch_s": "1.1 ms",
+    "decode_launch_s": "750 us",
+    "decode_row_s": "15 us",
+    "collective_s": "1 ms",
+    "hidden_gathers": 0,
+    "call_s": "8 ms",
+}
+"""Factors of a processor's core, from which a fit to one run starts; see benchmarks/processor.py."""
 RECIPE_WORD = 2
 """Where the recipe stands among the words of a run's command."""
 
@@ -115,7 +130,10 @@ def _observation(
     phase = next(phase for phase in data.phases if phase.name == plan.name)
     first = phase.first + WARM_UP
     is_sampled = plan.algorithm.data is Data.PROMPTS
-    rows = measured_rows(data.path, plan.config.minibatches) if is_sampled else learnt_rows(loaded)
+    if is_sampled:
+        rows = measured_rows(data.path, plan.config.minibatches)
+    else:
+        rows = learnt_rows(loaded, plan.config.prompts_per_step, plan.config.minibatches)
     workload = workload_of(recipe, rows)
     if not is_sampled and plan.name != recipe.algorithm.name:
         workload = replace(

@@ -32,8 +32,9 @@ FITTED_TOGETHER = ("collective_s", "inside_links")
 """Those that stages on several devices tell of."""
 MODELLED = (Work.GENERATE, Work.SCORE, Work.TRAIN)
 """Work whose seconds the factors decide."""
-PRIOR = 0.01
-"""How much a factor e times its guess weighs, where a stage e times its measurement weighs 1."""
+PRIOR = 0.05
+"""How much a factor e times its guess weighs, where a stage e times its measurement weighs 1: stages are
+measured to within a twentieth, factors known to within e."""
 ROUNDS = 40
 """Steps of the fit at most."""
 LEAST_SHARE = 1e-4

@@ -29,6 +29,12 @@ class Factors:
     """Of the memory that models may fill; the rest is the libraries'."""
     touches: float = 0.0
     """How often a forward pass reads or writes each activation beside products; 0 where kernels are fused."""
+    head_token_s: float = 0.0
+    """Seconds of one head's attention for one token of a row, forward, beside its products: small blocks."""
+    hidden_gathers: float = 1.0
+    """Of what gathering shards takes, the share that runs beside products; the rest is waited for."""
+    pass_s: float = 0.0
+    """Seconds of a pass over a micro-batch beside its layers: rows are laid out, losses are added up."""
     launch_s: float = 1e-4
     """Seconds of a layer's pass over a micro-batch beside its arithmetic: what its kernels cost to start."""
     expert_launch_s: float = 5e-4
@@ -41,6 +47,8 @@ class Factors:
     """Seconds a collective within a machine takes at the least."""
     between_collective_s: float = 3e-5
     """Seconds a collective across machines takes at the least."""
+    call_s: float = 0.0
+    """Seconds to call a stage on several devices and to have its replies, beside what it computes."""
     step_s: float = 0.0
     """Seconds of a step that belong to no stage."""
     step_row_s: float = 0.0

@@ -226,7 +226,13 @@ def _factors(data: Mapping[str, Any], name: str) -> Factors:
         if key.endswith("_s"):
             found[key] = DURATION.read(value, where)
             continue
-        found[key] = _touches(value, where) if key == "touches" else _share(value, where)
+        match key:
+            case "touches":
+                found[key] = _touches(value, where)
+            case "hidden_gathers":
+                found[key] = 0.0 if value == 0 and not isinstance(value, bool) else _share(value, where)
+            case _:
+                found[key] = _share(value, where)
     return Factors(**found)
 
 

@@ -22,6 +22,7 @@ from rillflow.errors import PlanError
 MOST_TOKENS = 100_000_000
 """No row is longer."""
 _MOST_ROWS = 1_000_000_000
+_MOST_FILLED = 1000.0
 _NORMAL = NormalDist()
 
 
@@ -196,6 +197,27 @@ def _normal_quantiles(count: int) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Packing:
+    """What is computed of a step's tokens, each a share of all of them."""
+
+    trained: float = 1.0
+    """In training: rows of an optimiser step that begin alike may share their beginning."""
+    scored: float = 1.0
+    """In scoring, all rows of a step at once."""
+    attended: float = 1.0
+    """In attention, where rows share nothing; above 1 where short rows are filled up to longer ones."""
+
+    def __post_init__(self) -> None:
+        for name, share in (("trained", self.trained), ("scored", self.scored)):
+            if not 0.0 <= share <= 1.0:
+                raise PlanError(f"packing.{name} is {share:g}", why="a share lies between 0 and 1")
+        if not 0.0 <= self.attended <= _MOST_FILLED:
+            raise PlanError(
+                f"packing.attended is {self.attended:g}", why=f"it lies between 0 and {_MOST_FILLED:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """One step's rows.
 
@@ -225,8 +247,8 @@ class Workload:
     """Rows a replica that generates runs side by side at most."""
     shares_prompts: bool = True
     """Whether a replica reads the prompt of rows that share one only once."""
-    computed_share: float = 1.0
-    """Of a step's tokens, those that training and scoring compute: rows that begin alike may share some."""
+    packing: Packing = Packing()
+    """What training and scoring compute of rows that begin alike."""
     gradient_share: float = 1.0
     """Of a step's rows, those with a gradient: training passes the others forward only."""
 
@@ -247,9 +269,8 @@ class Workload:
                 why="every optimiser step needs a row",
                 fix=f"at most {self.rows}",
             )
-        for name, share in (("computed_share", self.computed_share), ("gradient_share", self.gradient_share)):
-            if not 0.0 <= share <= 1.0:
-                raise PlanError(f"{name} is {share:g}", why="a share lies between 0 and 1")
+        if not 0.0 <= self.gradient_share <= 1.0:
+            raise PlanError(f"gradient_share is {self.gradient_share:g}", why="a share lies between 0 and 1")
         if not 0.0 <= self.function_s < 86_400.0:
             raise PlanError(f"function_s is {self.function_s:g}", why="it lies between 0 and a day")
 

@@ -13,6 +13,7 @@ Legend: B rows, T tokens of all rows, U packed tokens, L longest row; H, K heads
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,6 +124,12 @@ class PackedAttention:
             found.append(seen.transpose(1, 2).flatten(0, 1).flatten(1))
         everything = found[0] if len(found) == 1 else torch.cat(found)
         return _gather(everything, self._home).view(1, query.shape[2], query.shape[1], -1)
+
+
+def attention_seats(lengths: Sequence[int]) -> int:
+    """Tokens that attention over rows of these lengths computes, those that fill rows up included."""
+    known = torch.tensor(lengths, dtype=torch.int64)
+    return sum(len(members) * int(known[members].max()) for members in _like_length(known))
 
 
 def _like_length(lengths: Tensor) -> list[Tensor]:

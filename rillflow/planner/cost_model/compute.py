@@ -89,15 +89,18 @@ class Load:
     """Tokens of its rows, those that several share counted once where they are computed once."""
     squares: Numbers
     """Sum of its rows' squared tokens."""
+    seats: Numbers
+    """Tokens of its rows as attention has them: none shared, and short rows as long as the longest."""
     micro_batches: Numbers
     """Forward and backward passes it takes them in."""
 
 
-def load_of(workload: Workload, dp: Numbers, parts: int) -> Load:
+def load_of(workload: Workload, dp: Numbers, parts: int, computed: float = 1.0) -> Load:
     """The busiest of dp replicas in one of ``parts`` equal parts of a step's rows.
 
     Rows are shared out by their tokens, so that it has the mean, or the longest row where that is more, and
-    attends to that; rows of one length can only be shared out whole.
+    attends to that; rows of one length can only be shared out whole. ``computed`` is the share of tokens that
+    everything but attention computes.
     """
     rows = workload.rows / parts / np.asarray(dp, dtype=np.float64)
     mean, square = workload.row_tokens, workload.row_square
@@ -111,8 +114,9 @@ def load_of(workload: Workload, dp: Numbers, parts: int) -> Load:
         squares = np.maximum(tokens * (square / mean), longest**2 + beside)
     micro_batches = np.ceil(np.divide(tokens, workload.tokens_per_micro_batch) - 1e-9)
     return Load(
-        tokens=tokens * workload.computed_share,
+        tokens=tokens * computed,
         squares=squares,
+        seats=tokens * workload.packing.attended,
         micro_batches=np.maximum(micro_batches, 1),
     )
 
@@ -153,11 +157,22 @@ def activations_s(setting: Setting, load: Load, grids: Grids, passes: float) -> 
     return passes * load.tokens * setting.shape.layers / grids.pp * touched_s(setting, grids.tp)
 
 
+def attention_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+    """Seconds of attention in the layers of a device beside its products: ``head_token_s`` a head and token.
+
+    Rows are attended to each by itself, head by head: on processors blocks so small cost by their number
+    of tokens, whatever the width of a head.
+    """
+    heads = setting.shape.heads / grids.tp
+    once = load.seats * setting.shape.layers / grids.pp * heads * setting.factors.head_token_s
+    return passes * once
+
+
 def launches_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
-    """Seconds that a device's layers cost to start, for every micro-batch and pass; those of experts more."""
+    """Seconds that a pass and its layers cost to start, for every micro-batch; layers of experts more."""
     shape, factors = setting.shape, setting.factors
     layers, mixed = np.ceil(shape.layers / grids.pp), np.ceil(shape.mixture_layers / grids.pp)
-    once = layers * factors.launch_s + mixed * factors.expert_launch_s
+    once = factors.pass_s + layers * factors.launch_s + mixed * factors.expert_launch_s
     return passes * load.micro_batches * once
 
 
@@ -212,15 +227,17 @@ def stage_parameters(shape: ModelShape, grids: Grids) -> Numbers:
 def gathers_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
     """Seconds of links that shards of parameters take: gathered for every micro-batch, forward and backward.
 
-    Zhao et al., arXiv 2304.11277: and gradients are reduce-scattered after each.
+    Zhao et al., arXiv 2304.11277: and gradients are reduce-scattered after each. Every layer is a collective
+    of its own, and so is what lies around the layers.
     """
-    weights = stage_parameters(setting.shape, grids) * setting.item_bytes
+    each = np.ceil(setting.shape.layers / grids.pp) + 1
+    weights = stage_parameters(setting.shape, grids) * setting.item_bytes / each
     gather = all_gather_s(setting.links, weights, grids.dp, grids.dp_stride)
     if passes == FORWARD:
-        return np.where(grids.sharded, load.micro_batches * gather, 0.0)
+        return np.where(grids.sharded, load.micro_batches * each * gather, 0.0)
     gradients = weights / setting.item_bytes * GRADIENT_BYTES
     scatter = reduce_scatter_s(setting.links, gradients, grids.dp, grids.dp_stride)
-    return np.where(grids.sharded, load.micro_batches * (2 * gather + scatter), 0.0)
+    return np.where(grids.sharded, load.micro_batches * each * (2 * gather + scatter), 0.0)
 
 
 def gradients_s(setting: Setting, grids: Grids) -> Numbers:
@@ -247,29 +264,34 @@ def optimizer_s(setting: Setting, grids: Grids) -> Numbers:
 
 
 def passes_s(setting: Setting, load: Load, grids: Grids, passes: float, share: float) -> Numbers:
-    """Seconds of all micro-batches of one load: the work, drained through the pipeline, or the gathers."""
+    """Seconds of all micro-batches of one load: the work, drained through the pipeline, or the gathers.
+
+    Of gathers, ``hidden_gathers`` run beside the work: they count where they take longer than it.
+    """
     work = (
         products_s(setting, load, grids, passes, share)
         + activations_s(setting, load, grids, passes)
+        + attention_s(setting, load, grids, passes)
         + launches_s(setting, load, grids, passes)
         + tensor_s(setting, load, grids, passes)
         + experts_s(setting, load, grids, passes)
         + pipeline_s(setting, load, grids, passes)
     )
     drained = work * (1 + bubble(load, grids))
-    return np.maximum(drained, gathers_s(setting, load, grids, passes))
+    gathers, hidden = gathers_s(setting, load, grids, passes), setting.factors.hidden_gathers
+    return np.maximum(drained, hidden * gathers) + (1 - hidden) * gathers
 
 
 def score_s(setting: Setting, grids: Grids) -> Numbers:
     """Seconds of one forward pass over a step's rows, [grids]."""
-    load = load_of(setting.workload, grids.dp, 1)
+    load = load_of(setting.workload, grids.dp, 1, setting.workload.packing.scored)
     return passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)
 
 
 def train_s(setting: Setting, grids: Grids) -> Numbers:
     """Seconds of all epochs and optimiser steps over a step's rows, [grids]."""
     workload = setting.workload
-    load = load_of(workload, grids.dp, workload.minibatches)
+    load = load_of(workload, grids.dp, workload.minibatches, workload.packing.trained)
     passes, learnt = RECOMPUTED if setting.recomputes else TRAINING, workload.gradient_share
     once = (
         learnt * passes_s(setting, load, grids, passes, setting.factors.train_flops)

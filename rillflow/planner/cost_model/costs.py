@@ -108,11 +108,12 @@ class CostModel:
         lengths = self._lengths(rows, decoder.replicas)
         slots = at_once(workload, decoder, lengths)
         alike = replace(decoder, capacity_tokens=0) if isinstance(decoder, Replica) else decoder
+        begin_s = decoder.begin_s if isinstance(decoder, Replica) else 0.0
         key = (stage.index, alike, slots)
         if key not in self._generated:
             read = prompt_tokens(workload, rows, decoder.replicas)
             drained = drain_s(workload, decoder, lengths, slots)
-            self._generated[key] = decoder.prefill_s(read) + drained
+            self._generated[key] = begin_s + decoder.prefill_s(read) + drained
         return self._generated[key]
 
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
@@ -243,10 +244,11 @@ class _Laid:
         }
 
     def _seconds(self, work: Work, problem: Problem, moved: Numbers) -> Numbers:
+        called: Numbers = np.where(self._grids.devices > 1, self._setting.factors.call_s, 0.0)
         if work is Work.TRAIN:
-            return train_s(self._setting, self._grids) + 2 * np.asarray(moved)
+            return called + train_s(self._setting, self._grids) + 2 * np.asarray(moved)
         if work is Work.SCORE:
-            return score_s(self._setting, self._grids) + np.asarray(moved)
+            return called + score_s(self._setting, self._grids) + np.asarray(moved)
         if work is Work.PUBLISH and not problem.samples_apart:
             return transfers.in_place_s(self._setting, self._grids, np.maximum(self.generate_tp, 1))
         return np.zeros(len(self._grids))

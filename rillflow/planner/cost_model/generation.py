@@ -64,6 +64,8 @@ class Replica:
     """Seconds of one prompt token's attention to one other."""
     prompt_tokens: float
     """Tokens of a prompt on average."""
+    begin_s: float
+    """Seconds of a stage beside its tokens: its call to several devices, and a pass's launches."""
 
     def advance_s(self, rows: int, context_tokens: float, tokens: float) -> float:
         """Seconds in which ``rows`` running rows, ``context_tokens`` in sum, get ``tokens`` more each."""
@@ -123,6 +125,7 @@ def replica_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
         + (one_row - latency),
         prefill_pair_s=shape.attention_flops(1.0) / tp / reading,
         prompt_tokens=workload.prompt.mean,
+        begin_s=(factors.call_s if devices > 1 else 0.0) + factors.pass_s + shape.layers * factors.launch_s,
     )
 
 

@@ -42,6 +42,11 @@ class Grids:
         )
 
     @property
+    def devices(self) -> NDArray[np.float64]:
+        """Devices of each grid."""
+        return self.dp * self.pp * self.tp
+
+    @property
     def dense_cuts(self) -> NDArray[np.float64]:
         """Parts that parameters outside experts are cut into."""
         return self.pp * self.tp * np.where(self.sharded, self.dp, 1.0)

@@ -11,7 +11,6 @@ import torch
 from rillflow.assembly.observed import plan_of
 from rillflow.assembly.planned import settings_of
 from rillflow.assembly.planning import (
-    measured_rows,
     open_cluster,
     problem_of_plan,
     shape_of_directory,
@@ -22,7 +21,6 @@ from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import ConfigError, ModelError, PlanError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
-from rillflow.observe.run_directory import RunDirectory
 from rillflow.planner.plan import Plan
 
 RECIPE = """
@@ -114,50 +112,6 @@ def test_a_models_sizes_come_from_its_directory(tmp_path: Path) -> None:
         shape_of_directory(str(tmp_path))
     with pytest.raises(ModelError, match="not known"):
         shape_of_directory("nobody/nothing")
-
-
-def sampled_run(path: Path) -> Path:
-    """Two steps of four rows: two prompts of three tokens, two answers each."""
-    with RunDirectory.open(path, {"a": 1}, clock=iter(range(100)).__next__) as run:
-        for step in (1, 2):
-            with run.spans.span("reward.score", step=step, rows=4):
-                pass
-            run.log_rollouts(step, [_row(prompt, sample) for prompt in (0, 1) for sample in (0, 1)])
-    return path
-
-
-def _row(prompt: int, sample: int) -> dict[str, object]:
-    answer = [7] * (2 + sample)
-    return {
-        "epoch": 0,
-        "prompt_id": prompt,
-        "sample": sample,
-        "prompt": "p",
-        "columns": {},
-        "tokens": [1, prompt, 3, *answer],
-        "logprobs": [0.0] * (3 + len(answer)),
-        "versions": [-1] * 3 + [0] * len(answer),
-        "finish": "stop",
-        "reward": 1.0,
-        "outcome": "score",
-        "advantage": float(prompt),
-    }
-
-
-def test_a_runs_rows_are_measured(tmp_path: Path) -> None:
-    rows = measured_rows(sampled_run(tmp_path / "run"))
-    assert (rows.prompt.mean, rows.prompt.limit) == (3, 3)
-    assert (rows.response.mean, rows.response.limit) == (2.5, 3)
-    assert rows.function_s == pytest.approx(1 / 4), "the clock moves a second a look"
-    assert rows.computed_share == pytest.approx(11 / 22), "1 | 0 3 7 7 7 | 1 3 7 7 7 of 22 tokens"
-    assert rows.gradient_share == 0.5, "one of two prompts has an advantage"
-
-
-def test_a_run_without_rows_measures_nothing(tmp_path: Path) -> None:
-    with RunDirectory.open(tmp_path / "run", {"a": 1}):
-        pass
-    with pytest.raises(PlanError, match="no rollouts"):
-        measured_rows(tmp_path / "run")
 
 
 def test_a_missing_cluster_is_named(tmp_path: Path) -> None:

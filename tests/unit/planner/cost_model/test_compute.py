@@ -14,7 +14,7 @@ from rillflow.planner.cost_model import compute
 from rillflow.planner.cost_model.numbers import grids_of
 from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
-from rillflow.planner.workload import Lengths
+from rillflow.planner.workload import Lengths, Packing
 from tests.unit.planner.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, WORKLOAD, setting
 
 FREE = Factors(launch_s=0.0, expert_launch_s=0.0, collective_s=0.0, between_collective_s=0.0)
@@ -54,7 +54,7 @@ def test_training_is_three_forwards_and_one_more_where_activations_are_recompute
 
 @given(stages=st.sampled_from([1, 2, 4, 8]), micro_batches=st.integers(1, 64))
 def test_a_pipeline_idles_for_all_stages_but_one(stages: int, micro_batches: int) -> None:
-    load = compute.Load(tokens=1.0, squares=1.0, micro_batches=float(micro_batches))
+    load = compute.Load(tokens=1.0, squares=1.0, seats=1.0, micro_batches=float(micro_batches))
     drained = micro_batches * (1 + float(compute.bubble(load, grids_of(Grid(pp=stages)))[0]))
     assert drained == pytest.approx(micro_batches + stages - 1)
 
@@ -140,6 +140,35 @@ def test_kernels_that_are_not_fused_cost_what_they_touch_of_memory() -> None:
     kept = 6 * SHAPE.hidden + 128 * (SHAPE.heads + SHAPE.kv_heads) + 3 * SHAPE.inner
     moved = 5 * kept * 256 * 512 * SHAPE.layers * 2
     assert found - expected == pytest.approx(moved / (DEVICE.memory_bandwidth * 0.5))
+
+
+def test_heads_cost_by_the_tokens_that_attention_has() -> None:
+    packed = replace(FIXED, packing=Packing(scored=0.5, attended=1.5))
+    slow = setting(workload=packed, factors=replace(FREE, head_token_s=1e-6))
+    found = compute.score_s(slow, grids_of(Grid(), Grid(tp=4)))
+    beside = compute.score_s(setting(workload=packed, factors=FREE), grids_of(Grid(), Grid(tp=4)))
+    heads = SHAPE.layers * SHAPE.heads * 1.5 * 256 * 512 * 1e-6
+    assert found - beside == pytest.approx([heads, heads / 4])
+
+
+def test_a_pass_costs_as_often_as_there_are_micro_batches() -> None:
+    slow = setting(workload=FIXED, factors=replace(FREE, pass_s=0.5))
+    beside = setting(workload=FIXED, factors=FREE)
+    found = compute.train_s(slow, ONE)[0] - compute.train_s(beside, ONE)[0]
+    assert found == pytest.approx(4 * 0.5 * 256 * 512 / 4096)
+
+
+@given(hidden=st.floats(0.0, 1.0), layers=st.sampled_from([8, 16]))
+def test_gathers_that_are_not_hidden_are_waited_for(hidden: float, layers: int) -> None:
+    shape, sharded = replace(SHAPE, layers=layers), grids_of(Grid(dp=8, is_sharded=True))
+    factors = replace(FREE, hidden_gathers=hidden, collective_s=0.1)
+    one = setting(shape=shape, workload=FIXED, factors=factors)
+    load = compute.load_of(FIXED, 8, 1)
+    gathers = compute.gathers_s(one, load, sharded, 1)[0]
+    assert gathers >= (layers + 1) * 0.1 * load.micro_batches, "every layer is a collective of its own"
+    work = compute.score_s(setting(shape=shape, workload=FIXED, factors=FREE), grids_of(Grid(dp=8)))[0]
+    found = compute.score_s(one, sharded)[0]
+    assert found == pytest.approx(max(work, hidden * gathers) + (1 - hidden) * gathers)
 
 
 def test_a_dtype_the_device_does_not_know_is_named() -> None:
