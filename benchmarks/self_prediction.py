@@ -140,7 +140,7 @@ def measured(names: Sequence[str], rounds: int, folder: Path) -> str:
 
 
 def compared(name: str, one: Round, factors: Factors, drift: float) -> Row:
-    """A run beside what these factors expect of it; how long its rows are is given, as ``--lengths`` gives it."""
+    """A run beside what these factors expect of it; its rows' lengths are given, as by ``--lengths``."""
     loaded, hardware = one.loaded, replace(this_machine(2), factors=factors)
     problem = state_problem(loaded, hardware, Path(str(loaded.recipe.run.dir))).problem
     plan = plan_of(loaded.recipe, problem.graph, hardware.fleets[0].name)
@@ -182,11 +182,11 @@ def page(
         f"`python benchmarks/self_prediction.py --write benchmarks/results/self_prediction.md`, "
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}.",
         "",
-        f"Each variant is predicted from one run of the recipe right before it, {len(rows) // len(names)} times; "
-        f"seconds and errors are medians. {within} of {len(names)} within {LIMIT:.0%}. Drift: a step of the "
-        "recipe itself right after, against right before.",
+        f"Each variant is predicted from one run of the recipe right before it, {len(rows) // len(names)} "
+        f"times; seconds and errors are medians. {within} of {len(names)} within {LIMIT:.0%}. Drift: a step "
+        "of the recipe itself right after, against right before.",
         "",
-        "| run | differs by | predicted s | measured s | error | in each round | drift in each round | stages |",
+        "| run | differs by | predicted s | measured s | error | each round's | drift | stages |",
         "|---|---|---|---|---|---|---|---|",
         *(_line(name, of[name]) for name in names),
         "",

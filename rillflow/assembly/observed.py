@@ -37,20 +37,22 @@ WARM_UP = 2
 """Steps of a phase that are not looked at: memory is first taken in them."""
 CPU_FACTORS = {
     "train_flops": 0.8,
-    "score_flops": 0.7,
-    "decode_flops": 0.6,
-    "decode_bandwidth": 1.0,
-    "touches": 6.0,
-    "head_token_s": "300 ns",
-    "pass_s": "5 ms",
-    "launch_s": "1.1 ms",
-    "decode_launch_s": "750 us",
-    "decode_row_s": "15 us",
+    "score_flops": 0.67,
+    "decode_flops": 0.73,
+    "decode_bandwidth": 0.24,
+    "touches": 1.2,
+    "head_token_s": "310 ns",
+    "pass_s": "4.8 ms",
+    "launch_s": "1 ms",
+    "decode_launch_s": "600 us",
+    "decode_row_s": "10 us",
+    "row_s": "150 us",
     "collective_s": "1 ms",
-    "hidden_gathers": 0,
     "call_s": "8 ms",
+    "hidden_reads": 0,
+    "hidden_gathers": 0,
 }
-"""Factors of a processor's core, from which a fit to one run starts; see benchmarks/processor.py."""
+"""Factors of a processor's core, from which a fit to one run starts (benchmarks/processor.py)."""
 RECIPE_WORD = 2
 """Where the recipe stands among the words of a run's command."""
 

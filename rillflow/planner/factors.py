@@ -31,6 +31,8 @@ class Factors:
     """How often a forward pass reads or writes each activation beside products; 0 where kernels are fused."""
     head_token_s: float = 0.0
     """Seconds of one head's attention for one token of a row, forward, beside its products: small blocks."""
+    hidden_reads: float = 1.0
+    """Of what decoding reads of memory, the share that runs beside products; the rest is waited for."""
     hidden_gathers: float = 1.0
     """Of what gathering shards takes, the share that runs beside products; the rest is waited for."""
     pass_s: float = 0.0
@@ -43,6 +45,8 @@ class Factors:
     """Seconds of a layer for one token of all rows beside what is read: recorded kernels start faster."""
     decode_row_s: float = 5e-6
     """Seconds of one row for one token beside the model: scheduling and sampling, shared by no devices."""
+    row_s: float = 0.0
+    """Seconds of a row that is generated beside its tokens: it is given a place, and handed over."""
     collective_s: float = 1e-5
     """Seconds a collective within a machine takes at the least."""
     between_collective_s: float = 3e-5

@@ -229,7 +229,7 @@ def _factors(data: Mapping[str, Any], name: str) -> Factors:
         match key:
             case "touches":
                 found[key] = _touches(value, where)
-            case "hidden_gathers":
+            case "hidden_gathers" | "hidden_reads":
                 found[key] = 0.0 if value == 0 and not isinstance(value, bool) else _share(value, where)
             case _:
                 found[key] = _share(value, where)

@@ -69,6 +69,10 @@ class Decoder(Protocol):
         """Seconds to read prompts of so many tokens in sum."""
         ...
 
+    def entry_s(self, rows: float) -> float:
+        """Seconds of a stage with so many rows on this replica, beside all tokens."""
+        ...
+
 
 class Costs(Protocol):
     """What mapping and simulator ask of a cost model; bytes and seconds are of a problem.

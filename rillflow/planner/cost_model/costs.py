@@ -108,12 +108,11 @@ class CostModel:
         lengths = self._lengths(rows, decoder.replicas)
         slots = at_once(workload, decoder, lengths)
         alike = replace(decoder, capacity_tokens=0) if isinstance(decoder, Replica) else decoder
-        begin_s = decoder.begin_s if isinstance(decoder, Replica) else 0.0
         key = (stage.index, alike, slots)
         if key not in self._generated:
             read = prompt_tokens(workload, rows, decoder.replicas)
             drained = drain_s(workload, decoder, lengths, slots)
-            self._generated[key] = begin_s + decoder.prefill_s(read) + drained
+            self._generated[key] = decoder.entry_s(len(lengths)) + decoder.prefill_s(read) + drained
         return self._generated[key]
 
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
@@ -129,7 +128,8 @@ class CostModel:
         context = running * (workload.prompt.mean + response.mean_square / (2 * max(response.mean, 1e-9)))
         token_s = decoder.advance_s(running, context - running / 2, 1.0)
         decoded_s = rows * response.mean / (decoder.replicas * running) * token_s
-        return decoded_s + decoder.prefill_s(prompt_tokens(workload, rows, decoder.replicas))
+        entered_s = decoder.entry_s(rows / decoder.replicas)
+        return entered_s + decoded_s + decoder.prefill_s(prompt_tokens(workload, rows, decoder.replicas))
 
     def function_s(self, stage: Stage, devices: int) -> float:
         """Seconds of a function, spread over the hosts of so many devices, or of a formula on one."""

@@ -64,6 +64,10 @@ class Replica:
     """Seconds of one prompt token's attention to one other."""
     prompt_tokens: float
     """Tokens of a prompt on average."""
+    hidden_reads: float
+    """Of what is read, the share that runs beside products."""
+    row_begin_s: float
+    """Seconds of a row beside its tokens."""
     begin_s: float
     """Seconds of a stage beside its tokens: its call to several devices, and a pass's launches."""
 
@@ -77,13 +81,18 @@ class Replica:
     def token_s(self, rows: float, context_tokens: float) -> float:
         """Seconds of one token of every running row: what is read, or what is computed, takes longer.
 
-        ``max(weights + cache, products + attention) + launches + collectives``; a mixture reads the
-        experts that at least one of the rows chose.
+        ``max(weights + cache, products + attention) + launches + collectives``, reads that are not hidden
+        beside; a mixture reads the experts that at least one of the rows chose.
         """
         chosen = 1.0 - math.pow(self.missed_share, rows)
         read_s = self.trunk_s + chosen * self.experts_s + context_tokens * self.cache_s
         compute_s = rows * self.row_s + context_tokens * self.pair_s
-        return max(read_s, compute_s) + self.launch_s + rows * self.link_s
+        waited_s = (1.0 - self.hidden_reads) * read_s
+        return max(self.hidden_reads * read_s, compute_s) + waited_s + self.launch_s + rows * self.link_s
+
+    def entry_s(self, rows: float) -> float:
+        """Seconds of a stage's rows on this replica beside their tokens, and of the stage itself."""
+        return self.begin_s + rows * self.row_begin_s
 
     def prefill_s(self, tokens: float) -> float:
         """Seconds to read prompts of so many tokens in sum."""
@@ -125,6 +134,8 @@ def replica_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
         + (one_row - latency),
         prefill_pair_s=shape.attention_flops(1.0) / tp / reading,
         prompt_tokens=workload.prompt.mean,
+        hidden_reads=factors.hidden_reads,
+        row_begin_s=factors.row_s,
         begin_s=(factors.call_s if devices > 1 else 0.0) + factors.pass_s + shape.layers * factors.launch_s,
     )
 

@@ -46,6 +46,9 @@ class FakeDecoder:
     def prefill_s(self, tokens: float) -> float:
         return self.prompt_s * tokens
 
+    def entry_s(self, rows: float) -> float:
+        return 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class FakeCosts:

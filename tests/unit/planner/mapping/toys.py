@@ -55,6 +55,9 @@ class ToyDecoder:
     def prefill_s(self, tokens: float) -> float:
         return 0.0
 
+    def entry_s(self, rows: float) -> float:
+        return 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToyCosts:
