@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rillflow.assembly.planned import keep_plan
 from rillflow.assembly.preflight import open_rows, require_usable
 from rillflow.assembly.recipe import Recipe
-from rillflow.observe import durable, layout
+from rillflow.observe import layout
 from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
 from rillflow.observe.run_directory import RunDirectory, set_aside
 from rillflow.planner.plan import Plan
-from rillflow.planner.plan_file import plan_text
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
 from rillflow.view.predicted import compare, render_comparison
@@ -51,7 +51,8 @@ def launch(
         base: the recipe's folder; paths in it are relative to it.
         fresh: move an older run of the same directory aside instead of resuming it.
         quiet: show nothing but errors.
-        plan: what the recipe's placement is from; kept in the run directory, and compared with at the end.
+        plan: what the recipe's placement is from, or what is expected of it; kept in the run directory, and
+            compared with at the end. None: that of an earlier start, where the placement is still as it says.
 
     Raises:
         RillflowError: anything a user can mend, with what, why and what to do.
@@ -65,13 +66,11 @@ def launch(
     with ExitStack() as stack:
         run = RunDirectory.open(path, resolved(recipe, task), ignore=FREE_TO_CHANGE)
         stack.callback(run.close)
-        if plan is not None:
-            durable.replace(path / layout.PLAN, [plan_text(plan).encode()])
         progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet))
         if (path / layout.FINISHED).is_file():
             progress.note(f"{path} is finished; --fresh sets it aside and starts again")
         else:
-            _train(recipe, base, task, run, progress, stack)
+            _train(recipe, base, task, run, progress, stack, plan)
             run.write_json(layout.FINISHED, {"steps": recipe.total_steps})
             run.write_json(layout.SUMMARY, summarise(path).as_json())
             write_report(path)
@@ -96,7 +95,13 @@ def _steps(recipe: Recipe) -> dict[str, int]:
 
 
 def _train(
-    recipe: Recipe, base: Path, task: Task[Example], run: RunDirectory, progress: Progress, stack: ExitStack
+    recipe: Recipe,
+    base: Path,
+    task: Task[Example],
+    run: RunDirectory,
+    progress: Progress,
+    stack: ExitStack,
+    plan: Plan | None,
 ) -> None:
     from rillflow.assembly.build import Build
     from rillflow.dataflow.checkpoint import latest_checkpoint
@@ -108,5 +113,16 @@ def _train(
         if checkpoint:
             progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
         build = Build(recipe, base, task, run, checkpoint, stack)
-        run.log_start(environment(device=str(build.device)))
+        is_planned = keep_plan(run.path, plan, recipe.placement)
+        left = run.path / layout.PLAN
+        if not is_planned and left.is_file():
+            progress.note(f"not placed as {left} says, so no longer compared with it; --plan {left} goes on")
+        run.log_start(
+            {
+                **environment(device=str(build.device)),
+                "after_step": checkpoint.step if checkpoint else 0,
+                "placement": recipe.placement.model_dump(mode="json"),
+                "is_planned": is_planned,
+            }
+        )
         build.train(progress, interruption)

@@ -1,7 +1,8 @@
 """Planned: a plan laid over a recipe as if its placement had been written there, or why it cannot run.
 
 plan.toml ─ open_plan ─┬─ settings_of ─> placement.pools, roles, train, generate, as --set writes them
-                       └─ require_for ─> what another recipe's is, or no run can do yet, is refused
+                       ├─ require_for ─> what another recipe's is, or no run can do yet, is refused
+                       └─ keep_plan ───> in the run directory; whether the run goes on as it says
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rillflow.assembly.recipe import LoadedRecipe
+from rillflow.cluster.config import MeshSizes, PlacementConfig
 from rillflow.config.overrides import parse_override
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError, PlanError, nearest
-from rillflow.graph.graph import CONTROLLER
+from rillflow.observe import durable, layout
 from rillflow.planner.grid import Grid
 from rillflow.planner.plan import Plan
-from rillflow.planner.plan_file import read_plan
+from rillflow.planner.plan_file import plan_text, read_plan
 from rillflow.planner.problem import SAMPLER
 
 PLANNED = ("placement.pools", "placement.roles", "placement.train", "placement.generate")
@@ -97,12 +99,38 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
             )
 
 
-def pool_of_stage(plan: Plan, stage: str) -> str:
-    """The pool on which a stage of a launched plan runs; a function's is the first, a formula has none."""
-    role = stage.partition(".")[0]
-    if role == CONTROLLER:
-        return CONTROLLER
-    return plan.units[role].pool if role in plan.units else plan.pools[0].name
+def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
+    """Whether every unit of the plan lies as it says; what the pools are called does not matter.
+
+    Grids fill their pools, so those of equal grids have equal sizes.
+    """
+    pairs = {(unit.pool, placement.pool_of(name)) for name, unit in plan.units.items()}
+    names = dict(pairs)
+    alike = len(pairs) == len(names) == len(set(names.values()))
+    return (
+        alike
+        and all(_grid(placement.mesh_of(name)) == unit.grid for name, unit in plan.units.items())
+        and all(unit.generate_tp in (0, placement.generate_tp) for unit in plan.units.values())
+    )
+
+
+def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
+    """Write a given plan into a run directory; whether the plan there says how the run is placed.
+
+    Args:
+        run: the directory.
+        plan: what this start of the run was given; None: it may have one of an earlier start.
+        placement: what this start runs on.
+
+    Raises:
+        PlanError: the plan of an earlier start is damaged.
+    """
+    file = run / layout.PLAN
+    if plan is not None:
+        durable.replace(file, [plan_text(plan).encode()])
+    elif file.is_file():
+        plan = open_plan(file)
+    return plan is not None and is_placed_by(plan, placement)
 
 
 def _reasons(plan: Plan) -> Iterator[PlanError]:
@@ -168,6 +196,10 @@ def _require_alone(overrides: Sequence[str]) -> None:
 def _pool_names(plan: Plan) -> Mapping[str, str]:
     """What the plan's pools are called in a run: a pool named as a unit would hide that unit's own grid."""
     return {pool.name: f"pool_{pool.name}" if pool.name in plan.units else pool.name for pool in plan.pools}
+
+
+def _grid(mesh: MeshSizes) -> Grid:
+    return Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, is_sharded=mesh.is_sharded)
 
 
 def _axes(grid: Grid) -> Mapping[str, int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rillflow.cli.failure import DONE, FAILED, explain_failure
-from rillflow.errors import RillflowError
+from rillflow.errors import ConfigError, RillflowError
 
 if TYPE_CHECKING:
     from rillflow.assembly.check import Report
@@ -24,6 +24,12 @@ def run(arguments: argparse.Namespace) -> int:
     """``rillflow run``: look at what can be seen at once, then run to the end."""
     from rillflow.assembly.preflight import require_ready
 
+    if arguments.lengths is not None and arguments.cluster is None:
+        raise ConfigError(
+            "--lengths without --cluster",
+            why="lengths of rows are for what a cluster's file predicts",
+            fix="add --cluster FILE, or leave --lengths out",
+        )
     plan, placed = None, []
     if arguments.plan is not None:
         from rillflow.assembly.planned import open_plan, require_for, settings_of
@@ -34,6 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
     if plan is not None:
         require_for(plan, loaded)
     require_ready(loaded)
+    if arguments.cluster is not None:
+        from rillflow.cli.planning import expected
+
+        plan = expected(loaded, arguments)
     from rillflow.assembly.launch import launch
 
     launch(loaded.recipe, loaded.base, fresh=arguments.fresh, quiet=arguments.quiet, plan=plan)

@@ -100,9 +100,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin anew: an older run in the directory is moved aside, not deleted",
     )
     parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
-    parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="place roles as a plan of rillflow plan does"
-    )
+    planning.run_arguments(parser)
 
 
 def _graph_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """Planning: the commands that say what a step will cost: arguments in, exit code out.
 
+run        recipe, cluster ─ its own placement ─> what is expected of it
 plan       recipe, cluster ─ search ─> tables, plan.toml, a picture
 simulate   recipe, plan, cluster ─ events ─> tables, a timeline
 calibrate  run directory ─ fit ─> a cluster file with its factors
@@ -21,6 +22,7 @@ from rillflow.cli.commands import load
 from rillflow.cli.failure import DONE
 
 if TYPE_CHECKING:
+    from rillflow.assembly.recipe import LoadedRecipe
     from rillflow.planner.mapping.doubling import ClusterSize
     from rillflow.planner.plan import Plan
     from rillflow.planner.problem import Problem
@@ -117,6 +119,32 @@ def calibrate(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def expected(loaded: LoadedRecipe, arguments: argparse.Namespace) -> Plan:
+    """What a cluster's file says of the recipe as it is placed, for ``rillflow run --cluster``."""
+    from rillflow.assembly.as_placed import plan_as_placed
+    from rillflow.assembly.planned import require_for
+    from rillflow.assembly.planning import open_cluster, state_problem
+
+    statement = state_problem(loaded, open_cluster(arguments.cluster), arguments.lengths)
+    plan = plan_as_placed(loaded.recipe, statement)
+    require_for(plan, loaded)
+    if not arguments.quiet:
+        _print_lines(_assumed(statement.assumptions)[1:])
+    return plan
+
+
+def run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of ``run`` by which predicted seconds stand beside those measured."""
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--plan", type=Path, metavar="FILE", help="place roles as a plan of rillflow plan does"
+    )
+    either.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="predict the recipe's own placement by a cluster's file"
+    )
+    _lengths_argument(parser)
+
+
 def simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``simulate``."""
     parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="a plan of rillflow plan")
@@ -185,6 +213,10 @@ def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="a cluster's TOML file")
+    _lengths_argument(parser)
+
+
+def _lengths_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", type=Path, metavar="RUN", help="a run whose rows say how long rows are; else assumed"
     )

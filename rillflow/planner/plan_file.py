@@ -20,7 +20,7 @@ from rillflow.planner.problem import SAMPLER
 
 LATE: tuple[Literal["wait", "drop"], ...] = ("wait", "drop")
 """What may become of rows beyond the freshness bound."""
-COMMENT = "Made by rillflow plan; rillflow run RECIPE --plan FILE launches it."
+COMMENT = "Where models lie and what a step should take; rillflow run RECIPE --plan FILE launches it."
 
 
 def plan_text(plan: Plan) -> str:

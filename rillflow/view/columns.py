@@ -1,6 +1,6 @@
 """Columns: rows of cells as lines of text that stand below one another, and seconds short enough for a cell.
 
-rows ─> lines: the first column flush left, the others flush right, each as wide as its widest cell
+rows ─> lines: columns of words flush left, the others flush right, each as wide as its widest cell
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from collections.abc import Sequence
 from rillflow.observe.wording import duration, number
 
 
-def columns(rows: Sequence[Sequence[str]], *, left: int = 1, indent: int = 2) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], *, left: int = 1, text: int = 0, indent: int = 2) -> list[str]:
     """The rows as lines.
 
     Args:
         rows: cells, as many in every row; the first row is the head.
-        left: columns that are flush left.
+        left: columns at the beginning that are flush left.
+        text: columns at the end that are flush left too.
         indent: blanks before each line.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if place < left else cell.rjust(width)
+            cell.ljust(width) if place < left or place >= len(row) - text else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append((" " * indent + "  ".join(cells)).rstrip())

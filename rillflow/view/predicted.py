@@ -1,8 +1,9 @@
 """Predicted: what the plan of a run expected of every stage, beside what it took.
 
-plan.toml ─ predicted seconds ─┐
-spans, step times ─ medians ───┴─> Comparison ─┬─ text at the end of a run, which stage was furthest off
-                                               └─ card of the report
+plan.toml ─ predicted seconds ───────────────┐
+starts ─ steps placed as the plan says ─┐    │
+spans, step times ─ medians of those ───┴────┴─> Comparison ─┬─ text at the end, which stage was furthest off
+                                                             └─ card of the report
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Predicted:
     predicted_s: float
     """What the plan says of one step."""
     measured_s: float
-    """The median over the steps of the run's last phase, its first one left out."""
+    """The median over the steps of the run's last phase that lay as planned, the first one left out."""
 
     @property
     def error(self) -> float | None:
@@ -65,7 +66,7 @@ class Comparison:
 
 
 def compare(data: RunData) -> Comparison | None:
-    """A run against the plan in its directory; None where there is no plan, or no step to compare.
+    """A run against the plan in its directory; None where there is none, or no step was placed as it says.
 
     Raises:
         RunDirectoryError: the plan there is damaged.
@@ -78,10 +79,11 @@ def compare(data: RunData) -> Comparison | None:
         plan = read_plan(file.read_text("utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise RunDirectoryError(f"{file} cannot be read", why=str(error)) from error
-    phase = data.phases[-1]
-    if phase.name != plan.name:
+    phase, begun = data.phases[-1], _planned_from(data)
+    if phase.name != plan.name or begun is None or begun > phase.last:
         return None
-    first = phase.first + (1 if phase.last > phase.first else 0)
+    first = max(phase.first, begun)
+    first += 1 if phase.last > first else 0
     measured = stage_medians(data, first, phase.last)
     names = sorted(set(measured) | set(plan.predicted_stages_s), key=lambda name: -measured.get(name, 0.0))
     stages = tuple(
@@ -94,6 +96,21 @@ def compare(data: RunData) -> Comparison | None:
     )
     step = Predicted(name=STEP, predicted_s=plan.predicted_step_s, measured_s=_step_s(data, phase, first))
     return Comparison(stages=stages, step=step, steps=phase.last - first + 1)
+
+
+def _planned_from(data: RunData) -> int | None:
+    """The step from which on the run was placed as it is now; None where its last start left the plan."""
+    if not data.starts:
+        return 1
+    last, begun = data.starts[-1], 1
+    if last.get("is_planned") is False:
+        return None
+    for start in reversed(data.starts):
+        if start.get("placement") != last.get("placement"):
+            break
+        after = start.get("after_step")
+        begun = after + 1 if isinstance(after, int) else 1
+    return begun
 
 
 def stage_medians(data: RunData, first: int, last: int) -> Mapping[str, float]:

@@ -1,6 +1,6 @@
 """Ranked: the result of a search as lines of text and as data.
 
-Ranking ─┬─ ranking_lines ─> the best plans, the best one's stages and pools, why every other placement loses
+Ranking ─┬─ ranking_lines ─> the best plans, the best one's stages and pools, why each other placement loses
          └─ ranking_data ──> JSON
 """
 
@@ -29,7 +29,7 @@ def ranking_lines(problem: Problem, objective: Objective, found: Ranking) -> lis
         f"allocations solved; {said}",
         "",
         f"the {len(found.best)} best placements",
-        *columns(_best_rows(objective, found.best), left=2),
+        *columns(_best_rows(objective, found.best), left=2, text=2),
         "",
         "the best one",
         *columns(_unit_rows(best.plan)),
@@ -89,7 +89,16 @@ def value_text(objective: Objective, one: Ranked) -> str:
 
 def _best_rows(objective: Objective, best: Sequence[Ranked]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        ("", "pools", "devices", "freshness", "step", objective.goal.value if _differs(objective) else "")
+        (
+            "",
+            "pools",
+            "devices",
+            "freshness",
+            "step",
+            objective.goal.value if _differs(objective) else "",
+            "behind by",
+            "",
+        )
     ]
     for place, one in enumerate(best, 1):
         sizes = " + ".join(str(pool.devices) for pool in one.plan.pools)
@@ -102,6 +111,8 @@ def _best_rows(objective: Objective, best: Sequence[Ranked]) -> list[tuple[str, 
                 str(one.plan.freshness),
                 seconds(one.evaluation.step_s),
                 value,
+                "" if one.cause is None else one.cause.value,
+                one.why,
             )
         )
     return rows
@@ -174,6 +185,8 @@ def _ranked_data(problem: Problem, one: Ranked) -> dict[str, Any]:
         },
         "freshness": plan.freshness,
         "value": one.value,
+        "cause": None if one.cause is None else one.cause.value,
+        "why": one.why,
         **_evaluation_data(problem, found),
     }
 

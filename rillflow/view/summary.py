@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from rillflow.observe import layout
@@ -20,8 +19,10 @@ from rillflow.observe.wording import duration
 from rillflow.view.run_data import RunData, load
 from rillflow.view.samples import read_samples
 
-_FREE = "algorithm.steps="
-"""The setting that the suggested commands choose themselves."""
+_FREE = ("--dir", "algorithm.steps=")
+"""The option, and the setting, that the suggested commands choose themselves."""
+_KEPT = ("--set", "--plan", "--cluster", "--lengths")
+"""The options of a run that say what is computed, where, and what is expected of it."""
 _ASKED = "policy"
 """The model that can be asked."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
@@ -257,14 +258,15 @@ def _command(data: RunData) -> tuple[str, ...]:
 
 
 def _recipe(command: Sequence[str]) -> str:
-    """The recipe and the settings that were laid over it."""
-    recipe = next((word for word in command if word.endswith(".toml")), "RECIPE")
-    given = [
-        word
-        for name, value in pairwise(command)
-        if name == "--set" and _FREE not in value
-        for word in (name, value)
-    ]
+    """The recipe with the options that are kept: ``run.toml --set policy.lr=1e-5 --plan plan.toml``."""
+    recipe, given, words = "RECIPE", list[str](), iter(command[2:])
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in (*_KEPT, *_FREE):
+            value = value if equals else next(words, "")
+            given += [name, value] if name in _KEPT and not value.startswith(_FREE) else []
+        elif not word.startswith("-"):
+            recipe = word
     return shlex.join([recipe, *given])
 
 

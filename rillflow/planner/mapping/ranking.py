@@ -22,8 +22,12 @@ class Cause(StrEnum):
     """Devices that wait for other pools."""
     SLOWER = "slower stages"
     """Stages that take longer on what they are given."""
+    TURNS = "turns"
+    """Stages one after another that the best plan runs side by side."""
     DEVICES = "devices"
     """More devices, or dearer ones, than what they gain is worth."""
+    TIE = "tie"
+    """Nothing: it is as good, and only the order of equal plans puts it behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,7 @@ class Effort:
     solved: int = 5_000
     """Allocations of one placement that are solved exactly; where more could be best, the ranking says so."""
     explains: bool = True
-    """Whether every other placement is asked why it loses."""
+    """Whether every placement but the best is asked why it loses."""
     first: int = 512
     """Allocations looked at first, to have a plan to beat."""
 
@@ -52,6 +56,10 @@ class Ranked:
     """What it costs."""
     value: float
     """The objective's; the less the better."""
+    cause: Cause | None = None
+    """What it is behind the best by; none of the best itself, or where nobody asked."""
+    why: str = ""
+    """The same in words and numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,11 @@
 """Reasons: why a placement loses against the best one, in words and numbers.
 
-its best plan, the best of all ─┬─ without transfers it would catch up ──> transfer
+its best plan, the best of all ─┬─ it is as good ────────────────────────> tie
+                                ├─ without transfers it would catch up ──> transfer
                                 ├─ its replicas run dry for longer ──────> tail
                                 ├─ its devices wait more ────────────────> idle
-                                ├─ a stage takes longer ─────────────────> slower stages
+                                ├─ its stages take longer ───────────────> slower stages
+                                ├─ they do not, but wait for each other ─> turns
                                 └─ it is as fast, on more devices ───────> devices
 no plan ─ what is missing on which role, and the least cluster ──────────> memory
 """
@@ -46,6 +48,8 @@ def why_it_loses(tables: Tables, found: Ranked, winner: Ranked) -> Reason:
     mine, best = found.evaluation, winner.evaluation
     late = mine.step_s - best.step_s
     if late <= 1e-9 * best.step_s:
+        if (found.value, mine.devices) == (winner.value, best.devices):
+            return Reason(cause=Cause.TIE, why=f"as good; {_preferred(found.plan, winner.plan)}")
         return Reason(
             cause=Cause.DEVICES,
             why=f"{mine.step_s:.4g} s on {mine.devices} devices; the best takes {best.step_s:.4g} s on "
@@ -104,6 +108,15 @@ def no_plan_fits(variants: Sequence[Tables], objective: Objective) -> PlanError:
     )
 
 
+def _preferred(plan: Plan, winner: Plan) -> str:
+    """Which of two equal plans comes first, and why: the order of ``search``."""
+    if len(winner.pools) < len(plan.pools):
+        return "the best has fewer pools"
+    if winner.freshness < plan.freshness:
+        return "the best trains on fresher tokens"
+    return "the best comes first by its names"
+
+
 def _without_transfers_s(tables: Tables, found: Ranked) -> float:
     """Seconds of its step if rows and weights took none between pools."""
     problem, mine = tables.problem, found.evaluation
@@ -159,10 +172,15 @@ def _idle_share(plan: Plan, found: Evaluation) -> float:
 
 
 def _slower(tables: Tables, mine: Evaluation, best: Evaluation, said: str) -> Reason:
-    """The stage that takes most seconds more than in the best plan."""
-    stage = max(
-        tables.problem.graph.stages, key=lambda stage: mine.seconds[stage.index] - best.seconds[stage.index]
-    )
+    """The stage that takes most seconds more than in the best plan, where such stages make up half of it."""
+    more = {index: spent - best.seconds[index] for index, spent in mine.seconds.items()}
+    if sum(max(0.0, one) for one in more.values()) < (mine.step_s - best.step_s) / 2:
+        work, least = sum(mine.seconds.values()), sum(best.seconds.values())
+        return Reason(
+            cause=Cause.TURNS,
+            why=f"{said}its stages take {work:.3g} s in sum, in the best plan {least:.3g} s side by side",
+        )
+    stage = max(tables.problem.graph.stages, key=lambda stage: more[stage.index])
     spent, less = mine.seconds[stage.index], best.seconds[stage.index]
     return Reason(
         cause=Cause.SLOWER, why=f"{said}{stage.name} takes {spent:.3g} s, in the best plan {less:.3g} s"

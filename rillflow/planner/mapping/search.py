@@ -121,11 +121,11 @@ class _Search:
         self._best = self._best[: self._effort.kept]
         if not self._best:
             raise no_plan_fits([placement.tables for placement in self._placements], self._objective)
-        ranked = tuple(self._ranked(one) for one in self._best)
+        ranked = self._explained([self._ranked(one) for one in self._best])
         kept = {id(one.placement) for one in self._best}
         losers = [self._loser(one, ranked[0]) for one in looked_at if id(one.placement) not in kept]
         return Ranking(
-            best=ranked,
+            best=tuple(ranked),
             losers=tuple(sorted(losers, key=lambda one: (one.bound, one.freshness, one.pools))),
             counts=Counts(
                 placements=len(self._placements),
@@ -136,6 +136,20 @@ class _Search:
             is_exact=self._is_exact,
             bound=min(ranked[0].value, self._dropped),
         )
+
+    def _explained(self, ranked: list[Ranked]) -> list[Ranked]:
+        """The best plans, each but the first with what it is behind by."""
+        if not self._effort.explains:
+            return ranked
+        reasons = [
+            why_it_loses(solved.placement.tables, one, ranked[0])
+            for solved, one in zip(self._best[1:], ranked[1:], strict=True)
+        ]
+        others = [
+            replace(one, cause=reason.cause, why=reason.why)
+            for one, reason in zip(ranked[1:], reasons, strict=True)
+        ]
+        return [ranked[0], *others]
 
     def _looked_at(self, root: float, placement: _Placement) -> _LookedAt:
         """Search one placement, unless its bound says that it cannot be among the best."""

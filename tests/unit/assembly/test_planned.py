@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rillflow.assembly import planned
-from rillflow.assembly.planned import open_plan, require_for, settings_of
+from rillflow.assembly.planned import is_placed_by, keep_plan, open_plan, require_for, settings_of
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
+from rillflow.cluster.config import PlacementConfig
 from rillflow.errors import ConfigError, PlanError
+from rillflow.observe import layout
 from rillflow.planner.grid import Grid
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.plan_file import plan_text
@@ -77,6 +79,52 @@ def test_every_role_lies_as_the_plan_says(
     assert len(placement.pools) == len(plan.pools)
     assert sum(placement.pools.values()) == 4 * len(plan.pools)
     assert placement.generate_tp == plan.units["policy"].grid.tp
+
+
+POOLS = st.tuples(*[st.sampled_from(["main", "critic", "b c"])] * 3)
+MESHES = st.tuples(*[st.sampled_from(GRIDS)] * 3)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pools=POOLS, grids=MESHES, other_pools=POOLS, other_grids=MESHES)
+def test_a_placement_is_that_of_a_plan_where_both_put_every_role_alike(
+    recipe: Path,
+    pools: tuple[str, ...],
+    grids: tuple[Grid, ...],
+    other_pools: tuple[str, ...],
+    other_grids: tuple[Grid, ...],
+) -> None:
+    plan, other = plan_of(pools, grids), plan_of(other_pools, other_grids)
+    placement = loaded(recipe, other).recipe.placement
+    alike = shared(pools) == shared(other_pools) and grids == other_grids
+    assert is_placed_by(other, placement)
+    assert is_placed_by(plan, placement) == alike
+
+
+def shared(pools: tuple[str, ...]) -> list[int]:
+    """Which roles lie together, whatever their pools are called."""
+    return [pools.index(pool) for pool in pools]
+
+
+def test_pools_of_other_sizes_and_another_copy_for_generation_are_another_placement() -> None:
+    plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3)
+    assert is_placed_by(plan, PlacementConfig(pools={"a": 4, "functions": 2}))
+    assert not is_placed_by(plan, PlacementConfig(pools={"a": 2}))
+    assert not is_placed_by(plan, PlacementConfig(pools={"a": 4}, generate={"tp": 2}))
+    assert not is_placed_by(with_experts(plan), PlacementConfig(pools={"a": 4}))
+
+
+def test_a_plan_is_kept_and_left_as_the_placement_says(tmp_path: Path) -> None:
+    plan, file = plan_of(("main",) * 3, (Grid(dp=4),) * 3), tmp_path / layout.PLAN
+    same, another = PlacementConfig(pools={"a": 4}), PlacementConfig(pools={"a": 1})
+    assert not keep_plan(tmp_path, None, same), "there is none"
+    assert keep_plan(tmp_path, plan, same) and open_plan(file) == plan
+    assert keep_plan(tmp_path, None, same)
+    assert not keep_plan(tmp_path, None, another)
+    assert open_plan(file) == plan, "nothing is deleted"
+    file.write_text("name = 3")
+    with pytest.raises(PlanError, match=r"plan\.toml"):
+        keep_plan(tmp_path, None, same)
 
 
 def test_other_settings_stay(recipe: Path) -> None:

@@ -56,6 +56,8 @@ def test_a_recipe_is_planned_and_the_plan_simulated(here: Path, capsys: pytest.C
     out = said(capsys, *PLAN, "--out", "plan.toml", "--plot", "plan.html")
     assert "best placements" in out and "why the others lose" in out
     assert "policy | reference | critic" in out and "memory" in out
+    head, best, second = out.split("best placements\n")[1].splitlines()[:3]
+    assert "behind by" in head and "more: " not in best and "more: " in second
     assert "throughput against the size of the cluster" in out
     assert "assumed: responses: log-normal" in out
     plan = read_plan((here / "plan.toml").read_text(), "plan.toml")
@@ -64,6 +66,7 @@ def test_a_recipe_is_planned_and_the_plan_simulated(here: Path, capsys: pytest.C
     assert {pool.device for pool in plan.pools} == {"cpu"}
     page = (here / "plan.html").read_text()
     assert "policy.generate, step 1" in page and "rows a second by devices" in page
+    assert "behind by" in page and second.strip() in page
     out = said(capsys, *SIMULATE, "--steps", "3", "--plot", "steps.html")
     assert "ppo on two, freshness 0, seed 0: 3 steps simulated" in out
     assert "192 begun, 192 trained" in out
@@ -86,6 +89,9 @@ def test_machines_get_json(here: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert data["is_exact"] and len(data["best"]) + len(data["losers"]) == data["placements"] == 5
     steps = [one["step_s"] for one in data["best"]]
     assert steps == sorted(steps)
+    first, *others = data["best"]
+    assert (first["cause"], first["why"]) == (None, "")
+    assert all(one["cause"] and f"{one['step_s']:.4g} s" in one["why"] for one in others)
     assert [size["devices"] for size in data["sizes"]] == [2, 4]
     found = json.loads(said(capsys, *SIMULATE, "--format", "json", "--steps", "2"))
     assert len(found["step_s"]) == 2 and found["trained"] == 128
@@ -118,6 +124,10 @@ def test_freshness_takes_generation_apart(here: Path, capsys: pytest.CaptureFixt
         ([*SIMULATE], "plan.toml does not exist"),
         (["calibrate", "nowhere"], "no run directory"),
         (["run", "run.toml", "--plan", "plan.toml"], "plan.toml does not exist"),
+        (["run", "run.toml", "--cluster", "clutser.toml"], "did you mean 'cluster.toml'"),
+        (["run", "run.toml", "--lengths", "nowhere"], "--lengths without --cluster"),
+        (["run", "run.toml", "--cluster", "cluster.toml", "--lengths", "nowhere"], "no run directory"),
+        (["run", "run.toml", "--cluster", "cluster.toml", "--set", "placement.pools.main=4"], "4"),
     ],
 )
 def test_what_cannot_be_planned_is_said(
@@ -132,6 +142,12 @@ def test_what_cannot_be_planned_is_said(
 def test_wrong_words_are_usage_errors(here: Path, words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*PLAN, *words])
+    assert caught.value.code == 2
+
+
+def test_what_places_and_what_only_predicts_are_not_given_together(here: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "run.toml", "--plan", "plan.toml", "--cluster", "cluster.toml"])
     assert caught.value.code == 2
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.observe import layout
@@ -15,7 +18,7 @@ from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.plan_file import plan_text
 from rillflow.view.predicted import compare, render_comparison
 from rillflow.view.report import render
-from rillflow.view.run_data import load
+from rillflow.view.run_data import RunData, load
 
 MakeRun = Callable[..., Path]
 PLAN = Plan(
@@ -59,6 +62,47 @@ def test_the_report_shows_it(make_run: MakeRun) -> None:
     run = make_run()
     assert "Predicted and measured" not in render(load(run))
     assert "Predicted and measured, medians of 39 steps" in render(load(planned(run)))
+
+
+@pytest.fixture
+def whole(make_run: MakeRun) -> RunData:
+    """A planned run of 60 steps, 20 of them another phase's."""
+    return load(planned(make_run()))
+
+
+def start(after: int, pools: int, is_planned: bool = True) -> dict[str, object]:
+    return {"after_step": after, "placement": {"pools": {"main": pools}}, "is_planned": is_planned}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    after=st.lists(st.integers(1, 59), unique=True, max_size=5).map(sorted),
+    pools=st.lists(st.sampled_from([1, 2]), min_size=6, max_size=6),
+    is_planned=st.booleans(),
+)
+def test_only_steps_placed_as_the_last_start_are_measured(
+    whole: RunData, after: list[int], pools: list[int], is_planned: bool
+) -> None:
+    begins = [0, *after]
+    starts = [start(step, size) for step, size in zip(begins, pools, strict=False)]
+    starts[-1] = start(begins[-1], pools[len(after)], is_planned)
+    found = compare(replace(whole, starts=starts))
+    if not is_planned:
+        assert found is None
+        return
+    ranks = [pools[sum(step > begin for begin in begins) - 1] for step in range(1, 61)]
+    since = max((step for step in range(1, 61) if ranks[step - 1] != ranks[-1]), default=0) + 1
+    first = max(since, 21)
+    assert found is not None and found.steps == max(1, 60 - first)
+    spans = [one.duration_s for one in whole.spans if one.stage == "policy.update" and one.step > first]
+    if first < 60:
+        assert found.stages[0].measured_s == pytest.approx(median(spans))
+
+
+def test_a_run_that_made_no_step_under_its_plan_is_not_compared(make_run: MakeRun) -> None:
+    data = load(planned(make_run()))
+    assert compare(replace(data, starts=[start(0, 1), start(60, 2)])) is None
+    assert compare(replace(data, starts=[])) is not None, "a directory that does not say is taken as planned"
 
 
 def test_a_run_without_a_plan_or_a_step_of_it_is_not_compared(make_run: MakeRun) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,28 @@ def test_a_run_that_did_not_rise_says_so_and_what_to_look_at(make_run: MakeRun) 
     assert "It fell by" in text
     assert "it did not rise: read the worst samples" in text
     assert "--set policy.lr=NUMBER" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("run.toml --plan plan.toml", "run.toml --plan plan.toml"),
+        ("--plan plan.toml run.toml", "run.toml --plan plan.toml"),
+        ("--plan=plan.toml run.toml --dir a --fresh --quiet", "run.toml --plan plan.toml"),
+        (
+            "--set policy.lr=1e-5 run.toml --cluster c.toml --lengths runs/a --set=algorithm.steps=9",
+            "run.toml --set policy.lr=1e-5 --cluster c.toml --lengths runs/a",
+        ),
+        ("--dir other.toml recipe --debug", "recipe"),
+        ("'my run.toml' --plan 'my plan.toml'", "'my run.toml' --plan 'my plan.toml'"),
+    ],
+)
+def test_the_next_command_is_placed_as_the_last_one(make_run: MakeRun, words: str, kept: str) -> None:
+    command = ("rillflow", "run", *shlex.split(words))
+    summary = replace(summarise(make_run(final=0.3)), command=command, run="a")
+    text = render_text(summary)
+    assert f"train longer:    rillflow run {kept} --set algorithm.steps=80 --dir a-longer" in text
+    assert f"try another rate: rillflow run {kept} --set policy.lr=NUMBER --dir a-lr" in text
 
 
 def test_a_stopped_run_names_the_command_that_goes_on(make_run: MakeRun) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.planner.hardware import Fleet
@@ -64,6 +66,73 @@ def test_every_placement_is_ranked_or_says_why_it_is_not() -> None:
         assert f"{loser.found.evaluation.step_s:.4g} s" in loser.why
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    link=st.sampled_from([0.0, 1.0, 50.0]),
+    objective=st.sampled_from([Objective(), Objective(goal=Goal.DEVICE_HOURS), Objective(goal=Goal.COST)]),
+)
+def test_each_of_the_best_but_the_first_says_what_it_is_behind_by(
+    seed: int, link: float, objective: Objective
+) -> None:
+    problem = toy_problem(seed, roles=3, fleets=[toy_fleet()])
+    costs = lambda one: ToyCosts(problem=one, seed=seed, memory=300.0, link=link)  # noqa: E731
+    best, *others = search(problem, costs, objective=objective, freshness=(0, 1)).best
+    assert (best.cause, best.why) == (None, "")
+    for one in others:
+        assert one.cause is not None and one.why
+        equal = (one.value, one.evaluation.devices) == (best.value, best.evaluation.devices)
+        assert (one.cause is Cause.TIE) == equal
+        late = one.evaluation.step_s - best.evaluation.step_s
+        slower = one.evaluation.step_s > best.evaluation.step_s * (1 + 1e-9)
+        assert (one.cause in (Cause.TIE, Cause.DEVICES)) == (not slower)
+        if slower:
+            assert f"{one.evaluation.step_s:.4g} s, {late:.3g} s more: " in one.why
+        more = sum(
+            max(0.0, spent - best.evaluation.seconds[index])
+            for index, spent in one.evaluation.seconds.items()
+        )
+        if one.cause in (Cause.SLOWER, Cause.TURNS):
+            assert (one.cause is Cause.SLOWER) == (more >= late / 2)
+
+
+class EqualCosts(PlainCosts):
+    """Everything takes no time, and a model's bytes are cut over its devices."""
+
+    def _options(self, unit: Unit, fleet: str, devices: int) -> tuple[Option, ...]:
+        options = super()._options(unit, fleet, devices)
+        return tuple(replace(one, resident_bytes=80.0 / devices, working_bytes=0.0) for one in options)
+
+    def decoder(self, *arguments: object) -> object:
+        return replace(super().decoder(*arguments), seconds=0.0)
+
+    def function_s(self, *_: object) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("memory", "pools", "whys"),
+    [
+        (
+            160.0,
+            1,
+            ["as good; the best has fewer pools"] * 3 + ["0.25 s on 3 devices; the best takes 0.25 s on 2"],
+        ),
+        (80.0, 2, ["as good; the best comes first by its names"] * 2 + ["as good; the best has fewer pools"]),
+    ],
+)
+def test_equal_plans_are_in_the_order_of_the_search_and_say_so(
+    memory: float, pools: int, whys: list[str]
+) -> None:
+    def costs(problem: Problem) -> Costs:
+        return EqualCosts(problem=problem, seed=5, memory=memory, link=0.0, speed=0.0)
+
+    best, *others = search(PROBLEM, costs).best
+    assert len(best.plan.pools) == pools
+    assert [one.why for one in others][: len(whys)] == whys
+    assert {one.cause for one in others if one.why.startswith("as good")} == {Cause.TIE}
+
+
 def test_a_placement_with_slow_links_loses_by_transfer() -> None:
     ranking = search(PROBLEM, plain(memory=300.0, link=50.0), effort=Effort(kept=1))
     assert {loser.cause for loser in ranking.losers} == {Cause.TRANSFER}
@@ -100,6 +169,8 @@ def test_with_the_fewest_devices_wanted_a_faster_placement_loses_by_devices() ->
 def test_nobody_is_asked_where_no_reason_is_wanted() -> None:
     ranking = search(PROBLEM, plain(memory=300.0), effort=Effort(kept=1, explains=False))
     assert {(loser.cause, loser.why, loser.found) for loser in ranking.losers} == {(None, "", None)}
+    every = search(PROBLEM, plain(memory=300.0), effort=Effort(explains=False))
+    assert {(one.cause, one.why) for one in every.best} == {(None, "")}
 
 
 def test_where_no_plan_fits_the_role_the_bytes_and_the_least_cluster_are_told() -> None:
