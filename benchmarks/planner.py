@@ -229,9 +229,10 @@ def placement_lines() -> list[str]:
     lines = [
         "## HybridFlow, PPO on machines of 8 A100: which placement wins",
         "",
-        "Seconds of the best plan of each placement: all together; split into actor + reference and critic + "
-        "reward; each apart. Published: the best of these, as section 8.3 says in words; the last model is that "
-        "of its figure 13. That all are together on 64 was in view when the share of the links was chosen; the last model was not.",
+        "Seconds of the best plan of each placement: all together; split into actor + reference and critic "
+        "+ reward; each apart. Published: the best of these, as section 8.3 says in words; the last models "
+        "are those of its figure 13. That all are together on 64 was in view when the share of the links was "
+        "chosen; the last models were not.",
         "",
         "| actor, critic | devices | published | of the three | together | split | apart | best of all | s |",
         "|---|---|---|---|---|---|---|---|---|",
