@@ -280,17 +280,18 @@ def bounded_lines() -> list[str]:
     lines = [
         "## Throughput by freshness bound (AReaL)",
         "",
-        "Ratios of trained tokens a second to bound 0. Assumed: 6 H800 generate and 2 train, mean response "
-        "2,500, sigma 0.9, at most 8,192; k + 8 steps, the later half.",
+        "Ratios of trained rows a second to bound 0. Assumed: 6 H800 generate and 2 train, mean response "
+        "2,500, sigma 0.9, at most 8,192; k + 8 steps, the later half. Rows, not the tokens they happen to "
+        "have: training takes what the mean length takes, and with these numbers it is what bounds the step.",
         "",
         "| | " + " | ".join(map(str, BOUNDS)) + " | rows dropped at 1 | mean age at 4 | at 16 |",
         "|---|" + "---|" * (len(BOUNDS) + 3),
         "| published | " + " | ".join(f"{rate / BOUNDS[0]:.2f}" for rate in BOUNDS.values()) + " | | | |",
     ]
-    base = bounded(0, "wait").run(8).tokens_per_s
+    base = bounded(0, "wait").run(8).rows_per_s
     for name, (late, settings) in kinds.items():
         found = {k: bounded(k, late).run(steps_of(k), settings) for k in BOUNDS if k}
-        ratios = ["1.00", *(f"{one.tokens_per_s / base:.2f}" for one in found.values())]
+        ratios = ["1.00", *(f"{one.rows_per_s / base:.2f}" for one in found.values())]
         dropped = sum(found[1].dropped.values()) / found[1].begun
         ages = [sum(age * rows for age, rows in found[k].ages.items()) / found[k].trained for k in (4, 16)]
         lines.append(f"| {name} | {' | '.join(ratios)} | {dropped:.0%} | {ages[0]:.1f} | {ages[1]:.1f} |")

@@ -1,6 +1,6 @@
 """HybridFlow's placements and generation meshes: which wins at which size (arXiv 2409.19256, 8.3 and 8.4).
 
-PPO with four models of one size ─ search on 16 .. 128 A100 ─> the best placement, and others
+PPO, critic and reward as large as actor and reference or larger ─ search on 16 .. 128 A100 ─> best placement
 16 devices, trained at tp 8, dp 2 ─> seconds of generation and transition by generate_tp
 """
 
@@ -22,7 +22,14 @@ from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
 from rillflow.planner.workload import Lengths, Workload
 
-MODELS = ("Llama-7B", "Llama-13B", "Llama-34B", "Llama-70B")
+MODELS = (
+    ("Llama-7B", "Llama-7B"),
+    ("Llama-13B", "Llama-13B"),
+    ("Llama-34B", "Llama-34B"),
+    ("Llama-70B", "Llama-70B"),
+    ("Llama-13B", "Llama-70B"),
+)
+"""Of actor and reference, and of critic and reward."""
 SIZES = (16, 32, 64, 96, 128)
 FACTORS = Factors(
     train_flops=0.4,
@@ -40,6 +47,14 @@ FACTORS = Factors(
 """Expected of the engines of early 2024: kernels started one by one, one process that schedules rows, four
 engines that leave 0.7 of the memory. Seconds a row, the share of memory and that of the links between
 machines were chosen so that the optima of the generation mesh, and that all are together on 64, come out."""
+COLOCATED, HALVES, STANDALONE = "together", "split", "apart"
+"""All on the same devices; actor + reference against critic + reward; each on its own."""
+PUBLISHED: Mapping[tuple[str, str], Mapping[int, str]] = {
+    MODELS[1]: {16: COLOCATED, 32: COLOCATED, 64: COLOCATED, 96: HALVES, 128: STANDALONE},
+    MODELS[2]: {32: COLOCATED, 64: COLOCATED, 96: HALVES, 128: HALVES},
+    MODELS[4]: {64: COLOCATED, 96: HALVES, 128: "actor + reference + reward, critic"},
+}
+"""The best of those compared, as its section 8.3 says in words; 7B and 70B alone are not in it."""
 ROWS_AT_ONCE = 256
 """What its engine runs at most when nothing is said."""
 
@@ -48,13 +63,17 @@ ROWS_AT_ONCE = 256
 class Placed:
     """The best placement of a cluster, and others in seconds."""
 
-    model: str
-    devices: int
     best: str
     best_s: float
     colocated_s: float
     split_s: float
     apart_s: float
+
+    @property
+    def least(self) -> str:
+        """Of the three placements compared, the one that takes least."""
+        seconds = {COLOCATED: self.colocated_s, HALVES: self.split_s, STANDALONE: self.apart_s}
+        return min(seconds, key=lambda name: seconds[name])
 
 
 def graph() -> Graph:
@@ -84,8 +103,11 @@ def graph() -> Graph:
     return Graph(name="four models", stages=stages, edges=edges)
 
 
-def problem(model: str, devices: int, fixed: Mapping[str, str] | None = None) -> Problem:
-    """1,024 rows of 1,024 + 1,024 tokens, 8 optimiser steps, on machines of 8 A100 with 200 Gb/s."""
+def problem(model: str, devices: int, fixed: Mapping[str, str] | None = None, *, judge: str = "") -> Problem:
+    """1,024 rows of 1,024 + 1,024 tokens, 8 optimiser steps, on machines of 8 A100 with 200 Gb/s.
+
+    ``judge`` is the model of critic and reward; that of the others if nothing is said.
+    """
     fleet = Fleet(
         name="a100",
         device=shipped_devices()["A100-80"],
@@ -93,7 +115,7 @@ def problem(model: str, devices: int, fixed: Mapping[str, str] | None = None) ->
         per_machine=8,
         between_bandwidth=25e9 / 8,
     )
-    policy, scalar = shape(model), shape(model, is_scalar=True)
+    policy, scalar = shape(model), shape(judge or model, is_scalar=True)
     return Problem(
         graph=graph(),
         shapes={"policy": policy, "reference": policy, "reward": scalar, "critic": scalar},
@@ -136,16 +158,16 @@ def meshes(model: str) -> dict[int, float]:
     return found
 
 
-def placed(model: str, devices: int) -> Placed | None:
+def placed(model: str, judge: str, devices: int) -> Placed | None:
     """The best placement of a cluster; none where nothing fits."""
     try:
-        ranking = search(problem(model, devices), CostModel, effort=Effort(kept=20, explains=False))
+        ranking = search(
+            problem(model, devices, judge=judge), CostModel, effort=Effort(kept=20, explains=False)
+        )
     except PlanError:
         return None
     values = {_pools(one.plan): one.value for one in ranking.best}
     return Placed(
-        model=model,
-        devices=devices,
         best="; ".join(
             f"{'+'.join(names)} {pool.devices}"
             for pool in ranking.best[0].plan.pools

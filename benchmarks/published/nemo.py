@@ -1,13 +1,20 @@
 """NeMo-RL's published steps: one set of factors for four releases, two devices and five models.
 
     row ─> Problem ─> CostModel ─┬─ in place: generation + scoring + training + refit
-                                 └─ ahead:    max(streamed generation, scoring + training) + refit
+                                 └─ ahead:    the planner's period of the same
 
 - Context parallelism counts as tensor parallelism. A prompt has 110 tokens.
 - Lengths are log-normal, clipped at the limit, with the published mean; sigma 0.6 of short answers and 0.9 of
   long ones are figures others use for such data.
 - Two forward passes, policy and reference; one where a release trains on all rows at once.
-- Refit moves whole tensors: the model's bytes over a rate of its own, another since release 0.7.
+- Refit moves whole tensors: the model's bytes over a rate. In place they go through memory that processes
+  share, ahead through a broadcast over the network (``stream_weights_via_ipc_zmq`` and
+  ``broadcast_weights_for_collective`` of its workers): two rates, higher by one factor since release 0.7.
+- Ahead, at most ``ahead`` steps' prompts are begun and not ended, and a prompt counts until its longest
+  answer has ended (the semaphore of its ``AsyncTrajectoryCollector``).
+- Its recipes for several racks of GB200 say since release 0.7 which nodes must share one (pull request 2612,
+  ``cluster.segment_size``). Before, a group's ranks could lie in any rack: a job larger than a rack counts
+  as if NVLink ended at a node. How its older runs did lie was not published.
 """
 
 from __future__ import annotations
@@ -22,10 +29,13 @@ from pathlib import Path
 from published.models import shape
 from rillflow.graph.graph import Graph, Stage
 from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.cost_model.generation import running_rows
 from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Device, Fleet, Hardware, shipped_devices
-from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.option import Decoder, Option
+from rillflow.planner.problem import SAMPLER, Problem, Unit
+from rillflow.planner.schedule import period_s
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 PROMPT_TOKENS = 110
@@ -37,8 +47,15 @@ CACHE_SHARE = {True: 0.6, False: 0.8}
 ENGINE_BYTES = 3e9
 NETWORK = 50e9
 DOMAIN = {"H100": 8, "GB200": 64}
+"""Devices that NVLink joins; of a rack's 72 those that grids use."""
+RACK, NODE = 72, 4
+"""GB200 of a rack, and of one of its nodes."""
+ALIGNED_SINCE = "0.7"
+"""Before it nodes of several racks were taken in any order."""
 STREAMS_SINCE = "0.5"
 """Before it a weight update waited for the batch."""
+FASTER_SINCE = "0.7"
+"""The release that moves weights faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +118,8 @@ FREE: Mapping[str, tuple[float, float, float]] = {
     "host_links": (0.1, 0.3, 0.9),
     "step_s": (0.5, 4.0, 12.0),
     "refit": (10e9, 35e9, 200e9),
-    "refit_0.7": (10e9, 50e9, 200e9),
+    "refit_apart": (10e9, 35e9, 200e9),
+    "refit_gain": (1.0, 1.5, 4.0),
 }
 """Least, expected and most of what is fitted."""
 FIXED = Factors(decode_flops=0.4)
@@ -121,20 +139,57 @@ def predict(row: Row, values: Mapping[str, float]) -> Parts:
     grid = Grid(dp=devices // ways // row.pp, pp=row.pp, tp=ways, ep=min(row.ep, devices // row.pp))
     option = costs.option(units["policy"], "all", devices, grid, 0)
     sampler = units[SAMPLER] if row.ahead else units["policy"]
-    generating = row.devices - devices if row.ahead else devices
-    memory = problem.hardware.fleet("all").device.memory_bytes * CACHE_SHARE[not row.ahead]
-    room = memory - 2.0 * sampler.shape.parameters / row.generate_tp - ENGINE_BYTES
-    decoder = costs.decoder(sampler, replace(option, generate_tp=row.generate_tp), "all", generating, room)
-    assert decoder is not None, row
+    decoder = _decoder(row, costs, sampler, replace(option, generate_tp=row.generate_tp))
     stage = problem.graph.stages[0]
-    streams = row.ahead and row.release >= STREAMS_SINCE
-    generate = costs.steady_s(stage, decoder) if streams else costs.generate_s(stage, decoder)
     score = option.seconds[1] * (1 if row.trained_at_once > 512 else 2)
-    rate = values["refit_0.7"] if row.release >= "0.7" else values["refit"]
-    refit = 2.0 * sampler.shape.parameters / rate + factors.step_s
-    update = score + option.seconds[2]
-    step = (max(generate, update) if row.ahead else generate + update) + refit
-    return Parts(generate=generate, score=score, train=option.seconds[2], refit=refit, step=step)
+    update, drained = score + option.seconds[2], costs.generate_s(stage, decoder)
+    refit = 2.0 * sampler.shape.parameters / _refit_rate(row, values)
+    if row.ahead:
+        generate = drained
+        if row.release >= STREAMS_SINCE:
+            generate = max(costs.steady_s(stage, decoder), _held_s(row, problem.workload, decoder))
+        latency = drained + update + refit
+        step = period_s((generate + refit, update + refit), latency_s=latency, freshness=row.ahead)
+    else:
+        generate, step = drained, drained + update + refit
+    overhead = factors.step_s
+    return Parts(
+        generate=generate,
+        score=score,
+        train=option.seconds[2],
+        refit=refit + overhead,
+        step=step + overhead,
+    )
+
+
+def _decoder(row: Row, costs: CostModel, sampler: Unit, option: Option) -> Decoder:
+    """A replica, its cache in the share of the memory that the engine may fill."""
+    generating = row.devices - row.training if row.ahead else row.devices
+    memory = shipped_devices()[row.device].memory_bytes * CACHE_SHARE[not row.ahead]
+    room = memory - 2.0 * sampler.shape.parameters / row.generate_tp - ENGINE_BYTES
+    decoder = costs.decoder(sampler, option, "all", generating, room)
+    assert decoder is not None, row
+    return decoder
+
+
+def _held_s(row: Row, workload: Workload, decoder: Decoder) -> float:
+    """Seconds of a step's rows if prompts hold their places until their longest answers have ended.
+
+    There are ``ahead`` steps' places. Each is held for the tokens that the longest of a prompt's answers has
+    in the median, while on average mean over longest of its rows run.
+    """
+    response = workload.response
+    longest = response.quantile(0.5 ** (1.0 / workload.samples))
+    begun = row.ahead * row.rows / decoder.replicas
+    running = max(int(min(begun * response.mean / longest, running_rows(workload, decoder))), 1)
+    context = running * (workload.prompt.mean + response.mean_square / (2 * response.mean))
+    return longest * decoder.advance_s(running, context, 1.0) / row.ahead
+
+
+def _refit_rate(row: Row, values: Mapping[str, float]) -> float:
+    """Bytes a second of a model on their way to generation."""
+    rate = values["refit_apart"] if row.ahead else values["refit"]
+    return rate * values["refit_gain"] if row.release >= FASTER_SINCE else rate
 
 
 def fit(fitted: Sequence[Row], *, pull: float = 0.01, sweeps: int = 7) -> dict[str, float]:
@@ -177,7 +232,7 @@ def _problem(row: Row, factors: Factors) -> Problem:
         graph=_GRAPH,
         shapes={"policy": _shape(row.model)},
         workload=workload,
-        hardware=Hardware(name=row.device, fleets=(_fleet(row.device),), factors=factors),
+        hardware=Hardware(name=row.device, fleets=(_fleet(row.device, _joined(row)),), factors=factors),
         samples_apart=row.ahead > 0,
         freshness=row.ahead,
         offloads=not row.ahead,
@@ -203,13 +258,19 @@ _shape = cache(shape)
 _lengths = cache(lengths_of_mean)
 
 
+def _joined(row: Row) -> int:
+    """Devices that NVLink joins as the row's ranks were dealt out."""
+    is_scattered = row.device == "GB200" and row.devices > RACK and row.release < ALIGNED_SINCE
+    return NODE if is_scattered else DOMAIN[row.device]
+
+
 @cache
-def _fleet(device: str) -> Fleet:
+def _fleet(device: str, joined: int) -> Fleet:
     known: Mapping[str, Device] = shipped_devices()
     return Fleet(
         name="all",
         device=known[device],
         devices=1024,
-        per_machine=DOMAIN[device],
+        per_machine=joined,
         between_bandwidth=NETWORK,
     )

@@ -138,7 +138,7 @@ def _reasons(plan: Plan) -> Iterator[PlanError]:
         yield PlanError(
             "the plan generates on devices of their own",
             why="a run generates where the policy is trained",
-            fix="plan with --freshness 0, which keeps generation there",
+            fix="plan with --freshness 0 and without --apart-in-step: that keeps generation there",
         )
     if plan.freshness:
         yield PlanError(

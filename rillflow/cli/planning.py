@@ -50,8 +50,11 @@ def plan(arguments: argparse.Namespace) -> int:
     statement = state_problem(load(arguments), open_cluster(arguments.cluster), arguments.lengths)
     problem = statement.problem
     objective = Objective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
-    found = search(problem, CostModel, objective=objective, freshness=arguments.freshness)
-    sizes = doubling(problem, CostModel, objective=objective, freshness=arguments.freshness, times=SIZES)
+    bounds, apart = arguments.freshness, arguments.apart_in_step
+    found = search(problem, CostModel, objective=objective, freshness=bounds, apart_in_step=apart)
+    sizes = doubling(
+        problem, CostModel, objective=objective, freshness=bounds, apart_in_step=apart, times=SIZES
+    )
     best = told(problem, found.best[0])
     lines = [*ranking_lines(problem, objective, found), "", *growth_lines(problem.hardware, sizes)]
     lines += _assumed(statement.assumptions)
@@ -196,6 +199,11 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=(0,),
         metavar="K,K",
         help="freshness bounds to try: 0 in step (0), more with generation on devices of its own",
+    )
+    parser.add_argument(
+        "--apart-in-step",
+        action="store_true",
+        help="try bound 0 with generation on devices of its own too, which wait while the policy trains",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the best plan")
     _output_arguments(parser)

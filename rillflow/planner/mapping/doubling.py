@@ -45,6 +45,7 @@ def doubling(
     *,
     objective: Objective | None = None,
     freshness: Sequence[int] = (0,),
+    apart_in_step: bool = False,
     times: Sequence[Fraction | int] = (1, 2, 4),
     effort: Effort | None = None,
 ) -> tuple[ClusterSize, ...]:
@@ -55,6 +56,7 @@ def doubling(
         costs: makes the cost model of a problem.
         objective: what is to be least; the step's seconds if nothing is said.
         freshness: bounds to try, as ``search`` has them.
+        apart_in_step: whether bound 0 is tried with a sampler apart too.
         times: how much larger the clusters are, ascending.
         effort: how much each search may look at.
     """
@@ -69,6 +71,7 @@ def doubling(
                 costs,
                 objective=objective,
                 freshness=freshness,
+                apart_in_step=apart_in_step,
                 effort=replace(effort or Effort(), kept=1, explains=False),
             ).best[0]
         except PlanError:

@@ -59,7 +59,7 @@ def why_it_loses(tables: Tables, found: Ranked, winner: Ranked) -> Reason:
     moved = mine.step_s - _without_transfers_s(tables, found)
     if moved >= late / 2:
         return Reason(cause=Cause.TRANSFER, why=f"{said}{moved:.3g} s of it on the way between pools")
-    dry, least = _dry_s(tables, mine), _dry_s(tables, best)
+    dry, least = _dry_s(tables, found), _dry_s(tables, winner)
     if dry - least >= late / 2:
         return Reason(
             cause=Cause.TAIL,
@@ -144,14 +144,14 @@ def _publishes(tables: Tables, name: str) -> bool:
     return any(index in tables.crossing for index in unit.stages)
 
 
-def _dry_s(tables: Tables, found: Evaluation) -> float:
+def _dry_s(tables: Tables, found: Ranked) -> float:
     """Seconds in which some replicas have nothing left to generate; none where it streams."""
-    problem = tables.problem
-    if any(unit == SAMPLER for unit in found.units):
+    problem, spent = tables.problem, found.evaluation
+    if found.plan.freshness:
         return 0.0
     return sum(
-        max(0.0, found.seconds[stage.index] - tables.costs.steady_s(stage, decoder))
-        for unit in found.units.values()
+        max(0.0, spent.seconds[stage.index] - tables.costs.steady_s(stage, decoder))
+        for unit in spent.units.values()
         if (decoder := unit.decoder) is not None
         for stage in problem.graph.stages
         if stage.index in unit.unit.stages and problem.work(stage) is Work.GENERATE

@@ -43,6 +43,7 @@ def search(
     *,
     objective: Objective | None = None,
     freshness: Sequence[int] = (0,),
+    apart_in_step: bool = False,
     effort: Effort | None = None,
 ) -> Ranking:
     """The best plans of a problem.
@@ -53,13 +54,16 @@ def search(
         objective: what is to be least; the step's seconds if nothing is said.
         freshness: bounds to try; 0 is in step, with generation where the policy is trained, more is a sampler
             apart.
+        apart_in_step: whether bound 0 is tried with a sampler apart too, which waits while the policy trains.
         effort: how much may be looked at.
 
     Raises:
         PlanError: no plan fits, or none keeps the deadline.
     """
-    found = _Search(problem, costs, objective or Objective(), freshness, effort or Effort())
-    return found.ranking()
+    variants = [
+        variant for bound in sorted(set(freshness)) for variant in _variants(problem, bound, apart_in_step)
+    ]
+    return _Search(variants, costs, objective or Objective(), effort or Effort()).ranking()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +100,10 @@ class _LookedAt:
 
 class _Search:
     def __init__(
-        self, problem: Problem, costs: CostsOf, objective: Objective, freshness: Sequence[int], effort: Effort
+        self, variants: Sequence[Problem], costs: CostsOf, objective: Objective, effort: Effort
     ) -> None:
-        _require_prices(problem, objective)
+        for variant in variants:
+            _require_prices(variant, objective)
         self._objective = objective
         self._effort = effort
         self._best: list[_Solved] = []
@@ -106,11 +111,7 @@ class _Search:
         self._beside: dict[tuple[int, int], tuple[float, ...]] = {}
         self._allocations = self._solved = self._bounded = 0
         self._is_exact, self._dropped = True, float("inf")
-        self._placements = [
-            placement
-            for bound in sorted(set(freshness))
-            for placement in _placements(_variant(problem, bound), costs)
-        ]
+        self._placements = [placement for variant in variants for placement in _placements(variant, costs)]
 
     def ranking(self) -> Ranking:
         roots = [
@@ -303,10 +304,12 @@ class _Search:
         )
 
 
-def _variant(problem: Problem, freshness: int) -> Problem:
+def _variants(problem: Problem, freshness: int, apart_in_step: bool) -> list[Problem]:
+    """The problem under a bound: in step with generation where the policy is trained, or a sampler apart."""
+    together = replace(problem, samples_apart=False, freshness=0)
     if freshness == 0:
-        return replace(problem, samples_apart=False, freshness=0)
-    return problem.apart(freshness)
+        return [together, together.apart()] if apart_in_step else [together]
+    return [problem.apart(freshness)]
 
 
 def _placements(problem: Problem, costs: CostsOf) -> list[_Placement]:

@@ -224,9 +224,11 @@ class Solver:
             if pair.edge >= 0:
                 transfers[pair.edge] = spent
                 continue
+            # in step the schedule says who waits; a sampler that streams stands still while weights come
+            held = (pair.source, pair.destination) if self._tables.problem.freshness else (pair.source,)
             for index in self._tables.crossing:
                 seconds[index] = seconds[index] + spent
-                for unit in (pair.source, pair.destination):
+                for unit in held:
                     loads[self._pool_of[unit]] = loads[self._pool_of[unit]] + spent
         step = np.broadcast_to(bounds.step_s(seconds, loads, transfers), len(picked))
         devices = np.full(len(picked), float(sum(place.devices for place in places)))

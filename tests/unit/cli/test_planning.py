@@ -112,6 +112,13 @@ def test_freshness_takes_generation_apart(here: Path, capsys: pytest.CaptureFixt
     assert "freshness 1" in out and "1 old" in out
 
 
+def test_generation_may_be_apart_in_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    every = json.loads(said(capsys, *PLAN, "--apart-in-step", "--format", "json"))
+    apart = [one for one in every["best"] if "sampler" in one["units"]]
+    assert len(every["best"]) + len(every["losers"]) == every["placements"] == 10
+    assert apart and all(one["freshness"] == 0 for one in apart)
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,37 @@ def test_two_roles_equal_brute_force_with_every_freshness(
     ranking = search(
         problem, costs_of(seed, memory=memory), objective=objective, freshness=(0, 1, 3), effort=ALL
     )
+    assert ranking.is_exact
+    require_equal(ranking, found)
+
+
+def publishing_first(problem: Problem) -> Problem:
+    """The same step, begun by publishing the weights of the one before."""
+    graph = problem.graph
+    stages = [replace(stage, index=(stage.index + 1) % len(graph.stages)) for stage in graph.stages]
+    edges = [
+        replace(edge, source=edge.source + (edge.source >= 0), destination=edge.destination + 1)
+        for edge in graph.edges
+    ]
+    return replace(problem, graph=replace(graph, stages=(stages[-1], *stages[:-1]), edges=tuple(edges)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, memory=st.sampled_from([30.0, 60.0, 100.0]), objective=objectives, is_first=st.booleans())
+def test_a_sampler_apart_in_step_equals_brute_force(
+    seed: int, memory: float, objective: Objective, is_first: bool
+) -> None:
+    problem = toy_problem(seed, roles=2, fleets=[toy_fleet()])
+    problem = publishing_first(problem) if is_first else problem
+    costs = costs_of(seed, memory=memory, link=8.0 if is_first else 1.0)
+    ask = partial(search, objective=objective, freshness=(0, 1), apart_in_step=True, effort=ALL)
+    every = [*variants(problem, (0, 1)), problem.apart()]
+    found = [one for variant in every for one in every_plan(variant, costs(variant), objective)]
+    if not found:
+        with pytest.raises(PlanError):
+            ask(problem, costs)
+        return
+    ranking = ask(problem, costs)
     assert ranking.is_exact
     require_equal(ranking, found)
 

@@ -50,3 +50,17 @@ def test_seven_billions_on_one_machine_equal_brute_force(freshness: int) -> None
     ranking = search(problem(), CostModel, freshness=(freshness,), effort=Effort(kept=100))
     assert best
     assert [(one.value, one.evaluation.devices) for one in ranking.best] == sorted(best.values())
+
+
+def test_seven_billions_with_a_sampler_apart_in_step_equal_brute_force() -> None:
+    together, apart = problem(), problem().apart()
+    best: dict[object, tuple[float, int]] = {}
+    for step in (together, apart):
+        for one in every_plan(step, CostModel(step), Objective()):
+            best[one.names] = min(best.get(one.names, (float("inf"), 0)), (one.value, one.devices))
+    ranking = search(together, CostModel, apart_in_step=True, effort=Effort(kept=100))
+    assert any("sampler" in one.plan.units for one in ranking.best)
+    assert [(one.value, one.evaluation.devices) for one in ranking.best] == sorted(best.values())
+    few = search(together, CostModel, apart_in_step=True, effort=Effort(kept=1))
+    assert len(few.losers) == len(best) - 1
+    assert all(loser.why for loser in few.losers)
