@@ -90,12 +90,21 @@ class Calibration:
     """Shares that came out at 1: the device does more than its description says."""
 
 
-def calibrate(observations: Sequence[Observation], cost_model: Callable[[Problem], Costs]) -> Calibration:
+def calibrate(
+    observations: Sequence[Observation],
+    cost_model: Callable[[Problem], Costs],
+    names: Sequence[str] | None = None,
+) -> Calibration:
     """Fit the factors to all phases of a run together.
 
     Minimises ``sum over stages (ln(fitted / measured))^2 + (PRIOR ln(factor / guess))^2`` by damped
     Gauss-Newton steps in the factors' logarithms (Levenberg, Quart. Appl. Math. 2, 1944); the guess is the
     factors of the observations' hardware.
+
+    Args:
+        observations: what was measured.
+        cost_model: that of a problem.
+        names: the factors to fit; None for those that a run tells of.
 
     Raises:
         PlanError: nothing was measured that the factors decide.
@@ -108,7 +117,7 @@ def calibrate(observations: Sequence[Observation], cost_model: Callable[[Problem
         )
     guess = observations[0].problem.hardware.factors
     together = any(pool.devices > 1 for one in observations for pool in one.plan.pools)
-    names = FITTED + (FITTED_TOGETHER if together else ())
+    names = names or FITTED + (FITTED_TOGETHER if together else ())
     fit = _Fit(observations, cost_model, guess, names)
     factors = fit.factors(fit.best())
     factors = replace(factors, **_overheads(observations, factors, cost_model))
