@@ -120,6 +120,7 @@ def _train(
         run.log_start(
             {
                 **environment(device=str(build.device)),
+                "base": str(base.absolute()),
                 "after_step": checkpoint.step if checkpoint else 0,
                 "placement": recipe.placement.model_dump(mode="json"),
                 "is_planned": is_planned,

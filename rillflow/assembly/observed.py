@@ -36,16 +36,16 @@ from rillflow.view.run_data import PhaseSpan, RunData, load
 WARM_UP = 2
 """Steps of a phase that are not looked at: memory is first taken in them."""
 CPU_FACTORS = {
-    "train_flops": 0.8,
-    "score_flops": 0.67,
-    "decode_flops": 0.73,
-    "decode_bandwidth": 0.24,
-    "touches": 1.2,
-    "head_token_s": "310 ns",
-    "pass_s": "4.8 ms",
-    "launch_s": "1 ms",
-    "decode_launch_s": "600 us",
-    "decode_row_s": "10 us",
+    "train_flops": 0.9,
+    "score_flops": 0.62,
+    "decode_flops": 0.67,
+    "decode_bandwidth": 0.49,
+    "touches": 1.3,
+    "head_token_s": "340 ns",
+    "pass_s": "3 ms",
+    "launch_s": "1.5 ms",
+    "decode_launch_s": "520 us",
+    "decode_row_s": "17 us",
     "row_s": "150 us",
     "collective_s": "1 ms",
     "call_s": "8 ms",
@@ -53,8 +53,6 @@ CPU_FACTORS = {
     "hidden_gathers": 0,
 }
 """Factors of a processor's core, from which a fit to one run starts (benchmarks/processor.py)."""
-RECIPE_WORD = 2
-"""Where the recipe stands among the words of a run's command."""
 
 
 def this_machine(ranks: int) -> Hardware:
@@ -92,7 +90,7 @@ def observe(
     found = [
         _observation(data, loaded, plan, graph, hardware)
         for plan, graph in zip(phase_plans(recipe), graphs(recipe), strict=True)
-        if any(phase.name == plan.name and phase.last - phase.first >= WARM_UP for phase in data.phases)
+        if any(phase.name == plan.name and phase.last - _first(data, phase) >= 0 for phase in data.phases)
     ]
     if not found:
         raise PlanError(
@@ -130,7 +128,7 @@ def _observation(
 ) -> Observation:
     recipe = loaded.recipe
     phase = next(phase for phase in data.phases if phase.name == plan.name)
-    first = phase.first + WARM_UP
+    first = _first(data, phase)
     is_sampled = plan.algorithm.data is Data.PROMPTS
     if is_sampled:
         rows = measured_rows(data.path, plan.config.minibatches)
@@ -162,6 +160,11 @@ def _observation(
     )
 
 
+def _first(data: RunData, phase: PhaseSpan) -> int:
+    """The first step of a phase that is looked at: the run lies as now, and has warmed up."""
+    return max(phase.first, data.placed_from) + WARM_UP
+
+
 def _usual_step_s(data: RunData, phase: PhaseSpan, first: int) -> float:
     seconds = []
     for record in data.steps:
@@ -172,11 +175,9 @@ def _usual_step_s(data: RunData, phase: PhaseSpan, first: int) -> float:
 
 
 def _base(data: RunData) -> Path:
-    """The folder of the recipe that a run was started with, where its command says so."""
-    command = data.starts[-1].get("command") if data.starts else None
-    if isinstance(command, list) and len(command) > RECIPE_WORD:
-        return Path(str(command[RECIPE_WORD])).parent
-    return Path()
+    """The folder of the recipe that a run was started with, where it says so."""
+    base = data.starts[-1].get("base") if data.starts else None
+    return Path(base) if isinstance(base, str) else Path()
 
 
 def cluster_text(

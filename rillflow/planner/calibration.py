@@ -260,4 +260,4 @@ def _value(factors: Factors, name: str) -> float:
 
 
 def _is_share(name: str) -> bool:
-    return not name.endswith("_s")
+    return not name.endswith("_s") and name != "touches"

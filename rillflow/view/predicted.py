@@ -79,8 +79,9 @@ def compare(data: RunData) -> Comparison | None:
         plan = read_plan(file.read_text("utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise RunDirectoryError(f"{file} cannot be read", why=str(error)) from error
-    phase, begun = data.phases[-1], _planned_from(data)
-    if phase.name != plan.name or begun is None or begun > phase.last:
+    phase, begun = data.phases[-1], data.placed_from
+    left = data.starts and data.starts[-1].get("is_planned") is False
+    if left or phase.name != plan.name or begun > phase.last:
         return None
     first = max(phase.first, begun)
     first += 1 if phase.last > first else 0
@@ -96,21 +97,6 @@ def compare(data: RunData) -> Comparison | None:
     )
     step = Predicted(name=STEP, predicted_s=plan.predicted_step_s, measured_s=_step_s(data, phase, first))
     return Comparison(stages=stages, step=step, steps=phase.last - first + 1)
-
-
-def _planned_from(data: RunData) -> int | None:
-    """The step from which on the run was placed as it is now; None where its last start left the plan."""
-    if not data.starts:
-        return 1
-    last, begun = data.starts[-1], 1
-    if last.get("is_planned") is False:
-        return None
-    for start in reversed(data.starts):
-        if start.get("placement") != last.get("placement"):
-            break
-        after = start.get("after_step")
-        begun = after + 1 if isinstance(after, int) else 1
-    return begun
 
 
 def stage_medians(data: RunData, first: int, last: int) -> Mapping[str, float]:

@@ -70,6 +70,17 @@ class RunData:
             value = value[part]
         return value
 
+    @property
+    def placed_from(self) -> int:
+        """The step from which on the run was placed as it is now."""
+        begun = 1
+        for start in reversed(self.starts):
+            if start.get("placement") != self.starts[-1].get("placement"):
+                break
+            after = start.get("after_step")
+            begun = after + 1 if isinstance(after, int) else 1
+        return begun
+
     def phase_of(self, step: int) -> PhaseSpan | None:
         """The phase whose result a step shows; step 0, before the first update, is of none."""
         return next((phase for phase in self.phases if phase.first <= step <= phase.last), None)

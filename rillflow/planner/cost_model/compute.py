@@ -169,11 +169,14 @@ def attention_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Nu
 
 
 def launches_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
-    """Seconds that a pass and its layers cost to start, for every micro-batch; layers of experts more."""
+    """Seconds that a pass and its layers cost to start, for every micro-batch; layers of experts more.
+
+    A backward pass starts once: it has two forwards' products in kernels nobody has to call one by one.
+    """
     shape, factors = setting.shape, setting.factors
     layers, mixed = np.ceil(shape.layers / grids.pp), np.ceil(shape.mixture_layers / grids.pp)
     once = factors.pass_s + layers * factors.launch_s + mixed * factors.expert_launch_s
-    return passes * load.micro_batches * once
+    return (passes - 1 if passes > FORWARD else 1) * load.micro_batches * once
 
 
 def tensor_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:

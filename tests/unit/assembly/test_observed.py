@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from rillflow.planner.cost_model.costs import CostModel
 from rillflow.records.metrics import Mean
 from rillflow.view.run_data import load
 
+ROOT = Path(__file__).parents[3]
 RECIPE = """
 [run]
 threads = 1
@@ -54,13 +56,17 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     (tmp_path / "run.toml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "run.toml").recipe
 
-    def make(steps: int = 12, device: str = "cpu") -> Path:
-        clock, path = Clock(), tmp_path / f"of {steps} on {device}"
+    def make(steps: int = 12, device: str = "cpu", moved_after: int = 0) -> Path:
+        """A run of so many steps; ``moved_after`` so many it was started again, and lay elsewhere."""
+        clock, path = Clock(), tmp_path / f"of {steps} on {device} moved after {moved_after}"
         config = {**recipe.model_dump(mode="json"), "data": "digest"}
         with RunDirectory.open(path, config, clock=clock) as run:
-            run.log_start({"device": device, "command": ["rillflow", "run", str(tmp_path / "run.toml")]})
+            run.log_start({"device": device, "base": str(tmp_path), "placement": "there"})
             for step in range(1, steps + 1):
                 _step(run, clock, step)
+                if step == moved_after:
+                    again = {"device": device, "base": str(tmp_path), "placement": "here"}
+                    run.log_start({**again, "after_step": step})
         return path
 
     return make
@@ -94,6 +100,13 @@ def _row(prompt: int, sample: int) -> dict[str, object]:
         "outcome": "score",
         "advantage": 1.0,
     }
+
+
+def test_steps_of_an_earlier_placement_are_not_looked_at(make_run: Callable[..., Path]) -> None:
+    found = observe(make_run(steps=14, moved_after=9))
+    assert [one.name for one in found] == ["grpo"], "the warm start lay elsewhere"
+    with pytest.raises(PlanError, match="more than 2 steps"):
+        observe(make_run(steps=12, moved_after=11))
 
 
 def test_each_phase_is_observed_by_its_later_steps(make_run: Callable[..., Path]) -> None:
@@ -151,3 +164,8 @@ def test_a_run_is_calibrated_from_the_command_line(
     plan = ["plan", str(tmp_path / "run.toml"), "--cluster", str(out), "--lengths", str(make_run())]
     assert main(plan) == 0
     assert "assumed" not in capsys.readouterr().out
+
+
+def test_the_shipped_laptop_has_the_factors_a_fit_starts_from() -> None:
+    shipped = open_cluster(ROOT / "clusters/laptop.toml").factors
+    assert replace(shipped, step_s=0.0, step_row_s=0.0) == this_machine(2).factors
