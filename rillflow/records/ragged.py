@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -53,8 +53,10 @@ class Ragged:
     def from_rows(rows: Sequence[Sequence[float] | Tensor], dtype: torch.dtype = torch.int64) -> Ragged:
         """Lay rows (lists or one-dimensional tensors) end to end."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        parts = [torch.as_tensor(row, dtype=dtype) for row in rows]
-        values = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+        if any(isinstance(row, Tensor) for row in rows):
+            values = torch.cat([torch.as_tensor(row, dtype=dtype) for row in rows])
+        else:
+            values = torch.tensor([*chain.from_iterable(rows)], dtype=dtype)
         return Ragged(values=values, lengths=lengths)
 
     @staticmethod

@@ -16,7 +16,7 @@ Legend: K key/value heads, D and E head sizes of keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,10 @@ from torch import Tensor
 
 from rillflow.rollout.native.scheduler import Copy
 
-_BLOCK = 64
+_BLOCK = 16
 """Positions come in multiples of this, so that every row begins where a cache line does."""
+_AT_ONCE = 64
+"""Rows that are copied together; what they hold is in memory a second time meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +97,24 @@ class Cache:
             new.values[:kept_rows, :, :kept_length] = old.values
             self.layers[index] = new
 
-    def copy(self, copies: Iterable[Copy]) -> None:
-        """Take beginnings of rows over into other slots, one after the other."""
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Take beginnings of rows over into other slots, as if one after the other.
+
+        All at once: what is copied from a slot that is itself copied to comes from where that came from. A
+        row may be given more than its beginning; it reads no place before it has written it.
+        """
+        if not copies:
+            return
+        origins: dict[int, int] = {}
         for copy in copies:
-            for layer in self.layers.values():
-                for states in (layer.keys, layer.values):
-                    states[copy.target, :, : copy.length].copy_(states[copy.source, :, : copy.length])
+            origins[copy.target] = origins.get(copy.source, copy.source)
+        length = max(copy.length for copy in copies)
+        targets, sources = torch.tensor([*origins.items()], device=self._device).T
+        parts = list(zip(targets.split(_AT_ONCE), sources.split(_AT_ONCE), strict=True))
+        for layer in self.layers.values():
+            for states in (layer.keys[:, :, :length], layer.values[:, :, :length]):
+                for part, origin in parts:
+                    states[part] = states[origin]
 
     def _fresh(self, shape: LayerShape) -> Layer:
         keys, values = (

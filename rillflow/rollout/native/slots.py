@@ -59,11 +59,14 @@ class Slots:
         self._place_uniforms(clock, running, ahead=())
 
     def move(self, moves: Rows[Copy]) -> None:
-        """Rows change their slot."""
-        for move in moves:
-            self._positions[move.target] = self._positions[move.source]
-            for lines in (self._uniforms, self._tokens, self._logprobs):
-                lines[:, move.target] = lines[:, move.source]
+        """Rows change their slot; no row moves to where another moves from."""
+        if not moves:
+            return
+        pairs = [(move.source, move.target) for move in moves]
+        sources, targets = torch.tensor(pairs, device=self._device).T
+        self._positions[targets] = self._positions[sources]
+        for lines in (self._uniforms, self._tokens, self._logprobs):
+            lines[:, targets] = lines[:, sources]
 
     def admit(self, clock: int, admitted: Rows[Sequence], ahead: Rows[Sequence]) -> None:
         """New rows begin; ``ahead`` are waiting ones, whose random numbers are made in the same go."""
@@ -101,13 +104,15 @@ class Slots:
 
     def collect(self, clock: int, rows: Rows[Sequence], version: int) -> None:
         """Add to each row's rollout what it drew in the steps before ``clock``, under this version."""
-        for row in rows:
-            if row.collected >= clock:
-                continue
-            first, end = row.collected - self._begin, clock - self._begin
-            tokens = self._tokens[first + 1 : end + 1, row.slot].tolist()
-            logprobs = self._logprobs[first:end, row.slot].tolist()
-            row.rollout = row.rollout.sampled(tokens, logprobs, version)
+        behind = [row for row in rows if row.collected < clock]
+        if not behind:
+            return
+        slots, end = [row.slot for row in behind], clock - self._begin
+        tokens = self._tokens[1 : end + 1, slots].T.tolist()
+        logprobs = self._logprobs[:end, slots].T.tolist()
+        for row, drawn, chances in zip(behind, tokens, logprobs, strict=True):
+            first = row.collected - self._begin
+            row.rollout = row.rollout.sampled(drawn[first:], chances[first:], version)
             row.collected = clock
 
     def _place_uniforms(self, clock: int, rows: Rows[Sequence], ahead: Rows[Sequence]) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rillflow.rollout.native.cache import Cache, LayerShape
 from rillflow.rollout.native.scheduler import Copy
@@ -31,11 +33,11 @@ def test_growth_keeps_what_was_there_and_adds_zeros() -> None:
 def test_it_grows_by_need_and_no_further_than_rows_can_reach() -> None:
     cache = Cache(SHAPES, CPU, torch.float32)
     cache.reserve(2, 10, 4000)
-    assert cache.layers[0].keys.shape == (2, 2, 64, 4)
+    assert cache.layers[0].keys.shape == (2, 2, 32, 4)
     cache.reserve(2, 100, 4000)
-    assert cache.layers[0].keys.shape == (2, 2, 256, 4)
+    assert cache.layers[0].keys.shape == (2, 2, 208, 4)
     cache.reserve(2, 257, 300)
-    assert cache.layers[0].values.shape == (2, 2, 320, 6)
+    assert cache.layers[0].values.shape == (2, 2, 304, 6)
 
 
 def test_enough_room_moves_nothing() -> None:
@@ -45,13 +47,29 @@ def test_enough_room_moves_nothing() -> None:
     assert cache.layers[0].keys.data_ptr() == place
 
 
-def test_copies_are_done_in_order_and_only_as_far_as_asked() -> None:
+def test_copies_reach_no_further_than_the_longest_of_them() -> None:
     cache = filled(3, 64)
     first, last = cache.layers[0].keys[0].clone(), cache.layers[0].keys[2].clone()
     cache.copy([Copy(source=0, target=1, length=5), Copy(source=1, target=2, length=4)])
     assert torch.equal(cache.layers[0].keys[1, :, :5], first[:, :5])
     assert torch.equal(cache.layers[0].keys[2, :, :4], first[:, :4])
-    assert torch.equal(cache.layers[0].keys[2, :, 4:], last[:, 4:])
+    assert torch.equal(cache.layers[0].keys[2, :, 5:], last[:, 5:])
+
+
+@given(copies=st.lists(st.tuples(st.integers(0, 999), st.integers(1, 16)), min_size=1, max_size=120))
+def test_copies_are_as_if_done_one_after_the_other(copies: list[tuple[int, int]]) -> None:
+    listed = [
+        Copy(source=source % (4 + place), target=4 + place, length=length)
+        for place, (source, length) in enumerate(copies)
+    ]
+    cache = filled(4 + len(copies), 16)
+    expected = cache.layers[0].keys.clone()
+    for copy in listed:
+        expected[copy.target] = expected[copy.source]
+    cache.copy(listed)
+    for copy in listed:
+        found = cache.layers[0].keys[copy.target, :, : copy.length]
+        assert torch.equal(found, expected[copy.target, :, : copy.length])
 
 
 def test_release_gives_all_memory_back() -> None:
