@@ -3,15 +3,15 @@
     one run ─ rillflow calibrate ─> factors ─┬─ predicted step of another model, batch, placement ─┐
                                              └─ each of them run ──────── measured ────────────────┴─> error
 
-    python benchmarks/self_prediction.py                        # 3 x 5 pairs of short runs, some minutes
+    python benchmarks/self_prediction.py                        # 5 x 5 pairs of short runs, 12 minutes
     python benchmarks/self_prediction.py --only batch --rounds 1
 
 The recipe is recipes/arithmetic with 64 prompts, answers up to 16 tokens and a reward that tells every two
 rows apart, on one thread; it learns nothing after its warm start, so that all its steps are alike. Seconds
-are medians of the steps after the second. A machine is not always equally fast, so each variant is
-predicted from a run of the recipe itself right before it, the only one that is calibrated on; runs of the
-recipe right before and after it say how much the machine has changed. Of several rounds the median counts.
-How long a variant's rows are is given: a model of another size ends its answers elsewhere.
+are medians of the steps after the second. A machine is not always equally fast, so each variant stands
+between two runs of the recipe itself, and is predicted from each of them alone; the mean of the two (of
+their logarithms) is the prediction of a machine halfway between. Of several rounds the median counts. How
+long a variant's rows are is given: a model of another size ends its answers elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.observed import observe, plan_of, this_machine
@@ -67,7 +67,7 @@ class Stage:
     name: str
     """Which."""
     predicted_s: float
-    """By the model."""
+    """By the model, from the run before and the run after."""
     measured_s: float
     """Of a usual step."""
 
@@ -110,7 +110,7 @@ def main() -> int:
     """Run, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", type=Path, metavar="FILE", help="where to write the table")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -130,8 +130,8 @@ def measured(names: Sequence[str], rounds: int, folder: Path) -> str:
     for name in [name for _ in range(rounds) for name in names]:
         one = ran(name, VARIANTS[name], folder)
         after = ran(CALIBRATED_ON, (), folder)
-        factors = calibrate(before.phases, CostModel).factors
-        row = compared(name, one, factors, drift=after.step_s / before.step_s - 1)
+        sides = [calibrate(side.phases, CostModel).factors for side in (before, after)]
+        row = compared(name, one, sides, drift=after.step_s / before.step_s - 1)
         rows.append(row)
         stages = ", ".join(f"{stage.name} {stage.error:+.0%}" for stage in row.stages)
         print(f"{name}: {row.step.error:+.1%} ({stages}), drift {row.drift:+.1%}", file=sys.stderr)
@@ -139,21 +139,32 @@ def measured(names: Sequence[str], rounds: int, folder: Path) -> str:
     return page(names, rows, fitted, first.phases)
 
 
-def compared(name: str, one: Round, factors: Factors, drift: float) -> Row:
-    """A run beside what these factors expect of it; its rows' lengths are given, as by ``--lengths``."""
-    loaded, hardware = one.loaded, replace(this_machine(2), factors=factors)
-    problem = state_problem(loaded, hardware, Path(str(loaded.recipe.run.dir))).problem
-    plan = plan_of(loaded.recipe, problem.graph, hardware.fleets[0].name)
-    found = evaluate(problem, CostModel(problem), plan)
-    seconds, taken = stages_by_name(problem, found), one.phases[-1].stages_s
+def compared(name: str, one: Round, sides: Sequence[Factors], drift: float) -> Row:
+    """A run beside what the factors of either side expect of it; its rows' lengths are given."""
+    loaded = one.loaded
+    problem = state_problem(loaded, this_machine(2), Path(str(loaded.recipe.run.dir))).problem
+    plan = plan_of(loaded.recipe, problem.graph, problem.hardware.fleets[0].name)
+    problems = [replace(problem, hardware=replace(problem.hardware, factors=side)) for side in sides]
+    found = [evaluate(side, CostModel(side), plan) for side in problems]
+    seconds = [stages_by_name(side, paper) for side, paper in zip(problems, found, strict=True)]
     works = {stage.name: problem.work(stage) for stage in problem.graph.stages}
+    taken = one.phases[-1].stages_s
     stages = tuple(
-        Stage(name=stage, predicted_s=seconds[stage], measured_s=taken[stage])
+        Stage(
+            name=stage,
+            predicted_s=geometric_mean([side[stage] for side in seconds]),
+            measured_s=taken[stage],
+        )
         for stage, work in works.items()
         if work in MODELLED and stage in taken
     )
-    step = Stage(name="step", predicted_s=found.step_s, measured_s=one.step_s)
-    return Row(name=name, step=step, stages=stages, drift=drift)
+    expected = geometric_mean([paper.step_s for paper in found])
+    return Row(
+        name=name,
+        step=Stage(name="step", predicted_s=expected, measured_s=one.step_s),
+        stages=stages,
+        drift=drift,
+    )
 
 
 def ran(name: str, settings: tuple[str, ...], folder: Path) -> Round:
@@ -182,9 +193,10 @@ def page(
         f"`python benchmarks/self_prediction.py --write benchmarks/results/self_prediction.md`, "
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}.",
         "",
-        f"Each variant is predicted from one run of the recipe right before it, {len(rows) // len(names)} "
-        f"times; seconds and errors are medians. {within} of {len(names)} within {LIMIT:.0%}. Drift: a step "
-        "of the recipe itself right after, against right before.",
+        f"Each variant is predicted from one run of the recipe right before it and from one right after it, "
+        f"{len(rows) // len(names)} times; the mean of both counts, and of the times the median. {within} of "
+        f"{len(names)} within {LIMIT:.0%}. Drift: a step of the recipe itself right after, against right "
+        "before.",
         "",
         "| run | differs by | predicted s | measured s | error | each round's | drift | stages |",
         "|---|---|---|---|---|---|---|---|",
