@@ -26,7 +26,7 @@ quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
 
 test: $(FULL)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" -n 2 --dist loadfile
 
 test-all: $(FULL)
 	$(PYTEST)
