@@ -3,7 +3,7 @@
     one run ─ rillflow calibrate ─> factors ─┬─ predicted step of another model, batch, placement ─┐
                                              └─ each of them run ──────── measured ────────────────┴─> error
 
-    python benchmarks/self_prediction.py                        # 5 x 5 pairs of short runs, 12 minutes
+    python benchmarks/self_prediction.py                        # 3 x 5 pairs of short runs, 8 minutes
     python benchmarks/self_prediction.py --only batch --rounds 1
 
 The recipe is recipes/arithmetic with 64 prompts, answers up to 16 tokens and a reward that tells every two
@@ -110,7 +110,7 @@ def main() -> int:
     """Run, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, metavar="FILE", help="where to write the table")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -35,6 +35,8 @@ TRAINING = 3
 """Passes of training: a backward costs two forwards."""
 RECOMPUTED = 4
 """Passes of training with activations recomputed."""
+AGREEMENTS = 3
+"""Small collectives of an optimiser step: its rows by rank, the denominator, whether there is a gradient."""
 GRADIENT_BYTES = 4
 """Of one parameter's gradient, float32."""
 
@@ -244,7 +246,10 @@ def gathers_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numb
 
 
 def gradients_s(setting: Setting, grids: Grids) -> Numbers:
-    """Seconds to add up float32 gradients over dp once an optimiser step; experts over fewer devices."""
+    """Seconds to agree over dp on an optimiser step and to add up its float32 gradients.
+
+    Experts are added up over fewer devices; shards have been after every pass.
+    """
     shape, links = setting.shape, setting.links
     dense = GRADIENT_BYTES * shape.shared_parameters / (grids.pp * grids.tp)
     found = all_reduce_s(links, dense, grids.dp, grids.dp_stride)
@@ -252,7 +257,8 @@ def gradients_s(setting: Setting, grids: Grids) -> Numbers:
         routed = GRADIENT_BYTES * shape.routed_parameters / (grids.pp * grids.expert_ways)
         copies = np.maximum(grids.dp * grids.tp / grids.expert_ways, 1)
         found = found + all_reduce_s(links, routed, copies, grids.expert_ways)
-    return np.where(grids.sharded, 0.0, found)
+    agreed = AGREEMENTS * all_gather_s(links, 0.0, grids.dp, grids.dp_stride)
+    return agreed + np.where(grids.sharded, 0.0, found)
 
 
 def optimizer_s(setting: Setting, grids: Grids) -> Numbers:
