@@ -1,16 +1,53 @@
-"""Budgets: files of at most 500 lines, functions of at most 60, fewer than 100 settings."""
+"""Budgets: lines of files and functions, code lines of the trunk and of all, settings that a recipe shows."""
 
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
+from pathlib import Path
 from typing import Any
 
-from rillflow.assembly.recipe import Recipe
+import pytest
+
+from rillflow.assembly.check import setting_lines
+from rillflow.assembly.recipe import Recipe, load_recipe
 from rillflow.config.schema import walk
 
 FILE_LINES = 500
 FUNCTION_LINES = 60
 SETTINGS = 100
+"""A recipe of any one algorithm shows fewer."""
+TRUNK = [
+    "records",
+    "placement",
+    "graph",
+    "formulas",
+    "cluster",
+    "workers",
+    "models",
+    "parallel",
+    "train",
+    "weights",
+    "rollout",
+    "roles",
+    "dataflow",
+    "pipeline",
+    "algorithms",
+]
+TRUNK_LINES = 11_000
+"""Code lines of the trunk at most: no blank, no comment, no docstring."""
+PACKAGE_LINES = 25_000
+"""Code lines of the whole package at most; lowered whenever something goes."""
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
+_NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 
 
 def over_budget(source: Any) -> list[str]:
@@ -26,13 +63,40 @@ def over_budget(source: Any) -> list[str]:
     return found
 
 
+def code_lines(source: Any) -> int:
+    """Lines with a token that is neither comment nor docstring."""
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type not in _NO_CODE:
+            found |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            assert node.end_lineno is not None
+            found -= set(range(node.lineno, node.end_lineno + 1))
+    return len(found)
+
+
+def test_the_trunk_and_the_whole_are_small(package: list[Any]) -> None:
+    trunk = [source for source in package if source.path.split("/")[1] in TRUNK]
+    assert 5_000 < sum(map(code_lines, trunk)) <= TRUNK_LINES
+    assert sum(map(code_lines, package)) <= PACKAGE_LINES
+
+
 def test_no_file_and_no_function_is_too_long(everything: list[Any]) -> None:
     assert [line for source in everything for line in over_budget(source)] == []
 
 
-def test_settings_are_few_and_described() -> None:
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_recipe_shows_few_settings(path: Path) -> None:
+    assert 30 < len(setting_lines(load_recipe(path))) < SETTINGS
+
+
+def test_settings_are_described() -> None:
     values = [key for key in walk(Recipe) if not key.is_section]
-    assert 50 < len({key.dotted for key in values}) < SETTINGS
     silent = [key.dotted for key in values if not key.field.description and key.path[-1] != "name"]
     assert silent == []
 
@@ -42,3 +106,4 @@ def test_the_scan_can_fail(source: Any) -> None:
     assert over_budget(source("a.py", long_function)) == ["a.py:1 f has 61 lines"]
     assert over_budget(source("a.py", "class A:\n    async def f(self):\n" + "        x = 1\n" * 59)) == []
     assert over_budget(source("a.py", "x = 1\n" * 501)) == ["a.py has 501 lines"]
+    assert code_lines(source("a.py", '"""Says."""\n\n# why\nx = (\n    1\n)\n')) == 3
