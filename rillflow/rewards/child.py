@@ -29,6 +29,7 @@ from rillflow.rewards.columns import Parameters
 from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.sandbox import clean_environment
 from rillflow.rewards.supervisor import Containment
 
 START_LIMIT_S = 60.0
@@ -41,6 +42,7 @@ _CHUNK_BYTES = 1 << 16
 _CHUNKS_PER_TURN = 64
 _PACKAGE_ROOT = Path(__file__).parents[2]
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from rillflow.rewards import supervisor; supervisor.main()"
+_INTERPRETER = (sys.executable, "-I", "-u", "-c", _BOOT)
 
 
 class State(Enum):
@@ -114,7 +116,8 @@ class Child:
             for descriptor in (self._requests, *self._watched):
                 os.set_blocking(descriptor, False)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-u", "-c", _BOOT, str(_PACKAGE_ROOT), *numbers, containment],
+                [*_INTERPRETER, str(_PACKAGE_ROOT), *numbers, containment, str(self._function.file.parent)],
+                env=clean_environment() if containment is Containment.SANDBOX else None,
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,

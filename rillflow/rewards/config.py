@@ -30,6 +30,11 @@ class RewardConfig(Section):
     timeout_s: float = Field(10.0, gt=0, description="Longest time for one call.")
     memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")
     workers: int = Field(1, gt=0, description="Children that score side by side.")
+    sandbox: bool = Field(
+        False,
+        description="Whether the function, code that a model wrote say, is shut in: no network, no files "
+        "but its folder's and Python's, read only, none of the environment's variables. Linux alone.",
+    )
     max_failures: float = Field(
         0.5,
         ge=0,

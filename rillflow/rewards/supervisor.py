@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rillflow.rewards.calling import serve
+from rillflow.rewards.sandbox import enclose, isolate
 
 MAX_PROCESSES = 512
 """Processes one reward function may have at a time; more are taken for a fork bomb."""
@@ -51,6 +52,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 class Containment(StrEnum):
     """How the processes of a reward function are held together, the strongest first."""
 
+    SANDBOX = "sandbox"
+    """Namespaces of every kind and a root of its own, or an error; see rewards/sandbox.py."""
     NAMESPACE = "namespace"
     """A pid namespace: the kernel ends every process in it at once."""
     DESCENDANTS = "descendants"
@@ -60,6 +63,7 @@ class Containment(StrEnum):
 
 
 _SHORTCOMINGS: dict[Containment, list[str]] = {
+    Containment.SANDBOX: [],
     Containment.NAMESPACE: [],
     Containment.DESCENDANTS: [
         "there is no pid namespace: a process that a reward function detaches may outlive a killed supervisor"
@@ -74,12 +78,16 @@ def main() -> NoReturn:
     """Run one child until it ends or must end.
 
     The command line tells the package's root, the descriptors of requests, answers and status, the driver's
-    process id and the containment wanted.
+    process id, the containment wanted and, for the sandbox, the function's folder.
     """
     requests, answers, status, driver = (int(argument) for argument in sys.argv[2:6])
     for descriptor in (requests, answers, status):
         os.set_inheritable(descriptor, False)  # programs the function starts have no part in this
-    containment = _contain(Containment(sys.argv[6]))
+    try:
+        containment = _contain(Containment(sys.argv[6]))
+    except OSError as error:
+        os.write(status, _refused(error).encode())
+        os._exit(1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -231,17 +239,19 @@ def _keep(requests: int, answers: int, status: int, containment: Containment) ->
     _end_with_parent()
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    _go_first()
     if containment is Containment.NAMESPACE:
         _mount_proc()
+    elif containment is Containment.SANDBOX:
+        try:
+            enclose(Path(sys.argv[7]))
+        except OSError as error:
+            os.write(status, _refused(error).encode())
+            return
 
     def run() -> None:
         os.close(status)
         _end_with_parent()
-        if _LINUX:
-            with contextlib.suppress(
-                OSError
-            ):  # when memory runs out, this process should go, not the trainer
-                Path("/proc/self/oom_score_adj").write_text("1000")
         faulthandler.enable()
         serve(requests, answers, _SHORTCOMINGS[containment])
 
@@ -253,6 +263,17 @@ def _keep(requests: int, answers: int, status: int, containment: Containment) ->
         if process == child:
             os.write(status, _describe_end(ended).encode())
             return
+
+
+def _go_first() -> None:
+    """When memory runs out, this process and those it forks should go, not the trainer."""
+    if _LINUX:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _refused(error: OSError) -> str:
+    return f"could not be shut in, as reward.sandbox asks: {error}"
 
 
 def _describe_end(ended: int) -> str:
@@ -268,10 +289,19 @@ def _describe_end(ended: int) -> str:
 
 
 def _contain(wanted: Containment) -> Containment:
-    """Take the strongest containment there is, up to the one wanted."""
+    """Take the strongest containment there is, up to the one wanted.
+
+    Raises:
+        OSError: the sandbox is wanted, and not to be had.
+    """
+    if not _LINUX and wanted is Containment.SANDBOX:
+        raise OSError(0, f"user namespaces: this is {sys.platform}, and Linux has them")
     if not _LINUX:
         return Containment.GROUP
     _system().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if wanted is Containment.SANDBOX:
+        isolate()
+        return wanted
     # Asked of a fork first: a namespace that turns out half made cannot be left again.
     if wanted is Containment.NAMESPACE and os.waitpid(_fork(_enter_namespace), 0)[1] == 0:
         _enter_namespace()

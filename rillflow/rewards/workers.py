@@ -94,7 +94,7 @@ class RewardWorkers:
     ) -> None:
         self._function = function
         self._config = config
-        self._containment = containment
+        self._containment = Containment.SANDBOX if config.sandbox else containment
         self._parameters: Parameters | None = None
         self._children: list[Child] = []
         self._closed = False
