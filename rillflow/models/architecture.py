@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rillflow.errors import ModelError
 from rillflow.models.attention import ATTENTION, causal
@@ -128,6 +129,11 @@ def context_of(module: PreTrainedModel) -> int:
             why="it has no max_position_embeddings",
             fix="add it to the model's config.json",
         ) from None
+
+
+def recomputing_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of which transformers can keep the inputs alone, and compute the rest a second time."""
+    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def vocabulary_of(module: nn.Module) -> int:

@@ -148,15 +148,20 @@ def check_cut(module: Decoder, parts: Anatomy, stages: int, expected: Tensor) ->
     require_same(module, state, expected, f"{stages} stages", why, "leave pp at 1")
 
 
-@torch.no_grad()
-def trial(module: Decoder, state: Tensor | None = None, *, last: bool = True) -> Tensor:
+def trial(module: Decoder, state: Tensor | None = None, *, last: bool = True, graph: bool = False) -> Tensor:
     """What the module says to a few tokens: logits, or hidden states where it has a scalar head.
 
     Args:
         module: a decoder or what is left of it.
         state: what the stage before said; None for the first.
         last: whether it is the last stage.
+        graph: whether the pass is made as one that a backward pass follows.
     """
+    with torch.set_grad_enabled(graph):
+        return _said(module, state, last).detach()
+
+
+def _said(module: Decoder, state: Tensor | None, last: bool) -> Tensor:
     text = module.config.get_text_config()
     count = min(_TRIAL_TOKENS, int(text.max_position_embeddings))
     positions = torch.arange(count, device=module.device)[None]

@@ -140,7 +140,7 @@ class Learner:
         gradients = parallel.gradients if parallel is not None else None
         self._optimizer = Optimizer(module, config, total_steps=total_steps, gradients=gradients)
         self._recompute: AbstractContextManager[None] = (
-            Recompute(module) if config.gradient_checkpointing else nullcontext()
+            Recompute(module, whole=parallel is None) if config.gradient_checkpointing else nullcontext()
         )
 
     def step(self, *aims: Aim[Any]) -> dict[str, Metric]:
@@ -230,7 +230,7 @@ class Learner:
         resting = [part for part in parts if not bool(part.dense("loss_active")[0])]
         with self._recompute:
             passes.run(learning, aim.forward.lay_out, finish, self._optimizer.collect)
-            passes.run(resting, aim.forward.lay_out, finish)
+        passes.run(resting, aim.forward.lay_out, finish)
         passes.agree()
         return found
 
@@ -238,7 +238,7 @@ class Learner:
         """Add one micro-batch's gradient, if it has any; return its share of the loss and its metrics."""
         tokens = loss_tokens(part).to(self._device)
         learns = bool(part.dense("loss_active")[0])
-        with self._recompute, torch.set_grad_enabled(learns):
+        with self._recompute if learns else torch.no_grad():
             share, metrics = _share(tokens, aim.forward(part, tokens), aim, denominator)
             if learns:
                 (share * aim.weight).backward()  # type: ignore[no-untyped-call]

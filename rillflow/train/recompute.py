@@ -3,35 +3,68 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from torch import nn
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+from rillflow.errors import ModelError
+from rillflow.models.architecture import recomputing_layers
+from rillflow.parallel.stages import require_same, trial
 
 
 class Recompute:
     """While entered, the module's layers keep their inputs alone and compute the rest a second time.
 
-    transformers recomputes only in training mode. Dropout stays off, as everywhere here: with it the
-    trainer would train another function than the one that was sampled from.
+    To be entered for passes that a backward pass follows. transformers recomputes a layer whose ``training``
+    is set. That one flag is set, on the layers alone, and taken away again while a layer computes: whatever
+    else a model does in training (dropout, noise in the routing of experts) stays off, as everywhere here.
+    With it the trainer would train another function than the one that was sampled from.
+
+    Args:
+        module: a decoder, or a rank's part of one.
+        whole: whether the module can be tried alone.
+
+    Raises:
+        ModelError: no layer of it recomputes, or its outputs are others when layers do.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        enable: Any = module.gradient_checkpointing_enable
+    def __init__(self, module: Any, *, whole: bool = True) -> None:
+        self._layers = recomputing_layers(module)
+        if not self._layers:
+            raise ModelError(
+                f"{type(module).__name__} has no layer that can be computed a second time",
+                why="gradient_checkpointing would save no memory",
+                fix="set gradient_checkpointing to false and lower tokens_per_micro_batch",
+            )
+        expected = trial(module) if whole else None
+        settings = {"use_reentrant": False, "context_fn": lambda: (self._resting(), self._resting())}
         with warnings.catch_warnings():  # newer versions rename it, older ones know this name alone
             warnings.simplefilter("ignore", FutureWarning)
-            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        if expected is not None:
+            with self:
+                found = trial(module, graph=True)
+            way, why = "one that recomputes", "something besides its layers looks at whether they are trained"
+            require_same(module, found, expected, way, why, "set gradient_checkpointing to false")
 
     def __enter__(self) -> None:
-        self._module.train()
-        for part in self._module.modules():
-            if isinstance(part, _DROPOUTS):
-                part.eval()
+        self._flag(True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._module.eval()
+        self._flag(False)
+
+    def _flag(self, training: bool) -> None:
+        for layer in self._layers:
+            layer.training = training
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """The flags are down while a layer computes, forward or again."""
+        self._flag(False)
+        try:
+            yield
+        finally:
+            self._flag(True)
