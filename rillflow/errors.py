@@ -17,6 +17,9 @@ class RillflowError(Exception):
         raise ConfigError("policy.lr is -1.0", why="a learning rate is positive", fix="try 1e-5")
     """
 
+    is_underway = False
+    """Whether a run had begun, and failed on the way: what was asked for could be done up to there."""
+
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         super().__init__(what, why, fix)
         self.what = what

@@ -20,7 +20,6 @@ from rillflow.assembly.recipe import Recipe
 from rillflow.cluster.backend import Backend
 from rillflow.dataflow.checkpoint import Checkpoint
 from rillflow.dataflow.executor import GroupExecutor
-from rillflow.errors import ConfigError
 from rillflow.models.config import ModelConfig
 from rillflow.placement.mesh import Mesh
 from rillflow.rewards.function import parse_function
@@ -98,12 +97,6 @@ class Cast:
             self._start("cost", self._scorer_factory("cost", cost.model, CostModel))
         elif cost.function is not None:
             self._start("cost", self._function_factory(casting.cost, cost.function))
-        elif "cost" in self._recipe.roles:
-            raise ConfigError(
-                "cost.function and cost.model are not set",
-                why=f"{self._recipe.algorithm.name} bounds a cost, and nothing says what a row costs",
-                fix='write cost.function = "cost.py:name", relative to the recipe',
-            )
 
     def begin(self, plan: PhasePlan, goes_on: Checkpoint | None) -> tuple[str, ...]:
         """Get everything ready for a phase; the roles it trains, the lead first.

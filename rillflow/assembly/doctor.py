@@ -9,6 +9,7 @@ A probe looks and changes nothing, but for one small file it writes into the fol
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import platform
@@ -151,6 +152,21 @@ def torch_and_device() -> list[Finding]:
     threads, cores = torch.get_num_threads(), usable_cores()
     found.append(threads_finding(threads, cores))
     return found
+
+
+def cuda_devices() -> int | None:
+    """How many CUDA devices torch will see, without importing it; None where only torch can tell."""
+    version = _version("torch") or ""
+    if "+rocm" in version or sys.platform != "linux":
+        return None
+    if version.endswith("+cpu"):
+        return 0
+    try:
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    except OSError:
+        return 0
+    found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if found else 0
 
 
 def threads_finding(threads: int, cores: float) -> Finding:

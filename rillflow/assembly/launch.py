@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rillflow.assembly.looks import require_sound
 from rillflow.assembly.planned import keep_plan
-from rillflow.assembly.preflight import open_rows, require_usable
 from rillflow.assembly.recipe import Recipe
+from rillflow.errors import RillflowError
 from rillflow.observe import layout
 from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
@@ -58,8 +59,7 @@ def launch(
         RillflowError: anything a user can mend, with what, why and what to do.
         Interrupted: the user asked to stop; the same command goes on.
     """
-    task = open_rows(recipe, base)
-    require_usable(recipe, base, task)
+    task, notes = require_sound(recipe, base)
     path = Path(recipe.run.dir or "runs/run")
     if fresh:
         set_aside(path)
@@ -70,6 +70,8 @@ def launch(
         if (path / layout.FINISHED).is_file():
             progress.note(f"{path} is finished; --fresh sets it aside and starts again")
         else:
+            for note in notes:
+                progress.note(f"note: {note}")
             _train(recipe, base, task, run, progress, stack, plan)
             run.write_json(layout.FINISHED, {"steps": recipe.total_steps})
             run.write_json(layout.SUMMARY, summarise(path).as_json())
@@ -126,4 +128,8 @@ def _train(
                 "is_planned": is_planned,
             }
         )
-        build.train(progress, interruption)
+        try:
+            build.train(progress, interruption)
+        except RillflowError as error:
+            error.is_underway = True
+            raise

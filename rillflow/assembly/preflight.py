@@ -1,36 +1,24 @@
-"""Preflight: what a recipe names and must be there, looked at before anything heavy is imported.
+"""Preflight: what a recipe names and must be there, and what its rows must be, a function each.
 
-recipe ─ require_ready ──> models and reward function are there
-+ task ─ require_usable ─> its rows can be scored, learnt from, and fit into the context
+recipe ─ model_source, scorer_sources, reward_function, cost_function ─> where models and functions are
++ task ─ require_answers, require_room ────────────────────────────────> its rows can be learnt from, and fit
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.assembly.recipe import LoadedRecipe, Recipe
+from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.trained import model_directory
-from rillflow.config.problems import shown, together
-from rillflow.errors import ConfigError, DataError, ModelError, RillflowError
+from rillflow.config.problems import shown
+from rillflow.errors import ConfigError, DataError, ModelError
 from rillflow.models.locate import locate
 from rillflow.observe import layout
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.tasks.example import Example
 from rillflow.tasks.preference import Preference
 from rillflow.tasks.task import Task, open_preferences, open_task
-
-
-def require_ready(loaded: LoadedRecipe) -> None:
-    """Raise ConfigError with everything the recipe names that is not there."""
-    recipe, base = loaded.recipe, loaded.base
-    looks = [
-        lambda: model_source(recipe, base),
-        lambda: reward_function(recipe, base),
-        lambda: scorer_sources(recipe, base),
-    ]
-    _require(looks, str(loaded.path))
 
 
 def open_rows(recipe: Recipe, base: Path) -> Task[Example]:
@@ -42,27 +30,6 @@ def open_rows(recipe: Recipe, base: Path) -> Task[Example]:
     if recipe.chosen.data is Data.PREFERENCES:
         return open_preferences(recipe.task, base=base, seed=recipe.run.seed)
     return open_task(recipe.task, base=base, seed=recipe.run.seed)
-
-
-def require_usable(recipe: Recipe, base: Path, task: Task[Example]) -> None:
-    """Raise ConfigError with every reason why the recipe cannot use its task's rows."""
-    looks = [
-        lambda: reward_function(recipe, base, task),
-        lambda: require_answers(recipe, task),
-        lambda: require_room(recipe, task),
-    ]
-    _require(looks, f"the task {task.name}")
-
-
-def _require(looks: Sequence[Callable[[], object]], title: str) -> None:
-    problems: list[RillflowError] = []
-    for look in looks:
-        try:
-            look()
-        except RillflowError as error:
-            problems.append(error)
-    if problems:
-        raise together(problems, title)
 
 
 def model_source(recipe: Recipe, base: Path) -> str | None:
@@ -131,6 +98,23 @@ def reward_function(recipe: Recipe, base: Path, task: Task[Example] | None = Non
                 fix='write [reward] function = "reward.py:name"',
             )
     return None if text is None else parse_function(text, base)
+
+
+def cost_function(recipe: Recipe, base: Path) -> FunctionPath | None:
+    """The function that says what a row costs; None where a model does, or nothing is asked.
+
+    Raises:
+        RewardError: there is no such function.
+        ConfigError: the algorithm bounds a cost, and the recipe names neither function nor model.
+    """
+    text = recipe.cost.function
+    if text is None and recipe.cost.model is None and "cost" in recipe.roles:
+        raise ConfigError(
+            "cost.function and cost.model are not set",
+            why=f"{recipe.algorithm.name} bounds a cost, and nothing says what a row costs",
+            fix='write cost.function = "cost.py:name", relative to the recipe',
+        )
+    return None if text is None or recipe.cost.model is not None else parse_function(text, base)
 
 
 def require_answers(recipe: Recipe, task: Task[Example]) -> None:

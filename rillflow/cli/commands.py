@@ -16,14 +16,12 @@ from rillflow.cli.failure import DONE, FAILED, explain_failure
 from rillflow.errors import ConfigError, RillflowError
 
 if TYPE_CHECKING:
-    from rillflow.assembly.check import Report
+    from rillflow.assembly.looks import Report
     from rillflow.assembly.recipe import LoadedRecipe
 
 
 def run(arguments: argparse.Namespace) -> int:
     """``rillflow run``: look at what can be seen at once, then run to the end."""
-    from rillflow.assembly.preflight import require_ready
-
     if arguments.lengths is not None and arguments.cluster is None:
         raise ConfigError(
             "--lengths without --cluster",
@@ -39,7 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = load(arguments, placed)
     if plan is not None:
         require_for(plan, loaded)
-    require_ready(loaded)
     if arguments.cluster is not None:
         from rillflow.cli.planning import expected
 
@@ -103,7 +100,8 @@ def ask(arguments: argparse.Namespace) -> int:
         try:
             print(respondent.answer(prompt), flush=True)
         except RillflowError as error:  # a prompt that cannot be answered ends no conversation
-            code = explain_failure(error, debug=arguments.debug)
+            explain_failure(error, debug=arguments.debug)
+            code = FAILED
     return code
 
 

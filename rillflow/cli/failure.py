@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import traceback
 
-from rillflow.errors import ConfigError, DataError, Interrupted, PlanError, RillflowError
+from rillflow.errors import Interrupted, RillflowError
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; the run failed; the recipe, its data or the command is wrong; the user stopped it."""
+"""Exit codes: done; it failed on the way; it cannot be done, and nothing was started; the user stopped it."""
 
 
 def explain_failure(error: BaseException, *, debug: bool) -> int:
@@ -36,4 +36,4 @@ def exit_code(error: BaseException) -> int:
     """The code a command ends with."""
     if isinstance(error, KeyboardInterrupt | Interrupted):
         return INTERRUPTED
-    return USAGE if isinstance(error, ConfigError | DataError | PlanError) else FAILED
+    return USAGE if isinstance(error, RillflowError) and not error.is_underway else FAILED

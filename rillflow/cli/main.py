@@ -24,7 +24,7 @@ from rillflow.cli.failure import FAILED, explain_failure
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
 
-EPILOG = "exit codes: 0 done, 1 failed, 2 the recipe, its data or the command cannot be used, 130 interrupted"
+EPILOG = "exit codes: 0 done, 1 failed on the way, 2 cannot be done and nothing was started, 130 interrupted"
 
 
 @dataclass(frozen=True, kw_only=True)

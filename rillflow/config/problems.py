@@ -36,11 +36,10 @@ _RULES = {
 }
 
 
-def together(problems: Sequence[RillflowError], title: str) -> ConfigError:
-    """One error for one problem, or one that lists them all under ``title``."""
+def together(problems: Sequence[RillflowError], title: str) -> RillflowError:
+    """The one problem, or an error that lists them all under ``title``."""
     if len(problems) == 1:
-        only = problems[0]
-        return ConfigError(only.what, only.why, only.fix)
+        return problems[0]
     lines = [f"{title} has {len(problems)} problems"]
     for number, problem in enumerate(problems, 1):
         lines.append(f"{number}. " + str(problem).replace("\n", "\n   "))

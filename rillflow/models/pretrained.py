@@ -8,8 +8,6 @@ Nothing in a directory is executed: no custom code, no pickle.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +34,8 @@ from rillflow.models.scalar_head import (
     settle_head,
     start_head,
 )
+from rillflow.models.weight_files import check_weight_files, unusable
 
-_INDEX = "model.safetensors.index.json"
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 """What transformers raises for a directory it cannot use."""
 
@@ -109,7 +107,7 @@ def _config(source: str) -> PreTrainedConfig:
         _check_settings(source, settings)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except LIBRARY_ERRORS as error:
-        raise _unusable(source, "config", error) from error
+        raise unusable(source, "config", error) from error
     if config.is_encoder_decoder:
         raise ModelError(
             f"the model {source} is an encoder with a decoder ({config.model_type})",
@@ -123,7 +121,7 @@ def _weights(
     source: str, config: PreTrainedConfig, kind: Any, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, frozenset[str]]:
     """The module, and the names of the weights that its files lack."""
-    _check_weight_files(source)
+    check_weight_files(source)
     try:
         module, found = kind.from_pretrained(
             source,
@@ -135,7 +133,7 @@ def _weights(
             output_loading_info=True,
         )
     except LIBRARY_ERRORS as error:
-        raise _unusable(source, "weights", error) from error
+        raise unusable(source, "weights", error) from error
     return module, frozenset(found["missing_keys"])
 
 
@@ -166,57 +164,3 @@ def _check_settings(source: str, settings: dict[str, Any]) -> None:
             why="its weights are integers, which cannot be trained",
             fix="name the float or bfloat16 model it was made from",
         )
-
-
-def _check_weight_files(source: str) -> None:
-    directory = Path(source)
-    if not directory.is_dir():
-        return
-    _check_index(directory)
-    if any(directory.glob("*.safetensors")):
-        return
-    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
-    if pickles:
-        raise ModelError(
-            f"the weights of {source} are in {pickles[0]}, a pickle",
-            why="loading a pickle can execute anything; Rillflow reads safetensors",
-            fix="convert them: load with transformers where you trust the file, then save_pretrained",
-        )
-    raise ModelError(f"the model {source} has no weights", why="there is no .safetensors file in it")
-
-
-def _check_index(directory: Path) -> None:
-    """An index of weights names files beside it and nothing else."""
-    path = directory / _INDEX
-    if not path.is_file():
-        return
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unusable(str(directory), "index of weights", error) from error
-    if (
-        not isinstance(index, dict)
-        or not isinstance(index.get("weight_map"), dict)
-        or "metadata" not in index
-    ):
-        raise ModelError(
-            f"{path} is no index of weights",
-            why="one has metadata, and a weight_map that says in which file each weight is",
-            fix="name a directory as save_pretrained writes it",
-        )
-    for name in index["weight_map"].values():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(
-                f"{path} names {name!r} as a file of weights",
-                why="weights are read from .safetensors files beside it, and from nowhere else",
-                fix="name a directory as save_pretrained writes it",
-            )
-
-
-def _unusable(source: str, part: str, error: BaseException) -> ModelError:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return ModelError(
-        f"the {part} of the model {source} cannot be used",
-        why=" ".join(lines[:2]) or type(error).__name__,
-        fix="name a directory that AutoModelForCausalLM.from_pretrained loads",
-    )

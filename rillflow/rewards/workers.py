@@ -251,27 +251,3 @@ class RewardWorkers:
             elif self.shortcomings:
                 logger.warning("%s: %s", self._function, self.shortcomings)
         return self._parameters
-
-
-def check_function(
-    function: FunctionPath,
-    config: RewardConfig,
-    prompts: Sequence[Text],
-    completions: Sequence[Text],
-    columns: Columns,
-) -> list[Score]:
-    """Score a few rows as a run would, but let no failure pass.
-
-    Raises:
-        RewardError: whatever ``RewardWorkers.score`` raises, and a row that timed out or failed.
-    """
-    with RewardWorkers(function, config) as workers:
-        scores = workers.score(prompts, completions, columns)
-    for row, score in enumerate(scores):
-        if score.outcome in (Outcome.TIMEOUT, Outcome.ERROR):
-            raise RewardError(
-                f"{function} failed on row {row} of {len(scores)}: {score.message}",
-                why=f"a run would count the row as {score.outcome}, and learn nothing from it",
-                fix=f"mend {function.file}, or raise reward.timeout_s if {config.timeout_s:g} s are too few",
-            )
-    return scores

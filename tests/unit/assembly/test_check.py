@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.check import Report, check, run_state
-from rillflow.assembly.launch import resolved
-from rillflow.assembly.preflight import require_ready, require_usable
+from rillflow.assembly.check import check, run_state
+from rillflow.assembly.doctor import usable_cores
+from rillflow.assembly.launch import launch, resolved
+from rillflow.assembly.looks import Report, require_sound
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
-from rillflow.errors import ConfigError, RunDirectoryError
+from rillflow.errors import ConfigError, DataError, RunDirectoryError
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.tasks.task import open_task
 
@@ -94,8 +95,33 @@ def test_data_are_counted(folder: Path) -> None:
 def test_the_reward_is_called_on_two_rows(folder: Path) -> None:
     text = said(check(loaded(folder)), "reward")
     assert text.startswith("reward.py:exact")
-    assert text.count(": 1") == 1, "the first row is answered rightly"
-    assert text.count(": 0") == 1, "the second is not answered"
+    assert text.count(": 1") == 2, "each row is answered with its own answer"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("[1 / 0, 1 / 0]", "ZeroDivisionError: division by zero (own.py, line 1, in reward"),
+        ("[float('nan')] * 2", "failed on 2 of the 2 rows it was tried on: the score is nan"),
+        ("__import__('time').sleep(1000)", "gave no answer within 0.2 s"),
+        ("__import__('os')._exit(0)", "exited with status 0"),
+        ("[1.0]", "returned 1 scores for 2 rows"),
+        ("[answers]", "NameError: name 'answers' is not defined"),
+    ],
+)
+def test_a_reward_that_fails_on_both_rows_is_a_problem(folder: Path, body: str, told: str) -> None:
+    (folder / "own.py").write_text(f"def reward(completions, **_): return {body}\n")
+    assert told in problems(folder, "reward.function=own.py:reward", "reward.timeout_s=0.2")
+
+
+def test_a_reward_that_fails_on_one_row_or_gives_no_score_is_noted(folder: Path) -> None:
+    own = ("reward.function=own.py:reward",)
+    (folder / "own.py").write_text("def reward(completions, **_): return [1.0, float('nan')]\n")
+    report = check(loaded(folder, *own))
+    assert report.problems == []
+    assert any("failed on one of the rows it was tried on: the score is nan" in note for note in report.notes)
+    (folder / "own.py").write_text("def reward(completions, **_): return [None, None]\n")
+    assert any("gave no score (None) to any row" in note for note in check(loaded(folder, *own)).notes)
 
 
 def test_the_model_is_measured(folder: Path) -> None:
@@ -107,10 +133,14 @@ def test_the_model_is_measured(folder: Path) -> None:
 
 def test_notes_say_what_might_not_be_expected(folder: Path) -> None:
     notes = check(loaded(folder, "algorithm.prompts_per_step=9", "task.held_out=0")).notes
-    assert notes == ["nothing is held out, so accuracy will not be measured"]
+    assert notes == ["nothing is held out, so nothing will be evaluated"]
     notes = check(loaded(folder, "algorithm.prompts_per_step=9")).notes
     assert any("draws 9 prompts and there are 8" in note for note in notes)
     assert any("evaluate.problems = 500 only 2" in note for note in notes)
+    cores = int(usable_cores())
+    notes = check(loaded(folder, f"run.threads={cores + 1}")).notes
+    assert any(f"run.threads is {cores + 1} and there are {cores}" in note for note in notes)
+    assert not any("threads" in note for note in check(loaded(folder, f"run.threads={cores}")).notes)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +153,8 @@ def test_notes_say_what_might_not_be_expected(folder: Path) -> None:
         ("reward.function=none", "reward.function is missing"),
         ("reward.function=reward.py:broken", "no idea"),
         ("rollout.max_tokens=30", "has 4 characters"),
+        ("algorithm.prompts_per_step=801", "one step would draw every prompt 100 times"),
+        ("run.device=cuda:64", "there is no device 'cuda:64'"),
         ("run.dir=run.toml", "run.toml exists and is not a run directory"),
     ],
 )
@@ -177,22 +209,18 @@ def test_all_problems_are_found_at_once(folder: Path) -> None:
     assert len(check(loaded(folder, *overrides)).problems) == 3
 
 
-def test_a_run_is_refused_before_it_starts(folder: Path) -> None:
+def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None:
     bad = loaded(folder, "policy.model.new=none", "policy.model.path=./x", "reward.function=y.py:z")
     with pytest.raises(ConfigError, match="2 problems"):
-        require_ready(bad)
-    require_ready(loaded(folder))
-
-
-def test_a_run_is_refused_its_rows(folder: Path) -> None:
-    def usable(*overrides: str) -> None:
-        chosen = loaded(folder, *overrides)
-        require_usable(chosen.recipe, folder, open_task(chosen.recipe.task, base=folder, seed=0))
-
-    usable()
+        launch(bad.recipe, bad.base, quiet=True)
     with pytest.raises(ConfigError, match="2 problems"):
-        usable("reward.function=none", "rollout.max_tokens=30")
-    usable("rollout.max_tokens=30", "task.too_long=drop")
+        require_sound(loaded(folder, "reward.function=none", "rollout.max_tokens=30").recipe, folder)
+    with pytest.raises(DataError, match=r"prompt\.jsonl"):
+        require_sound(loaded(folder, "task.source=prompt.jsonl").recipe, folder)
+    assert not (folder / "runs").exists()
+    task, notes = require_sound(loaded(folder, "rollout.max_tokens=30", "task.too_long=drop").recipe, folder)
+    assert len(task.train) == 8
+    assert any("only 2 are held out" in note for note in notes)
 
 
 def test_a_run_under_other_settings_is_a_problem(folder: Path) -> None:

@@ -29,12 +29,11 @@ def raised(error: BaseException) -> BaseException:
     [
         (ConfigError, 2),
         (DataError, 2),
-        (ModelError, 1),
-        (RewardError, 1),
-        (RunDirectoryError, 1),
-        (TrainingError, 1),
+        (ModelError, 2),
+        (RewardError, 2),
+        (RunDirectoryError, 2),
         (Interrupted, 130),
-        (RillflowError, 1),
+        (RillflowError, 2),
     ],
 )
 def test_an_expected_error_says_what_why_and_fix(
@@ -46,6 +45,13 @@ def test_an_expected_error_says_what_why_and_fix(
     assert shown.err.endswith("the value is 7\n  why: it must be 8\n  fix: write 8\n")
     assert "Traceback" not in shown.err
     assert shown.out == ""
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, RewardError, TrainingError])
+def test_a_run_that_failed_on_the_way_ends_with_1(kind: type[RillflowError]) -> None:
+    error = kind("the loss is nan")
+    error.is_underway = True
+    assert explain_failure(raised(error), debug=False) == 1
 
 
 def test_an_error_says_where_it_was_raised(capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,11 +129,11 @@ def test_debug_shows_the_traceback_of_an_expected_error(
 
 
 @pytest.mark.parametrize("command", ["ask", "report"])
-def test_a_path_that_is_no_run_ends_with_1(
+def test_a_path_that_is_no_run_ends_with_2(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [command, str(tmp_path / "nowhere"), *(["hello"] if command == "ask" else [])]
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "nowhere" in capsys.readouterr().err
 
 

@@ -13,7 +13,7 @@ from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.workers import RETRIES, RewardWorkers, check_function
+from rillflow.rewards.workers import RETRIES, RewardWorkers
 
 Write = Callable[..., FunctionPath]
 
@@ -286,32 +286,6 @@ def test_the_message_names_the_line_of_the_users_file_below_library_frames(write
         (row,) = workers.score(["p"], ["{"], {})
     assert "JSONDecodeError" in row.message
     assert "(rewards.py, line 4, in reward: return [json.loads(completions[0])])" in row.message
-
-
-def test_check_passes_what_a_run_would_score(write: Write) -> None:
-    function = write("def reward(completions): return [None, 1.0]")
-    assert [score.value for score in check_function(function, RewardConfig(), ["p"] * 2, ["c"] * 2, {})] == [
-        None,
-        1.0,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        ("[1.0, 1 / 0]", "ZeroDivisionError: division by zero (rewards.py, line 1, in reward"),
-        ("[1.0, float('nan')]", "failed on row 1 of 2: the score is nan"),
-        ("__import__('time').sleep(1000)", "gave no answer within 0.2 s"),
-        ("__import__('os')._exit(0)", "exited with status 0"),
-        ("[1.0]", "returned 1 scores for 2 rows"),
-        ("[answers]", "NameError: name 'answers' is not defined"),
-    ],
-)
-def test_check_lets_no_failure_pass(write: Write, body: str, told: str) -> None:
-    function = write(f"def reward(completions): return {body}")
-    with pytest.raises(RewardError) as caught:
-        check_function(function, RewardConfig(timeout_s=0.2), ["p"] * 2, ["c"] * 2, {})
-    assert told in caught.value.what
 
 
 def test_the_child_is_small_and_limited(write: Write) -> None:

@@ -1,0 +1,259 @@
+"""Looks: everything that would stop a run and can be seen before it, for ``run`` and ``check`` alike.
+
+    recipe ─┬─ data ────── rows, answers, room ─────────── from the disk
+            ├─ models ──── files, headers, sizes, memory ─ from the disk
+            ├─ machine ─── devices, cores
+            └─ reward ──── called on two rows ──────────── in a child that can be killed
+                  └─> Report: topics to read, notes to think about, problems that stop a run
+
+Imports no torch: the answer is there in a second or two. Nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rillflow.assembly.doctor import available_memory, cuda_devices, usable_cores
+from rillflow.assembly.memory import estimate, rank_lines, sizes_of_directory, sizes_of_new
+from rillflow.assembly.meshes import unfit
+from rillflow.assembly.model_files import require_model_files
+from rillflow.assembly.preflight import (
+    cost_function,
+    longest_of,
+    model_source,
+    open_rows,
+    prompt_length,
+    require_answers,
+    require_room,
+    reward_function,
+    scorer_sources,
+)
+from rillflow.assembly.recipe import Recipe
+from rillflow.config.problems import shown, together
+from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
+from rillflow.observe.wording import size
+from rillflow.rewards.columns import Text
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.workers import RewardWorkers
+from rillflow.tasks.example import Example
+from rillflow.tasks.task import Task
+
+MOST_REPEATS = 100
+"""Times a step may draw the same prompt: beyond, the number of prompts is a slip of the pen."""
+_TRIED = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topic:
+    """One subject of a report."""
+
+    title: str
+    """What it is about."""
+    lines: Sequence[str]
+    """What there is to say."""
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What was seen."""
+
+    topics: list[Topic] = field(default_factory=list)
+    """Facts, by subject."""
+    notes: list[str] = field(default_factory=list)
+    """What a run would do and its author may not expect."""
+    problems: list[RillflowError] = field(default_factory=list)
+    """What would stop a run."""
+    task: Task[Example] | None = None
+    """The rows, where they could be read."""
+
+    def say(self, title: str, lines: Sequence[str]) -> None:
+        """Add a topic."""
+        self.topics.append(Topic(title=title, lines=lines))
+
+    def attempt(self, look: Callable[[], object]) -> None:
+        """Look at one thing; what stops it is a problem, and the next thing is looked at all the same."""
+        try:
+            look()
+        except RillflowError as error:
+            self.problems.append(error)
+
+
+def look(recipe: Recipe, base: Path, report: Report) -> None:
+    """Add everything that is seen of what a recipe names to a report; ``base`` is the recipe's folder."""
+    report.attempt(lambda: _look_at_data(recipe, base, report))
+    report.attempt(lambda: _look_at_model(recipe, base, report))
+    report.attempt(lambda: _look_at_scorers(recipe, base, report))
+    report.attempt(lambda: _look_at_machine(recipe, report))
+    report.attempt(lambda: _look_at_function(reward_function(recipe, base, report.task), recipe, report))
+    report.attempt(lambda: _look_at_function(cost_function(recipe, base), recipe, report))
+
+
+def require_sound(recipe: Recipe, base: Path) -> tuple[Task[Example], Sequence[str]]:
+    """The rows of a recipe that can be run, and the notes on it.
+
+    Raises:
+        RillflowError: the one problem, or a ConfigError that lists all of them.
+    """
+    report = Report()
+    look(recipe, base, report)
+    if report.problems:
+        raise together(report.problems, "the recipe")
+    assert report.task is not None
+    return report.task, report.notes
+
+
+def _look_at_data(recipe: Recipe, base: Path, report: Report) -> None:
+    task = report.task = open_rows(recipe, base)
+    report.say("data", _data_lines(recipe, task, report))
+    report.attempt(lambda: require_answers(recipe, task))
+    report.attempt(lambda: require_room(recipe, task))
+    report.attempt(lambda: _require_few_repeats(recipe, task))
+
+
+def _require_few_repeats(recipe: Recipe, task: Task[Example]) -> None:
+    drawn, there = recipe.algorithm.prompts_per_step, len(task.train)
+    if drawn > MOST_REPEATS * there:
+        raise ConfigError(
+            f"algorithm.prompts_per_step is {drawn:,} and {task.name} has {there:,} prompts",
+            why=f"one step would draw every prompt {drawn // there:,} times",
+            fix=f"at most {there:,}; algorithm.samples_per_prompt is how many answers a prompt gets",
+        )
+
+
+def _data_lines(recipe: Recipe, task: Task[Example], report: Report) -> list[str]:
+    longest = longest_of(task)
+    judged = min(recipe.evaluate.problems, len(task.held_out))
+    word = "prompts" if recipe.has_policy else "pairs"
+    temperature = recipe.evaluate.temperature
+    how = f", answered at temperature {temperature:g}" if recipe.has_policy else ""
+    prompts = recipe.algorithm.steps * recipe.algorithm.prompts_per_step
+    if recipe.algorithm.prompts_per_step > len(task.train):
+        report.notes.append(
+            f"a step draws {recipe.algorithm.prompts_per_step:,} {word} and there are {len(task.train):,}: "
+            f"within a step, {word} repeat"
+        )
+    if not judged:
+        report.notes.append("nothing is held out, so nothing will be evaluated")
+    elif judged < recipe.evaluate.problems:
+        report.notes.append(
+            f"of evaluate.problems = {recipe.evaluate.problems:,} only {judged:,} are held out"
+        )
+    return [
+        f"{task.name}: {len(task.train):,} {word} to train on, {len(task.held_out):,} held out, "
+        f"{task.left_out:,} left out because they are among those",
+        f"the algorithm draws {prompts:,} {word}: {prompts / len(task.train):.1f} passes over them",
+        f"judged by {judged:,} {word}{how}",
+        f"longest prompt: {prompt_length(longest):,} characters: {shown(longest.key)}",
+    ]
+
+
+def _look_at_model(recipe: Recipe, base: Path, report: Report) -> None:
+    new, source = recipe.policy.model.new, model_source(recipe, base)
+    name = f"a new {new.architecture}" if new is not None else str(source)
+    sizes = sizes_of_new(new) if new is not None else None
+    if source is not None and Path(source).is_dir():
+        sizes = sizes_of_directory(Path(source))
+        require_model_files(Path(source), is_chat=_has_chat(report.task))
+    if sizes is None:
+        report.say("model", [f"{name}: its size is known when it is loaded"])
+        return
+    if recipe.has_policy and recipe.rollout.max_tokens >= sizes.context:
+        raise ConfigError(
+            f"rollout.max_tokens is {recipe.rollout.max_tokens} and the model's context is {sizes.context}",
+            why="the context holds prompt and answer",
+            fix=f"fewer than {sizes.context}",
+        )
+    placement = recipe.placement
+    for problem in unfit(
+        placement.mesh_of("policy"), placement.generate_tp, sizes.heads, sizes.kv_heads, sizes.layers
+    ):
+        raise problem
+    parts = estimate(recipe, sizes)
+    total, free = sum(parts.values()), available_memory()
+    terms = " + ".join(f"{what} {size(amount)}" for what, amount in parts.items())
+    report.say(
+        "model",
+        [
+            f"{name}: {sizes.parameters:,} parameters, context {sizes.context:,} tokens",
+            f"memory: {terms} = {size(total)}, and activations",
+            *rank_lines(recipe, sizes),
+        ],
+    )
+    if free is not None and total > free and not recipe.run.device.startswith("cuda"):
+        report.notes.append(f"about {size(total)} are needed and {size(free)} are free in main memory")
+
+
+def _has_chat(task: Task[Example] | None) -> bool:
+    """Whether a prompt is a conversation, which a model without a chat template cannot read."""
+    return task is not None and any(not isinstance(row.prompt, str) for row in (*task.train, *task.held_out))
+
+
+def _look_at_scorers(recipe: Recipe, base: Path, report: Report) -> None:
+    for setting, source in scorer_sources(recipe, base).items():
+        report.say(setting, [source])
+        if Path(source).is_dir():
+            require_model_files(Path(source), is_chat=False)
+
+
+def _look_at_machine(recipe: Recipe, report: Report) -> None:
+    device, there = recipe.run.device, cuda_devices()
+    if device.startswith("cuda") and there is not None:
+        number = int(device.removeprefix("cuda").removeprefix(":") or 0)
+        if number >= there:
+            names = ["cpu", *(f"cuda:{index}" for index in range(there))]
+            raise ConfigError(
+                f"there is no device {device!r}",
+                why=f"this machine has {', '.join(names)}",
+                fix=f"{nearest(device, ['auto', *names])}; rillflow doctor says what torch sees",
+            )
+    threads, cores = recipe.run.threads, usable_cores()
+    if threads > cores:
+        report.notes.append(
+            f"run.threads is {threads} and there are {cores:g} cores: more threads wait for each other"
+        )
+
+
+def _look_at_function(function: FunctionPath | None, recipe: Recipe, report: Report) -> None:
+    """Call a function on two rows, in the child process a run would use, each row with its own answer."""
+    task = report.task
+    if function is None or task is None or not recipe.has_policy:
+        return
+    answered = [row for row in task.train if row.completion is not None]
+    rows = (answered or task.train)[:_TRIED]
+    answers = [row.completion or "" for row in rows]
+    scores = _tried(function, recipe, rows, answers)
+    report.say("reward", [f"{function}", *map(_scored, rows, answers, scores)])
+    failed = [score for score in scores if score.outcome in (Outcome.TIMEOUT, Outcome.ERROR)]
+    if len(failed) > recipe.reward.max_failures * len(scores):
+        raise RewardError(
+            f"{function} failed on {len(failed)} of the {len(scores)} rows it was tried on: "
+            f"{failed[0].message}",
+            why=f"a run stops where more than reward.max_failures = {recipe.reward.max_failures:g} fail",
+            fix=f"mend {function.file}; if {recipe.reward.timeout_s:g} s are too few, raise reward.timeout_s",
+        )
+    if failed:
+        report.notes.append(f"{function} failed on one of the rows it was tried on: {failed[0].message}")
+    if all(score.outcome is Outcome.ABSTAIN for score in scores):
+        report.notes.append(f"{function} gave no score (None) to any row it was tried on")
+
+
+def _tried(
+    function: FunctionPath, recipe: Recipe, rows: Sequence[Example], answers: list[str]
+) -> list[Score]:
+    prompts: list[Text] = [row.prompt if isinstance(row.prompt, str) else list(row.prompt) for row in rows]
+    replies: list[Text] = [
+        answer if isinstance(row.prompt, str) else [{"role": "assistant", "content": answer}]
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    names = sorted(set[str]().union(*(row.columns for row in rows)))
+    columns = {name: [row.columns.get(name) for row in rows] for name in names}
+    with RewardWorkers(function, recipe.reward.model_copy(update={"workers": 1})) as workers:
+        return workers.score(prompts, replies, columns)
+
+
+def _scored(row: Example, answer: str, score: Score) -> str:
+    value = f"{score.value:g}" if score.value is not None else score.outcome
+    return f"{shown(row.key)} answered with {shown(answer)}: {value}"

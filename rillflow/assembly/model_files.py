@@ -1,0 +1,114 @@
+"""Model files: what a model's directory must hold before it is worth loading, from names and headers alone.
+
+directory ─┬─ config.json ────────── settings by name
+           ├─ *.safetensors ──────── no pickle; headers whole; no layer lacks a weight that its siblings have
+           └─ the tokeniser's files ─ a vocabulary; a chat template where prompts are conversations
+
+What the headers cannot show (a weight of another shape, numbers that are not finite) loading finds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from rillflow.errors import ModelError
+from rillflow.models.weight_files import check_weight_files, unusable
+
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_ALIKE = (
+    "gemma",
+    "gemma3_text",
+    "gpt2",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
+"""Model types of which every layer has the same weights."""
+_IN_LAYER = re.compile(r"((?:.*?\.)?(?:layers|h)\.)(\d+)(\..+)")
+
+
+def require_model_files(directory: Path, *, is_chat: bool) -> None:
+    """Refuse a directory whose model cannot be loaded; ``is_chat``: the prompts are conversations.
+
+    Raises:
+        ModelError: a file is missing, damaged or a pickle, or lacks what is needed of it.
+    """
+    config = _settings(directory / "config.json")
+    check_weight_files(str(directory))
+    _require_layers(directory, config, _names(directory))
+    if not any(any(directory.glob(name)) for name in _VOCABULARIES):
+        raise ModelError(
+            f"the model {directory} has no tokeniser",
+            why=f"there is none of {', '.join(_VOCABULARIES)} in it",
+            fix="put tokenizer.json and tokenizer_config.json beside the weights",
+        )
+    if is_chat and not _has_template(directory):
+        raise ModelError(
+            f"the model {directory} has no chat template",
+            why="prompts are lists of messages, and only a template makes one text of them",
+            fix="give the prompts as text, or choose a model with a chat template",
+        )
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise unusable(str(file.parent), "config.json", error) from error
+    if not isinstance(settings, dict):
+        raise ModelError(f"{file} is no JSON object", why="it holds settings by name")
+    return settings
+
+
+def _has_template(directory: Path) -> bool:
+    if any((directory / name).exists() for name in _TEMPLATES):
+        return True
+    file = directory / "tokenizer_config.json"
+    return file.is_file() and bool(_settings(file).get("chat_template"))
+
+
+def _names(directory: Path) -> list[str]:
+    """The names of all weights, by the files' headers, which are read whole."""
+    names: list[str] = []
+    for file in sorted(directory.glob("*.safetensors")):
+        if not file.is_file():
+            raise ModelError(f"{file} is no file", why="weights are read from regular files")
+        try:
+            with safe_open(file, framework="np") as weights:
+                names += weights.keys()
+        except (OSError, SafetensorError) as error:
+            raise unusable(str(directory), f"file {file.name}", error) from error
+    return names
+
+
+def _require_layers(directory: Path, config: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Every layer has the weights that another one has, and tokens have an embedding."""
+    if config.get("model_type") not in _ALIKE:
+        return
+    layers = next((config[key] for key in ("num_hidden_layers", "n_layer") if key in config), 0)
+    parts = [match.groups() for name in names if (match := _IN_LAYER.fullmatch(name))]
+    wanted = {
+        f"{before}{layer}{after}"
+        for before, _, after in parts
+        for layer in range(layers if isinstance(layers, int) else 0)
+    }
+    missing = sorted(wanted - set(names))
+    if not any(name.endswith(("embed_tokens.weight", "wte.weight")) for name in names):
+        missing.insert(0, "embed_tokens.weight")
+    if missing:
+        raise ModelError(
+            f"the model {directory} has no weight {missing[0]!r}",
+            why=f"{len(missing)} weights of its type would be random",
+            fix="name a complete checkpoint",
+        )
