@@ -147,25 +147,6 @@ class Batch:
         cuts = [len(self) * part // parts for part in range(parts + 1)]
         return [self.slice(start, stop) for start, stop in pairwise(cuts)]
 
-    def split_by_tokens(self, budget: int, field: str = "tokens") -> list[Batch]:
-        """Parts of at most ``budget`` tokens of a ragged field each, rows of like length together.
-
-        Rows are taken longest first; a row longer than the budget stands alone. Every row is in
-        exactly one part, and an empty batch has no parts.
-        """
-        if budget < 1:
-            raise RecordError(f"a token budget of {budget} holds no row", why="the least is 1")
-        lengths = self.ragged(field).lengths
-        order = torch.argsort(lengths, descending=True, stable=True)
-        cuts, held = [0], 0
-        for place, length in enumerate(lengths[order].tolist()):
-            if place > cuts[-1] and held + length > budget:
-                cuts.append(place)
-                held = 0
-            held += length
-        cuts.append(len(self))
-        return [self.select(order[a:b]) for a, b in pairwise(cuts) if b > a]
-
     def join(self, other: Batch) -> Batch:
         """Add the other batch's fields to these rows, matched by row id; the other may be in any order.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +21,19 @@ KNOWN = [
 
 def words(text: str) -> list[int]:
     return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+def test_a_uniform_number_is_the_first_53_bits_of_two_published_words(
+    counter: str, key: str, answer: str
+) -> None:
+    """27 bits of the first word, 26 of the second, as a fraction; the seed is the key, its low word first."""
+    position, sample, prompt, epoch = words(counter)
+    low, high = words(key)
+    first, second = words(answer)[:2]
+    wanted = Fraction((first >> 5) * 2**26 + (second >> 6), 2**53)
+    found = uniform(low + (high << 32), torch.tensor([epoch, prompt, sample]), torch.tensor(position))
+    assert Fraction(found.item()) == wanted
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)

@@ -174,7 +174,7 @@ def test_greedy_answers_are_found_by_prompt_whatever_their_order_and_sample() ->
         fields={"rewards": torch.tensor([0.5, 1.0, 0.25]), "valid": torch.ones(3, dtype=torch.bool)},
     )
     assert over_greedy(rewards, valid, ids, greedy=greedy).tolist() == [0.75, -0.25, 0.0, 0.0]
-    for wrong in ([0, 1], [0, 1, 2, 2]):
+    for wrong in ([0, 1], [0, 1, 2, 2], [0, 1, 1]):
         with pytest.raises(FormulaError, match=r"over_greedy: \d greedy answers and 3 prompts"):
             over_greedy(rewards, valid, ids, greedy=greedy.select(wrong))
 

@@ -40,6 +40,13 @@ def test_values_are_those_of_log_softmax(
     assert torch.equal(found.likeliest, expected.likeliest)
 
 
+def test_a_vocabulary_larger_than_a_chunk_is_taken_row_by_row() -> None:
+    logits, tokens = example(2, 2**18 + 64, torch.float64)  # as many as Gemma 3 has
+    found, expected = token_logprobs(logits, tokens), reference(logits, tokens, 1.0)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
 def test_gradients_are_those_of_log_softmax(weights: tuple[float, float]) -> None:
     logits, tokens = example(700, 600, torch.float64)

@@ -57,17 +57,6 @@ def test_split_is_even_and_loses_nothing(lengths: list[int], parts: int) -> None
 
 
 @settings(max_examples=50, deadline=None)
-@given(lengths=LENGTHS, budget=st.integers(1, 12))
-def test_split_by_tokens_keeps_to_the_budget(lengths: list[int], budget: int) -> None:
-    parts = batch_of(lengths).split_by_tokens(budget)
-    for part in parts:
-        used = int(part.ragged("tokens").lengths.sum())
-        assert len(part) >= 1
-        assert used <= budget or len(part) == 1
-    assert sorted(row for part in parts for row in agrees(part)) == list(range(len(lengths)))
-
-
-@settings(max_examples=50, deadline=None)
 @given(lengths=LENGTHS, data=st.data())
 def test_join_matches_by_row_id_whatever_the_order(lengths: list[int], data: st.DataObject) -> None:
     rows = batch_of(lengths)
@@ -140,11 +129,9 @@ def test_fields_and_ids_must_fit() -> None:
         Batch(ids=torch.zeros(2, 3, dtype=torch.int32), fields={})
 
 
-def test_parts_and_budgets_below_one_are_refused() -> None:
+def test_parts_below_one_are_refused() -> None:
     with pytest.raises(RecordError, match="0 parts"):
         batch_of([1]).split(0)
-    with pytest.raises(RecordError, match="budget of 0"):
-        batch_of([1]).split_by_tokens(0)
 
 
 def test_concatenation_needs_equal_fields() -> None:

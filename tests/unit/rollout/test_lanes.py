@@ -71,6 +71,18 @@ def test_a_lane_that_fails_ends_the_others(engine: Engines, build: Callable[...,
     assert len(used.generate(batch)) == 4
 
 
+def test_a_step_that_fails_in_one_lane_empties_all(engine: Engines, build: Callable[..., nn.Module]) -> None:
+    module = build()
+    used = engine(module, lanes=2, max_rows=4)
+    with torch.no_grad():
+        module.get_input_embeddings().weight[9] = float("nan")  # type: ignore[operator]
+    for prompt, token in enumerate((9, 1)):
+        used.add(Rollout.start(RowId(0, prompt, 0), [token, 2]))
+    with pytest.raises(RolloutError, match="epoch 0 prompt 0 sample 0"):
+        used.step()
+    assert not used.has_work and used.cache_bytes == 0
+
+
 def test_versions_reach_every_lane(engine: Engines, prompts: Prompts) -> None:
     used = engine(lanes=2, max_rows=4)
     used.version = 8

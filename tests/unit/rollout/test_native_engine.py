@@ -364,3 +364,16 @@ def test_a_long_row_outgrows_the_cache_and_the_window_of_random_numbers(
 def test_all_answers_may_be_alike(engine: Engines, prompts: Prompts) -> None:
     found = rollouts_of(engine(temperature=0.0).generate(prompts(4), samples=5))
     assert len({rollout.tokens for rollout in found}) == 1
+
+
+def test_one_engine_draws_each_call_by_that_calls_settings(engine: Engines, prompts: Prompts) -> None:
+    """The same single prompt again and again: only the settings differ from call to call."""
+    used, batch = engine(), prompts([1, 2, 3])
+    plain = SamplingConfig(max_tokens=8)
+    settings = ({"temperature": 0.0}, {"temperature": 2.0}, {"top_k": 2}, {"top_p": 0.3})
+    kinds = [plain, *(plain.model_copy(update=each) for each in settings), plain]
+    again = [used.generate(batch, sampling=kind) for kind in kinds]
+    fresh = [engine().generate(batch, sampling=kind) for kind in kinds]
+    for one, other in zip(again, fresh, strict=True):
+        assert torch.equal(completions(one).values, completions(other).values)
+    assert len({tuple(completions(one).values.tolist()) for one in again}) == 5

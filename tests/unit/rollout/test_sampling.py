@@ -5,6 +5,8 @@ Uniform numbers laid evenly over [0, 1) make frequencies exact: no test here dep
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -129,12 +131,28 @@ def test_a_row_is_drawn_alike_beside_any_others() -> None:
         SamplingConfig(top_p=0.2),
     ]
     logits = torch.stack([scores(300, seed) for seed in range(len(kinds))]).bfloat16().float()  # with ties
-    uniforms = even(len(kinds))
-    together = drawn(logits, uniforms, *kinds)
+    count = 500
+    mixed = drawn(logits.repeat(count, 1), even(count).repeat_interleave(len(kinds)), *kinds * count)
     for row, kind in enumerate(kinds):
-        alone = drawn(logits[row : row + 1], uniforms[row : row + 1], kind)
-        assert alone.tokens[0] == together.tokens[row]
-        assert alone.logprobs[0] == together.logprobs[row]
+        alone = drawn(logits[row].expand(count, -1), even(count), kind)
+        assert torch.equal(alone.tokens, mixed.tokens[row :: len(kinds)])
+        assert torch.equal(alone.logprobs, mixed.logprobs[row :: len(kinds)])
+
+
+def test_beside_a_larger_top_k_no_row_keeps_a_token_more_than_its_own() -> None:
+    count = 200
+    logits = torch.tensor([3.0, 2.5, 2.0, 1.5, 1.0]).expand(3 * count, -1)
+    kinds = [SamplingConfig(top_k=k) for k in (1, 4, 2)]
+    tokens = drawn(logits, even(count).repeat_interleave(3), *kinds * count).tokens
+    assert [sorted(set(tokens[row::3].tolist())) for row in range(3)] == [[0], [0, 1, 2, 3], [0, 1]]
+
+
+def test_a_top_k_of_all_tokens_keeps_those_that_rounding_would_lose() -> None:
+    """999 tokens of e^-40 each: added to the likeliest one's mass in turn, none of them changes the sum."""
+    logits = torch.full((1, 1000), -40.0)
+    logits[0, 999] = 0.0
+    number = torch.tensor([100.5 * math.exp(-40)], dtype=torch.float64)
+    assert drawn(logits, number, SamplingConfig(top_k=1000)).tokens.tolist() == [100]
 
 
 @pytest.mark.parametrize("vocabulary", [16, 2000])

@@ -133,8 +133,29 @@ def test_rows_begin_first_come_first_served() -> None:
     assert begun == [0, 1, 2, 3, 4]
 
 
-def test_prefixes_of_one_step_stay_within_their_budget() -> None:
-    scheduler = Scheduler(8, prefill_tokens=20)
+def test_rows_that_wait_again_keep_their_order_before_those_that_waited() -> None:
+    scheduler = Scheduler(3)
+    for prompt in range(5):
+        scheduler.add(sequence(prompt, 0, [prompt, 1], 4))
+    scheduler.schedule()
+    scheduler.requeue()
+    assert [row.rollout.row.prompt for row in scheduler.waiting(9)] == [0, 1, 2, 3, 4]
+
+
+def test_a_prompt_that_comes_back_after_its_slot_went_to_another_is_read_again() -> None:
+    scheduler, model = Scheduler(2), Model()
+    for prompt, new in ((0, 9), (1, 1), (2, 1)):  # the second and the third have slot 1 in turn
+        scheduler.add(sequence(prompt, 0, [prompt, 7, 8], new))
+    for _ in range(3):  # slot 1 is closed in the last
+        run(scheduler, model)
+    scheduler.add(sequence(1, 1, [1, 7, 8], 1))
+    run(scheduler, model)
+    assert model.prefilled == [(0, 7), (1, 7), (2, 7), (1, 7)]
+
+
+@pytest.mark.parametrize("budget", [14, 20])
+def test_prefixes_of_one_step_stay_within_their_budget(budget: int) -> None:
+    scheduler = Scheduler(8, prefill_tokens=budget)  # two prefixes have 14 tokens
     for prompt in range(6):
         scheduler.add(sequence(prompt, 0, [prompt] * 8, 4))
     assert [len(scheduler.schedule().prefills) for _ in range(3)] == [2, 2, 2]

@@ -32,6 +32,14 @@ def expected(module: PreTrainedModel, batch: Batch, temperature: float) -> Tenso
     return torch.cat(found)
 
 
+def test_rows_that_fill_the_budget_to_the_token_are_one_micro_batch() -> None:
+    rows = Batch(
+        ids=row_ids([RowId(0, index, 0) for index in range(3)]),
+        fields={"tokens": Ragged.from_rows([[1, 2, 3, 4], [5, 6, 7, 8], [9]])},
+    )
+    assert [part.tolist() for part in micro_batches(rows, 8)] == [[0, 1], [2]]
+
+
 @pytest.mark.parametrize("budget", [1, 17, 16384])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probabilities_are_those_of_each_row_alone(
