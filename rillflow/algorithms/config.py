@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.train.config import OptimizerConfig, PassesConfig, UpdateConfig
+from rillflow.train.config import PassesConfig, ScheduleConfig, UpdateConfig
 
 
 class AlgorithmConfig(PassesConfig):
@@ -62,8 +62,8 @@ class TokenConfig(OnlineConfig):
     loss: TokenLossConfig = TokenLossConfig()
 
 
-class WarmStartConfig(OptimizerConfig):
-    """Supervised steps before the algorithm, with an optimiser of their own."""
+class WarmStartConfig(ScheduleConfig):
+    """Supervised steps before the algorithm; the rest of their optimiser's settings are the policy's."""
 
     steps: int = Field(gt=0, description="Optimiser steps.")
     prompts_per_step: int = Field(256, gt=0, description="Rows of one step.")

@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly.arithmetic import batch_lines
 from rillflow.assembly.launch import FREE_TO_CHANGE, resolved
 from rillflow.assembly.looks import Report, look
@@ -23,32 +24,68 @@ from rillflow.config.problems import shown
 from rillflow.errors import RunDirectoryError
 from rillflow.observe import layout
 from rillflow.observe.run_directory import require_same_config
+from rillflow.tasks.files import ENDINGS
 
+DEFAULT = "default"
+"""What a setting that nobody gave is marked with."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 
-def check(loaded: LoadedRecipe) -> Report:
-    """Look at everything."""
+def check(loaded: LoadedRecipe, *, every_setting: bool = False) -> Report:
+    """Look at everything; of the settings, show those that were given, or every one."""
     report = Report()
-    report.say("settings", setting_lines(loaded))
     report.say("batch", batch_lines(loaded.recipe))
     report.say("placement", placement_lines(loaded.recipe))
     look(loaded.recipe, loaded.base, report)
     report.attempt(lambda: _look_at_run(loaded, report))
+    lines = setting_lines(loaded)
+    given = [line for line in lines if not line.endswith(f"({DEFAULT})")]
+    rest = f"and {len(lines) - len(given)} with their defaults, which --all shows"
+    report.say("settings", lines if every_setting else [*given, rest])
     return report
 
 
 def setting_lines(loaded: LoadedRecipe) -> list[str]:
-    """Every resolved setting, and where it came from."""
+    """Every resolved setting that something reads, and where it came from."""
     data: dict[str, Any] = loaded.recipe.model_dump(exclude_none=True)
+    unread = unread_settings(loaded.recipe)
     lines = []
     for dotted in leaves(data):
         value: Any = data
         for name in dotted.split("."):
             value = value[name]
-        origin = loaded.given.get(dotted, "default")
-        lines.append(f"{dotted} = {shown(value)}  ({origin})")
+        origin = loaded.given.get(dotted, DEFAULT)
+        dead = any(dotted == prefix or dotted.startswith(f"{prefix}.") for prefix in unread)
+        if not dead or origin != DEFAULT:
+            lines.append(f"{dotted} = {shown(value)}  ({origin}{', and nothing reads it' if dead else ''})")
     return lines
+
+
+def unread_settings(recipe: Recipe) -> list[str]:
+    """Settings, or sections of them, that another setting's value leaves without a reader."""
+    config, source = recipe.algorithm, recipe.task.source
+    is_file = Path(source).suffix in ENDINGS
+    unread = {
+        "rollout": not recipe.has_policy,
+        "reward": not recipe.has_policy,
+        "evaluate.temperature": not recipe.has_policy,
+        "cost": "cost" not in recipe.roles,
+        "critic": not {"critic", "cost_critic"} & {*recipe.roles},
+        "task.size": is_file,
+        "task.digits": source != "arithmetic",
+        "task.operators": source != "arithmetic",
+        "task.held_out": recipe.task.held_out_source is not None,
+        "policy.final_lr": recipe.policy.schedule == "constant",
+        "warm_start.final_lr": recipe.warm_start is not None and recipe.warm_start.schedule == "constant",
+    }
+    if isinstance(config, OnlineConfig):
+        unread |= {
+            "algorithm.old_logprobs": not config.reuses_rows,
+            "algorithm.loss.constant": config.loss.aggregation != "constant",
+            "algorithm.loss.kl_estimator": config.loss.kl == 0,
+            "algorithm.loss.kl_in": config.loss.kl == 0,
+        }
+    return [name for name, is_unread in unread.items() if is_unread]
 
 
 def placement_lines(recipe: Recipe) -> list[str]:

@@ -14,7 +14,7 @@ from rillflow.assembly.meshes import impossible, model_roles, unfit
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import NewModel
 from rillflow.placement.mesh import divisors
-from rillflow.train.config import OptimizerConfig
+from rillflow.train.config import ScheduleConfig
 
 ROLES = ("policy", "reference", "critic", "cost_critic", "reward", "cost", "judge", "reward_model")
 """Every role a recipe may place."""
@@ -152,7 +152,7 @@ def _batch(recipe: Recipe) -> Iterator[ConfigError]:
 
 def _schedule(recipe: Recipe) -> Iterator[ConfigError]:
     updates = recipe.algorithm.updates
-    phases: list[tuple[str, OptimizerConfig, int]] = [("policy", recipe.policy, updates)]
+    phases: list[tuple[str, ScheduleConfig, int]] = [("policy", recipe.policy, updates)]
     if recipe.warm_start is not None:
         phases.append(("warm_start", recipe.warm_start, recipe.warm_start.steps))
     for name, train, total in phases:

@@ -92,6 +92,11 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", metavar="DIR", help="the run directory, as --set run.dir=DIR")
 
 
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe_arguments(parser)
+    parser.add_argument("--all", action="store_true", help="show every setting, not only those given")
+
+
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     _recipe_arguments(parser)
     parser.add_argument(
@@ -151,7 +156,7 @@ COMMANDS = {
     "check": Command(
         help="say everything about a recipe that can be known before it runs",
         run=commands.check,
-        arguments=_recipe_arguments,
+        arguments=_check_arguments,
     ),
     "graph": Command(
         help="draw the stages of a recipe's phases and the fields that flow between them",

@@ -16,7 +16,7 @@ from rillflow.config.schema import walk
 
 FILE_LINES = 500
 FUNCTION_LINES = 60
-SETTINGS = 100
+SETTINGS = 90
 """A recipe of any one algorithm shows fewer."""
 TRUNK = [
     "records",

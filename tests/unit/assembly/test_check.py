@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.check import check, run_state
+from rillflow.assembly.check import check, run_state, setting_lines
 from rillflow.assembly.doctor import usable_cores
 from rillflow.assembly.launch import launch, resolved
 from rillflow.assembly.looks import Report, require_sound
@@ -73,16 +73,41 @@ def test_a_good_recipe_has_no_problem_and_every_topic(folder: Path) -> None:
     report = check(loaded(folder))
     assert report.problems == []
     titles = [topic.title for topic in report.topics]
-    assert titles == ["settings", "batch", "placement", "data", "model", "reward", "run directory"]
-    assert "policy: pool main, rank 0" in report.topics[2].lines
+    assert titles == ["batch", "placement", "data", "model", "reward", "run directory", "settings"]
+    assert "policy: pool main, rank 0" in report.topics[1].lines
     assert not (folder / "runs").exists(), "a check writes nothing"
 
 
-def test_settings_are_marked(folder: Path) -> None:
-    lines = said(check(loaded(folder, "policy.lr=1e-4")), "settings").splitlines()
+def test_settings_that_were_given_are_shown_and_all_on_demand(folder: Path) -> None:
+    chosen = loaded(folder, "policy.lr=1e-4")
+    lines = said(check(chosen), "settings").splitlines()
     assert "policy.lr = 0.0001  (--set)" in lines
     assert "algorithm.steps = 3  (run.toml)" in lines
-    assert "policy.beta1 = 0.9  (default)" in lines
+    assert not any("(default)" in line for line in lines)
+    every = said(check(chosen, every_setting=True), "settings").splitlines()
+    assert "policy.beta1 = 0.9  (default)" in every
+    assert lines[-1] == f"and {len(every) - len(lines) + 1} with their defaults, which --all shows"
+
+
+@pytest.mark.parametrize(
+    ("dotted", "unread", "read"),
+    [
+        ("task.digits", "task.source=prompts.jsonl", "task.source=arithmetic"),
+        ("task.size", "task.source=prompts.jsonl", "task.source=arithmetic"),
+        ("algorithm.loss.constant", "algorithm.loss.kl=0.1", "algorithm.loss.aggregation=constant"),
+        ("algorithm.loss.kl_in", "algorithm.loss.kl=0.0", "algorithm.loss.kl=0.1"),
+        ("algorithm.old_logprobs", "algorithm.minibatches=1", "algorithm.minibatches=2"),
+        ("policy.final_lr", "policy.schedule=constant", "policy.schedule=linear"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_not_shown(folder: Path, dotted: str, unread: str, read: str) -> None:
+    def shows(*overrides: str) -> list[str]:
+        return [line for line in setting_lines(loaded(folder, *overrides)) if line.startswith(f"{dotted} ")]
+
+    assert shows(unread) == []
+    assert len(shows(read)) == 1
+    default = shows(read)[0].split(" = ")[1].split("  ")[0]
+    assert shows(unread, f"{dotted}={default}") == [f"{dotted} = {default}  (--set, and nothing reads it)"]
 
 
 def test_data_are_counted(folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rillflow.assembly.arithmetic import batch_lines
+from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.recipe import Recipe
 from rillflow.config.load import validate
 from rillflow.errors import ConfigError
@@ -107,3 +108,11 @@ def test_the_arithmetic_of_a_run() -> None:
 
 def test_the_arithmetic_of_whole_minibatches() -> None:
     assert "1 minibatch of 32 rows" in batch_lines(recipe())[0]
+
+
+def test_a_warm_start_has_a_learning_rate_of_its_own_and_the_policys_optimiser() -> None:
+    policy = {**SMALL["policy"], "lr": 1e-4, "beta2": 0.99, "weight_decay": 0.3, "max_grad_norm": 7.0}
+    first, second = phase_plans(recipe(policy=policy, warm_start={"steps": 5, "lr": 1e-2}))
+    assert (first.train.lr, first.train.beta2, first.train.weight_decay) == (1e-2, 0.95, 0.3)
+    assert (second.train.lr, second.train.beta2, second.train.max_grad_norm) == (1e-4, 0.99, 7.0)
+    assert first.train.max_grad_norm == 7.0

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from rillflow.assembly.doctor import (
     Finding,
     Health,
     available_memory,
+    cuda_devices,
     disk,
     examine,
     package_finding,
@@ -36,12 +38,17 @@ def test_this_machine_can_run(tmp_path: Path) -> None:
     assert next(finding for finding in findings if finding.name == "torch").what.startswith("2.")
     names = {finding.name for finding in findings}
     assert names >= {"python", "torch", "device", "threads", "memory", "disk", "writing", "open files"}
+    assert names >= {"pyarrow", "reasoning-gym", "ray", "matplotlib"}, "packages that only some runs need"
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
 def test_every_warning_says_what_to_do(tmp_path: Path) -> None:
     for finding in examine(tmp_path):
         assert bool(finding.fix) is (finding.health is not Health.OK), finding
+
+
+def test_cuda_devices_are_counted_as_torch_counts_them() -> None:
+    assert cuda_devices() == torch.cuda.device_count()
 
 
 def test_a_folder_that_is_not_there_cannot_be_written(tmp_path: Path) -> None:

@@ -149,6 +149,6 @@ def test_output_may_be_cut_off(recipe: str) -> None:
     """``rillflow check recipe | head -1`` leaves no traceback."""
     command = f'"{sys.executable}" -m rillflow.cli.main check "{recipe}" | head -c 1'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stdout == "s"
+    assert done.stdout == "b"
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
