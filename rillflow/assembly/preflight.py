@@ -11,7 +11,6 @@ from pathlib import Path
 from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.trained import model_directory
-from rillflow.config.problems import shown
 from rillflow.errors import ConfigError, DataError, ModelError
 from rillflow.models.locate import locate
 from rillflow.observe import layout
@@ -131,7 +130,7 @@ def require_answers(recipe: Recipe, task: Task[Example]) -> None:
     if silent:
         raise DataError(
             f"{len(silent):,} of {len(task.train):,} prompts of {task.name} have no answer to learn from; "
-            f"the first is {named(silent[0])}",
+            f"the first is {silent[0]}",
             why=f"{' and '.join(asking)} would learn the column 'completion', or else 'answer'",
             fix="add the column, or leave that out: --set warm_start=none, --set algorithm.pretrain_weight=0",
         )
@@ -147,7 +146,7 @@ def require_room(recipe: Recipe, task: Task[Example]) -> None:
     if isinstance(longest, Preference):
         rest, lower = "its longer answer and the end token", ""
     raise ConfigError(
-        f"{named(longest)} has {prompt_length(longest)} characters",
+        f"{longest} has {prompt_length(longest)} characters",
         why=f"with {rest} it exceeds policy.model.new.context = {new.context}",
         fix=f'raise the context, {lower}or set task.too_long = "drop"',
     )
@@ -169,9 +168,4 @@ def prompt_length(example: Example) -> int:
     """Characters of a prompt; of a conversation, of all its messages."""
     if isinstance(example.prompt, str):
         return len(example.prompt)
-    return sum(len(message["content"]) for message in example.prompt)
-
-
-def named(example: Example) -> str:
-    """A row for a message. Example: ``prompt 3 (from 0), "17+25="``."""
-    return f"prompt {example.index} (from 0), {shown(example.key)}"
+    return sum(len(turn.get("content", "")) for turn in example.turns)

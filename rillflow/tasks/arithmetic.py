@@ -47,5 +47,9 @@ def _problem(index: int, number: int, least: int, span: int, operators: str) -> 
     symbol = operators[kind]
     answer = str(_OPERATORS[symbol](left, right))
     return Example(
-        index=index, prompt=f"{left}{symbol}{right}=", completion=answer, columns={"answer": answer}
+        index=index,
+        prompt=f"{left}{symbol}{right}=",
+        completion=answer,
+        columns={"answer": answer},
+        place=f"arithmetic problem {index + 1}",
     )

@@ -1,7 +1,7 @@
 """Example: one row of data, checked once, at the door.
 
-    a row of a file ── example_of ──> Example(index, prompt, completion, columns)
-    a made problem ──────────────────^
+    a row of a file ── example_of ──> Example(index, prompt, completion, columns, place)
+    a made problem ──────────────────^           └─ turns, tools ─> what a chat template is given
 
 A prompt is text or a conversation. Everything here is plain data that JSON can hold, so that it can
 travel to a reward's child and into a run directory as it is.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from rillflow.errors import DataError, nearest
 
@@ -22,10 +22,16 @@ RESERVED = {"prompts": "prompt", "completions": "completion"}
 
 
 class Message(TypedDict):
-    """One turn of a conversation."""
+    """One turn of a conversation, as the data has it."""
 
     role: str
-    content: str
+    content: NotRequired[str | list[dict[str, Any]] | None]
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+
+
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +50,24 @@ class Example:
     """An answer to learn from: the column ``completion``, else ``answer``; None where there is neither."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The other columns by name, values as JSON has them; the reward gets them."""
+    place: str = field(default="", compare=False)
+    """Where its author finds the row, ``prompts.jsonl line 12``; empty where it has no place."""
+
+    def __str__(self) -> str:
+        """The row for a message. Example: ``prompts.jsonl line 12, "17+25=",``."""
+        return f"{self.place or f'prompt {self.index} (from 0)'}, {shown(self.key)},"
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """The messages of a conversation as a chat template takes them: parts of text joined, no nulls."""
+        assert not isinstance(self.prompt, str), "a text has no turns"
+        return [turn_of(message) for message in self.prompt]
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """What a conversation may call: its column ``tools``."""
+        found: list[dict[str, Any]] | None = self.columns.get("tools")
+        return None if isinstance(self.prompt, str) else found
 
     def plain(self) -> list[Any]:
         """What a digest of the data is made of."""
@@ -59,23 +83,24 @@ class Example:
         return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt)
 
 
-def example_of(row: dict[str, Any], index: int) -> Example:
+def example_of(row: dict[str, Any], index: int, place: str) -> Example:
     """A row as an example, which keeps the row's dict as its columns.
 
     Raises:
         DataError: the prompt is missing, null, empty, or neither text nor messages; the completion is no
-            text. The message does not say where the row stands.
+            text; tools are no list of objects. The message does not say where the row stands.
     """
     prompt = prompt_of(row)
     completion = _completion(row)
-    return Example(index=index, prompt=prompt, completion=completion, columns=row)
+    return Example(index=index, prompt=prompt, completion=completion, columns=row, place=place)
 
 
 def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
     """Take the prompt out of a row.
 
     Raises:
-        DataError: it is missing, null, empty, or neither text nor messages.
+        DataError: the prompt is missing, null, empty, or neither text nor messages; it is messages, and
+            ``tools`` is no list of objects.
     """
     if "prompt" not in row:
         raise DataError(
@@ -83,7 +108,15 @@ def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
             why=f"the columns are {', '.join(map(repr, row)) or 'none'}",
             fix=nearest("prompt", row),
         )
-    return _prompt(row.pop("prompt"))
+    prompt = _prompt(row.pop("prompt"))
+    tools = row.get("tools")
+    if not isinstance(prompt, str) and tools is not None and not _are_objects(tools):
+        raise DataError(
+            f"the column 'tools' has {shown(tools)}",
+            why="beside messages it is what the chat template is given: a list of objects, or null",
+            fix="write the tools as JSON objects, or call the column otherwise",
+        )
+    return prompt
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -125,24 +158,100 @@ def _messages(value: list[object]) -> tuple[Message, ...]:
 
 
 def message_of(item: object, number: int, place: str) -> Message:
-    """One turn of a conversation, the ``number``-th (from 1) of what ``place`` says.
+    """One turn of a conversation, the ``number``-th (from 1) of what ``place`` says; nulls are left out.
 
     Raises:
-        DataError: it is no object of ``role`` and ``content``, or one of the two cannot be used.
+        DataError: it is no object of ``role`` and ``content``, or a value of it cannot be used.
     """
     where = f"message {number} of the {place}"
-    if not isinstance(item, dict) or set(item) != {"role", "content"}:
-        found = (
+    given = item if isinstance(item, dict) else {}
+    found = {name: value for name, value in given.items() if value is not None}
+    if "role" not in found or not found.keys() & {"content", "tool_calls"} or found.keys() - set(_KEYS):
+        has = (
             f"has the keys {', '.join(map(repr, item)) or 'none'}" if isinstance(item, dict) else shown(item)
         )
-        raise DataError(f"{where} {found}", why="a message has the keys 'role' and 'content', and no others")
-    role, content = item["role"], item["content"]
+        raise DataError(
+            f"{where} {has}",
+            why=f"a message has 'role' and 'content' (or 'tool_calls'), and of others only {_KEYS[2:]}",
+        )
+    role = found["role"]
     if role not in ROLES:
         fix = nearest(role, ROLES) if isinstance(role, str) else ""
         raise DataError(f"{where} has the role {shown(role)}", why=f"roles are {', '.join(ROLES)}", fix=fix)
-    if not isinstance(content, str):
-        raise DataError(f"{where} has the content {shown(content)}", why="the content of a message is text")
-    return {"role": role, "content": text_of(content, f"message {number}")}
+    for name in ("name", "tool_call_id"):
+        if not isinstance(found.get(name, ""), str):
+            raise DataError(f"{where} has the {name} {shown(found[name])}", why=f"a {name} is text")
+    if not _are_objects(found.get("tool_calls", [])):
+        raise DataError(
+            f"{where} has the tool_calls {shown(found['tool_calls'])}", why="calls are a list of objects"
+        )
+    text_of(_text(found.get("content", ""), where), f"message {number}")
+    if found.keys() - {"role", "content"}:
+        text_of(json.dumps(found, ensure_ascii=False), f"message {number}")
+    return cast(Message, found)  # its keys were looked at
+
+
+def turn_of(message: Message) -> dict[str, Any]:
+    """A message as a chat template takes it: parts of text joined."""
+    if "content" not in message:
+        return dict(message)
+    return {**message, "content": _text(message["content"], "a message")}
+
+
+def answer_of(value: object, name: str) -> str:
+    """An answer's text, from text or one message of the assistant; ``name`` says what it is.
+
+    Raises:
+        DataError: the value is something else.
+    """
+    if isinstance(value, str):
+        return text_of(value, name)
+    if not isinstance(value, list):
+        raise DataError(
+            f"the {name} is {shown(value)}",
+            why="an answer is text, or a list of one message of the assistant",
+            fix="remove the row, or write the answer",
+        )
+    messages = [message_of(item, number, name) for number, item in enumerate(value, 1)]
+    if [message["role"] for message in messages] != ["assistant"]:
+        roles = ", ".join(message["role"] for message in messages) or "nobody"
+        raise DataError(
+            f"the {name} has messages of {roles}",
+            why="an answer is one message of the assistant; what came before it is the prompt",
+            fix="move the other messages into the column 'prompt'",
+        )
+    if messages[0].keys() != {"role", "content"}:
+        raise DataError(
+            f"the {name} has the keys {', '.join(map(repr, messages[0]))}",
+            why="an answer is text: 'role' and 'content'",
+            fix="write a call as the text that the model should write",
+        )
+    return _text(messages[0]["content"], f"the {name}")
+
+
+def _are_objects(value: object) -> bool:
+    """Whether a value is a list of JSON objects."""
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _text(content: object, where: str) -> str:
+    """The text of a message's content: text, or parts of type text."""
+    if isinstance(content, str):
+        return content
+    if not _are_objects(content) or not isinstance(content, list):
+        raise DataError(
+            f"{where} has the content {shown(content)}",
+            why="the content of a message is text, or a list of parts like {'type': 'text', 'text': '...'}",
+        )
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = f"of type {shown(part['type'])}" if "type" in part else shown(part)
+            raise DataError(
+                f"{where} has a part {kind}",
+                why="Rillflow trains models of text; a part is {'type': 'text', 'text': '...'}",
+                fix="remove the row, or say in text what the part shows",
+            )
+    return "".join(part["text"] for part in content)
 
 
 def _completion(row: dict[str, Any]) -> str | None:
@@ -152,11 +261,7 @@ def _completion(row: dict[str, Any]) -> str | None:
             return None
         return text_of(str(answer), "answer")
     value = row.pop("completion")
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise DataError(f"the completion is {shown(value)}", why="an answer to learn from is text")
-    return text_of(value, "completion")
+    return None if value is None else answer_of(value, "completion")
 
 
 def text_of(text: str, name: str) -> str:

@@ -19,6 +19,7 @@ from rillflow.tasks.example import Example, check_names, example_of
 
 ENDINGS = (".jsonl", ".parquet")
 _MARK = b"\xef\xbb\xbf"
+_NO_NUMBER = "JSON has no such number, and no reward could use it"
 Row = TypeVar("Row")
 
 
@@ -32,12 +33,12 @@ def read_examples(path: Path) -> list[Example]:
     return read_rows(path, example_of)
 
 
-def read_rows(path: Path, make: Callable[[dict[str, Any], int], Row]) -> list[Row]:
-    """What ``make`` makes of a file's rows and their places; see ``read_examples``."""
+def read_rows(path: Path, make: Callable[[dict[str, Any], int, str], Row]) -> list[Row]:
+    """What ``make`` makes of a file's rows, their numbers and their places; see ``read_examples``."""
     _check_path(path)
     if path.suffix == ".jsonl":
-        return _made(_json_lines(path), str(path), "line", make)
-    return _made(_parquet_rows(path), str(path), "row", make)
+        return _made(_json_lines(path), path, "line", make)
+    return _made(_parquet_rows(path), path, "row", make)
 
 
 def _check_path(path: Path) -> None:
@@ -59,9 +60,9 @@ def _check_path(path: Path) -> None:
 
 def _made(
     rows: Iterable[tuple[int, dict[str, Any]]],
-    source: str,
+    source: Path,
     unit: str,
-    make: Callable[[dict[str, Any], int], Row],
+    make: Callable[[dict[str, Any], int, str], Row],
 ) -> list[Row]:
     made: list[Row] = []
     names: frozenset[str] = frozenset()
@@ -76,7 +77,7 @@ def _made(
                 raise _mixed(row, names, f"{unit} {start}")
             if "id" in row:
                 _check_id(row["id"], number, unit, ids)
-            made.append(make(row, len(made)))
+            made.append(make(row, len(made), f"{source.name} {unit} {number}"))
         except DataError as error:
             raise DataError(f"{source}, {unit} {number}: {error.what}", error.why, error.fix) from None
     if not made:
@@ -115,12 +116,16 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read", why=str(error)) from None
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+    decoder = json.JSONDecoder(
+        parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct
+    )
     for number, line in enumerate(data.removeprefix(_MARK).split(b"\n"), 1):
         if not line or line.isspace():
             continue
         try:
             row = decoder.decode(line.decode("utf-8"))
+        except DataError as error:
+            raise DataError(f"{path}, line {number}: {error.what}", error.why, error.fix) from None
         except (ValueError, RecursionError) as error:
             raise _broken(f"{path}, line {number}", line, error) from None
         if not isinstance(row, dict):
@@ -143,18 +148,32 @@ def _broken(where: str, line: bytes, error: Exception) -> DataError:
         return DataError(f"{where}: this is not JSON, at column {error.colno}: {at!r}", why=error.msg)
     if isinstance(error, RecursionError):
         return DataError(f"{where}: the row is nested too deeply: {_excerpt(line)}", why="it cannot be read")
-    return DataError(f"{where}: {error}", why="JSON has no such number, and no reward could use it")
+    return DataError(f"{where}: {error}", why="the row cannot be read")
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"there is the number {name}")
+    raise DataError(f"there is the number {name}", why=_NO_NUMBER)
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {text} is too large")
+        raise DataError(f"the number {text} is too large", why=_NO_NUMBER)
     return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, each of its keys once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise DataError(
+            f"the key {twice!r} stands twice in one object",
+            why="one of the two values would be lost silently",
+            fix="remove one of them",
+        )
+    return found
 
 
 def _excerpt(line: bytes) -> str:
@@ -191,7 +210,7 @@ def _check_plain(value: object, where: str) -> None:
         for item in value.values():
             _check_plain(item, where)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"{where} has {value}", why="JSON has no such number, and no reward could use it")
+        raise DataError(f"{where} has {value}", why=_NO_NUMBER)
     elif value is not None and not isinstance(value, str | int | float):
         raise DataError(
             f"{where} has a {type(value).__name__}, {value!r}",

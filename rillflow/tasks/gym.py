@@ -63,6 +63,7 @@ def _example(index: int, entry: dict[str, Any], source: str) -> Example:
         prompt=entry["question"],
         completion=answer if isinstance(answer, str) else None,
         columns={name: _plain(value, source) for name, value in columns.items()},
+        place=f"{source} problem {index + 1}",
     )
 
 

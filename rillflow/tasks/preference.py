@@ -16,7 +16,7 @@ from typing import Any
 
 from rillflow.errors import DataError, nearest
 from rillflow.tasks.arithmetic import arithmetic_examples
-from rillflow.tasks.example import Example, message_of, prompt_of, shown, text_of
+from rillflow.tasks.example import Example, answer_of, prompt_of, shown
 from rillflow.tasks.files import read_rows
 
 _NEAR = 9
@@ -48,7 +48,7 @@ def read_preferences(path: Path) -> list[Preference]:
     return read_rows(path, preference_of)
 
 
-def preference_of(row: dict[str, Any], index: int) -> Preference:
+def preference_of(row: dict[str, Any], index: int, place: str) -> Preference:
     """A row as a pair, which keeps the row's dict as its columns.
 
     Raises:
@@ -63,7 +63,9 @@ def preference_of(row: dict[str, Any], index: int) -> Preference:
             why="two equal answers say nothing about which is better",
             fix="remove the row",
         )
-    return Preference(index=index, prompt=prompt, completion=chosen, rejected=rejected, columns=row)
+    return Preference(
+        index=index, prompt=prompt, completion=chosen, rejected=rejected, columns=row, place=place
+    )
 
 
 def arithmetic_preferences(*, size: int, digits: int, operators: str, seed: int) -> list[Preference]:
@@ -80,6 +82,7 @@ def arithmetic_preferences(*, size: int, digits: int, operators: str, seed: int)
             completion=example.completion,
             rejected=str(int(str(example.completion)) + random.choice((-1, 1)) * random.randint(1, _NEAR)),
             columns=example.columns,
+            place=example.place,
         )
         for example in arithmetic_examples(size=size, digits=digits, operators=operators, seed=seed)
     ]
@@ -93,21 +96,4 @@ def _answer(row: dict[str, Any], name: str) -> str:
             why=f"the other columns are {', '.join(map(repr, row)) or 'none'}",
             fix=nearest(name, row),
         )
-    value = row.pop(name)
-    if isinstance(value, str):
-        return text_of(value, f"answer {name!r}")
-    if not isinstance(value, list):
-        raise DataError(
-            f"the answer {name!r} is {shown(value)}",
-            why="an answer is text, or a list of one message of the assistant",
-            fix="remove the row, or write the answer",
-        )
-    messages = [message_of(item, number, f"answer {name!r}") for number, item in enumerate(value, 1)]
-    if [message["role"] for message in messages] != ["assistant"]:
-        roles = ", ".join(message["role"] for message in messages) or "nobody"
-        raise DataError(
-            f"the answer {name!r} has messages of {roles}",
-            why="an answer is one message of the assistant; what came before it is the prompt",
-            fix="move the other messages into the column 'prompt'",
-        )
-    return messages[0]["content"]
+    return answer_of(row.pop(name), f"answer {name!r}")

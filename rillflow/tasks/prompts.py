@@ -209,7 +209,7 @@ def _answered(
 def _answer(example: Example) -> str:
     if example.completion is None:
         raise DataError(
-            f"{_named(example)} has no answer to learn from",
+            f"{example} has no answer to learn from",
             why="supervised steps learn the column 'completion', or else 'answer'",
             fix="add the column, or leave supervised steps out",
         )
@@ -252,7 +252,7 @@ def _encoded(
 
 
 def _unencodable(example: Example, name: str, error: ModelError) -> DataError:
-    return DataError(f"the {name} of {_named(example)}: {error.what}", why=error.why, fix=error.fix)
+    return DataError(f"the {name} of {example}: {error.what}", why=error.why, fix=error.fix)
 
 
 def _fitting(
@@ -263,13 +263,8 @@ def _fitting(
     if len(keep) < len(examples) and (too_long == "error" or not keep):
         place = next(place for place, length in enumerate(lengths) if length > context)
         raise DataError(
-            f"{_named(examples[place])} has {lengths[place]} tokens with {rest}; the context has {context}",
+            f"{examples[place]} has {lengths[place]} tokens with {rest}; the context has {context}",
             why="a row must fit into the model's context" if keep else "no row fits into the model's context",
             fix="shorten it, set task.too_long = 'drop', or use a longer context",
         )
     return keep
-
-
-def _named(example: Example) -> str:
-    text = example.key if len(example.key) <= 40 else f"{example.key[:40]}..."
-    return f"prompt {example.index} (from 0), {text!r},"

@@ -75,6 +75,42 @@ def test_the_answer_to_learn_from(write: Write, row: dict, completion: str | Non
     assert dict(example.columns) == {name: value for name, value in row.items() if name != "completion"}
 
 
+def test_messages_may_have_names_calls_and_parts_of_text(write: Write) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [
+        {
+            "role": "user",
+            "name": "ann",
+            "content": [{"type": "text", "text": t} for t in ("what ", "is it?")],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    (example,) = read_examples(write({"prompt": chat, "tools": tools, "completion": "two"}))
+    assert example.prompt[0] == chat[0], "a reward sees what its author wrote"
+    assert example.turns == [
+        {"role": "user", "name": "ann", "content": "what is it?"},
+        {"role": "assistant", "tool_calls": [call]},
+        chat[2],
+    ]
+    assert example.tools == tools == example.columns["tools"]
+
+
+def test_an_answer_may_be_a_message_of_the_assistant(write: Write) -> None:
+    row = {"prompt": "p", "completion": [{"role": "assistant", "content": "c"}]}
+    assert read_examples(write(row))[0].completion == "c"
+
+
+def test_rows_know_their_lines(tmp_path: Path, write: Write) -> None:
+    path = write({"prompt": "a"}, "", {"prompt": "b"})
+    assert [example.place for example in read_examples(path)] == ["rows.jsonl line 1", "rows.jsonl line 3"]
+    made = read_examples(parquet(tmp_path / "rows.parquet", prompt=["a", "b"]))
+    assert [str(example) for example in made] == [
+        f'rows.parquet row {n}, "{p}",' for n, p in ((1, "a"), (2, "b"))
+    ]
+
+
 def test_one_row_is_enough(write: Write) -> None:
     assert len(read_examples(write({"prompt": "only"}))) == 1
 
@@ -129,7 +165,18 @@ GOOD = {"prompt": "p", "a": 1}
         ({"prompt": []}, ["line 1", "[]"]),
         ({"prompt": ["hi"]}, ["message 1", '"hi"']),
         ({"prompt": [{"role": "user"}]}, ["message 1", "'role'"]),
-        ({"prompt": [{"role": "user", "content": "a", "name": "b"}]}, ["'name'"]),
+        ({"prompt": [{"role": "user", "content": "a", "mood": "b"}]}, ["message 1", "'mood'"]),
+        ({"prompt": [{"role": "user", "content": "a", "name": 7}]}, ["message 1", "the name 7"]),
+        ({"prompt": [{"role": "tool", "content": "a", "tool_call_id": [1]}]}, ["the tool_call_id [1]"]),
+        ({"prompt": [{"role": "user", "content": "", "tool_calls": ["f"]}]}, ['tool_calls ["f"]']),
+        ({"prompt": [{"role": "user", "content": None}]}, ["message 1", "'content'"]),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}]},
+            ["message 1 of the prompt", 'a part of type "image_url"', "models of text"],
+        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, ["a part"]),
+        ({"prompt": [{"role": "user", "content": "a"}], "tools": "f(x)"}, ["column 'tools'", '"f(x)"']),
+        ({"prompt": "p", "completion": [{"role": "user", "content": "c"}]}, ["completion", "of user"]),
         ({"prompt": [{"role": "usr", "content": "a"}]}, ['"usr"', "did you mean 'user'"]),
         ({"prompt": [{"role": 3, "content": "a"}]}, ["the role 3"]),
         ({"prompt": [{"role": "user", "content": ["a"]}]}, ['content ["a"]']),
@@ -137,7 +184,7 @@ GOOD = {"prompt": "p", "a": 1}
             {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
             ["assistant's"],
         ),
-        ({"prompt": "p", "completion": 3}, ["the completion is 3"]),
+        ({"prompt": "p", "completion": 3}, ["the completion is 3", "one message of the assistant"]),
         ({"prompt": "p", "completions": "c"}, ["a column 'completions'", "'completion'"]),
         ({"prompt": "p", "prompts": "c"}, ["a column 'prompts'", "'prompt'"]),
         ({"prompt": "p", "id": [1]}, ["the id is [1]"]),
@@ -151,6 +198,8 @@ GOOD = {"prompt": "p", "a": 1}
         ('{"prompt": "p", "a": [-Infinity]}', ["line 1", "-Infinity"]),
         ('{"prompt": "p", "a": 1e999}', ["line 1", "1e999"]),
         ('{"prompt": "a\\ud800b"}', ["line 1", "half a character", "\\ud800"]),
+        ('{"prompt": "p", "a": 1, "prompt": "q"}', ["line 1", "the key 'prompt' stands twice"]),
+        ('{"prompt": "p", "a": [{"b": 1, "b": 1}]}', ["line 1", "the key 'b' stands twice"]),
         ('{"prompt": "p", "a": ' + "[" * 100_000, ["line 1", "nested too deeply"]),
     ],
 )
