@@ -28,6 +28,7 @@ from rillflow.pipeline.evaluate import Evaluation, judged, ranked
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.pipeline.loop import Cadence, Loop, Phase, Stream
 from rillflow.records.batch import Batch
+from rillflow.records.row import HELD_OUT_EPOCH
 from rillflow.rollout.config import SamplingConfig
 from rillflow.tasks.example import Example
 from rillflow.tasks.preference import Preference
@@ -42,8 +43,6 @@ from rillflow.tasks.task import Task
 
 BESIDE_SEED = 2**32
 """Beyond every run's seed: what a step is given beside its data comes in an order of its own."""
-HELD_OUT_EPOCH = -1
-"""The epoch in the row ids of held-out prompts: their random numbers are no training row's."""
 
 
 class Build:

@@ -15,6 +15,7 @@ from typing import Any
 from rillflow.assembly.looks import require_sound
 from rillflow.assembly.planned import keep_plan
 from rillflow.assembly.recipe import Recipe
+from rillflow.assembly.row_names import rows_named
 from rillflow.errors import RillflowError
 from rillflow.observe import layout
 from rillflow.observe.environment import environment
@@ -129,7 +130,8 @@ def _train(
             }
         )
         try:
-            build.train(progress, interruption)
+            with rows_named(task):
+                build.train(progress, interruption)
         except RillflowError as error:
             error.is_underway = True
             raise

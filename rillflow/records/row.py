@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+HELD_OUT_EPOCH = -1
+"""The epoch in the row ids of held-out prompts: their random numbers are no training row's."""
+
 
 class RowId(NamedTuple):
     """(epoch, prompt, sample): the same row has the same id in every process and after every resume.
@@ -13,7 +16,7 @@ class RowId(NamedTuple):
     """
 
     epoch: int
-    """How many times the task had been gone through when the row was drawn; -1 for held-out rows."""
+    """How many times the task had been gone through when the row was drawn; see HELD_OUT_EPOCH."""
     prompt: int
     """The prompt's index in its task."""
     sample: int
