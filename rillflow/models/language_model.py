@@ -21,6 +21,7 @@ from rillflow.models.attention import register
 from rillflow.models.config import ModelConfig
 from rillflow.models.locate import locate
 from rillflow.models.new_model import character_tokenizer, new_module
+from rillflow.models.positions import settle_positions
 from rillflow.models.pretrained import load_module
 from rillflow.models.quiet import quiet
 from rillflow.models.tokenizer import Tokenizer, load_tokenizer
@@ -113,6 +114,7 @@ def module_and_tokenizer(
         source = locate(config.path, base)
         module = read(source, dtype).to(device).eval()
         check_attention(module, output)
+        settle_positions(module, output)
         return module, load_tokenizer(source)
 
 

@@ -28,6 +28,7 @@ from rillflow.errors import ModelError, nearest
 from rillflow.models.architecture import Output, causal_class, check_attention, scalar_class
 from rillflow.models.attention import ATTENTION
 from rillflow.models.config import NewModel
+from rillflow.models.positions import settle_positions
 from rillflow.models.scalar_head import HeadStart, require_one_number, start_head
 
 END = "<|end|>"
@@ -86,6 +87,7 @@ def _seeded(kind: Any, config: PreTrainedConfig, seed: int, output: Output) -> P
         torch.default_generator.manual_seed(seed)
         module = kind.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
     check_attention(module.eval(), output)
+    settle_positions(module, output)
     return module
 
 

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import ModelError
+from rillflow.models.positions import settle_alike
 from rillflow.models.quiet import quiet
 from rillflow.models.sharded_layers import GatheredLinear, Lookup, OwnHeads, RowsLinear
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
@@ -151,6 +152,7 @@ def _skeleton(like: PreTrainedModel) -> PreTrainedModel:
     """The decoder anew: parameters on the meta device, buffers real."""
     with quiet(), torch.device("meta"):
         module = type(like)(copy.deepcopy(like.config))
+        settle_alike(module, like)
     for name, buffer in like.named_buffers():
         owner, _, kind = name.rpartition(".")
         setattr(module.get_submodule(owner), kind, buffer.detach().clone())

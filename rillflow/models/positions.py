@@ -1,0 +1,92 @@
+"""Positions: what a place in a row does to a token must not depend on the other rows of a pass.
+
+    8 tokens ── the last at position 7, or at the context's last ── the others' logits differ?
+                                                 no ──> the module as it is
+                                                 yes ─> AtContext ─ still? refused
+
+Some rotary embeddings (``longrope``, ``dynamic``) choose their frequencies by the longest position of a pass.
+Each pass would be another model: the sampler's, the trainer's, that of another cut into micro-batches. They
+are given the context's last position in every pass, so that a row is read as one that fills the context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rillflow.errors import ModelError
+from rillflow.models.architecture import Output, context_of
+
+_TRIAL_TOKENS = 8
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+"""Largest difference of the outputs, over their largest: company turns the last bits at most."""
+
+
+class AtContext(nn.Module):
+    """A rotary embedding that always sees the context's last position beside those of a pass.
+
+    Args:
+        rotary: transformers' own; called with a tensor and positions [..., T] it gives tensors [..., T, D].
+        context: tokens of a row at most.
+    """
+
+    def __init__(self, rotary: nn.Module, context: int) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.context = context
+
+    def forward(self, x: Tensor, position_ids: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
+        """What the embedding gives these positions."""
+        last = torch.full_like(position_ids[..., :1], self.context - 1)
+        found = self.rotary(x, torch.cat([position_ids, last], -1), *rest, **named)
+        return tuple(part[..., :-1, :] for part in found)
+
+
+def settle_positions(module: PreTrainedModel, output: Output = "logits") -> None:
+    """Give a row the same outputs beside any others, as one that fills the context has them.
+
+    Raises:
+        ModelError: the module looks at the longest row elsewhere than in its rotary embeddings.
+    """
+    if _difference(module, output) == 0:
+        return
+    for name in [name for name, part in module.named_modules() if _is_rotary(part)]:
+        module.set_submodule(name, AtContext(module.get_submodule(name), context_of(module)))
+    difference = _difference(module, output)
+    if not difference <= _TOLERANCE[module.dtype]:
+        raise ModelError(
+            f"{type(module).__name__} computes other {output} of a row beside a longer row, "
+            f"by {difference:.2g} of the largest",
+            why="sampler and trainer put other rows side by side, and would run two models",
+            fix="choose a model whose position embeddings do not look at the longest row",
+        )
+
+
+def settle_alike(module: nn.Module, like: nn.Module) -> None:
+    """Give a module of the same class the rotary embeddings that ``settle_positions`` gave ``like``."""
+    for name, part in list(like.named_modules()):
+        if isinstance(part, AtContext):
+            module.set_submodule(name, AtContext(module.get_submodule(name), part.context))
+
+
+@torch.no_grad()
+def _difference(module: PreTrainedModel, output: Output) -> float:
+    """How far a row's outputs move, over their largest, when the pass ends at the context's last position."""
+    module = module if output == "logits" else module.base_model
+    context = context_of(module)
+    positions = torch.arange(min(_TRIAL_TOKENS, context), device=module.device)[None]
+    tokens = positions % module.config.get_text_config().vocab_size
+    near, far = (
+        module(input_ids=tokens, position_ids=places, use_cache=False)[output][:, :-1]
+        for places in (positions, torch.cat([positions[:, :-1], positions[:, -1:] * 0 + context - 1], -1))
+    )
+    return float((near - far).abs().max() / near.abs().max().clamp_min(1e-30))
+
+
+def _is_rotary(part: nn.Module) -> bool:
+    """Whether a module turns positions into frequencies: it alone keeps those."""
+    own = dict(part.named_buffers(recurse=False))
+    return any(name.endswith("inv_freq") for name in own)
