@@ -79,6 +79,7 @@ class Build:
         cadence = Cadence(
             evaluate_every=recipe.evaluate.every,
             checkpoint_every=recipe.run.checkpoint_every,
+            checkpoint_s=recipe.run.checkpoint_minutes * 60,
             keep_checkpoints=recipe.run.keep_checkpoints,
         )
         total = plans[-1].first + plans[-1].config.steps
@@ -86,7 +87,7 @@ class Build:
         loop = Loop(self._run, progress, cadence, judge, interruption, total, deadline_s)
         state = self._checkpoint.state if self._checkpoint else {"phase": 0, "done": 0, "version": 0}
         index, loop.version = state["phase"], state["version"]
-        if state["done"] == plans[index].config.steps:
+        if state["done"] == plans[index].config.steps and index + 1 < len(plans):
             index, state = index + 1, {"done": 0}
         for number in range(index, len(plans)):
             resumed = state if number == index and state["done"] else None

@@ -21,6 +21,7 @@ from rillflow.cluster.backend import Backend
 from rillflow.dataflow.checkpoint import Checkpoint
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.models.config import ModelConfig
+from rillflow.observe import layout
 from rillflow.placement.mesh import Mesh
 from rillflow.rewards.function import parse_function
 from rillflow.roles.critic import Critic
@@ -175,7 +176,7 @@ class Cast:
 
     def _kept_policy(self) -> ModelConfig:
         """The policy as this phase found it; kept in the run directory so that a resume finds the same."""
-        folder = self._run / "reference"
+        folder = self._run / layout.REFERENCE
         if not folder.exists():
             kept = self.executor.everywhere("policy", casting.keep_policy, folder)
             kept.read(self._recipe.placement.deadline_s)

@@ -7,6 +7,7 @@ Nothing heavy is imported before the data and the run directory are known to be 
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from rillflow.errors import RillflowError
 from rillflow.observe import layout
 from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
-from rillflow.observe.run_directory import RunDirectory, set_aside
+from rillflow.observe.reader import read_metrics
+from rillflow.observe.run_directory import RunDirectory, holds_step, set_aside
 from rillflow.planner.plan import Plan
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
@@ -29,7 +31,14 @@ from rillflow.view.report import write_report
 from rillflow.view.run_data import load
 from rillflow.view.summary import Summary, render_text, summarise
 
-FREE_TO_CHANGE = ("run.checkpoint_every", "run.keep_checkpoints", "run.dir", "run.threads", "placement")
+FREE_TO_CHANGE = (
+    "run.checkpoint_minutes",
+    "run.checkpoint_every",
+    "run.keep_checkpoints",
+    "run.dir",
+    "run.threads",
+    "placement",
+)
 """Settings a resumed run may change: where and how often, but for rounding not what is computed."""
 
 
@@ -73,7 +82,11 @@ def launch(
         else:
             for note in notes:
                 progress.note(f"note: {note}")
-            _train(recipe, base, task, run, progress, stack, plan)
+            try:
+                _train(recipe, base, task, run, progress, stack, plan)
+            except Exception:
+                _leave_report(run, progress)
+                raise
             run.write_json(layout.FINISHED, {"steps": recipe.total_steps})
             run.write_json(layout.SUMMARY, summarise(path).as_json())
             write_report(path)
@@ -84,6 +97,17 @@ def launch(
         if compared is not None:
             Progress.say(render_comparison(compared))
     return Launched(run=path, summary=summary)
+
+
+def _leave_report(run: RunDirectory, progress: Progress) -> None:
+    """Write what there is to see of a run that an error or the user ended; nothing of it hides why."""
+    if not holds_step(run.path):
+        return
+    try:
+        run.write_json(layout.SUMMARY, summarise(run.path).as_json())
+        progress.note(f"what there is so far: {write_report(run.path)}")
+    except Exception as second:  # noqa: BLE001  what ended the run is the first error
+        progress.note(f"its report could not be written: {second}")
 
 
 def resolved(recipe: Recipe, task: Task[Example]) -> dict[str, Any]:
@@ -110,11 +134,18 @@ def _train(
     from rillflow.dataflow.checkpoint import latest_checkpoint
     from rillflow.pipeline.interrupt import Interruption
 
-    with Interruption() as interruption:
-        checkpoint = latest_checkpoint(run.checkpoints)
+    with Interruption(progress.note) as interruption:
+        checkpoint = latest_checkpoint(run.checkpoints, run.id)
+        kept = checkpoint.step if checkpoint else 0
+        lost = max((record.step for record in read_metrics(run.path)), default=0) - kept
         run.rewind(checkpoint.step if checkpoint else -1)
+        again = f"; {lost} steps that no checkpoint has are made again" if lost > 0 else ""
         if checkpoint:
-            progress.note(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+            progress.note(f"resuming after step {kept} from {checkpoint.path}{again}")
+        else:
+            if again:
+                progress.note(f"beginning again{again}")
+            shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
         build = Build(recipe, base, task, run, checkpoint, stack)
         is_planned = keep_plan(run.path, plan, recipe.placement)
         left = run.path / layout.PLAN
@@ -124,7 +155,7 @@ def _train(
             {
                 **environment(device=str(build.device)),
                 "base": str(base.absolute()),
-                "after_step": checkpoint.step if checkpoint else 0,
+                "after_step": kept,
                 "placement": recipe.placement.model_dump(mode="json"),
                 "is_planned": is_planned,
             }

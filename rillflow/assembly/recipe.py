@@ -50,10 +50,15 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, lt=2**31, description="Every random number of the run follows from it.")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
     threads: int = Field(0, ge=0, description="Processor threads; 0 leaves the choice to torch.")
-    checkpoint_every: int = Field(
-        0, ge=0, description="Steps between checkpoints; 0 for the end and interruptions only."
+    checkpoint_minutes: float = Field(
+        5.0, ge=0, description="Minutes between checkpoints; more where one takes over 2% of them. 0: never."
     )
-    keep_checkpoints: int = Field(2, gt=0, description="Checkpoints that stay on the disk.")
+    checkpoint_every: int = Field(
+        0, ge=0, description="Steps between checkpoints beside those; 0: by the minutes alone."
+    )
+    keep_checkpoints: int = Field(
+        2, gt=0, description="Newest checkpoints that stay on the disk; the best held-out one stays too."
+    )
 
 
 class PolicyConfig(TrainConfig):

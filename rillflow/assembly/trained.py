@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rillflow.dataflow.checkpoint import latest_checkpoint
+from rillflow.dataflow.checkpoint import kept_steps, latest_checkpoint
 from rillflow.errors import RunDirectoryError
 from rillflow.observe import layout
 
@@ -36,13 +36,13 @@ def _checkpoint(run: Path, step: int | None) -> Path:
         if newest is None:
             raise RunDirectoryError(
                 f"{run} has no checkpoint",
-                why="the first one is written when a phase ends or the run is interrupted",
+                why="the first one is written after run.checkpoint_minutes, or when a phase ends",
                 fix="wait for it, or set run.checkpoint_every",
             )
         return newest.path
     chosen = folder / f"step-{step:06d}"
     if not chosen.is_dir():
-        there = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+        there = kept_steps(folder)
         raise RunDirectoryError(
             f"{run} has no checkpoint of step {step}",
             why=f"it has those of steps {', '.join(map(str, there))}" if there else "it has none",

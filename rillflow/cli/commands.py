@@ -81,14 +81,14 @@ def graph(arguments: argparse.Namespace) -> int:
 
 def ask(arguments: argparse.Namespace) -> int:
     """``rillflow ask``: answer one prompt, or one a line of the input."""
-    from rillflow.observe.reader import require_run
+    from rillflow.observe.reader import best_step, require_run
 
     require_run(arguments.run)
     from rillflow.assembly.ask import Respondent
 
     respondent = Respondent(
         arguments.run,
-        step=arguments.checkpoint,
+        step=best_step(arguments.run) if arguments.best else arguments.checkpoint,
         temperature=arguments.temperature,
         max_tokens=arguments.max_tokens,
     )

@@ -136,7 +136,9 @@ def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="longest answer; as in training if left out"
     )
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="the newest if left out")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", type=int, metavar="STEP", help="the newest if left out")
+    which.add_argument("--best", action="store_true", help="the one with the highest held-out mean reward")
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:

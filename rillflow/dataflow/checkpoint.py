@@ -4,14 +4,16 @@
       policy/                      plain Hugging Face directory; one for every role that is trained
       policy.optimizer/            training state by logical tensor, a file a rank (weights.sharded_file)
       state.json                   step, phase, versions, places in the data
-      manifest.json         size and SHA-256 of every other file, written last
+      manifest.json         the run, size and SHA-256 of every other file, written last
+    checkpoints/step-000040.replaced/   the one before it of the same step, while the two change places
 
-Written beside its final place, flushed to the disk and renamed; a reader takes the newest one
-whose manifest holds, and says which ones did not.
+Written beside its final place, flushed to the disk and renamed; a reader takes the newest one of its own
+run whose manifest holds, and says which ones did not. At no moment is there one less than before.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -25,10 +27,10 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 
 from rillflow.errors import RunDirectoryError
-from rillflow.observe.durable import flush
+from rillflow.observe.durable import flush, write_error
 
 FORMAT = 2
-_NAME = re.compile(r"step-(\d{6,})")
+_NAME = re.compile(r"step-(\d{6,})(\.replaced)?")
 _log = logging.getLogger(__name__)
 
 
@@ -58,8 +60,11 @@ def save_checkpoint(
     write: Callable[[Path], None],
     state: Mapping[str, Any],
     keep: int,
+    *,
+    run: str = "",
+    spare: int | None = None,
 ) -> Path:
-    """Write a checkpoint, then remove all but the newest ``keep``.
+    """Write a checkpoint, then remove all but the newest ``keep`` and the one of step ``spare``.
 
     Args:
         folder: of all checkpoints.
@@ -67,33 +72,41 @@ def save_checkpoint(
         write: has every trained role write what it goes on from into a folder (see ``write_role``).
         state: what the controller goes on from, as JSON.
         keep: checkpoints that stay.
+        run: the id of the run it belongs to; no other run reads it. Empty: any does.
+        spare: a step whose checkpoint stays however old it is.
 
     Raises:
         RunDirectoryError: the disk is full or cannot be written; earlier checkpoints are untouched.
     """
     final, draft = folder / f"step-{step:06d}", folder / f".step-{step:06d}.draft"
+    replaced = folder / f"{final.name}.replaced"
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         write(draft)
         (draft / "state.json").write_text(json.dumps(dict(state), indent=1))
-        manifest = {"format": FORMAT, "step": step, "files": _digests(draft)}
+        manifest = {"format": FORMAT, "run": run, "step": step, "files": _digests(draft)}
         (draft / "manifest.json").write_text(json.dumps(manifest, indent=1))
         _flush_below(draft)
         if final.exists():
-            shutil.rmtree(final)
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
         draft.rename(final)
         flush(folder)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise write_error(final, error) from error
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        raise RunDirectoryError(
-            f"the checkpoint {final} could not be written: {error}",
-            why=f"{_free_bytes(folder):,} bytes are free there",
-            fix="make room, then give the same command: it resumes from the last checkpoint",
-        ) from error
+    shutil.rmtree(replaced, ignore_errors=True)
     for old in _found(folder)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+        if _step(old) != spare:
+            shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def kept_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, in order; whether they hold is not looked at."""
+    return sorted({_step(path) for path in _found(folder)})
 
 
 class Saved(Protocol):
@@ -101,6 +114,8 @@ class Saved(Protocol):
 
     saved_bytes: int
     """About how much ``save`` writes."""
+    updates: int
+    """Optimiser steps made in this phase."""
 
     def save(self, folder: Path) -> None:
         """Write what it goes on from into a folder."""
@@ -110,15 +125,27 @@ def write_role(role: Saved, folder: Path) -> None:
     """Have a role write into a checkpoint's folder, if it fits.
 
     Raises:
-        OSError: it does not.
+        RunDirectoryError: it does not, or the disk fails; it says what is needed and what is free.
     """
-    if _free_bytes(folder) < role.saved_bytes * 1.05:
-        raise OSError(f"it needs {role.saved_bytes:,} bytes")
-    role.save(folder)
+    try:
+        if _free_bytes(folder) < role.saved_bytes * 1.05:
+            raise OSError(errno.ENOSPC, "")
+        role.save(folder)
+    except (OSError, SafetensorError) as error:
+        raise write_error(folder, error, role.saved_bytes) from error
 
 
-def latest_checkpoint(folder: Path) -> Checkpoint | None:
+def updates_of(role: Saved) -> int:
+    """The optimiser steps that a role has made in this phase; its weights change with them alone."""
+    return role.updates
+
+
+def latest_checkpoint(folder: Path, run: str = "") -> Checkpoint | None:
     """The newest checkpoint whose every file is as its manifest says, or None when there is none.
+
+    Args:
+        folder: of all checkpoints.
+        run: the id of the run that asks; checkpoints that another one wrote are left out. Empty: none are.
 
     Raises:
         RunDirectoryError: there are checkpoints, and none of them holds.
@@ -126,7 +153,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     found = _found(folder)
     problems = []
     for path in found:
-        problem = _problem(path)
+        problem = _problem(path, run)
         if problem is None:
             state = json.loads((path / "state.json").read_text())
             return Checkpoint(path=path, step=_step(path), state=state)
@@ -145,7 +172,8 @@ def _found(folder: Path) -> list[Path]:
     """Checkpoint directories, newest first."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step, reverse=True)
+    named = (path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    return sorted(named, key=lambda path: (_step(path), not path.suffix), reverse=True)
 
 
 def _step(path: Path) -> int:
@@ -154,12 +182,14 @@ def _step(path: Path) -> int:
     return int(match.group(1))
 
 
-def _problem(path: Path) -> str | None:
+def _problem(path: Path, run: str) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         manifest = json.loads(_inside(path, "manifest.json").read_text())
         if manifest["format"] != FORMAT:
             return f"it has format {manifest['format']}, and this version reads format {FORMAT}"
+        if run and manifest.get("run", run) != run:
+            return f"another run wrote it: {manifest['run']!r}, and this is {run!r}"
         if manifest["step"] != _step(path):
             return f"its manifest is that of step {manifest['step']}"
         files = manifest["files"]

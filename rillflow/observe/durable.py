@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,7 +40,7 @@ def append(path: Path, line: bytes) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise write_error(path, error) from error
+        raise write_error(path, error, len(line)) from error
 
 
 def replace(path: Path, chunks: Iterable[bytes]) -> None:
@@ -71,18 +72,34 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def write_error(path: Path, error: OSError) -> RunDirectoryError:
-    """What a failed write says: the file, the reason, the free space, the way on."""
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in _FULL:
+def write_error(path: Path, error: Exception, needed_bytes: int = 0) -> RunDirectoryError:
+    """What a failed write says: the file, the reason, the space it needs and there is, the way on.
+
+    Args:
+        path: what was written.
+        error: an OSError, or another library's that quotes one as ``(os error 28)``.
+        needed_bytes: what it takes; 0 where that is not known.
+    """
+    code = _errno(error)
+    reason = os.strerror(code) if code else str(error)
+    if code in _FULL:
         fix = (
             "make room (old checkpoints and rollouts are the largest), then run the same command: it resumes"
         )
-    elif error.errno in _FORBIDDEN:
+    elif code in _FORBIDDEN:
         fix = "choose a run directory that you may write"
     else:
         fix = "check the disk, then run the same command: it resumes"
-    return RunDirectoryError(f"cannot write {path}: {reason}", why=_free_space(path), fix=fix)
+    needs = f"it needs {size(needed_bytes)}, and " if needed_bytes else ""
+    return RunDirectoryError(f"cannot write {path}: {reason}", why=f"{needs}{_free_space(path)}", fix=fix)
+
+
+def _errno(error: Exception) -> int | None:
+    """The system's number of an error; safetensors has it in its words alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    quoted = re.search(r"\(os error (\d+)\)", str(error))
+    return int(quoted[1]) if quoted else None
 
 
 def _free_space(path: Path) -> str:

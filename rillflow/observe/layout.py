@@ -6,6 +6,7 @@ RUN/
   metrics.jsonl        one line a step                spans.jsonl        one line a stage and step
   evaluations.jsonl    one line an evaluation         rollouts/          one file a step
   checkpoints/         written by another package     summary.json, report.html
+  reference/           the policy as the last phase found it, where one is asked for
   plan.toml            what a planned run was launched by
 """
 
@@ -25,6 +26,7 @@ SPANS = "spans.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 ROLLOUTS = "rollouts"
 CHECKPOINTS = "checkpoints"
+REFERENCE = "reference"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FINISHED = "finished.json"

@@ -148,6 +148,30 @@ def read_evaluations(run: Path) -> list[EvaluationRecord]:
     return _read(run / layout.EVALUATIONS, _evaluation_record)
 
 
+def best_checkpoint(run: Path) -> EvaluationRecord | None:
+    """The evaluation of the highest mean reward whose checkpoint is kept; the first of equals."""
+    kept = run / layout.CHECKPOINTS
+    found = [each for each in read_evaluations(run) if (kept / f"step-{each.step:06d}").is_dir()]
+    scored = [each for each in found if each.mean_reward == each.mean_reward]
+    return max(scored, key=lambda each: each.mean_reward, default=None)
+
+
+def best_step(run: Path) -> int:
+    """The step of ``best_checkpoint``.
+
+    Raises:
+        RunDirectoryError: no checkpoint was judged.
+    """
+    best = best_checkpoint(run)
+    if best is None:
+        raise RunDirectoryError(
+            f"{run} has no best checkpoint",
+            why="none of those that are kept was judged by held-out rows",
+            fix="leave --best out: the newest one answers",
+        )
+    return best.step
+
+
 def read_rollouts(run: Path, step: int) -> list[RolloutRecord]:
     """The rollouts of one step.
 

@@ -1,8 +1,8 @@
 """The run directory: what a run leaves behind, so written that a crash at any point loses a line at most.
 
-    open ─ lock ─> new? ─ yes ─> config.json
-                     └─── no ──> same config? torn lines mended ─ rewind(step of the checkpoint) ─┐
-    every step: log_metrics, spans, log_rollouts, sometimes log_evaluation <──────────────────────┘
+    open ─ lock ─> holds a step? ─ no ──> config.json
+                     └──────────── yes ─> same config? torn lines mended ─ rewind(step of the checkpoint) ─┐
+    every step: log_metrics, spans, log_rollouts, sometimes log_evaluation <───────────────────────────────┘
 
 The caller resumes from a checkpoint of step s by ``rewind(s)``: what the lost steps had written goes,
 and is written again. Steps count from 1 over all phases; step 0 is before the first update.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -44,6 +45,8 @@ class RunDirectory:
         """The directory."""
         self.is_new = is_new
         """Whether this call made it; False when a run is resumed."""
+        self.id = _identity(path)
+        """What tells this run from every other; its checkpoints bear it."""
         self.checkpoints = path / layout.CHECKPOINTS
         """The folder of checkpoints, which another package fills."""
         self.spans = Spans(clock=self.elapsed_s, write=self.log_span)
@@ -67,7 +70,7 @@ class RunDirectory:
 
         Raises:
             RunDirectoryError: the path is a file, holds something else, cannot be written, is in use
-                by another driver, or belongs to a run with another config.
+                by another driver, or belongs to a run with another config that made a step.
         """
         _require_ours_or_empty(path)
         try:
@@ -79,7 +82,8 @@ class RunDirectory:
             is_new = not (path / layout.CONFIG).exists()
             if not is_new:
                 _require_format(path)
-                require_same_config(path, config, ignore)
+                if holds_step(path):
+                    require_same_config(path, config, ignore)
                 _mend(path)
             durable.replace(path / layout.CONFIG, [encode(config, indent=2)])
             return cls(path, lock, is_new=is_new, clock=clock)
@@ -95,7 +99,7 @@ class RunDirectory:
         """Add what this start of the run runs on to environment.json; the earlier starts stay."""
         self._require_open()
         starts = [*read_starts(self.path), start]
-        self.write_json(layout.ENVIRONMENT, {"format": layout.FORMAT, "starts": starts})
+        self.write_json(layout.ENVIRONMENT, {"format": layout.FORMAT, "run": self.id, "starts": starts})
 
     def log_metrics(self, step: int, phase: str, metrics: Metrics) -> None:
         """Add one step's metrics, each with its reduction, to metrics.jsonl."""
@@ -195,6 +199,13 @@ class RunDirectory:
         self._opened_s = self._clock()
 
 
+def holds_step(path: Path) -> bool:
+    """Whether a run in this directory got as far as a step: before that there is nothing to mix with."""
+    checkpoints, steps = path / layout.CHECKPOINTS, path / layout.METRICS
+    is_saved = checkpoints.is_dir() and any(checkpoints.iterdir())
+    return is_saved or (steps.exists() and steps.stat().st_size > 0)
+
+
 def set_aside(path: Path) -> Path | None:
     """Rename a run directory to the first free of ``NAME.old-1``, ``NAME.old-2`` ..., to make room.
 
@@ -265,6 +276,17 @@ def _require_format(path: Path) -> None:
             why="it would misread what the other version wrote",
             fix="use the version that made it, or another run directory",
         )
+
+
+def _identity(path: Path) -> str:
+    """The id of the run in a directory, made when there is none; empty for one that was begun without."""
+    if (path / layout.ENVIRONMENT).exists():
+        known = read_json(path / layout.ENVIRONMENT)
+        return str(known["run"]) if "run" in known else ""
+    made = secrets.token_hex(8)
+    starts: dict[str, JSON] = {"format": layout.FORMAT, "run": made, "starts": []}
+    durable.replace(path / layout.ENVIRONMENT, [encode(starts, indent=2)])
+    return made
 
 
 def require_same_config(path: Path, config: Mapping[str, JSON], ignore: Sequence[str]) -> None:

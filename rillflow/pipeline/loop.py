@@ -8,31 +8,41 @@ waits for     nothing but the stages themselves
 produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
               evaluation and a checkpoint. Batches stay with the ranks; it reads reports alone
 shutdown      healthy: after the last step, with a checkpoint. First signal: after the present step,
-              with a checkpoint. Second signal or crash: at once; the last checkpoint resumes.
+              with a checkpoint. An error: with a checkpoint of the last whole step, where no trained role
+              has made an optimiser step since. Second signal or crash: at once; the last checkpoint resumes.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rillflow.dataflow.checkpoint import save_checkpoint, write_role
+from rillflow.dataflow.checkpoint import save_checkpoint, updates_of, write_role
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.errors import Interrupted
 from rillflow.graph.graph import CONTROLLER
 from rillflow.observe.progress import Progress
+from rillflow.observe.reader import best_checkpoint, read_evaluations
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.observe.spans import Span
+from rillflow.observe.wording import duration
 from rillflow.pipeline.evaluate import Evaluation
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.pipeline.telemetry import record
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric
 from rillflow.workers.values import Facts
+
+CHECKPOINT_SHARE = 0.02
+"""The most of a run's time that checkpoints by the clock take."""
+RESCUE_S = 600.0
+"""The longest wait for each stage of a checkpoint after an error: a rank may have gone with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +91,22 @@ class Cadence:
     """Steps between two evaluations."""
     checkpoint_every: int
     """Steps between two checkpoints."""
+    checkpoint_s: float
+    """Seconds between two checkpoints."""
     keep_checkpoints: int
     """Checkpoints that stay on the disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a run stands after a whole step."""
+
+    step: int
+    """The step, over all phases."""
+    state: Mapping[str, Any]
+    """What the controller goes on from."""
+    updates: Mapping[str, int]
+    """The optimiser steps of every trained role."""
 
 
 class Loop:
@@ -96,6 +120,7 @@ class Loop:
         deadline_s: longest wait for any stage.
         interruption: the user's wish to stop.
         total_steps: steps of all phases; after the last one there is nothing left to interrupt.
+        clock: seconds; what checkpoints by the clock are due by.
     """
 
     def __init__(
@@ -107,6 +132,7 @@ class Loop:
         interruption: Interruption,
         total_steps: int,
         deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
         self._progress = progress
@@ -115,6 +141,10 @@ class Loop:
         self._interruption = interruption
         self._total_steps = total_steps
         self._deadline_s = deadline_s
+        self._clock = clock
+        self._saved_at, self._saving_s, self._saved_step = clock(), 0.0, 0
+        self._judged = {record.step for record in read_evaluations(run.path)}
+        self._best = best_checkpoint(run.path)
         self.version = 0
         """The policy version published last."""
 
@@ -124,22 +154,50 @@ class Loop:
         Raises:
             Interrupted: the user asked to stop; a checkpoint was written.
         """
-        if phase.evaluated and start == 0:
-            self._evaluate(phase, first)
-        for done in range(start + 1, phase.steps + 1):
-            step, last = first + done, done == phase.steps
-            self._step(phase, step)
-            if phase.evaluated and (last or _due(done, self._cadence.evaluate_every)):
-                self._evaluate(phase, step)
-            stopping = self._interruption.requested and step < self._total_steps
-            if last or stopping or _due(done, self._cadence.checkpoint_every):
-                path = self._checkpoint(phase, index, step, done)
-                if stopping:
-                    raise Interrupted(
-                        f"stopped after step {step}, as asked",
-                        why=f"everything up to it is in {path}",
-                        fix="give the same command to go on from there",
-                    )
+        self._saved_step = first + start
+        self._place = self._whole(phase, index, first + start, start)
+        with self._rescued(phase):
+            if start in (0, phase.steps) or _due(start, self._cadence.evaluate_every):
+                self._evaluate(phase, first + start)
+            for done in range(start + 1, phase.steps + 1):
+                step, last = first + done, done == phase.steps
+                self._step(phase, step)
+                self._place = self._whole(phase, index, step, done)
+                stopping = self._interruption.requested and step < self._total_steps
+                best = False
+                if last or (not stopping and _due(done, self._cadence.evaluate_every)):
+                    best = self._evaluate(phase, step)
+                if last or stopping or best or self._is_due(done):
+                    path = self._checkpoint(phase, self._deadline_s)
+                    if stopping:
+                        raise Interrupted(
+                            f"stopped after step {step}, as asked",
+                            why=f"everything up to it is in {path}",
+                            fix="give the same command to go on from there",
+                        )
+
+    @contextmanager
+    def _rescued(self, phase: Phase) -> Iterator[None]:
+        """Keep the last whole step, if its weights are still there, when an error ends the run."""
+        try:
+            yield
+        except Interrupted:
+            raise
+        except Exception:
+            try:
+                self._rescue(phase)
+            except Exception as second:  # noqa: BLE001  what ended the run is the first error
+                self._progress.note(f"no checkpoint could be written after the error: {second}")
+            kept, lost = self._saved_step, self._place.step - self._saved_step
+            again = f"; {lost} steps after it are made again" if lost else ""
+            there = f"is saved{again}: the same command goes on from there"
+            self._progress.note(f"step {kept} {there}" if kept else "no step is saved")
+            raise
+
+    def _rescue(self, phase: Phase) -> None:
+        wait_s = min(RESCUE_S, self._deadline_s)
+        if self._place.step > self._saved_step and self._updates(phase, wait_s) == self._place.updates:
+            self._checkpoint(phase, wait_s)
 
     def _step(self, phase: Phase, step: int) -> None:
         began = time.monotonic()
@@ -156,6 +214,7 @@ class Loop:
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
         self._run.log_metrics(step, phase.name, metrics)
         self._progress.step(phase.name, step, metrics, seconds)
+        self._interruption.pace = f" (the last one took {duration(seconds)})"
 
     def _record(self, phase: Phase, step: int) -> dict[str, Metric]:
         """Write down the step's stages and rows; return what was measured of them."""
@@ -181,9 +240,10 @@ class Loop:
         """A number of the flow, read where it is still a handle."""
         return number if isinstance(number, float) else float(number.read(self._deadline_s))
 
-    def _evaluate(self, phase: Phase, step: int) -> None:
-        if self._judge is None:
-            return
+    def _evaluate(self, phase: Phase, step: int) -> bool:
+        """Judge what is trained, where that is wanted and not yet done; whether it is the best so far."""
+        if self._judge is None or not phase.evaluated or step in self._judged:
+            return False
         found = self._judge(phase.executor)
         self._run.log_evaluation(
             step,
@@ -198,8 +258,18 @@ class Loop:
             f"held-out accuracy after step {step}: {found.accuracy:.3f} "
             f"[{low:.3f}, {high:.3f}] ({found.correct} of {found.count}), mean reward {found.mean_reward:.3f}"
         )
+        self._judged.add(step)
+        best = self._best
+        return bool(found.mean_reward > (best.mean_reward if best is not None else -math.inf))
 
-    def _checkpoint(self, phase: Phase, index: int, step: int, done: int) -> Path:
+    def _is_due(self, done: int) -> bool:
+        """Whether a checkpoint is, by steps or by the clock."""
+        pause_s = max(self._cadence.checkpoint_s, self._saving_s / CHECKPOINT_SHARE)
+        late = self._cadence.checkpoint_s > 0 and self._clock() - self._saved_at >= pause_s
+        return late or _due(done, self._cadence.checkpoint_every)
+
+    def _whole(self, phase: Phase, index: int, step: int, done: int) -> _Place:
+        """Where the run stands now, after a whole step."""
         state = {
             "phase": index,
             "done": done,
@@ -208,12 +278,29 @@ class Loop:
             "beside": dict(phase.beside.state()) if phase.beside is not None else None,
             "numbers": {name: self._number(number) for name, number in phase.flow.state.items()},
         }
+        return _Place(step=step, state=state, updates=self._updates(phase, self._deadline_s))
+
+    def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
+        """The optimiser steps of every trained role, once what it was last given is done."""
+        asked = {role: phase.executor.look(role, updates_of) for role in phase.trained}
+        return {role: each.read(wait_s) for role, each in asked.items()}
+
+    def _checkpoint(self, phase: Phase, wait_s: float) -> Path:
+        """Save the last whole step, whose weights are those of now."""
+        began, step = self._clock(), self._place.step
 
         def write(folder: Path) -> None:
             for role in phase.trained:
-                phase.executor.everywhere(role, write_role, folder.absolute()).read(self._deadline_s)
+                phase.executor.everywhere(role, write_role, folder.absolute()).read(wait_s)
 
-        return save_checkpoint(self._run.checkpoints, step, write, state, self._cadence.keep_checkpoints)
+        kept, spared = self._cadence.keep_checkpoints, self._best.step if self._best is not None else None
+        path = save_checkpoint(
+            self._run.checkpoints, step, write, self._place.state, kept, run=self._run.id, spare=spared
+        )
+        self._saved_step, self._saved_at = step, self._clock()
+        self._saving_s = self._saved_at - began
+        self._best = best_checkpoint(self._run.path)
+        return path
 
 
 def _span(stage: str, step: int, facts: Sequence[Facts], now_s: float) -> Span:

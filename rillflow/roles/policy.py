@@ -104,6 +104,11 @@ class Policy:
             tensor.nbytes for tensor in self.trainer.state().tensors.values()
         )
 
+    @property
+    def updates(self) -> int:
+        """Optimiser steps made in this phase."""
+        return self.trainer.updates
+
     def save(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory ``policy``, the optimiser beside it; on all ranks."""
         self.save_weights(folder / "policy")

@@ -95,6 +95,11 @@ class ScalarRole:
             tensor.nbytes for tensor in self.trainer.state().tensors.values()
         )
 
+    @property
+    def updates(self) -> int:
+        """Optimiser steps made in this phase."""
+        return self.trainer.updates
+
     def save(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory of the role's name, the optimiser beside it."""
         self._share.save_weights(folder / self._name)

@@ -172,6 +172,11 @@ class Learner:
             "train/lr/mean": Mean(total=lr, count=1),
         }
 
+    @property
+    def updates(self) -> int:
+        """Optimiser steps made."""
+        return self._optimizer.steps
+
     def state(self) -> TrainerState:
         """What a resumed trainer needs besides the weights."""
         return self._optimizer.state()

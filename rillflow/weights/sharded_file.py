@@ -54,6 +54,8 @@ _KINDS = {
 """Types as safetensors calls them."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KINDS}
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
+_READ = "take another checkpoint, or restore its files"
+_WRITE = "make room, or mend the disk, then run the same command: it resumes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +122,9 @@ def save_sharded(
         return ""
 
     try:
-        _together(ranks, device, prepare, draft)
-        hashes = _together(ranks, device, write, draft)
-        _together(ranks, device, publish, folder)
+        _together(ranks, device, prepare, draft, _WRITE)
+        hashes = _together(ranks, device, write, draft, _WRITE)
+        _together(ranks, device, publish, folder, _WRITE)
     except RunDirectoryError:
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -330,7 +332,9 @@ def _plain(folder: Path, name: str) -> Path:
     return path
 
 
-def _together(ranks: Ranks, device: torch.device, action: Callable[[], str], path: Path) -> list[str]:
+def _together(
+    ranks: Ranks, device: torch.device, action: Callable[[], str], path: Path, fix: str = _READ
+) -> list[str]:
     """Do something on every rank; what each of them says, or on all of them what went wrong on the first.
 
     Raises:
@@ -340,7 +344,8 @@ def _together(ranks: Ranks, device: torch.device, action: Callable[[], str], pat
     try:
         said = action()
     except OSError as error:
-        failed = str(write_error(path, error))
+        told = write_error(path, error)
+        failed = f"{told.what} ({told.why})"
     except RillflowError as error:
         failed = error.what
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -351,9 +356,9 @@ def _together(ranks: Ranks, device: torch.device, action: Callable[[], str], pat
     for rank, (_, problem) in enumerate(heard):
         if problem:
             raise RunDirectoryError(
-                f"the checkpoint {path} cannot be used: {problem}",
+                f"the checkpoint {path} cannot be {'used' if fix == _READ else 'written'}: {problem}",
                 why=f"rank {rank} of {ranks.size} found it so, and a model is on all ranks or on none",
-                fix="take another checkpoint, or restore its files",
+                fix=fix,
             )
     return [said for said, _ in heard]
 

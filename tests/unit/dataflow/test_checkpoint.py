@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rillflow.dataflow import checkpoint as module
-from rillflow.dataflow.checkpoint import latest_checkpoint, save_checkpoint, write_role
+from rillflow.dataflow.checkpoint import kept_steps, latest_checkpoint, save_checkpoint, write_role
 from rillflow.errors import RunDirectoryError
 from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
+from rillflow.observe.wording import size
 
 TENSORS = {"exp_avg/a": torch.arange(6.0).view(2, 3)}
 
@@ -34,6 +39,7 @@ class Role:
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
+        self.updates = 0
         self.saved_bytes = sum(int(weight.nbytes) for weight in model.module.parameters())
 
     def save(self, folder: Path) -> None:
@@ -145,11 +151,74 @@ def test_a_link_or_a_pipe_in_place_of_a_file_is_refused(
         latest_checkpoint(tmp_path)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(
+def test_a_full_disk_leaves_the_previous_checkpoint_and_says_what_is_needed(
     tmp_path: Path, model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1, model)
     monkeypatch.setattr(module, "_free_bytes", lambda _: 1000)
-    with pytest.raises(RunDirectoryError, match="1,000 bytes are free"):
+    with pytest.raises(RunDirectoryError) as caught:
         save(tmp_path, 2, model)
+    assert "No space left on device" in caught.value.what
+    needed = sum(int(weight.nbytes) for weight in model.module.parameters())
+    assert caught.value.why.startswith(f"it needs {size(needed)}, and ")
+    assert "are free on its disk" in caught.value.why
+    assert "resumes" in caught.value.fix
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_in_a_library_is_called_by_its_reason(
+    tmp_path: Path, model: LanguageModel, number: int
+) -> None:
+    save(tmp_path, 1, model)
+
+    class Failing(Role):
+        def save(self, folder: Path) -> None:
+            super().save(folder)
+            raise SafetensorError(f"I/O error: something (os error {number})")
+
+    with pytest.raises(RunDirectoryError, match=os.strerror(number)):
+        save_checkpoint(tmp_path, 2, partial(write_role, Failing(model)), {}, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001"]
+
+
+def test_a_step_saved_again_is_there_at_every_moment(
+    tmp_path: Path, model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 4, model, keep=1)
+    moments = []
+
+    def look(act: Callable[..., object]) -> Callable[..., object]:
+        def acted(*arguments: Any, **options: Any) -> object:
+            result = act(*arguments, **options)
+            found = latest_checkpoint(tmp_path)
+            moments.append(None if found is None else found.state["done"])
+            return result
+
+        return acted
+
+    monkeypatch.setattr(Path, "rename", look(Path.rename))
+    monkeypatch.setattr(shutil, "rmtree", look(shutil.rmtree))
+    save_checkpoint(tmp_path, 4, partial(write_role, Role(model)), {"done": "again"}, 1)
+    assert {4, "again"} == set(moments)
+    assert moments == sorted(moments, key=lambda state: state == "again")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+
+
+def test_a_checkpoint_of_another_run_is_left_out(
+    tmp_path: Path, model: LanguageModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = partial(write_role, Role(model))
+    save_checkpoint(tmp_path, 1, write, {}, 3, run="mine")
+    save_checkpoint(tmp_path, 2, write, {}, 3, run="other")
+    found = latest_checkpoint(tmp_path, "mine")
+    assert found is not None and found.step == 1
+    assert "another run wrote it: 'other', and this is 'mine'" in caplog.text
+    found = latest_checkpoint(tmp_path)
+    assert found is not None and found.step == 2
+
+
+def test_the_spared_checkpoint_stays_however_old(tmp_path: Path, model: LanguageModel) -> None:
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step, partial(write_role, Role(model)), {}, 2, spare=1)
+    assert kept_steps(tmp_path) == [1, 3, 4]

@@ -61,7 +61,8 @@ def test_a_new_directory_holds_the_config_and_a_reopened_one_is_the_same_run(tmp
 
 
 def test_another_config_is_refused_with_every_difference(tmp_path: Path) -> None:
-    RunDirectory.open(tmp_path / "run", CONFIG).close()
+    with RunDirectory.open(tmp_path / "run", CONFIG) as run:
+        log_steps(run, range(1, 2))
     other = {"policy": {"lr": 0.5, "betas": (0.9, 0.99)}, "run": {"dir": "runs/b", "threads": 1}, "extra": 1}
     with pytest.raises(RunDirectoryError) as caught:
         RunDirectory.open(tmp_path / "run", other, ignore=["run"])
@@ -82,9 +83,32 @@ def test_an_ignored_setting_may_change_and_the_new_value_is_kept(tmp_path: Path)
 
 
 def test_ignoring_a_setting_does_not_ignore_one_whose_name_it_begins(tmp_path: Path) -> None:
-    RunDirectory.open(tmp_path / "run", {"run": {"thread": 1, "threads": 1}}).close()
+    with RunDirectory.open(tmp_path / "run", {"run": {"thread": 1, "threads": 1}}) as run:
+        log_steps(run, range(1, 2))
     with pytest.raises(RunDirectoryError, match=r"run\.threads: 1 -> 2"):
         RunDirectory.open(tmp_path / "run", {"run": {"thread": 1, "threads": 2}}, ignore=["run.thread"])
+
+
+def test_a_start_that_made_no_step_refuses_no_other_config(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {"device": "cuda"}) as run:
+        run.log_evaluation(0, correct=1, count=2, mean_reward=0.5, interval=(0.1, 0.9))
+        first = run.id
+    with RunDirectory.open(tmp_path / "run", {"device": "cpu"}) as run:
+        assert read_config(run.path) == {"device": "cpu"}
+        assert run.id == first
+        (run.checkpoints / "step-000001").mkdir(parents=True)
+    with pytest.raises(RunDirectoryError, match="device: 'cpu' -> 'cuda'"):
+        RunDirectory.open(tmp_path / "run", {"device": "cuda"})
+
+
+def test_every_run_has_an_id_of_its_own_that_stays(tmp_path: Path) -> None:
+    ids = []
+    for name in ("a", "b", "a"):
+        with RunDirectory.open(tmp_path / name, CONFIG) as run:
+            run.log_start({"device": "cpu"})
+            ids.append(run.id)
+    assert ids[0] == ids[2] != ids[1]
+    assert len(read_starts(tmp_path / "a")) == 2
 
 
 def test_a_file_a_foreign_directory_and_a_broken_link_are_refused_and_untouched(tmp_path: Path) -> None:
@@ -174,7 +198,8 @@ def test_the_lock_of_a_killed_driver_is_free(tmp_path: Path) -> None:
 
 
 def test_a_refused_open_frees_the_lock(tmp_path: Path) -> None:
-    RunDirectory.open(tmp_path / "run", {"a": 1}).close()
+    with RunDirectory.open(tmp_path / "run", {"a": 1}) as run:
+        log_steps(run, range(1, 2))
     with pytest.raises(RunDirectoryError):
         RunDirectory.open(tmp_path / "run", {"a": 2})
     RunDirectory.open(tmp_path / "run", {"a": 1}).close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from queue import SimpleQueue
 
 import pytest
 
@@ -21,6 +22,18 @@ def test_first_asks_and_second_ends(number: signal.Signals) -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+def test_the_first_signal_is_answered_while_the_step_still_runs() -> None:
+    told: SimpleQueue[str] = SimpleQueue()
+    with Interruption(told.put) as interruption:
+        interruption.pace = " (the last one took 12 s)"
+        os.kill(os.getpid(), signal.SIGTERM)
+        answer = told.get(timeout=10)
+        assert interruption.requested
+    assert answer.startswith("SIGTERM: finishing this step (the last one took 12 s), then a checkpoint")
+    assert "once more to end at once" in answer
+    assert told.empty()
 
 
 def test_outside_the_main_thread_it_is_harmless() -> None:
