@@ -167,7 +167,8 @@ class Build:
         options = {"samples": 1, "sampling": sampling}
         rollouts = executor.call("policy", "generate", [self._held_out(Data.PROMPTS)], options)
         scores = executor.call(scorer, "score", [rollouts], {})
-        found = executor.apply(judged, rollouts, scores, place=rollouts.places[0])
+        success = recipe.evaluate.success
+        found = executor.apply(judged, rollouts, scores, place=rollouts.places[0], success=success)
         evaluation: Evaluation = found.read(recipe.placement.deadline_s)
         return evaluation
 

@@ -82,6 +82,9 @@ class EvaluateConfig(Section):
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 for before and after only.")
     problems: int = Field(500, gt=0, description="Held-out prompts that are answered, at most.")
     temperature: float = Field(0.0, ge=0, description="Sampling temperature of the answers; 0 is greedy.")
+    success: float | None = Field(
+        None, description="A reward from which an answer counts as right, where rewards are not 0 and 1."
+    )
 
 
 class Recipe(Section):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
 
 from rillflow.errors import FormulaError
 
@@ -27,3 +29,14 @@ def wilson(correct: int, count: int, z: float = Z95) -> tuple[float, float]:
     centre = (share + square / 2) / (1 + square)
     half = z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding left out
+
+
+def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float] | None:
+    """The normal interval (low, high) of a mean: mean -+ z s / sqrt(n), s with n - 1.
+
+    None where the values do not differ: how far their mean may be off is then unknown.
+    """
+    if len(set(values)) < 2:
+        return None
+    mean, half = fmean(values), z * stdev(values) / math.sqrt(len(values))
+    return mean - half, mean + half

@@ -63,20 +63,24 @@ class EvaluationRecord:
 
     step: int
     """The step after which it was made; 0 is before the first update."""
-    correct: int
-    """Rows that were right."""
+    correct: int | None
+    """Rows that were right; None where nothing says which are."""
     count: int
     """Rows looked at."""
     mean_reward: float
     """The mean of their rewards."""
+    is_accuracy: bool
+    """Whether right and wrong is all there is."""
     interval: tuple[float, float] | None
-    """The interval of the accuracy, as it was computed when it was made; None when it was not."""
+    """Of the accuracy, or of the mean reward, as it was computed when it was made; None when it was not."""
     more: Mapping[str, JSON]
     """What else was written."""
 
     @property
-    def accuracy(self) -> float:
-        """correct / count, NaN when no row was there."""
+    def accuracy(self) -> float | None:
+        """The share that was right, where that is all there is; NaN when no row was there."""
+        if not self.is_accuracy or self.correct is None:
+            return None
         return self.correct / self.count if self.count else float("nan")
 
 
@@ -254,11 +258,12 @@ def _evaluation_record(fields: Fields) -> EvaluationRecord:
         raise fields.refusal(f"interval has {len(interval)} ends", "an interval is a low and a high end")
     return EvaluationRecord(
         step=fields.integer("step"),
-        correct=fields.integer("correct"),
+        correct=fields.integer("correct") if fields.has("correct") else None,
         count=fields.integer("count"),
         mean_reward=fields.number("mean_reward"),
+        is_accuracy=not fields.has("measure") or fields.text("measure") == "accuracy",
         interval=(interval[0], interval[1]) if interval else None,
-        more=fields.others("step", "correct", "count", "mean_reward", "interval", "notes"),
+        more=fields.others("step", "measure", "correct", "count", "mean_reward", "interval", "notes"),
     )
 
 

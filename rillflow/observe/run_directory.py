@@ -116,18 +116,22 @@ class RunDirectory:
         self,
         step: int,
         *,
-        correct: int,
         count: int,
         mean_reward: float,
-        interval: tuple[float, float],
+        correct: int | None = None,
+        is_accuracy: bool = True,
+        interval: tuple[float, float] | None = None,
         more: Mapping[str, JSON] | None = None,
     ) -> None:
         """Add one look at the held-out rows to evaluations.jsonl.
 
-        ``correct`` of ``count`` rows were solved, and ``interval`` holds that share; ``more`` adds fields.
+        ``correct`` of ``count`` rows were right, None where nothing says which; ``is_accuracy`` says whether
+        ``interval`` holds their share or the mean reward; ``more`` adds fields.
         """
-        line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6), "correct": correct}
-        line |= {"count": count, "mean_reward": mean_reward, "interval": interval, **(more or {})}
+        line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6)}
+        line |= {"measure": "accuracy" if is_accuracy else "mean_reward", "count": count}
+        line |= {"correct": correct} if correct is not None else {}
+        line |= {"mean_reward": mean_reward, **({"interval": interval} if interval else {}), **(more or {})}
         self._append(layout.EVALUATIONS, line)
 
     def log_rollouts(self, step: int, rows: Iterable[Mapping[str, JSON]]) -> None:

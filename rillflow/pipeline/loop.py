@@ -251,13 +251,10 @@ class Loop:
             count=found.count,
             mean_reward=found.mean_reward,
             interval=found.interval,
-            more={"accuracy": found.accuracy, **found.more},
+            is_accuracy=found.is_accuracy,
+            more=found.more,
         )
-        low, high = found.interval
-        self._progress.note(
-            f"held-out accuracy after step {step}: {found.accuracy:.3f} "
-            f"[{low:.3f}, {high:.3f}] ({found.correct} of {found.count}), mean reward {found.mean_reward:.3f}"
-        )
+        self._progress.note(f"after step {step}: {found.text}")
         self._judged.add(step)
         best = self._best
         return bool(found.mean_reward > (best.mean_reward if best is not None else -math.inf))

@@ -81,7 +81,6 @@ def reward_metrics(scores: Batch) -> dict[str, Metric]:
     groups = prompt_units(scores)[valid]
     metrics: dict[str, Metric] = {
         "reward/score/mean": _mean(rewards),
-        "reward/solved/share": _mean((rewards >= 1.0).double()),
         "reward/flat_groups/share": _mean(_flat(groups, rewards)),
     }
     if len(rewards):

@@ -15,6 +15,7 @@ from rillflow.observe.wording import number
 from rillflow.view.chart import Chart, Point, Series, draw
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import PhaseSpan, RunData
+from rillflow.view.summary import scores_of
 
 RECENT = 20
 """Steps that a plain-words verdict looks at."""
@@ -132,8 +133,8 @@ CURVES = (
 
 
 def cards(data: RunData) -> list[Html]:
-    """The named curves that the run recorded, held-out accuracy first, speed last."""
-    found = [_accuracy_card(data)] if data.evaluations else []
+    """The named curves that the run recorded, held-out accuracy or reward first, speed last."""
+    found = [_held_out_card(data)] if data.evaluations else []
     for curve in CURVES:
         series = [_series(data, name, label) for name, label in curve.metrics.items()]
         series = [one for one in series if one.points]
@@ -176,17 +177,19 @@ def _by_phase(series: Sequence[Series], phases: Sequence[PhaseSpan]) -> list[tup
     return parts
 
 
-def _accuracy_card(data: RunData) -> Html:
-    points = []
-    for evaluation in data.evaluations:
-        low, high = evaluation.interval or (None, None)
-        points.append(Point(x=evaluation.step, y=evaluation.accuracy, low=low, high=high))
-    last = data.evaluations[-1]
-    chart = Chart(series=[Series(label="", points=points)], phases=data.phases, is_share=True, has_marks=True)
-    hint = (
-        f"Share of {last.count:,} problems, never trained on, that were solved. The band is the 95% interval."
+def _held_out_card(data: RunData) -> Html:
+    scores, points = scores_of(data), []
+    for score in scores:
+        low, high = score.interval or (None, None)
+        points.append(Point(x=score.step, y=score.value, low=low, high=high))
+    last = scores[-1]
+    is_share = last.accuracy is not None
+    chart = Chart(
+        series=[Series(label="", points=points)], phases=data.phases, is_share=is_share, has_marks=True
     )
-    return _frame("Held-out accuracy", hint, draw(chart), number(last.accuracy))
+    what = "Share that was right of" if is_share else "Mean reward of the answers to"
+    hint = f"{what} {last.count:,} problems, never trained on. The band is the 95% interval."
+    return _frame(f"Held-out {last.name}", hint, draw(chart), number(last.value))
 
 
 def _speed_card(data: RunData) -> list[Html]:

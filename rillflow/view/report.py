@@ -11,6 +11,7 @@ RunData ─┬─ header      what was run, accuracy before and after
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from pathlib import Path
 
@@ -93,27 +94,33 @@ def _hero(data: RunData, summary: Summary) -> Html:
 def _result(summary: Summary) -> Html:
     before, after = summary.before, summary.after
     if before is None:
-        return el("p", "No held-out accuracy was measured.", class_="hint")
+        return el("p", "Nothing was evaluated.", class_="hint")
+    name = "accuracy" if before.accuracy is not None else "mean reward"
     if after is None:
-        shown = el("p", f"{before.accuracy:.3f}", class_="change")
-        return el("div", el("small", "Held-out accuracy"), shown, _intervals([before]))
-    change = el("p", f"{before.accuracy:.3f} ", el("span", "→"), f" {after.accuracy:.3f}", class_="change")
-    kind = "good" if after.accuracy > before.accuracy else "bad"
+        shown = el("p", f"{before.value:.3f}", class_="change")
+        return el("div", el("small", f"Held-out {name}"), shown, _intervals([before]))
+    change = el("p", f"{before.value:.3f} ", el("span", "→"), f" {after.value:.3f}", class_="change")
+    kind = "good" if after.value > before.value else "bad"
     words = el("p", verdict(before, after), class_=kind)
-    head = el("small", f"Held-out accuracy on {after.count:,} problems, before and after")
+    head = el("small", f"Held-out {name} on {after.count:,} problems, before and after")
     return el("div", head, change, words, _intervals([before, after]))
 
 
 def _intervals(scores: list[Score]) -> Html:
-    """The intervals on one scale from 0 to 1."""
+    """The intervals on one scale: from 0 to 1, or as far as rewards go."""
     parts = []
-    for index, score in enumerate(scores):
+    ends = [score.interval or (score.value, score.value) for score in scores]
+    least = min(low for low, _ in [*ends, (0.0, 1.0)] if not math.isnan(low))
+    width = max(high for _, high in [*ends, (0.0, 1.0)] if not math.isnan(high)) - least
+    for index, (score, (low, high)) in enumerate(zip(scores, ends, strict=True)):
+        if math.isnan(score.value):
+            continue
         y = 14 + 22 * index
-        low, high = score.interval or (score.accuracy, score.accuracy)
         parts.append(el("line", class_="grid", x1=90, x2=410, y1=y, y2=y, stroke_width=6))
-        ends = {"x1": 90 + 320 * low, "x2": 90 + 320 * high}
-        parts.append(el("line", class_=f"c{1 - index}", y1=y, y2=y, stroke_width=6, **ends))
-        parts.append(el("circle", class_=f"mark c{1 - index}", cx=90 + 320 * score.accuracy, cy=y, r=5))
+        at = {"x1": 90 + 320 * (low - least) / width, "x2": 90 + 320 * (high - least) / width}
+        parts.append(el("line", class_=f"c{1 - index}", y1=y, y2=y, stroke_width=6, **at))
+        middle = 90 + 320 * (score.value - least) / width
+        parts.append(el("circle", class_=f"mark c{1 - index}", cx=middle, cy=y, r=5))
         parts.append(el("text", f"step {score.step:,}", class_="end", x=78, y=y + 4))
         ends_text = "" if score.interval is None else f"{low:.3f} to {high:.3f}"
         parts.append(el("text", ends_text, x=422, y=y + 4))

@@ -6,6 +6,7 @@ RunData ─ summarise ─> Summary ─ render_text ─> the end of `rillflow run
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from pathlib import Path
 
 from rillflow.observe import layout
 from rillflow.observe.json_lines import JSON
-from rillflow.observe.reader import EvaluationRecord
 from rillflow.observe.wording import duration
 from rillflow.view.run_data import RunData, load
 from rillflow.view.samples import read_samples
@@ -34,16 +34,26 @@ class Score:
 
     step: int
     """After which step."""
-    accuracy: float
-    """Share of rows that were solved."""
-    correct: int
-    """Rows that were solved."""
+    accuracy: float | None
+    """Share of rows that were right, where right and wrong is all there is; None where rewards are graded."""
+    correct: int | None
+    """Rows that were right; None where nothing says which."""
     count: int
     """Rows looked at."""
     interval: tuple[float, float] | None
-    """95% interval of the accuracy."""
+    """95% interval of the accuracy, or else of the mean reward."""
     mean_reward: float
     """Mean reward."""
+
+    @property
+    def value(self) -> float:
+        """What a run is judged by: the accuracy, or else the mean reward."""
+        return self.mean_reward if self.accuracy is None else self.accuracy
+
+    @property
+    def name(self) -> str:
+        """What the value is called."""
+        return "reward" if self.accuracy is None else "accuracy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +98,8 @@ class Summary:
     """A prompt of the run's own, to ask the result; empty when none was sampled."""
     steps_setting: int | None
     """The setting algorithm.steps, where the config has it."""
+    success: float | None
+    """The setting evaluate.success: the reward of a right answer, where rewards are graded."""
 
     def as_json(self) -> dict[str, JSON]:
         """For summary.json."""
@@ -105,7 +117,7 @@ def summarise(run: Path) -> Summary:
 
 def summary_of(data: RunData) -> Summary:
     """The summary of a run that was read already."""
-    scores = [_score(evaluation) for evaluation in data.evaluations]
+    scores, success = scores_of(data), data.setting("evaluate.success")
     files = layout.rollout_files(data.path)
     checkpoint = newest_model(data.path)
     report = data.path / layout.REPORT
@@ -127,7 +139,24 @@ def summary_of(data: RunData) -> Summary:
         command=_command(data),
         example_prompt=_example_prompt(data.path),
         steps_setting=steps if isinstance(steps, int) else None,
+        success=success if isinstance(success, float) else None,
     )
+
+
+def scores_of(data: RunData) -> list[Score]:
+    """Every look at the held-out rows, all of one kind: accuracies only if every one of them is one."""
+    graded = not all(found.is_accuracy for found in data.evaluations)
+    return [
+        Score(
+            step=found.step,
+            accuracy=None if graded else found.accuracy,
+            correct=found.correct,
+            count=found.count,
+            interval=found.interval,
+            mean_reward=found.mean_reward,
+        )
+        for found in data.evaluations
+    ]
 
 
 def newest_model(run: Path) -> Path | None:
@@ -146,7 +175,9 @@ def _rank(model: Path) -> tuple[int, bool]:
 
 def verdict(before: Score, after: Score) -> str:
     """What the change means, in plain words: chance is called chance."""
-    change = after.accuracy - before.accuracy
+    change = after.value - before.value
+    if math.isnan(change):
+        return "No answer had a reward at one of the two."
     if change == 0:
         return "It did not change."
     words = f"It {'rose' if change > 0 else 'fell'} by {abs(change):.3f}"
@@ -159,7 +190,7 @@ def verdict(before: Score, after: Score) -> str:
 
 def render_text(summary: Summary) -> str:
     """The summary as lines for a terminal."""
-    blocks = [_accuracy_lines(summary), _place_lines(summary), _next_lines(summary)]
+    blocks = [_score_lines(summary), _place_lines(summary), _next_lines(summary)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -168,41 +199,38 @@ def interval_text(interval: tuple[float, float] | None) -> str:
     return "" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]"
 
 
-def _score(evaluation: EvaluationRecord) -> Score:
-    return Score(
-        step=evaluation.step,
-        accuracy=evaluation.accuracy,
-        correct=evaluation.correct,
-        count=evaluation.count,
-        interval=evaluation.interval,
-        mean_reward=evaluation.mean_reward,
-    )
-
-
-def _accuracy_lines(summary: Summary) -> list[str]:
+def _score_lines(summary: Summary) -> list[str]:
     before, after = summary.before, summary.after
     if before is None:
-        return ["No accuracy: nothing was held out, or no evaluation was reached."]
-    first = f"{before.accuracy:.3f} {interval_text(before.interval)}".rstrip()
+        return ["Nothing was evaluated: nothing was held out, or no evaluation was reached."]
+    title = f"Held-out {before.name:<8}  "
+    first = f"{before.value:.3f} {interval_text(before.interval)}".rstrip()
     if after is None:
-        return [
-            f"Held-out accuracy  {first} after step {before.step}, seen once ({before.count:,} problems)",
-            *_reward_line(before),
-        ]
-    last = f"{after.accuracy:.3f} {interval_text(after.interval)}".rstrip()
+        seen = f"{title}{first} after step {before.step}, seen once ({before.count:,} problems)"
+        return [seen, *_more_lines(summary, before)]
+    last = f"{after.value:.3f} {interval_text(after.interval)}".rstrip()
     return [
-        f"Held-out accuracy  {first} -> {last}",
+        f"{title}{first} -> {last}",
         f"                   steps {before.step} and {after.step}, {after.count:,} problems, 95% intervals. "
         f"{verdict(before, after)}",
-        *_reward_line(before, after),
+        *_more_lines(summary, before, after),
     ]
 
 
-def _reward_line(*scores: Score) -> list[str]:
-    """The mean reward, where it says more than the share of rows solved: graded rewards."""
-    if all(abs(score.mean_reward - score.accuracy) < 1e-6 for score in scores):
+def _more_lines(summary: Summary, *scores: Score) -> list[str]:
+    """The mean reward where it says more than the accuracy; beside it, the share that is right enough."""
+    if all(score.accuracy is None for score in scores):
+        shares = [score.correct / score.count for score in scores if score.correct is not None]
+        if summary.success is None or len(shares) < len(scores):
+            return []
+        return [f"Reward >= {summary.success:<8g} {_arrows(shares)} (share of the answers)"]
+    if all(abs(score.mean_reward - score.value) < 1e-6 for score in scores):
         return []
-    return [f"Held-out reward    {' -> '.join(f'{score.mean_reward:.3f}' for score in scores)} (mean)"]
+    return [f"Held-out reward    {_arrows([score.mean_reward for score in scores])} (mean)"]
+
+
+def _arrows(values: Sequence[float]) -> str:
+    return " -> ".join(f"{value:.3f}" for value in values)
 
 
 def _place_lines(summary: Summary) -> list[str]:
@@ -231,7 +259,7 @@ def _next_lines(summary: Summary) -> list[str]:
         lines.append(f"  ask it:          rillflow ask {shlex.quote(summary.run)} {shlex.quote(prompt)}")
     if summary.report:
         lines.append(f"  look inside:     open {shlex.quote(summary.report)} in a browser")
-    rose = summary.before and summary.after and _gain(summary.before, summary.after) > 0
+    rose = summary.before and summary.after and summary.after.value > summary.before.value
     if summary.steps_setting is not None:
         elsewhere = shlex.quote(f"{summary.run}-longer")
         again = f"--set algorithm.steps={2 * summary.steps_setting} --dir {elsewhere}"
@@ -243,11 +271,6 @@ def _next_lines(summary: Summary) -> list[str]:
             f"                   then try another rate: rillflow run {_recipe(summary.command)} {slower}"
         )
     return lines
-
-
-def _gain(before: Score, after: Score) -> float:
-    """What was won: in rows solved, or in reward where that is graded and no row more was solved."""
-    return after.accuracy - before.accuracy or after.mean_reward - before.mean_reward
 
 
 def _command(data: RunData) -> tuple[str, ...]:

@@ -159,7 +159,7 @@ def test_a_directory_that_was_only_opened_has_a_report(tmp_path: Path) -> None:
     RunDirectory.open(tmp_path / "run", {}).close()
     _, page = report(tmp_path / "run")
     assert "no step yet" in page.text
-    assert "No held-out accuracy was measured." in page.text
+    assert "Nothing was evaluated." in page.text
 
 
 def test_numbers_that_are_not_finite_leave_a_gap_and_are_said(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,11 @@ MakeRun = Callable[..., Path]
 def score(accuracy: float, half: float | None) -> Score:
     interval = None if half is None else (accuracy - half, accuracy + half)
     return Score(step=0, accuracy=accuracy, correct=0, count=1, interval=interval, mean_reward=0.0)
+
+
+def graded(mean_reward: float, half: float | None) -> Score:
+    interval = None if half is None else (mean_reward - half, mean_reward + half)
+    return Score(step=0, accuracy=None, correct=None, count=1, interval=interval, mean_reward=mean_reward)
 
 
 def test_a_finished_run_is_told_in_full(make_run: MakeRun) -> None:
@@ -62,6 +68,13 @@ def test_a_finished_run_is_told_in_full(make_run: MakeRun) -> None:
             score(0.6, None),
             "It rose by 0.100; no interval says how much of it may be chance.",
         ),
+        (graded(0.1, 0.02), graded(0.2, 0.02), "It rose by 0.100; the intervals do not overlap."),
+        (
+            graded(4.0, 0.5),
+            graded(3.5, 0.5),
+            "It fell by 0.500, but the intervals overlap: this may be chance.",
+        ),
+        (graded(math.nan, None), graded(0.5, 0.1), "No answer had a reward at one of the two."),
     ],
 )
 def test_chance_is_called_chance(before: Score, after: Score, words: str) -> None:
@@ -97,6 +110,39 @@ def test_the_next_command_is_placed_as_the_last_one(make_run: MakeRun, words: st
     assert f"try another rate: rillflow run {kept} --set policy.lr=NUMBER --dir a-lr" in text
 
 
+def test_graded_rewards_are_no_accuracy(make_run: MakeRun, tmp_path: Path) -> None:
+    """Rewards of 0 to 6: the mean with its interval is said, a share only where it was asked for."""
+    looks = [(0, 1.25, 3, (0.9, 1.6)), (5, 1.5, 7, (1.1, 1.9))]
+    for success in (None, 2.0):
+        run = tmp_path / f"success-{success}"
+        with RunDirectory.open(run, {"evaluate": {"success": success}}) as opened:
+            for step, mean, correct, interval in looks:
+                opened.log_evaluation(
+                    step,
+                    count=20,
+                    mean_reward=mean,
+                    is_accuracy=False,
+                    interval=interval,
+                    correct=None if success is None else correct,
+                )
+        text = render_text(summarise(run))
+        assert "Held-out reward    1.250 [0.900, 1.600] -> 1.500 [1.100, 1.900]" in text
+        assert "It rose by 0.250, but the intervals overlap" in text
+        assert "accuracy" not in text
+        assert ("Reward >= 2        0.150 -> 0.350 (share of the answers)" in text) is (success is not None)
+        write_report(run)
+        page = (run / "report.html").read_text()
+        assert "Held-out mean reward on 20 problems" in page and "accuracy" not in page.casefold()
+
+
+def test_one_look_with_a_graded_reward_makes_all_of_them_graded(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        run.log_evaluation(0, correct=0, count=20, mean_reward=0.0, interval=(0.0, 0.161))
+        run.log_evaluation(5, count=20, mean_reward=0.4, is_accuracy=False, interval=(0.3, 0.5))
+    text = render_text(summarise(tmp_path / "run"))
+    assert "Held-out reward    0.000 [0.000, 0.161] -> 0.400 [0.300, 0.500]" in text
+
+
 def test_a_stopped_run_names_the_command_that_goes_on(make_run: MakeRun) -> None:
     run = make_run(steps=30)
     (run / "finished.json").unlink()
@@ -109,7 +155,7 @@ def test_a_stopped_run_names_the_command_that_goes_on(make_run: MakeRun) -> None
 def test_a_run_without_anything_has_a_summary(tmp_path: Path) -> None:
     RunDirectory.open(tmp_path / "run", {}).close()
     summary = summarise(tmp_path / "run")
-    assert "No accuracy" in render_text(summary) and "none yet" in render_text(summary)
+    assert "Nothing was evaluated" in render_text(summary) and "none yet" in render_text(summary)
     assert summary.before is None and summary.checkpoint is None
 
 

@@ -1,0 +1,67 @@
+"""An evaluation is called what it is: accuracy of rewards that are 0 or 1, else a mean with its interval."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, stdev
+
+import pytest
+import torch
+
+from rillflow.pipeline.evaluate import Evaluation, judged, ranked
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.rollout import Finish, Rollout, rollout_batch
+from rillflow.records.row import RowId
+
+
+def found(rewards: list[float | None], success: float | None = None) -> Evaluation:
+    rows = [
+        Rollout.start(RowId(-1, index, 0), [1, 2]).sampled([3, 4], [-0.1, -0.1], 1, Finish.STOP)
+        for index in range(len(rewards))
+    ]
+    rollouts = rollout_batch(rows)
+    fields = {
+        "rewards": torch.tensor([reward or 0.0 for reward in rewards]),
+        "valid": torch.tensor([reward is not None for reward in rewards]),
+    }
+    return judged(rollouts, Batch(ids=rollouts.ids, fields=fields), success=success)
+
+
+def test_rewards_of_0_and_1_have_an_accuracy_where_no_score_is_not_right() -> None:
+    evaluation = found([1.0, 0.0, 1.0, None])
+    assert (evaluation.correct, evaluation.count, evaluation.is_accuracy) == (2, 4, True)
+    assert evaluation.interval == pytest.approx((0.150, 0.850), abs=1e-3)  # Wilson of 2 in 4, by hand
+    assert evaluation.mean_reward == pytest.approx(2 / 3)
+    assert evaluation.text == "held-out accuracy 0.500 [0.150, 0.850] (2 of 4)"
+
+
+def test_graded_rewards_have_a_mean_with_its_interval_and_no_accuracy() -> None:
+    rewards = [0.0, 6.0, 1.0, 0.5, 2.5]
+    evaluation = found([*rewards, None])
+    half = 1.959963984540054 * stdev(rewards) / math.sqrt(5)
+    assert evaluation.interval == pytest.approx((fmean(rewards) - half, fmean(rewards) + half))
+    assert (evaluation.correct, evaluation.is_accuracy, evaluation.mean_reward) == (None, False, 2.0)
+    assert evaluation.text.startswith("held-out mean reward 2.000 [") and "accuracy" not in evaluation.text
+
+
+def test_what_counts_as_right_is_the_users_to_say() -> None:
+    evaluation = found([0.2, 0.7, 0.5, 0.9], success=0.5)
+    assert (evaluation.correct, evaluation.is_accuracy) == (3, False)
+    assert evaluation.text.endswith("(4 answers, 3 of them right)")
+
+
+def test_rewards_that_do_not_differ_say_nothing_of_chance() -> None:
+    assert found([0.5, 0.5, 0.5]).interval is None
+
+
+def test_no_reward_at_all_is_no_accuracy_of_0() -> None:
+    evaluation = found([None, None])
+    assert (evaluation.correct, evaluation.is_accuracy, evaluation.interval) == (None, False, None)
+    assert evaluation.text == "no reward for any of 2 held-out answers"
+
+
+def test_an_order_of_two_is_right_or_wrong() -> None:
+    ids = row_ids([RowId(-1, index, sample) for index in range(3) for sample in range(2)])
+    scores = Batch(ids=ids, fields={"rewards": torch.tensor([2.0, 1.0, 0.0, 0.5, 3.0, 3.0])})
+    evaluation = ranked(scores)
+    assert (evaluation.correct, evaluation.count, evaluation.is_accuracy) == (1, 3, True)
