@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from rillflow.cluster.pool import Place, Pool
 from rillflow.cluster.ranks import Ranks
+from rillflow.errors import ClusterError
 
 
 @dataclass(kw_only=True)
@@ -41,6 +42,10 @@ class Traffic:
     """Values it read, and small results that came back with them whether it wanted them or not."""
     calls: int = 0
     """Calls submitted."""
+
+
+class RankLost(ClusterError):
+    """A rank is gone, or what it had made; ``what`` goes on from its name: "has died"."""
 
 
 class Backend(Protocol):
@@ -77,7 +82,7 @@ class Backend(Protocol):
 
         Raises:
             TimeoutError: it is not there in time.
-            ClusterError: its rank has died.
+            RankLost: its rank has died, or the value is gone.
             Exception: what the call raised.
         """
 
@@ -85,7 +90,7 @@ class Backend(Protocol):
         """The values of several references; the first error there is, whoever it comes from, at once.
 
         Raises:
-            TimeoutError, ClusterError, Exception: see ``read``.
+            TimeoutError, RankLost, Exception: see ``read``.
         """
 
     def is_ready(self, reference: Any) -> bool:

@@ -133,8 +133,12 @@ def by_name(references: list[Any]) -> Mapping[str, Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether a class or function is found by its name on every rank; it saves asking what kind it is."""
-    return bool(value.__module__.startswith("rillflow.")) and "<" not in value.__qualname__
+    """Whether a class or function is found by its name on every rank; it saves asking what kind it is.
+
+    A function of a class may be another object than what its name finds: pydantic wraps validators.
+    """
+    is_plain = isinstance(value, type) or "." not in value.__qualname__
+    return is_plain and value.__module__.startswith("rillflow.") and "<" not in value.__qualname__
 
 
 def _reduced(tensor: Tensor) -> tuple[Any, ...]:

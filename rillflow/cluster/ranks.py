@@ -31,6 +31,10 @@ SMALL = 2**17
 """Elements that a rank receives for a sum at most, for the sum to be made in one collective."""
 
 
+class Stranded(ClusterError):
+    """A rank could not go on without another one, whose own failure is the cause where there is one."""
+
+
 class Ranks(Protocol):
     """This rank among those of its pool."""
 
@@ -158,7 +162,7 @@ class ThreadRanks:
         try:
             self._circle.barrier.wait()
         except threading.BrokenBarrierError:
-            raise ClusterError(
+            raise Stranded(
                 f"rank {self.rank} of {self.size} waits in a collective for ranks that do not come",
                 why="one of them failed, or the ranks of a group took different ways through a method",
             ) from None

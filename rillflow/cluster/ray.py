@@ -21,7 +21,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,9 +28,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from rillflow.cluster.backend import Site, Traffic, Work
+from rillflow.cluster.awaited import Awaited, answers
+from rillflow.cluster.backend import RankLost, Site, Traffic, Work
 from rillflow.cluster.pool import Place, Pool, places
-from rillflow.cluster.ranks import Alone, ProcessRanks, Ranks
+from rillflow.cluster.ranks import Alone, ProcessRanks, Ranks, Stranded
 from rillflow.errors import ClusterError
 
 if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
@@ -49,7 +49,19 @@ if "RAY_ADDRESS" not in os.environ:
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -146,8 +158,8 @@ class RayBackend:
             raise TimeoutError from None
         except RayTaskError as error:
             _raise_cause(error)
-        except RayActorError as error:
-            raise self._dead(error) from None
+        except RayError as error:
+            raise RankLost(*_loss(error)) from None
         return [self._taken(body) for body in bodies]
 
     def is_ready(self, reference: Any) -> bool:
@@ -242,23 +254,17 @@ class RayBackend:
 
     def _await_all(self) -> None:
         patience_s = _START_S + _START_EACH_S * len(self._ranks)
-        end = time.monotonic() + patience_s
-        for place, rank in self._ranks.items():
-            try:
-                self.read(rank.is_up.remote(), max(0.0, end - time.monotonic()))
-            except TimeoutError:
-                raise ClusterError(
-                    f"{place} did not start in {patience_s:g} s",
-                    why="its process is not there, or imports still",
-                ) from None
-
-    def _dead(self, error: RayActorError) -> ClusterError:
-        lost = [str(place) for place, rank in self._ranks.items() if rank._actor_id.hex() == error.actor_id]
-        return ClusterError(
-            f"{lost[0] if lost else 'a rank'} has died",
-            why=str(error).strip().splitlines()[0],
-            fix="look at the end of its output; a killed process has often run out of memory",
-        )
+        awaited = [
+            Awaited(doing="its start", place=place, reference=rank.is_up.remote())
+            for place, rank in self._ranks.items()
+        ]
+        try:
+            answers(awaited, self, patience_s)
+        except TimeoutError:
+            late = ", ".join(str(each.place) for each in awaited if not self.is_ready(each.reference))
+            raise ClusterError(
+                f"{late} did not start in {patience_s:g} s", why="a process is not there, or imports still"
+            ) from None
 
 
 class RankProcess:
@@ -313,6 +319,9 @@ class RankProcess:
             ) from None
         except RayTaskError as error:
             _raise_cause(error)
+        except RayError as error:
+            what, why, fix = _loss(error)
+            raise Stranded(f"the rank of an argument {what}", why=why, fix=fix) from None
         values = [unpacked(body) for body in bodies]
         return [value.value if isinstance(value, Reply) else value for value in values]
 
@@ -337,7 +346,39 @@ def _cannot_travel(what: str, error: BaseException) -> ClusterError:
     )
 
 
+_LOSSES: dict[tuple[type[RayError], ...], tuple[str, str]] = {
+    (OutOfMemoryError,): (
+        "was killed for want of memory",
+        "smaller micro-batches, fewer ranks a machine, or RAY_memory_usage_threshold nearer to 1",
+    ),
+    (RayActorError, WorkerCrashedError, LocalRayletDiedError, NodeDiedError): (
+        "has died",
+        "look at the end of its output; a killed process has often run out of memory",
+    ),
+    (ObjectLostError, ObjectStoreFullError, OutOfDiskError): (
+        "has lost what it had made",
+        "look at the cluster's nodes, and at the room of /dev/shm and /tmp there",
+    ),
+}
+"""What each kind of Ray's errors says of a rank, and what to do."""
+
+
+def _loss(error: RayError) -> tuple[str, str, str]:
+    """Of what Ray itself reports: what became of a rank, why, and what to do."""
+    what, fix = next(
+        (said for kinds, said in _LOSSES.items() if isinstance(error, kinds)),
+        ("has failed", "look at Ray's own logs, in /tmp/ray/session_latest/logs"),
+    )
+    told = [line for line in str(error).splitlines() if line.strip()]
+    return what, f"{type(error).__name__}: {told[0].strip() if told else 'Ray says no more'}", fix
+
+
 def _raise_cause(error: RayTaskError) -> NoReturn:
-    """What the call raised, as it was."""
-    cause = error.cause
-    raise cause if isinstance(cause, Exception) and not isinstance(cause, RayTaskError) else error
+    """What the call raised, as it was, however many ranks have passed it on."""
+    cause: object = error
+    while isinstance(cause, RayTaskError):
+        cause = cause.cause
+    if isinstance(cause, Exception) and not isinstance(cause, RayError):
+        raise cause
+    what, why, fix = _loss(cause if isinstance(cause, RayError) else error)
+    raise Stranded(f"a rank {what}", why=why, fix=fix) from None

@@ -37,6 +37,7 @@ from rillflow.pipeline.interrupt import Interruption
 from rillflow.pipeline.telemetry import record
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric
+from rillflow.workers.pending import wait_for
 from rillflow.workers.values import Facts
 
 CHECKPOINT_SHARE = 0.02
@@ -215,11 +216,13 @@ class Loop:
         self._run.log_metrics(step, phase.name, metrics)
         self._progress.step(phase.name, step, metrics, seconds)
         self._interruption.pace = f" (the last one took {duration(seconds)})"
+        phase.flow.begin()  # evaluation and checkpoint need none of its batches, and the store wants the room
 
     def _record(self, phase: Phase, step: int) -> dict[str, Metric]:
         """Write down the step's stages and rows; return what was measured of them."""
         stages, batches = [], []
         numbers: dict[str, Metric] = {}
+        wait_for([entry.result for entry in phase.flow.journal], self._deadline_s)
         for entry in phase.flow.journal:
             facts = entry.result.facts(self._deadline_s)
             self._run.log_span(_span(entry.stage, step, facts, self._run.elapsed_s()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import Backend
 from rillflow.cluster.pool import Place
 from rillflow.errors import ClusterError, PlacementError, nearest
@@ -72,15 +73,19 @@ class Group:
             ClusterError: a rank died or did not answer.
         """
         packed = self._backend.pack(factory, f"what makes {self.role}")
-        made = [self._backend.submit(place, program.start, self.role, packed) for place in self.places]
-        for place, (reference,) in zip(self.places, made, strict=True):
-            try:
-                self._backend.read(reference, deadline_s)
-            except TimeoutError:
-                raise ClusterError(
-                    f"{self.role} was not made on {place} in {deadline_s:g} s",
-                    why="its constructor still runs",
-                ) from None
+        awaited = [
+            Awaited(doing=f"making {self.role}", place=place, reference=made)
+            for place in self.places
+            for made in self._backend.submit(place, program.start, self.role, packed)
+        ]
+        try:
+            answers(awaited, self._backend, deadline_s)
+        except TimeoutError:
+            late = [str(each.place) for each in awaited if not self._backend.is_ready(each.reference)]
+            raise ClusterError(
+                f"{self.role} was not made on {', '.join(late)} in {deadline_s:g} s",
+                why="its constructor still runs",
+            ) from None
 
     def call(self, endpoint: str, *arguments: Any, **options: Any) -> Pending:
         """Run an endpoint on all ranks; returns at once.
@@ -107,12 +112,13 @@ class Group:
             value, facts = self._backend.submit(place, program.run, call, given, packed, results=2)
             made.append(Reference(value=value, facts=facts))
         taken = self._taken(transfer)
+        others = [rank for rank in range(len(made)) if rank not in taken]
         return Pending(
             str(call),
             given="; ".join(program.described(each) for each in arguments if isinstance(each, Batch)),
-            places=[self.places[rank] for rank in taken],
+            places=[self.places[rank] for rank in (*taken, *others)],
             references=[made[rank] for rank in taken],
-            others=[made[rank] for rank in range(len(made)) if rank not in taken],
+            others=[made[rank] for rank in others],
             is_partial=any(isinstance(part, Partial) for part in transfer.receive.values()),
             sources=[each for each in (*arguments, *options.values()) if isinstance(each, Pending)],
             backend=self._backend,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import Backend
 from rillflow.cluster.pool import Place
 from rillflow.errors import ClusterError
@@ -22,7 +23,7 @@ class Pending:
     Args:
         stage: what makes it, as errors call it.
         given: the shapes or types of its arguments, as far as the controller knows them.
-        places: the ranks it is made on.
+        places: the ranks it is made on, those whose results are taken first.
         references: of the ranks whose results are taken, in order.
         others: of the ranks whose results nobody needs, watched for errors.
         is_partial: whether results are shares.
@@ -76,7 +77,11 @@ class Pending:
             RillflowError: what the role raised.
         """
         self.wait(deadline_s)
-        parts = self._backend.read_all([each.value for each in self._references], deadline_s)
+        made = self._awaited([each.value for each in self._references])
+        try:
+            parts = answers(made, self._backend, deadline_s)
+        except TimeoutError:
+            raise self._silent(deadline_s) from None
         return assembled(parts, is_partial=self._is_partial)
 
     def facts(self, deadline_s: float = 3600.0) -> list[Facts]:
@@ -85,18 +90,26 @@ class Pending:
         return self._facts[: len(self._references)]
 
     def wait(self, deadline_s: float = 3600.0) -> None:
-        """Wait until every rank has answered; the first error of any rank is raised.
+        """Wait until every rank has answered; see ``wait_for``.
 
         Raises:
             ClusterError, RillflowError: see ``read``.
         """
-        if self._facts:
-            return
-        try:
-            everyone = [each.facts for each in (*self._references, *self._others)]
-            self._facts = self._backend.read_all(everyone, deadline_s)
-        except TimeoutError:
-            raise self._silent(deadline_s) from None
+        wait_for([self], deadline_s)
+
+    def _before(self, known: dict[int, Pending]) -> dict[int, Pending]:
+        """Add this and what it waits for to those that have not been seen to be ready, sources first."""
+        if not self._facts and id(self) not in known:
+            for source in self._sources:
+                source._before(known)
+            known[id(self)] = self
+        return known
+
+    def _awaited(self, made: Sequence[Any]) -> list[Awaited]:
+        return [
+            Awaited(doing=self.stage, place=place, reference=reference)
+            for place, reference in zip(self.places, made, strict=False)
+        ]
 
     def _silent(self, deadline_s: float) -> ClusterError:
         late = self
@@ -104,7 +117,7 @@ class Pending:
             late = waited
         ranks = [
             str(place)
-            for place, each in zip(late.places, (*late._references, *late._others), strict=False)
+            for place, each in zip(late.places, (*late._references, *late._others), strict=True)
             if not self._backend.is_ready(each.value)
         ]
         told = f"; {self.stage} waits for it" if late is not self else ""
@@ -114,3 +127,39 @@ class Pending:
             f"the deadline is {deadline_s:g} s",
             fix="look at that rank's output and load, or raise placement.deadline_s",
         )
+
+
+def wait_for(stages: Sequence[Pending], deadline_s: float) -> None:
+    """Wait until every rank of some stages, and of those they wait for, has answered.
+
+    All of them are watched: the first error of any ends the wait at once, whoever is still at work.
+
+    Args:
+        stages: what is waited for.
+        deadline_s: how long nobody at all may answer.
+
+    Raises:
+        ClusterError, RillflowError: see ``Pending.read``.
+    """
+    known: dict[int, Pending] = {}
+    for stage in stages:
+        stage._before(known)
+    awaited = [
+        (stage, each)
+        for stage in known.values()
+        for each in stage._awaited([made.facts for made in (*stage._references, *stage._others)])
+    ]
+    if not awaited:
+        return
+    backend, ready = awaited[0][0]._backend, 0
+    while True:
+        try:
+            found = answers([each for _, each in awaited], backend, deadline_s)
+            break
+        except TimeoutError:
+            before, ready = ready, sum(backend.is_ready(each.reference) for _, each in awaited)
+            late = [stage for stage in stages if not stage.is_ready]
+            if late and ready == before:
+                raise late[0]._silent(deadline_s) from None
+    for (stage, _), facts in zip(awaited, found, strict=True):
+        stage._facts.append(facts)

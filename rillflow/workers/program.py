@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from rillflow.cluster.backend import Site
+from rillflow.cluster.ranks import Stranded
 from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
@@ -126,7 +127,8 @@ def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> R
     if isinstance(error, RillflowError):
         error.add_note(where)
         return error
-    return ClusterError(
+    is_echo = isinstance(error, RuntimeError) and site.ranks.size > 1  # as torch tells of a broken collective
+    return (Stranded if is_echo else ClusterError)(
         f"{type(error).__name__} {where}: {error}",
         why="the role program raised it; the run cannot go on without its result",
         fix="the first traceback above shows the line; with one rank and no Ray, breakpoint() works there",

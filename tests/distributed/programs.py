@@ -127,6 +127,17 @@ class Worker:
             os._exit(3)
         return batch
 
+    @endpoint(DP)
+    def part(self, batch: Batch, *, how: str, seconds: float = 0.0) -> Batch:
+        """The last rank raises or dies while the others wait for it in a collective."""
+        if self.ranks.rank == self.ranks.size - 1:
+            time.sleep(seconds)
+            if how == "die":
+                os._exit(3)
+            raise ValueError("one divided by none")
+        self.ranks.gather(torch.zeros(1))
+        return batch
+
     def _mine(self, batch: Batch) -> torch.Tensor:
         return torch.full((len(batch),), self.ranks.rank)
 
@@ -141,6 +152,19 @@ class Unmakeable:
 
     def __init__(self, site: Site) -> None:
         raise OSError(f"no weights on rank {site.ranks.rank}")
+
+    @endpoint(DP)
+    def double(self, batch: Batch) -> Batch:
+        return batch
+
+
+class Apart:
+    """In its constructor the last rank raises while the others wait for it in a collective."""
+
+    def __init__(self, site: Site) -> None:
+        if site.ranks.rank == site.ranks.size - 1:
+            raise OSError("no weights on the last rank")
+        site.ranks.gather(torch.zeros(1))
 
     @endpoint(DP)
     def double(self, batch: Batch) -> Batch:

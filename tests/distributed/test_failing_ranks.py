@@ -18,64 +18,136 @@ if find_spec("ray") is None:
 from rillflow.cluster.inline import InlineBackend
 from rillflow.cluster.pool import Pool
 from rillflow.cluster.ray import RayBackend
+from rillflow.dataflow.executor import GroupExecutor
+from rillflow.dataflow.flow import Flow
 from rillflow.errors import ClusterError
+from rillflow.observe.progress import Progress
+from rillflow.observe.run_directory import RunDirectory
+from rillflow.pipeline.interrupt import Interruption
+from rillflow.pipeline.loop import Cadence, Loop, Phase, Stream
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.row import RowId
 from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.group import Group
+from rillflow.workers.pending import Pending
 
 sys.path.insert(0, str(Path(__file__).parent))
-from programs import Worker
+from programs import Apart, Worker
 
 BATCH = Batch(ids=row_ids([RowId(0, index, 0) for index in range(4)]), fields={"x": torch.arange(4.0)})
 
 
-@pytest.fixture
-def backend() -> Iterator[RayBackend]:
-    made = RayBackend(30.0)
-    made.open([Pool(name="main", size=2)])
+POOLS = [Pool(name=name, size=size) for name, size in (("start", 2), ("main", 2), ("slow", 1))]
+SLOW_S = 60.0
+
+
+@pytest.fixture(scope="module", params=["inline", "ray"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[RayBackend | InlineBackend]:
+    """Pools of which each test spoils one of its own."""
+    made = RayBackend(SLOW_S) if request.param == "ray" else InlineBackend(SLOW_S)
+    made.open(POOLS)
     yield made
     made.close()
 
 
-def group_on(backend: RayBackend | InlineBackend) -> Group:
-    group = Group("worker", endpoints_of(Worker), mesh=Mesh.of(dp=2), pool="main", backend=backend)
+@pytest.fixture
+def on_ray(cluster: RayBackend | InlineBackend) -> RayBackend:
+    if isinstance(cluster, InlineBackend):
+        pytest.skip("threads do not die, and listen to nothing")
+    return cluster
+
+
+def worker(cluster: RayBackend | InlineBackend, role: str, pool: str, size: int) -> Group:
+    group = Group(role, endpoints_of(Worker), mesh=Mesh.of(dp=size), pool=pool, backend=cluster)
     group.start(Worker)
     return group
 
 
-def test_a_rank_that_dies_is_named(backend: RayBackend) -> None:
-    with pytest.raises(ClusterError, match="rank 1 of pool 'main' has died"):
-        group_on(backend).call("die", BATCH, rank=1).read(30)
-
-
-@pytest.mark.parametrize("kind", ["inline", "ray"])
-def test_a_silent_rank_is_named_with_whom_waits_for_it(kind: str, request: pytest.FixtureRequest) -> None:
-    made: RayBackend | InlineBackend
-    if kind == "ray":
-        made = request.getfixturevalue("backend")
-    else:
-        made = InlineBackend()
-        made.open([Pool(name="main", size=2)])
-    group = group_on(made)
-    slow = group.call("sleep", BATCH, seconds=4.0)
+def test_a_silent_rank_is_named_with_whom_waits_for_it(cluster: RayBackend | InlineBackend) -> None:
+    group = worker(cluster, "silent", "main", 2)
+    slow = group.call("sleep", BATCH, seconds=3.0)
     last = group.call("double", slow)
     began = time.monotonic()
     with pytest.raises(ClusterError) as caught:
         last.read(1.0)
     assert time.monotonic() - began < 3
     for words in (
-        "worker.sleep has not answered",
+        "silent.sleep has not answered",
         "rank 0 of pool 'main'",
-        "worker.double waits",
+        "silent.double waits",
         "4 rows of x",
     ):
         assert words in str(caught.value)
-    made.close()
 
 
-def test_more_ranks_than_the_cluster_has(backend: RayBackend) -> None:
+def test_the_cause_of_a_failed_start_is_told_while_others_wait_in_a_collective(
+    cluster: RayBackend | InlineBackend,
+) -> None:
+    """Rank 0 would wait for rank 1 until the deadline, and tell of that."""
+    group = Group("apart", endpoints_of(Apart), mesh=Mesh.of(dp=2), pool="start", backend=cluster)
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r"OSError.*making apart.*rank 1.*: no weights on the last rank"):
+        group.start(Apart, SLOW_S)
+    assert time.monotonic() - began < 5
+
+
+def test_whoever_fails_is_told_while_another_stage_still_works(
+    cluster: RayBackend | InlineBackend, tmp_path: Path
+) -> None:
+    """A loop's step: what is asked first is at work for long when what is asked next fails.
+
+    On Ray the failing rank dies; its neighbour's collective breaks, and a formula on another pool waits
+    for both.
+    """
+    how, slow_s = ("die", 6.0) if isinstance(cluster, RayBackend) else ("raise", 3.0)
+    groups = {name: worker(cluster, name, name, size) for name, size in (("slow", 1), ("main", 2))}
+    executor = GroupExecutor(groups, cluster)
+
+    def step(flow: Flow, data: Batch, config: None) -> Pending:
+        slow = flow.slow.sleep(data, seconds=slow_s)
+        parted = flow.main.part(data, how=how, seconds=0.5)
+        flow.slow.join(slow, parted)
+        report: Pending = flow.slow.measure(slow)
+        return report
+
+    stream = Stream(take=lambda _: BATCH, state=dict)
+    phase = Phase(
+        name="parting", steps=1, rows=4, step=step, config=None, flow=Flow(executor), executor=executor,
+        trained=("main",), stream=stream, beside=None, evaluated=False,
+    )  # fmt: skip
+    run = RunDirectory.open(tmp_path / "run", {})
+    cadence = Cadence(evaluate_every=0, checkpoint_every=0, keep_checkpoints=1)
+    began = time.monotonic()
+    with Progress(total_steps={"parting": 1}, quiet=True) as progress, Interruption() as interruption:
+        loop = Loop(run, progress, cadence, None, interruption, 1, SLOW_S)
+        with pytest.raises(ClusterError) as caught:
+            loop.run_phase(phase, 0, 0, 0)
+    assert time.monotonic() - began < slow_s
+    run.close()
+    if how == "die":
+        assert caught.value.what == "rank 1 of pool 'main' has died"
+        assert caught.value.__notes__ == ["in main.part on rank 1 of pool 'main'"]
+    else:
+        assert "ValueError in main.part on rank 1 of pool 'main'" in caught.value.what
+
+
+def test_a_death_seen_by_whoever_needs_the_result_is_named(on_ray: RayBackend) -> None:
+    """The rank died in the test before; what is asked of it now, and of those who wait for it, says so."""
+    gone = Group("gone", endpoints_of(Worker), mesh=Mesh.of(dp=2), pool="main", backend=on_ray)
+    here = worker(on_ray, "here", "slow", 1)
+    with pytest.raises(ClusterError, match="rank 1 of pool 'main' has died") as caught:
+        gone.start(Worker)
+    assert caught.value.__notes__ == ["in making gone on rank 1 of pool 'main'"]
+    lost = gone.call("double", BATCH)
+    for waiting in (here.call("double", lost), GroupExecutor({"here": here}, on_ray).filter(lost, "y")):
+        with pytest.raises(ClusterError, match="rank 1 of pool 'main' has died") as caught:
+            waiting.read(30)
+        assert type(caught.value) is ClusterError
+        assert caught.value.__notes__ == ["in gone.double on rank 1 of pool 'main'"]
+
+
+def test_more_ranks_than_the_cluster_has(on_ray: RayBackend) -> None:
     more = RayBackend(30.0)
     with pytest.raises(
         ClusterError, match=r"pools \(huge 500\) take 500 CPUs, and the cluster has"
@@ -97,7 +169,7 @@ def test_pools_that_cannot_be(pools: list[Pool], message: str) -> None:
         InlineBackend().open(pools)
 
 
-def test_everything_listens_on_the_loopback_device_and_asks_for_a_token(backend: RayBackend) -> None:
+def test_everything_listens_on_the_loopback_device_and_asks_for_a_token(on_ray: RayBackend) -> None:
     import os
 
     import ray
@@ -114,17 +186,14 @@ def test_everything_listens_on_the_loopback_device_and_asks_for_a_token(backend:
     assert ray.nodes()[0]["NodeManagerAddress"] == "127.0.0.1"
 
 
-def test_closing_leaves_no_process_behind() -> None:
+def test_closing_leaves_no_process_behind(on_ray: RayBackend) -> None:
+    """The last test of the cluster's."""
     import ray
 
-    before = set(psutil.Process().children(recursive=True))
-    made = RayBackend(30.0)
-    made.open([Pool(name="main", size=2)])
-    group_on(made).call("sleep", BATCH, seconds=600.0)
-    children = set(psutil.Process().children(recursive=True)) - before
-    assert children
-    made.close()
-    made.close()
+    children = set(psutil.Process().children(recursive=True))
+    worker(on_ray, "asleep", "slow", 1).call("sleep", BATCH, seconds=600.0)
+    on_ray.close()
+    on_ray.close()
     assert not ray.is_initialized(), "closing twice must not start anything"
     _, alive = psutil.wait_procs(children, timeout=60)  # daemons look for their raylet now and then
-    assert not alive
+    assert children and not alive

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from types import ModuleType
@@ -23,14 +24,18 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPE = EXAMPLES / "best_of_n.toml"
 
 
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("best_of_n", EXAMPLES / "best_of_n.py")
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["best_of_n"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    return loaded("best_of_n")
 
 
 def run(example: ModuleType, folder: Path, *settings: str) -> list[float]:
@@ -91,3 +96,30 @@ def test_its_settings_and_its_graph_are_checked_like_any(
     assert "controller.is_best" in capsys.readouterr().out
     assert main([*words, "--set", "algorithm.samples=3"], algorithms=[example.ALGORITHM]) == 2
     assert "[algorithm] has no key 'samples'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_a_file_run_as_a_script_updates_by_its_own_settings(backend: str, tmp_path: Path) -> None:
+    """Classes of __main__ travel to ranks whose __main__ is another file."""
+    if backend == "ray" and find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    small = ["algorithm.name=ranked", "algorithm.steps=2", "algorithm.prompts_per_step=4", "warm_start=none"]
+    small += ["algorithm.strength=0.5", "evaluate.problems=2", f"placement.backend={backend}"]
+    words = [word for setting in small for word in ("--set", setting)]
+    command = [sys.executable, str(EXAMPLES / "ranked.py"), "run", str(RECIPE), "--dir", "run", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["metrics"]["policy/version/max"]["max"] for line in lines] == [1, 2]
+
+
+def test_advantages_by_rank_are_as_by_hand() -> None:
+    """Of three answers the best beats two, ties beat nobody, and a row without a reward is left out."""
+    ranked = loaded("ranked")
+    found = ranked.rank_advantages(
+        torch.tensor([5.0, 90.0, 6.0, 1.0, 1.0, 0.0, 0.0]),
+        torch.tensor([True, True, True, True, True, False, True]),
+        torch.tensor([7, 7, 7, 3, 3, 3, 1]),
+        strength=2.0,
+    )
+    assert found.tolist() == [-2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
