@@ -29,7 +29,7 @@ from rillflow.tasks.task import Task
 from rillflow.view.predicted import compare, render_comparison
 from rillflow.view.report import write_report
 from rillflow.view.run_data import load
-from rillflow.view.summary import Summary, render_text, summarise
+from rillflow.view.summary import Summary, render_text, summarise, warnings_of
 
 FREE_TO_CHANGE = (
     "run.checkpoint_minutes",
@@ -80,7 +80,7 @@ def launch(
         if (path / layout.FINISHED).is_file():
             progress.note(f"{path} is finished; --fresh sets it aside and starts again")
         else:
-            for note in notes:
+            for note in (*notes, *warnings_of(load(path))):
                 progress.note(f"note: {note}")
             try:
                 _train(recipe, base, task, run, progress, stack, plan)

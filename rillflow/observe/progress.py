@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
+from rillflow.observe.lessons import IN_A_ROW, streaks
 from rillflow.observe.time_left import Estimate, TimeLeft
 from rillflow.observe.wording import duration, number
 from rillflow.records.metrics import Metrics
@@ -60,6 +61,8 @@ class Progress:
         )
         self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._recent: list[tuple[int, Metrics]] = []
+        self._said = ""
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal and not self._console.is_dumb_terminal and not self._quiet:
@@ -77,22 +80,29 @@ class Progress:
             self._bars = None
 
     def step(self, phase: str, step: int, metrics: Metrics, seconds: float) -> None:
-        """A step ended: move the bar, or write the step's line."""
+        """A step ended: move the bar, or write the step's line; say it when rewards have ceased to teach."""
         self._left.observe(phase, step, seconds)
         numbers = _numbers(metrics)
         if self._bars is None:
-            total = sum(self._left.total_steps.values())
+            totals = self._left.total_steps
+            beside = [f"step {step}"] if len(totals) > 1 else []
+            left = _left_text(self._left.estimate())
             parts = [
-                f"{phase} {step}/{total}",
+                f"{phase} {self._left.done(phase)}/{totals[phase]}",
+                *beside,
                 *numbers,
                 duration(seconds),
-                _left_text(self._left.estimate()),
             ]
-            self._write("  ".join(parts))
-            return
-        for name, task in self._tasks.items():
-            self._bars.update(task, completed=self._left.done(name), left=self._phase_text(name))
-        self._bars.update(self._tasks[phase], numbers="  ".join(numbers))
+            self._write("  ".join([*parts, left] if left else parts))
+        else:
+            for name, task in self._tasks.items():
+                self._bars.update(task, completed=self._left.done(name), left=self._phase_text(name))
+            self._bars.update(self._tasks[phase], numbers="  ".join(numbers))
+        self._recent = [*self._recent[1 - IN_A_ROW :], (step, metrics)]
+        found = streaks(self._recent)
+        if found and found[0].why != self._said:
+            self.note(f"warning: {found[0].text}")
+        self._said = found[0].why if found else ""
 
     def note(self, text: str) -> None:
         """A line that stays: an evaluation, a resume."""
@@ -132,6 +142,7 @@ def _numbers(metrics: Metrics) -> list[str]:
 
 
 def _left_text(estimate: Estimate) -> str:
+    """Empty where nothing is known: a phase is ahead, and the one behind has ended."""
     if estimate.is_complete:
         return f"{duration(estimate.seconds)} left" if estimate.seconds else "done"
-    return f"more than {duration(estimate.seconds)} left"
+    return f"more than {duration(estimate.seconds)} left" if estimate.seconds else ""

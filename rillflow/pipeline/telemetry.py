@@ -17,7 +17,7 @@ from torch import Tensor
 from rillflow.models.language_model import LoadedModel
 from rillflow.observe.run_directory import write_rollouts
 from rillflow.records.batch import Batch, Field
-from rillflow.records.metrics import Max, Mean, Metric, Metrics, Sum
+from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum
 from rillflow.records.rollout import Finish
 from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS
 from rillflow.train.minibatches import prompt_units
@@ -85,6 +85,7 @@ def reward_metrics(scores: Batch) -> dict[str, Metric]:
     }
     if len(rewards):
         metrics["reward/score/max"] = Max(value=float(rewards.max()))
+        metrics["reward/score/min"] = Min(value=float(rewards.min()))
     for index, outcome in enumerate(OUTCOMES):
         metrics[f"reward/{outcome}/share"] = _mean((scores.dense("outcome") == index).double())
     return metrics

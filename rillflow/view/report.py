@@ -88,7 +88,8 @@ def _hero(data: RunData, summary: Summary) -> Html:
         "checkpoint": summary.checkpoint or "",
     }
     listed = el("dl", ([el("dt", name), el("dd", cut(value, 300))] for name, value in facts.items() if value))
-    return el("section", el("div", title, listed), _result(summary), class_="card hero")
+    warned = [el("p", warning, class_="bad") for warning in summary.warnings]
+    return el("section", el("div", title, listed, warned), _result(summary), class_="card hero")
 
 
 def _result(summary: Summary) -> Html:

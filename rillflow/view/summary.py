@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rillflow.observe import layout
 from rillflow.observe.json_lines import JSON
+from rillflow.observe.lessons import streaks
 from rillflow.observe.wording import duration
 from rillflow.view.run_data import RunData, load
 from rillflow.view.samples import read_samples
@@ -100,6 +101,8 @@ class Summary:
     """The setting algorithm.steps, where the config has it."""
     success: float | None
     """The setting evaluate.success: the reward of a right answer, where rewards are graded."""
+    warnings: tuple[str, ...]
+    """What its reader should not overlook."""
 
     def as_json(self) -> dict[str, JSON]:
         """For summary.json."""
@@ -140,6 +143,7 @@ def summary_of(data: RunData) -> Summary:
         example_prompt=_example_prompt(data.path),
         steps_setting=steps if isinstance(steps, int) else None,
         success=success if isinstance(success, float) else None,
+        warnings=warnings_of(data),
     )
 
 
@@ -157,6 +161,23 @@ def scores_of(data: RunData) -> list[Score]:
         )
         for found in data.evaluations
     ]
+
+
+def warnings_of(data: RunData) -> tuple[str, ...]:
+    """The longest stretch of steps without a lesson, for each reason; rollouts that are gone."""
+    found = sorted(
+        streaks([(step.step, step.metrics) for step in data.steps]), key=lambda one: one.first - one.last
+    )
+    longest = {streak.why: streak.text for streak in reversed(found)}
+    return (*longest.values(), *_gone(data))
+
+
+def _gone(data: RunData) -> list[str]:
+    """Steps that sampled rows and whose file of rollouts is not there."""
+    there = layout.rollout_files(data.path)
+    gone = [one.step for one in data.steps if "rollout/length/mean" in one.metrics and one.step not in there]
+    few = ", ".join(map(str, gone[:5])) + (" ..." if len(gone) > 5 else "")
+    return [f"the rollouts of {len(gone):,} steps are gone: {few}"] if gone else []
 
 
 def newest_model(run: Path) -> Path | None:
@@ -239,6 +260,7 @@ def _place_lines(summary: Summary) -> list[str]:
         or "none yet"
     )
     lines = [f"Steps              {steps}"]
+    lines += [f"Warning            {warning}" for warning in summary.warnings]
     if summary.checkpoint:
         lines.append(f"Model              {summary.checkpoint}")
     if summary.report:

@@ -180,6 +180,6 @@ def _with_reward(found: loop.Evaluation, reward: float) -> loop.Evaluation:
 
 
 def test_a_failed_start_leaves_nothing_that_refuses_the_corrected_command(recipe: Path) -> None:
-    assert run(recipe, "run", "run.device=cuda") != 0
+    assert run(recipe, "run", "policy.model.new.architecture=bert") == 2
     assert (recipe.parent / "run" / "config.json").is_file()
     assert run(recipe, "run", "algorithm.steps=1") == 0

@@ -11,10 +11,19 @@ from hypothesis import strategies as st
 from rillflow.observe.progress import Progress
 from rillflow.observe.time_left import Estimate, TimeLeft
 from rillflow.observe.wording import duration, number, size
-from rillflow.records.metrics import Mean, Sum
+from rillflow.records.metrics import Max, Mean, Metrics, Min, Sum
 
 STEPS = {"sft": 3, "grpo": 2}
 METRICS = {"reward/score/mean": Mean(total=3.0, count=4), "rollout/tokens/sum": Sum(value=9.0)}
+
+
+def scored(low: float | None, high: float | None) -> Metrics:
+    """What a step's metrics say of rewards between these."""
+    share = Mean(total=0.0 if low is None else 8.0, count=8.0)
+    if low is None or high is None:
+        return {"reward/score/share": share}
+    ends: Metrics = {"reward/score/min": Min(value=low), "reward/score/max": Max(value=high)}
+    return {"reward/score/share": share, **ends}
 
 
 class Terminal(io.StringIO):
@@ -59,14 +68,32 @@ def test_a_log_gets_one_plain_line_a_step() -> None:
     with Progress(total_steps=STEPS, stream=stream) as progress:
         progress.step("sft", 1, {}, 0.25)
         progress.note("held-out accuracy [red]0.5[/red] " + "x" * 300)
+        progress.step("sft", 3, {}, 0.25)
         progress.step("grpo", 4, METRICS, 2.0)
         progress.step("grpo", 5, METRICS, 2.0)
     assert stream.getvalue().splitlines() == [
-        "sft 1/5  250 ms  more than 500 ms left",
+        "sft 1/3  step 1  250 ms  more than 500 ms left",
         "held-out accuracy [red]0.5[/red] " + "x" * 300,
-        "grpo 4/5  reward 0.750  2.0 s  2.0 s left",
-        "grpo 5/5  reward 0.750  2.0 s  done",
+        "sft 3/3  step 3  250 ms",
+        "grpo 1/2  step 4  reward 0.750  2.0 s  2.0 s left",
+        "grpo 2/2  step 5  reward 0.750  2.0 s  done",
     ]
+    stream = io.StringIO()
+    with Progress(total_steps={"grpo": 2}, stream=stream) as progress:
+        progress.step("grpo", 1, METRICS, 2.0)
+    assert stream.getvalue() == "grpo 1/2  reward 0.750  2.0 s  2.0 s left\n"
+
+
+def test_three_steps_in_a_row_without_a_lesson_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (io.StringIO(), Terminal()):
+        with Progress(total_steps={"grpo": 12}, stream=stream) as progress:
+            for step, reward in enumerate([1.0, 1.0, 0.5, None, None, None, None, 1.0, 1.0, 1.0], 1):
+                progress.step("grpo", step, scored(reward, reward), 1.0)
+        said = [line for line in stream.getvalue().splitlines() if "warning" in line]
+        assert len(said) == 2
+        assert "no answer has a reward in steps 4 to 6" in said[0]
+        assert "every reward is 1 in steps 8 to 10" in said[1]
 
 
 def test_quiet_shows_nothing() -> None:

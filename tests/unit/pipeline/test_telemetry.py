@@ -24,6 +24,7 @@ def test_rewards_are_means_over_valid_rows_alone() -> None:
     metrics = reward_metrics(scores)
     assert metrics["reward/score/mean"].value == 4.0 / 5
     assert metrics["reward/score/max"].value == 2.0
+    assert metrics["reward/score/min"].value == 0.0
     assert metrics["reward/flat_groups/share"].value == 2 / 3
     assert metrics["reward/timeout/share"].value == 1 / 6
     assert metrics["reward/score/share"].value == 5 / 6

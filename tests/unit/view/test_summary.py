@@ -13,6 +13,7 @@ import pytest
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe.run_directory import RunDirectory
+from rillflow.records.metrics import Mean
 from rillflow.view.report import write_report
 from rillflow.view.summary import Score, render_text, summarise, verdict
 
@@ -141,6 +142,21 @@ def test_one_look_with_a_graded_reward_makes_all_of_them_graded(tmp_path: Path) 
         run.log_evaluation(5, count=20, mean_reward=0.4, is_accuracy=False, interval=(0.3, 0.5))
     text = render_text(summarise(tmp_path / "run"))
     assert "Held-out reward    0.000 [0.000, 0.161] -> 0.400 [0.300, 0.500]" in text
+
+
+def test_what_should_not_be_overlooked_is_said(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    assert "Warning" not in render_text(summarise(run))
+    for step in (21, 25):
+        (run / "rollouts" / f"step-{step:06d}.jsonl").unlink()
+    assert "Warning            the rollouts of 2 steps are gone: 21, 25" in render_text(summarise(run))
+    write_report(run)
+    assert "the rollouts of 2 steps are gone" in (run / "report.html").read_text()
+    with RunDirectory.open(tmp_path / "silent", {}) as silent:
+        for step in range(1, 9):
+            silent.log_metrics(step, "grpo", {"reward/score/share": Mean(total=0.0, count=8)})
+    text = render_text(summarise(tmp_path / "silent"))
+    assert "Warning            no answer has a reward in steps 1 to 8" in text
 
 
 def test_a_stopped_run_names_the_command_that_goes_on(make_run: MakeRun) -> None:
