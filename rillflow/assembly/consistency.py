@@ -16,9 +16,6 @@ from rillflow.models.config import NewModel
 from rillflow.placement.mesh import divisors
 from rillflow.train.config import ScheduleConfig
 
-ROLES = ("policy", "reference", "critic", "cost_critic", "reward", "cost", "judge", "reward_model")
-"""Every role a recipe may place."""
-
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe
 
@@ -44,8 +41,8 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
 
 
 def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
-    """Pools without a rank, roles on no pool, names that are no role."""
-    placement = recipe.placement
+    """Pools without a rank or a role, roles on no pool, roles that the run has not."""
+    placement, there, known = recipe.placement, [*_roles(recipe)], True
     for name, size in placement.pools.items():
         if size < 1:
             yield ConfigError(
@@ -53,17 +50,37 @@ def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
             )
     for role, pool in placement.roles.items():
         if pool not in placement.pools:
+            known = False
             yield ConfigError(
                 f"placement.roles.{role} is {pool!r}",
                 why=f"the pools are {', '.join(placement.pools)}",
                 fix=nearest(pool, placement.pools),
             )
-        if role not in ROLES:
+        if role not in there:
+            known = False
             yield ConfigError(
-                f"placement.roles has {role!r}, which is no role",
-                why=f"the roles are {', '.join(ROLES)}",
-                fix=nearest(role, ROLES),
+                f"placement.roles has {role!r}, a role that the run has not",
+                why=f"{recipe.algorithm.name} with these settings has {', '.join(there)}",
+                fix=nearest(role, there),
             )
+    used = {placement.pool_of(role) for role in there}
+    for name in placement.pools if known else ():
+        if name not in used:
+            yield ConfigError(
+                f"placement.pools.{name} is for no role",
+                why=f"the roles {', '.join(there)} are on {', '.join(sorted(used))}; "
+                "those that are not placed are on the first pool",
+                fix=f'write placement.roles = {{ ROLE = "{name}" }}, or leave the pool out',
+            )
+
+
+def _roles(recipe: Recipe) -> Iterator[str]:
+    """Every role that a run casts: those its phases call, and what scores held-out answers."""
+    yield from recipe.roles
+    if recipe.has_policy:
+        scorers = ["reward", *(["judge"] if recipe.reward.model else [])]
+        scorers += ["cost"] if recipe.cost.model or recipe.cost.function else []
+        yield from (role for role in scorers if role not in recipe.roles)
 
 
 def _meshes(recipe: Recipe) -> Iterator[ConfigError]:

@@ -184,7 +184,10 @@ class Loop:
             yield
         except Interrupted:
             raise
-        except Exception:
+        except Exception as first:
+            if self._place.step > self._saved_step:  # ranks that are at work, or stuck, may take their time
+                what = (str(first) or type(first).__name__).splitlines()[0]
+                self._progress.note(f"{what}; saving step {self._place.step} first")
             try:
                 self._rescue(phase)
             except Exception as second:  # noqa: BLE001  what ended the run is the first error

@@ -28,6 +28,8 @@ from rillflow.workers.transfer import (
 class Worker:
     """Endpoints of every kind."""
 
+    updates = 0
+
     def __init__(self, site: Site) -> None:
         self.ranks = site.ranks
 

@@ -91,7 +91,8 @@ def test_an_outage_of_the_reward_loses_no_step_and_the_same_command_goes_on(
     assert run(recipe, "late") == 1
     said = capsys.readouterr()
     assert "the judge is down" in said.err
-    assert "step 4 is saved: the same command goes on from there" in said.out
+    failure, saved = said.out.index("the judge is down"), said.out.index("; saving step 4 first")
+    assert failure < saved < said.out.index("step 4 is saved: the same command goes on from there")
     assert steps_kept(folder) == [4]
     assert "what there is so far" in said.out and (folder / "report.html").is_file()
     assert json.loads((folder / "summary.json").read_text())["is_finished"] is False

@@ -67,7 +67,21 @@ def test_the_small_recipe_is_consistent() -> None:
             "placement.roles.reward is 'scorers'",
             "the pools are main, scorer",
         ),
-        ({"placement": {"roles": {"critik": "main"}}}, "'critik', which is no role", "critic"),
+        (
+            {"placement": {"roles": {"rewart": "main"}}},
+            "'rewart', a role that the run has not",
+            "policy, reward",
+        ),
+        (
+            {"placement": {"pools": {"a": 1, "b": 1}, "roles": {"critic": "b"}}},
+            "'critic', a role that the run has not",
+            "grpo with these settings has policy, reward",
+        ),
+        (
+            {"placement": {"pools": {"a": 1, "b": 1}}},
+            "placement.pools.b is for no role",
+            "the roles policy, reward are on a;",
+        ),
     ],
 )
 def test_a_contradiction_is_refused_with_its_arithmetic(
