@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.train.config import PassesConfig, ScheduleConfig, UpdateConfig
@@ -32,12 +32,31 @@ class OnlineConfig(AlgorithmConfig, UpdateConfig):
     """Algorithms that sample from the policy they train."""
 
     samples_per_prompt: int = Field(8, gt=0, description="Rows sampled for each prompt: the sample group.")
+    truncated: Literal["keep", "mask", "bootstrap"] = Field(
+        "keep",
+        description="Rows cut off at the limit: learnt from as all, left out of every loss, or ended by the "
+        "critic's value.",
+    )
+    missing_end_penalty: float = Field(
+        0.0, ge=0, description="Taken from the reward of a row that was cut off at the limit."
+    )
     loss: PolicyLossConfig = PolicyLossConfig()
+    has_critic: ClassVar[bool] = False
+    """Whether someone expects something of a row's end."""
 
     @property
     def rows_per_step(self) -> int:
         """Rows one iteration trains on."""
         return self.prompts_per_step * self.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _expected(self) -> OnlineConfig:
+        if self.truncated == "bootstrap" and not self.has_critic:
+            raise ValueError(
+                f"truncated is 'bootstrap', and {self.name} has no critic to say what was to come: "
+                "'keep' or 'mask', or an algorithm with a critic"
+            )
+        return self
 
 
 class GroupConfig(OnlineConfig):
@@ -51,7 +70,6 @@ class GroupConfig(OnlineConfig):
 class TokenLossConfig(PolicyLossConfig):
     """The loss of algorithms whose tokens earn rewards of their own: there the divergence is paid."""
 
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="Estimator of the divergence.")
     kl_in: Literal["loss", "reward"] = Field("reward", description="Where the divergence is paid.")
 
 

@@ -1,19 +1,19 @@
 """DAPO: two clips, only groups that differ, a price for long answers (Yu et al., arXiv 2503.14476).
 
-prompts ─ generate ─> rollouts ─ score ─> overlong_rewards ─ group_advantages ─> advantages ─┐
-                         └───────────────────────────────────────────── where varied_groups ──┴─> update
+prompts ─ generate ─> rollouts ─ score ─> where varied_groups ── enough? ── overlong_rewards ─> advantages
+   └──────────── more of them <─────────────────────────────────── no ┘             update <────────┘
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.grpo import GroupScaleConfig, roles
-from rillflow.algorithms.steps import charge, improve, look_back
+from rillflow.algorithms.steps import compare, improve, look_back
 from rillflow.formulas.config import PolicyLossConfig
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ class DAPOConfig(GroupScaleConfig):
     """DAPO's settings."""
 
     name: Literal["dapo"]
+    max_rounds: int = Field(
+        4,
+        ge=1,
+        description="Rounds of sampling, at most, until prompts_per_step groups differ; 1: no refill.",
+    )
     loss: DAPOLoss = DAPOLoss()
     overlong_buffer: int = Field(
         0, ge=0, description="Tokens before rollout.max_tokens from which length is priced; 0 for none."
@@ -39,18 +44,21 @@ class DAPOConfig(GroupScaleConfig):
 
 
 def step(flow: Flow, prompts: Batch, config: DAPOConfig) -> Metrics:
-    """One iteration: sample groups, price their length, learn from those whose rewards differ."""
-    rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
-    rewards = flow.reward.score(rollouts)
+    """One iteration: sample groups until enough of them differ, price their length, learn from them."""
+
+    def draw(prompts: Any) -> list[Any]:
+        rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
+        scores = flow.compute(formulas.varied_groups, flow.reward.score(rollouts), into="varied")
+        return [flow.filter(each, "varied", by=scores) for each in (rollouts, scores)]
+
+    size = {"groups": config.prompts_per_step, "samples": config.samples_per_prompt}
+    rollouts, rewards = flow.refill(draw, prompts, **size, rounds=config.max_rounds)
     known = look_back(flow, rollouts, config)
-    rewards = charge(flow, rewards, known, config)
-    varied = flow.compute(formulas.varied_groups, rewards, into="varied", or_all=True)
     if config.overlong_buffer:
         length = {"buffer": config.overlong_buffer}
-        varied = flow.compute(formulas.overlong_rewards, varied, rollouts, into="rewards", **length)
-    advantages = flow.compute(formulas.group_advantages, varied, into="advantages", scale=config.scale)
-    kept = [flow.filter(each, "varied", by=advantages) for each in (*known, advantages)]
-    return improve(flow, kept, config)
+        rewards = flow.compute(formulas.overlong_rewards, rewards, rollouts, into="rewards", **length)
+    advantages = compare(flow, rewards, known, config)
+    return improve(flow, [*known, advantages], config)
 
 
 ALGORITHM = Algorithm(config=DAPOConfig, step=step, data=Data.PROMPTS, roles=roles)

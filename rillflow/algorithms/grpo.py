@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig, OnlineConfig
-from rillflow.algorithms.steps import charge, improve, look_back, reference_roles
+from rillflow.algorithms.steps import compare, improve, look_back, reference_roles
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
@@ -40,8 +39,7 @@ def step(flow: Flow, prompts: Batch, config: GroupScaleConfig) -> Metrics:
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     known = look_back(flow, rollouts, config)
-    rewards = charge(flow, rewards, known, config)
-    advantages = flow.compute(formulas.group_advantages, rewards, into="advantages", scale=config.scale)
+    advantages = compare(flow, rewards, known, config)
     return improve(flow, [*known, advantages], config)
 
 

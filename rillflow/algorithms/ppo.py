@@ -11,14 +11,14 @@ arXiv 2203.02155).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import TokenConfig
-from rillflow.algorithms.steps import earn, improve, look_back, reference_roles
+from rillflow.algorithms.steps import bootstrap, earn, improve, learnt_from, look_back, reference_roles
 from rillflow.train.config import ValueLossConfig
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ PATIENCE = 10
 class CriticTrainedConfig(TokenConfig):
     """What algorithms with a critic share."""
 
+    has_critic: ClassVar[bool] = True
     lam: float = Field(
         0.95, ge=0, le=1, description="What a later error of the critic counts a token earlier."
     )
@@ -50,7 +51,7 @@ class CriticTrainedConfig(TokenConfig):
 
     @model_validator(mode="after")
     def _priced(self) -> CriticTrainedConfig:
-        if self.kl_target and not (self.loss.kl and self.loss.kl_in == "reward"):
+        if self.kl_target and self.loss.kl_paid != "reward":
             raise ValueError(
                 f"kl_target is {self.kl_target:g}, and loss.kl, which is to adapt, is {self.loss.kl:g} "
                 f"in the {self.loss.kl_in}: it has to begin above 0, in the reward"
@@ -82,12 +83,14 @@ def step(
     rewards = flow.reward.score(rollouts)
     known = look_back(flow, rollouts, config)
     earned = earn(flow, rewards, known, config, weight=kl_weight(flow, known, config))
+    earned = bootstrap(flow, flow.critic, earned, rollouts, config)
     values = flow.critic.values(rollouts)
     credit = {"gamma": config.gamma, "lam": config.lam}
     estimates = flow.compute(formulas.gae, earned, values, rollouts, into="advantages", **credit)
     returns = flow.compute(formulas.value_targets, estimates, values, rollouts, into="returns")
     advantages = flow.compute(formulas.whitened, estimates, rollouts, into="advantages")
-    critic = flow.critic.update(rollouts, values, returns, loss=config.value_loss, reuse=config)
+    judged = learnt_from(flow, [rollouts, values, returns], config)
+    critic = flow.critic.update(*judged, loss=config.value_loss, reuse=config)
     return critic, learn(flow, [*known, advantages], config, demonstrations)
 
 
@@ -96,7 +99,8 @@ def learn(flow: Flow, known: list[Any], config: CriticTrainedConfig, demonstrati
     if demonstrations is None:
         return improve(flow, known, config)
     counts = {"loss": config.loss, "reuse": config, "weight": config.pretrain_weight}
-    report: Metrics = flow.policy.update_and_imitate(*known, demonstrations, **counts)
+    rows = learnt_from(flow, known, config)
+    report: Metrics = flow.policy.update_and_imitate(*rows, demonstrations, **counts)
     flow.publish(flow.policy)
     return report
 
@@ -105,7 +109,7 @@ def kl_weight(flow: Flow, known: list[Any], config: CriticTrainedConfig) -> Any:
     """The price of divergence in this step; the next one's is remembered, moved towards its target."""
     weight = flow.recall("kl_weight", config.loss.kl)
     if config.kl_target:
-        estimator = config.loss.kl_estimator
+        estimator = config.loss.estimator
         observed = flow.number(formulas.mean_divergence, *known, estimator=estimator)
         rows = config.rows_per_step
         pace = {"target": config.kl_target, "horizon": float(PATIENCE * rows), "rows": rows}

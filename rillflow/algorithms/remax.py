@@ -13,7 +13,7 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.algorithms.grpo import roles
-from rillflow.algorithms.steps import charge, improve, look_back
+from rillflow.algorithms.steps import charge, improve, look_back, price_missing_end
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
@@ -29,7 +29,8 @@ class ReMaxConfig(OnlineConfig):
 
 def step(flow: Flow, prompts: Batch, config: ReMaxConfig) -> Metrics:
     """One iteration: sample, score, prefer what beat the likeliest answer."""
-    greedy = flow.reward.score(flow.policy.greedy(prompts))
+    likeliest = flow.policy.greedy(prompts)
+    greedy = price_missing_end(flow, flow.reward.score(likeliest), likeliest, config)
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     known = look_back(flow, rollouts, config)

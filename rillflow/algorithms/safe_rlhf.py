@@ -11,6 +11,7 @@ prompts, where ``pretrain_weight`` lets them count, are imitated in the policy's
 
 from __future__ import annotations
 
+from math import log
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -19,15 +20,15 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.ppo import CriticTrainedConfig, beside, kl_weight, learn
 from rillflow.algorithms.ppo import roles as without_cost
-from rillflow.algorithms.steps import earn, look_back
+from rillflow.algorithms.steps import bootstrap, earn, learnt_from, look_back, spend
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
     from rillflow.records.batch import Batch
     from rillflow.records.metrics import Metrics
 
-DEAREST = 10.0
-"""The multiplier grows no further: a cost that cannot be lowered would send it to infinity."""
+EACH = 0.5
+"""The share of the divergence's price that reward and cost pay each; mixed, no multiplier changes it."""
 
 
 class SafeRLHFConfig(CriticTrainedConfig):
@@ -37,6 +38,10 @@ class SafeRLHFConfig(CriticTrainedConfig):
     cost_limit: float = Field(0.0, description="Mean cost of a row that is allowed.")
     multiplier_lr: float = Field(
         0.1, gt=0, description="Step of the multiplier's logarithm for a cost one above the limit."
+    )
+    first_multiplier: float = Field(1.0, gt=0, description="The multiplier of the first step.")
+    highest_multiplier: float = Field(
+        10.0, gt=0, description="The multiplier grows no further, be the cost as high as it may."
     )
 
 
@@ -50,21 +55,25 @@ def step(
     known = look_back(flow, rollouts, config)
     values, cost_values = flow.critic.values(rollouts), flow.cost_critic.values(rollouts)
     credit = {"gamma": config.gamma, "lam": config.lam}
-    earned = earn(flow, rewards, known, config, weight=kl_weight(flow, known, config))
-    spent = flow.compute(formulas.token_costs, costs, rollouts, into="token_rewards")
+    weight = kl_weight(flow, known, config)
+    earned = earn(flow, rewards, known, config, weight, share=EACH)
+    earned = bootstrap(flow, flow.critic, earned, rollouts, config)
+    spent = spend(flow, costs, known, config, weight, share=EACH)
+    spent = bootstrap(flow, flow.cost_critic, spent, rollouts, config)
     gains = flow.compute(formulas.gae, earned, values, rollouts, into="reward_advantages", **credit)
     harms = flow.compute(formulas.gae, spent, cost_values, rollouts, into="cost_advantages", **credit)
     earnings = flow.compute(formulas.lambda_returns, earned, values, rollouts, into="returns", **credit)
     expenses = flow.compute(formulas.lambda_returns, spent, cost_values, rollouts, into="returns", **credit)
-    log_price = flow.recall("log_multiplier", 0.0)
+    log_price = flow.recall("log_multiplier", log(config.first_multiplier))
     price = flow.number(formulas.multiplier, log_multiplier=log_price)
     mixed = flow.compute(formulas.lagrangian_advantages, gains, harms, into="advantages", multiplier=price)
     use = {"loss": config.value_loss, "reuse": config}
-    critic = flow.critic.update(rollouts, values, earnings, **use)
-    cost_critic = flow.cost_critic.update(rollouts, cost_values, expenses, **use)
+    critic = flow.critic.update(*learnt_from(flow, [rollouts, values, earnings], config), **use)
+    judged = learnt_from(flow, [rollouts, cost_values, expenses], config)
+    cost_critic = flow.cost_critic.update(*judged, **use)
     policy = learn(flow, [*known, mixed], config, demonstrations)
-    ascent = {"limit": config.cost_limit, "lr": config.multiplier_lr, "highest": DEAREST}
-    observed = flow.number(formulas.mean_cost, costs)
+    ascent = {"limit": config.cost_limit, "lr": config.multiplier_lr, "highest": config.highest_multiplier}
+    observed = flow.number(formulas.mean_cost, costs, otherwise=config.cost_limit)
     following = flow.number(
         formulas.next_log_multiplier, log_multiplier=log_price, mean_cost=observed, **ascent
     )

@@ -15,7 +15,7 @@ from rillflow.cluster.backend import Backend
 from rillflow.cluster.pool import Place
 from rillflow.errors import RecordError, nearest
 from rillflow.graph.trace import ROW_FIELDS, field_parameters
-from rillflow.records.batch import Batch, Field
+from rillflow.records.batch import Batch, Field, concatenate
 from rillflow.workers import program
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
@@ -59,6 +59,10 @@ class GroupExecutor:
     def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""
         return self.apply(rows_where, field, batch, by, place=self._home([batch]))
+
+    def gather(self, batches: Sequence[Any], rows: int) -> Pending:
+        """The first ``rows`` rows of the batches laid end to end; see Supply."""
+        return self.apply(first_rows, rows, *batches, place=self._home(batches))
 
     def apply(self, function: Callable[..., Any], *arguments: Any, place: Place, **options: Any) -> Pending:
         """Call a function of a module at one rank; batches among its arguments arrive whole."""
@@ -138,6 +142,12 @@ def rows_where(field: str, batch: Batch, by: Batch | None = None) -> Batch:
     """The rows of a batch whose field, of ``by`` if there is one, is true."""
     flags = batch if by is None else batch.only().join(by.only(field))
     return batch.select(flags.dense(field).nonzero().squeeze(1))
+
+
+def first_rows(rows: int, *batches: Batch) -> Batch:
+    """The first rows, or all there are, of the batches laid end to end."""
+    everything = concatenate(batches)
+    return everything.slice(0, min(rows, len(everything)))
 
 
 def _fields(names: Sequence[str], batches: Sequence[Batch]) -> dict[str, Field]:

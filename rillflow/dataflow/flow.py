@@ -7,6 +7,7 @@
     flow.filter(batch, field, by=other)  the rows whose field (of another batch) is true
     flow.recall(name, initial)           a number that lives from step to step ...
     flow.remember(name, number)          ... and what it is from now on
+    flow.refill(draw, data, groups=n)    a round over the data, and over more of it until n groups are kept
     flow.publish(flow.policy)            the trained weights become those that are sampled
 
 Results are handles: traced (graph.trace) they are symbols, on groups (dataflow.executor) they are
@@ -18,10 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Protocol
 
 from rillflow.errors import GraphError, nearest
 from rillflow.graph.graph import CONTROLLER
+from rillflow.records.metrics import Mean, Metric, Sum
+
+REFILLED = f"{CONTROLLER}.refill"
+"""The stage that lays the rows of several rounds end to end."""
 
 
 class Executor(Protocol):
@@ -57,6 +63,18 @@ class StageResult:
     """Its handle."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Supply:
+    """What a step asks for more data; a traced step has none."""
+
+    take: Callable[[int], Any]
+    """The next rows of the step's data."""
+    gather: Callable[[Sequence[Any], int], Any]
+    """The first so many rows of several batches laid end to end."""
+    deadline_s: float
+    """Longest wait for a round's rows to be counted."""
+
+
 class RoleHandle:
     """A role as the controller sees it: its endpoints, each call one stage."""
 
@@ -79,6 +97,9 @@ class Flow:
     def __init__(self, executor: Executor, state: Mapping[str, Any] | None = None) -> None:
         self._executor = executor
         self._journal: list[StageResult] = []
+        self._supply: Supply | None = None
+        self.measured: dict[str, Metric] = {}
+        """What the controller itself measured of this step."""
         self.state: dict[str, Any] = dict(state or {})
         """What was remembered, by name: numbers, or handles of numbers."""
 
@@ -92,9 +113,9 @@ class Flow:
             )
         return RoleHandle(role, self)
 
-    def begin(self) -> None:
-        """Start a step: the journal is empty."""
-        self._journal = []
+    def begin(self, supply: Supply | None = None) -> None:
+        """Start a step: the journal is empty; ``supply`` is where ``refill`` finds more."""
+        self._journal, self.measured, self._supply = [], {}, supply
 
     @property
     def journal(self) -> Sequence[StageResult]:
@@ -135,6 +156,48 @@ class Flow:
             by: the batch that has it, matched by row id; None for ``batch`` itself.
         """
         return self._noted(f"{CONTROLLER}.where {field}", self._executor.filter(batch, field, by))
+
+    def refill(
+        self, draw: Callable[[Any], Sequence[Any]], data: Any, *, groups: int, samples: int, rounds: int
+    ) -> Sequence[Any]:
+        """Repeat a round over further data until enough groups of rows are kept.
+
+        The one loop that depends on values: after each round the controller counts the rows kept. A further
+        round draws as many prompts as the share kept so far lets expect to be enough, at most ``groups``.
+        Of the rows kept in all rounds the first ``groups`` x ``samples`` are returned, the surplus is not.
+        Where there is no supply, as in a trace, there is one round.
+
+        Args:
+            draw: one round; given data, returns batches of the rows to keep, whole groups, alike in rows.
+            data: of the first round.
+            groups: how many are wanted.
+            samples: rows of a group.
+            rounds: the most that are made.
+        """
+        found = [draw(data)]
+        if self._supply is None:
+            return found[0]
+        drawn, kept = len(data), self._groups(found[0], samples)
+        while kept < groups and len(found) < rounds:
+            more = self._supply.take(min(groups, ceil((groups - kept) * drawn / max(kept, 1))))
+            found.append(draw(more))
+            drawn, kept = drawn + len(more), kept + self._groups(found[-1], samples)
+        trained = min(kept, groups)
+        self.measured |= {
+            "refill/rounds/mean": Mean(total=len(found), count=1),
+            "refill/groups/sum": Sum(value=drawn),
+            "refill/kept/share": Mean(total=trained, count=drawn),
+            "refill/surplus/sum": Sum(value=kept - trained),
+        }
+        if len(found) == 1:
+            return found[0]
+        columns = zip(*found, strict=True)
+        return [self._noted(REFILLED, self._supply.gather(parts, groups * samples)) for parts in columns]
+
+    def _groups(self, kept: Sequence[Any], samples: int) -> int:
+        """The groups that a round kept."""
+        assert self._supply is not None
+        return int(sum(each.rows for each in kept[0].facts(self._supply.deadline_s))) // samples
 
     def recall(self, name: str, initial: float) -> Any:
         """A number as an earlier step left it; ``initial`` where none did."""

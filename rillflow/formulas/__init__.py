@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rillflow.formulas.advantages import lagrangian_advantages as lagrangian_advantages
     from rillflow.formulas.advantages import leave_one_out as leave_one_out
     from rillflow.formulas.advantages import over_greedy as over_greedy
+    from rillflow.formulas.advantages import penalised_group_advantages as penalised_group_advantages
     from rillflow.formulas.advantages import varied_groups as varied_groups
     from rillflow.formulas.aggregation import LossWeights as LossWeights
     from rillflow.formulas.aggregation import loss_weights as loss_weights
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     from rillflow.formulas.kl import divergence as divergence
     from rillflow.formulas.logprobs import TokenLogprobs as TokenLogprobs
     from rillflow.formulas.logprobs import token_logprobs as token_logprobs
+    from rillflow.formulas.penalty import ended as ended
     from rillflow.formulas.penalty import mean_cost as mean_cost
     from rillflow.formulas.penalty import mean_divergence as mean_divergence
+    from rillflow.formulas.penalty import missing_end_rewards as missing_end_rewards
     from rillflow.formulas.penalty import overlong_penalty as overlong_penalty
     from rillflow.formulas.penalty import overlong_rewards as overlong_rewards
     from rillflow.formulas.penalty import penalised_rewards as penalised_rewards
+    from rillflow.formulas.penalty import penalised_token_costs as penalised_token_costs
     from rillflow.formulas.penalty import penalised_token_rewards as penalised_token_rewards
     from rillflow.formulas.penalty import token_costs as token_costs
     from rillflow.formulas.penalty import token_rewards as token_rewards
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from rillflow.formulas.policy_loss import sequence_log_ratio as sequence_log_ratio
     from rillflow.formulas.preference import bradley_terry as bradley_terry
     from rillflow.formulas.preference import preference_accuracy as preference_accuracy
+    from rillflow.formulas.token_advantages import bootstrapped_rewards as bootstrapped_rewards
     from rillflow.formulas.token_advantages import explained_variance as explained_variance
     from rillflow.formulas.token_advantages import gae as gae
     from rillflow.formulas.token_advantages import lambda_returns as lambda_returns
@@ -58,6 +63,7 @@ _HOMES = {
     "lagrangian_advantages": "advantages",
     "leave_one_out": "advantages",
     "over_greedy": "advantages",
+    "penalised_group_advantages": "advantages",
     "varied_groups": "advantages",
     "LossWeights": "aggregation",
     "loss_weights": "aggregation",
@@ -68,11 +74,14 @@ _HOMES = {
     "divergence": "kl",
     "TokenLogprobs": "logprobs",
     "token_logprobs": "logprobs",
+    "ended": "penalty",
     "mean_cost": "penalty",
     "mean_divergence": "penalty",
+    "missing_end_rewards": "penalty",
     "overlong_penalty": "penalty",
     "overlong_rewards": "penalty",
     "penalised_rewards": "penalty",
+    "penalised_token_costs": "penalty",
     "penalised_token_rewards": "penalty",
     "token_costs": "penalty",
     "token_rewards": "penalty",
@@ -81,6 +90,7 @@ _HOMES = {
     "sequence_log_ratio": "policy_loss",
     "bradley_terry": "preference",
     "preference_accuracy": "preference",
+    "bootstrapped_rewards": "token_advantages",
     "explained_variance": "token_advantages",
     "gae": "token_advantages",
     "lambda_returns": "token_advantages",

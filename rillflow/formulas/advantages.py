@@ -37,14 +37,38 @@ def group_advantages(
         FormulaError: shapes differ, or ``scale`` is unknown.
     """
     same_length("group_advantages", rewards=rewards, groups=groups, valid=valid)
-    if scale not in ("std", "off"):
-        raise FormulaError(f"group_advantages: scale is {scale!r}", fix=nearest(scale, ("std", "off")))
+    _known_scale("group_advantages", scale)
     found = _centred(rewards, groups, valid)
+    return found.rewards if scale == "off" else found.rewards / (_deviation(found) + EPSILON)
+
+
+def penalised_group_advantages(
+    rewards: Tensor, penalised: Tensor, groups: Tensor, valid: Tensor, *, scale: Literal["std", "off"]
+) -> Tensor:
+    """[B] ``group_advantages`` of penalised rewards, divided by the deviation of the rewards themselves.
+
+    A_i = (R'_i - mean') / (std(R) + 1e-6), R' the rewards less their penalty. Where the group's rewards R
+    are all equal nothing divides: the penalty counts what it costs, and its differences, which are noise
+    beside a reward's, are not made as large as one.
+
+    Args:
+        rewards: [B] float, before the penalty.
+        penalised: [B] float, after it.
+        groups: [B] int64; rows of one group share a number.
+        valid: [B] bool; a row without a score gets 0 and does not count in its group.
+        scale: ``std`` divides, ``off`` does not.
+
+    Raises:
+        FormulaError: shapes differ, or ``scale`` is unknown.
+    """
+    formula = "penalised_group_advantages"
+    same_length(formula, rewards=rewards, penalised=penalised, groups=groups, valid=valid)
+    _known_scale(formula, scale)
+    found = _centred(penalised, groups, valid)
     if scale == "off":
         return found.rewards
-    squares = torch.zeros_like(found.size).index_add(0, found.group, found.rewards.square())
-    variance = squares / (found.size - 1).clamp_min(1)
-    return found.rewards / (variance.sqrt()[found.group] + EPSILON)
+    deviation = _deviation(_centred(rewards, groups, valid))
+    return found.rewards / torch.where(deviation > 0, deviation + EPSILON, 1)
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
@@ -116,7 +140,7 @@ def over_greedy(rewards: Tensor, valid: Tensor, ids: Tensor, *, greedy: Batch) -
     return greedy_baseline(rewards, baseline, valid, known)
 
 
-def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor, *, or_all: bool = False) -> Tensor:
+def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
     """[B] bool, True for every row of a group in which two scored rows have different rewards.
 
     The groups that teach something: DAPO trains on these and samples others in the place of the rest
@@ -126,7 +150,6 @@ def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor, *, or_all: boo
         rewards: [B] float.
         valid: [B] bool; a row without a score does not count in its group.
         groups: [B] int64; rows of one group share a number.
-        or_all: where no group varies, True for all rows: who keeps these keeps some.
 
     Raises:
         FormulaError: shapes differ.
@@ -135,8 +158,7 @@ def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor, *, or_all: boo
     names, group = torch.unique(groups, return_inverse=True)
     most = rewards.new_full((len(names),), -torch.inf)
     most = most.scatter_reduce(0, group, rewards.masked_fill(~valid, -torch.inf), "amax")
-    varied = most > _least(rewards, valid, group, len(names))
-    return (varied | (or_all and not bool(varied.any())))[group]
+    return (most > _least(rewards, valid, group, len(names)))[group]
 
 
 def lagrangian_advantages(
@@ -172,6 +194,11 @@ def lagrangian_advantages(
     return (reward_advantages - multiplier * cost_advantages) / (1 + multiplier)
 
 
+def _known_scale(formula: str, scale: str) -> None:
+    if scale not in ("std", "off"):
+        raise FormulaError(f"{formula}: scale is {scale!r}", fix=nearest(scale, ("std", "off")))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Centred:
     rewards: Tensor
@@ -190,6 +217,12 @@ def _centred(rewards: Tensor, groups: Tensor, valid: Tensor) -> _Centred:
     rise = (rewards - _least(rewards, valid, group, len(names))[group]).masked_fill(~valid, 0)
     mean = zeros.index_add(0, group, rise) / size
     return _Centred(rewards=(rise - mean[group]).masked_fill(~valid, 0), group=group, size=size)
+
+
+def _deviation(found: _Centred) -> Tensor:
+    """[B] the deviation, that of a sample, of each row's group."""
+    squares = torch.zeros_like(found.size).index_add(0, found.group, found.rewards.square())
+    return (squares / (found.size - 1).clamp_min(1)).sqrt()[found.group]
 
 
 def _least(rewards: Tensor, valid: Tensor, group: Tensor, num_groups: int) -> Tensor:

@@ -3,7 +3,8 @@
     loss mask ──> weight of every token, one denominator for the whole minibatch
     micro-batch or rank: sum(weight x loss of its tokens) ── added up ──> / denominator
 
-The denominator is counted before the minibatch is cut, so no part divides by a count of its own.
+The denominator is counted before the minibatch is cut, so no part divides by a count of its own. A row
+without a loss token counts in no aggregation: it is as if it were not there.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def loss_weights(loss_mask: Ragged, aggregation: Aggregation, constant: int = 0)
     """The weights and the denominator of a minibatch.
 
     token_mean: 1 and the number of loss tokens (DAPO, arXiv 2503.14476). sequence_mean: 1 / |o| and the
-    number of rows with a loss token (GRPO, arXiv 2402.03300). constant: 1 and rows x constant (Dr.GRPO,
-    arXiv 2503.20783).
+    number of rows with a loss token (GRPO, arXiv 2402.03300). constant: 1 and the same rows x constant
+    (Dr.GRPO, arXiv 2503.20783).
 
     Args:
         loss_mask: bool, True where the policy sampled the token.
@@ -60,7 +61,7 @@ def loss_weights(loss_mask: Ragged, aggregation: Aggregation, constant: int = 0)
                     why="the constant aggregation divides every row's sum by it",
                     fix="give the longest answer's number of tokens",
                 )
-            total = float(len(loss_mask) * constant) if bool(count.any()) else 0.0
+            total = float((count > 0).sum() * constant)
             return LossWeights(values=loss_mask.with_values(mask), denominator=total)
         case _:
             raise FormulaError(

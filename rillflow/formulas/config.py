@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rillflow.config.section import Section
 
@@ -36,12 +36,38 @@ class PolicyLossConfig(Section):
     kl: float = Field(
         0.0, ge=0, description="Weight of the divergence from the reference; 0 needs no reference."
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the divergence.")
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None, description="Estimator of the divergence; none: k1 in the reward, k3 in the loss."
+    )
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the divergence is paid.")
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     importance_cap: float = Field(
         0.0, ge=0, description="Truncated importance sampling, trainer over sampler, up to this; 0 for none."
     )
+
+    @property
+    def kl_paid(self) -> Literal["loss", "reward"] | None:
+        """Where the divergence is paid; None where it has no price."""
+        return self.kl_in if self.kl else None
+
+    @property
+    def estimator(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator in use: the one that is set, else the one whose gradient is right there."""
+        return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
+
+    @model_validator(mode="after")
+    def _pulls_back(self) -> PolicyLossConfig:
+        if self.kl_paid == "loss" and self.estimator == "k1":
+            raise ValueError(
+                f"kl is {self.kl:g} in the loss and kl_estimator is k1: the gradient of log pi - log ref "
+                'does not know the reference and holds nothing back; k2 or k3, or kl_in = "reward"'
+            )
+        if self.kl_paid == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"kl is {self.kl:g} in the reward and kl_estimator is {self.estimator}: as a reward it does "
+                'not pull towards less divergence; k1, or kl_in = "loss"'
+            )
+        return self
 
     @field_validator("dual_clip")
     @classmethod

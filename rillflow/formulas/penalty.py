@@ -4,7 +4,9 @@
                 ── penalised_token_rewards ──> minus the divergence of every loss token    [T]
                 ── penalised_rewards ──> minus their sum    [B]
                 ── overlong_rewards ──> minus what an answer close to the limit costs    [B]
+                ── missing_end_rewards ──> minus what a missing end costs    [B]
     costs [B]   ── token_costs ──> the last loss token's alone    [T]
+                ── penalised_token_costs ──> plus the divergence of every loss token    [T]
                 ── mean_cost ──> what a controller of their price observes
     divergence  ── mean_divergence ──> what a controller of its price observes
 
@@ -22,6 +24,7 @@ from rillflow.errors import FormulaError
 from rillflow.formulas.kl import divergence
 from rillflow.formulas.shapes import aligned, same_length
 from rillflow.records.ragged import Ragged
+from rillflow.records.rollout import Finish
 
 
 def penalised_rewards(
@@ -87,24 +90,19 @@ def token_costs(costs: Tensor, loss_mask: Ragged) -> Ragged:
     return token_rewards(costs, loss_mask)
 
 
-def mean_cost(costs: Tensor, valid: Tensor) -> float:
+def mean_cost(costs: Tensor, valid: Tensor, *, otherwise: float) -> float:
     """The mean cost of the rows that have one, which ``next_log_multiplier`` observes.
 
     Args:
         costs: [B] float.
         valid: [B] bool; a row without a cost does not count.
+        otherwise: what is observed where no row has a cost; given the limit, the multiplier stays.
 
     Raises:
-        FormulaError: shapes differ, or no row has a cost.
+        FormulaError: shapes differ.
     """
     same_length("mean_cost", costs=costs, valid=valid)
-    if not bool(valid.any()):
-        raise FormulaError(
-            f"mean_cost: none of {len(valid)} rows has a cost",
-            why="whether a limit is kept cannot be told without one",
-            fix="look at what the cost function returns, and at cost/* in the metrics",
-        )
-    return float(costs[valid].double().mean())
+    return float(costs[valid].double().mean()) if bool(valid.any()) else otherwise
 
 
 def penalised_token_rewards(
@@ -115,11 +113,12 @@ def penalised_token_rewards(
     *,
     weight: float,
     estimator: Literal["k1", "k2", "k3"],
+    share: float = 1.0,
 ) -> Ragged:
     """[T] what each token earns: its divergence from the reference costs, and the last is paid the reward.
 
-    R_t = [t is the last] R - weight k(log mu_t - log ref_t), at the tokens the policy sampled (Ziegler et
-    al., arXiv 1909.08593, equation 2). Over a row they add up to ``penalised_rewards``.
+    R_t = [t is the last] R - share weight k(log mu_t - log ref_t), at the tokens the policy sampled (Ziegler
+    et al., arXiv 1909.08593, equation 2). Over a row they add up to ``penalised_rewards`` at share 1.
 
     Args:
         rewards: [B] float.
@@ -128,6 +127,7 @@ def penalised_token_rewards(
         loss_mask: True where the policy sampled the token.
         weight: the price of one nat.
         estimator: which estimator of the divergence.
+        share: how much of that price is paid here.
 
     Raises:
         FormulaError: rows differ in length, or the estimator is unknown.
@@ -136,7 +136,31 @@ def penalised_token_rewards(
     spent = _divergences(
         "penalised_token_rewards", sampler_logprobs, reference_logprobs, loss_mask, estimator
     )
-    return earned.with_values(earned.values - weight * spent.values.to(rewards.dtype))
+    return earned.with_values(earned.values - share * weight * spent.values.to(rewards.dtype))
+
+
+def penalised_token_costs(
+    costs: Tensor,
+    sampler_logprobs: Ragged,
+    reference_logprobs: Ragged,
+    loss_mask: Ragged,
+    *,
+    weight: float,
+    estimator: Literal["k1", "k2", "k3"],
+    share: float = 1.0,
+) -> Ragged:
+    """[T] what each token costs: ``penalised_token_rewards`` of what is to be low, the divergence added.
+
+    C_t = [t is the last] C + share weight k(log mu_t - log ref_t); Safe RLHF, arXiv 2310.12773, section 3.4.
+    With share 1/2 in rewards and costs alike, ``lagrangian_advantages`` charges half the weight whatever
+    the multiplier.
+
+    Args and raises as ``penalised_token_rewards``, with costs for rewards.
+    """
+    price = {"weight": -weight, "share": share}
+    return penalised_token_rewards(
+        costs, sampler_logprobs, reference_logprobs, loss_mask, estimator=estimator, **price
+    )
 
 
 def mean_divergence(
@@ -176,7 +200,9 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int | Tensor, buffer: int) 
     Raises:
         FormulaError: the buffer is not between 1 and ``max_tokens``.
     """
-    least = int(max_tokens.min()) if isinstance(max_tokens, Tensor) else max_tokens
+    least = max_tokens
+    if isinstance(max_tokens, Tensor):
+        least = int(max_tokens.min()) if len(max_tokens) else buffer
     if not 1 <= buffer <= least:
         raise FormulaError(
             f"overlong_penalty: buffer is {buffer} and max_tokens {least}",
@@ -203,6 +229,30 @@ def overlong_rewards(rewards: Tensor, loss_mask: Ragged, limits: Tensor, *, buff
     aligned("overlong_rewards", loss_mask=loss_mask, rewards=rewards, limits=limits)
     penalty = overlong_penalty(loss_mask.sums(), max_tokens=limits, buffer=buffer)
     return rewards + penalty.to(rewards.dtype)
+
+
+def ended(finish: Tensor) -> Tensor:
+    """[B] bool, False where a row was cut off: it reached the limit of its tokens or of the context.
+
+    Args:
+        finish: [B] why each row ended (``records.rollout.Finish``).
+    """
+    return finish != Finish.LENGTH
+
+
+def missing_end_rewards(rewards: Tensor, finish: Tensor, *, penalty: float) -> Tensor:
+    """[B] each row's reward, less the penalty where the row was cut off and has no end.
+
+    Args:
+        rewards: [B] float.
+        finish: [B] why each row ended.
+        penalty: what a missing end costs.
+
+    Raises:
+        FormulaError: shapes differ.
+    """
+    same_length("missing_end_rewards", rewards=rewards, finish=finish)
+    return rewards - penalty * (~ended(finish)).to(rewards.dtype)
 
 
 def _divergences(

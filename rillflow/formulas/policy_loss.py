@@ -1,5 +1,7 @@
 """The clipped policy loss of each token, and the weights that correct for where tokens came from.
 
+A log ratio is held within +-20 before its exponential: a ratio beyond e^20 is finite and has no gradient.
+
 Legend: N tokens; r = pi / old the probability ratio, A the advantage, sg[] no gradient.
 """
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import FormulaError, nearest
+from rillflow.formulas.kl import LARGEST_LOG_RATIO
 from rillflow.formulas.shapes import same_length
 from rillflow.records.ragged import Ragged
 
@@ -47,7 +50,7 @@ def clipped_policy_loss(
     if surrogate not in ("clip", "weight"):
         fix = nearest(surrogate, ("clip", "weight"))
         raise FormulaError(f"clipped_policy_loss: surrogate is {surrogate!r}", fix=fix)
-    advantages, ratio = advantages.detach(), log_ratio.exp()
+    advantages, ratio = advantages.detach(), held(log_ratio).exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     if surrogate == "weight":
         return -bounded.detach() * advantages * log_ratio
@@ -56,6 +59,11 @@ def clipped_policy_loss(
         floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
         objective = torch.maximum(objective, floor)
     return -objective
+
+
+def held(log_ratio: Tensor) -> Tensor:
+    """[N] the log ratio within +-20 nats; beyond them it has no gradient."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def sequence_log_ratio(log_ratio: Ragged) -> Tensor:
@@ -87,4 +95,4 @@ def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, *, cap: f
         FormulaError: shapes differ.
     """
     same_length("importance_weights", old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
-    return (old_logprobs - sampler_logprobs).detach().exp().clamp_max(cap)
+    return held((old_logprobs - sampler_logprobs).detach()).exp().clamp_max(cap)

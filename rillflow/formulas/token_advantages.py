@@ -6,7 +6,8 @@
 
 Prompt tokens and tokens that were put into a row are stepped over: what follows a loss token is the
 row's next loss token, and a discount is paid for loss tokens alone. The value of a token is what its
-predecessors let expect; behind a row's last loss token nothing is expected. Results are aligned to the
+predecessors let expect; behind a row's last loss token nothing is expected, unless the row was cut off and
+``bootstrapped_rewards`` pays there what is. Results are aligned to the
 tokens and 0 wherever no loss token of a scored row stands.
 
 Legend: B rows, T tokens, N loss tokens of scored rows, L the most of them in one row.
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.advantages import EPSILON
+from rillflow.formulas.penalty import ended
+from rillflow.formulas.penalty import token_rewards as at_the_last
 from rillflow.formulas.shapes import aligned
 from rillflow.records.ragged import Ragged
 
@@ -48,6 +51,30 @@ def gae(
     following = expected.values.roll(-1).masked_fill(_left(expected) <= 1, 0)
     deltas = rewards.values + gamma * following - expected.values
     return _placed(_discounted_sums(rewards.with_values(deltas), gamma * lam), counted)
+
+
+def bootstrapped_rewards(
+    token_rewards: Ragged, loss_mask: Ragged, final_values: Tensor, finish: Tensor, *, gamma: float
+) -> Ragged:
+    """[T] token rewards; a row that was cut off is also paid, at its last, the value of what was to come.
+
+    R_T + gamma V(s_{T+1}) where the row has no end: then ``gae`` and ``lambda_returns`` of these go on into
+    that value instead of taking the limit for an end (Pardo et al., arXiv 1712.00378).
+
+    Args:
+        token_rewards: float, the reward paid at each token.
+        loss_mask: bool, True where the policy sampled the token.
+        final_values: [B] what the critic expects after each row's last token.
+        finish: [B] why each row ended.
+        gamma: discount a token, in [0, 1].
+
+    Raises:
+        FormulaError: rows differ in length, or ``gamma`` is no share.
+    """
+    aligned("bootstrapped_rewards", loss_mask=loss_mask, token_rewards=token_rewards, finish=finish)
+    _share("bootstrapped_rewards", gamma=gamma)
+    ahead = at_the_last(gamma * final_values.masked_fill(ended(finish), 0), loss_mask)
+    return token_rewards.with_values(token_rewards.values + ahead.values.to(token_rewards.values.dtype))
 
 
 def returns_to_go(token_rewards: Ragged, loss_mask: Ragged, valid: Tensor, *, gamma: float) -> Ragged:

@@ -24,7 +24,7 @@ from typing import Any
 
 from rillflow.dataflow.checkpoint import save_checkpoint, updates_of, write_role
 from rillflow.dataflow.executor import GroupExecutor
-from rillflow.dataflow.flow import Flow
+from rillflow.dataflow.flow import Flow, Supply
 from rillflow.errors import Interrupted
 from rillflow.graph.graph import CONTROLLER
 from rillflow.observe.progress import Progress
@@ -205,7 +205,9 @@ class Loop:
 
     def _step(self, phase: Phase, step: int) -> None:
         began = time.monotonic()
-        phase.flow.begin()
+        phase.flow.begin(
+            Supply(take=phase.stream.take, gather=phase.executor.gather, deadline_s=self._deadline_s)
+        )
         data = phase.stream.take(phase.rows)
         beside = [phase.beside.take(phase.rows)] if phase.beside is not None else []
         report = phase.step(phase.flow, data, phase.config, *beside)
@@ -224,7 +226,7 @@ class Loop:
     def _record(self, phase: Phase, step: int) -> dict[str, Metric]:
         """Write down the step's stages and rows; return what was measured of them."""
         stages, batches = [], []
-        numbers: dict[str, Metric] = {}
+        numbers: dict[str, Metric] = dict(phase.flow.measured)
         wait_for([entry.result for entry in phase.flow.journal], self._deadline_s)
         for entry in phase.flow.journal:
             facts = entry.result.facts(self._deadline_s)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rillflow.models.language_model import LoadedModel
 from rillflow.observe.run_directory import write_rollouts
 from rillflow.records.batch import Batch, Field
-from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum
+from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum, merge_metrics
 from rillflow.records.rollout import Finish
 from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS
 from rillflow.train.minibatches import prompt_units
@@ -46,19 +46,17 @@ def record(lead: Speaker, run: Path, step: int, stages: Sequence[str], *batches:
         stages: what made each batch.
         batches: every batch of the step, in order.
     """
-    metrics: dict[str, Metric] = {}
     sampled = [batch for stage, batch in zip(stages, batches, strict=True) if stage == SAMPLING]
-    for rollouts in sampled:
-        metrics |= rollout_metrics(rollouts)
+    measured = [rollout_metrics(rollouts) for rollouts in sampled]
     for stage, scores in zip(stages, batches, strict=True):
         if not any(torch.equal(scores.ids, rollouts.ids) for rollouts in sampled):
             continue
         if stage == SCORING:
-            metrics |= reward_metrics(scores)
+            measured.append(reward_metrics(scores))
         if stage == PRICING:
-            metrics |= cost_metrics(scores)
+            measured.append(cost_metrics(scores))
     write_rollouts(run, step, rollout_rows(sampled, batches, lead.model.tokenizer.pieces))
-    return metrics
+    return merge_metrics(measured)
 
 
 def rollout_metrics(rollouts: Batch) -> dict[str, Metric]:
@@ -95,7 +93,11 @@ def cost_metrics(scores: Batch) -> dict[str, Metric]:
     """Costs of the rows that have one, and how many have."""
     valid = scores.dense("valid")
     costs = scores.dense("costs")[valid].double()
-    metrics: dict[str, Metric] = {"cost/value/mean": _mean(costs), "cost/valid/share": _mean(valid.double())}
+    metrics: dict[str, Metric] = {
+        "cost/value/mean": _mean(costs),
+        "cost/valid/share": _mean(valid.double()),
+        "cost/none/sum": Sum(value=float(not len(costs))),
+    }
     if len(costs):
         metrics["cost/value/max"] = Max(value=float(costs.max()))
     return metrics
@@ -111,12 +113,19 @@ def rollout_rows(
         batches: everything of the step that is known of rows.
         decode: gives each token's text. Lists are aligned to the row's tokens, prompt included.
     """
+    advantages: dict[tuple[int, ...], float] = {}
+    for batch in batches:
+        if isinstance(found := batch.fields.get("advantages"), Tensor):
+            advantages |= zip(map(tuple, batch.ids.tolist()), found.tolist(), strict=True)
     for rollouts in sampled:
         known: dict[str, Field] = {}
         for batch in batches:
             if torch.equal(batch.ids, rollouts.ids):
                 known |= _costs(batch) if "costs" in batch.fields else batch.fields
-        yield from _rows(Batch(ids=rollouts.ids, fields=known), decode)
+        for row, record in zip(
+            rollouts.row_ids(), _rows(Batch(ids=rollouts.ids, fields=known), decode), strict=True
+        ):
+            yield record | ({"advantage": advantages[row]} if row in advantages else {})
 
 
 def _rows(batch: Batch, decode: Callable[[list[int]], list[str]]) -> Iterator[dict[str, Any]]:
@@ -154,8 +163,6 @@ def _verdict(batch: Batch, index: int) -> dict[str, Any]:
     if "costs" in batch.fields:
         cost = float(batch.dense("costs")[index])
         found["cost"] = None if cost != cost else cost
-    if isinstance(advantages := batch.fields.get("advantages"), Tensor):
-        found["advantage"] = float(advantages[index])
     return found
 
 

@@ -1,6 +1,7 @@
 """The critic: what every state of a rollout is worth, learned from what came of it.
 
 rollouts ─ values ─> values of the states before the sampled tokens
+rollouts ─ final_values ─> value of the state after each row's last token
 rollouts + values + returns ─ update ─> metrics
 """
 
@@ -25,6 +26,11 @@ class Critic(ScalarRole):
     def values(self, rollouts: Batch) -> Batch:
         """The field ``values``: what the state before each sampled token is worth, 0 elsewhere."""
         return Batch(ids=rollouts.ids, fields={"values": self._scorer.values(rollouts)})
+
+    @endpoint(THREE_D, reads=("tokens",), writes=("final_values",))
+    def final_values(self, rollouts: Batch) -> Batch:
+        """The field ``final_values`` [B]: what the state after each row's last token is worth."""
+        return Batch(ids=rollouts.ids, fields={"final_values": self._scorer.scores(rollouts)})
 
     @endpoint(TRAIN, reads=("tokens", "loss_mask", "values", "returns"))
     def update(self, *known: Batch, loss: ValueLossConfig, reuse: PassesConfig) -> dict[str, Metric]:

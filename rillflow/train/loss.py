@@ -19,9 +19,9 @@ from torch import Tensor
 from rillflow.errors import TrainingError
 from rillflow.formulas.aggregation import Aggregation, loss_weights
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.kl import divergence
+from rillflow.formulas.kl import LARGEST_LOG_RATIO, divergence
 from rillflow.formulas.logprobs import TokenLogprobs
-from rillflow.formulas.policy_loss import clipped_policy_loss, importance_weights, sequence_log_ratio
+from rillflow.formulas.policy_loss import clipped_policy_loss, held, importance_weights, sequence_log_ratio
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric
 from rillflow.records.ragged import Ragged
@@ -96,7 +96,7 @@ class PolicyLoss:
     def __init__(self, config: PolicyLossConfig, max_tokens: int = 0) -> None:
         self._config = config
         self._constant = config.constant or max_tokens
-        self._with_reference = config.kl > 0 and config.kl_in == "loss"
+        self._with_reference = config.kl_paid == "loss"
 
     def prepare(self, minibatch: Batch) -> Batch:
         """See Loss."""
@@ -132,18 +132,19 @@ class PolicyLoss:
         )
         means = _policy_means(log_ratio.detach(), advantages, sampler - old, config)
         means["policy/entropy/mean"] = model.entropy.detach()
+        clamped = _beyond(log_ratio) | _beyond(sampler - old)
         if config.importance_cap:
             correction = importance_weights(old, sampler, cap=config.importance_cap)
             means["mismatch/capped/share"] = correction >= config.importance_cap
             losses = losses * correction
         if self._with_reference:
-            distance = divergence(
-                now - part.ragged("reference_logprobs").values.to(now.dtype), config.kl_estimator
-            )
+            apart = now - part.ragged("reference_logprobs").values.to(now.dtype)
+            distance, clamped = divergence(apart, config.estimator), clamped | _beyond(apart)
             means["policy/kl/mean"] = distance.detach()
             losses = losses + config.kl * distance
         if config.entropy:
             losses = losses - config.entropy * model.entropy
+        means["policy/clamped/share"] = clamped
         largest = {
             "policy/ratio/max": means["policy/ratio/mean"],
             "mismatch/logprob_gap/max": (sampler - old).abs(),
@@ -155,7 +156,7 @@ def _policy_means(
     log_ratio: Tensor, advantages: Tensor, mismatch: Tensor, config: PolicyLossConfig
 ) -> dict[str, Tensor]:
     """What is averaged over tokens; ``mismatch`` [N] is log mu - log old."""
-    ratio, weighs = log_ratio.exp(), config.surrogate == "weight"
+    ratio, weighs = held(log_ratio).exp(), config.surrogate == "weight"
     low = ((advantages < 0) | weighs) & (ratio < 1 - config.clip_low)
     high = ((advantages > 0) | weighs) & (ratio > 1 + config.clip_high)
     return {
@@ -166,6 +167,11 @@ def _policy_means(
         "policy/advantage/mean": advantages,
         "mismatch/kl/mean": divergence(mismatch, "k3"),
     }
+
+
+def _beyond(log_ratio: Tensor) -> Tensor:
+    """[N] bool, True where a log ratio is held at its bound before it is an exponent."""
+    return log_ratio.detach().abs() > LARGEST_LOG_RATIO
 
 
 def _with_advantage(rows: Batch) -> Tensor:

@@ -23,6 +23,7 @@ WHERE = ("inline", "together", "apart")
 EVERY_DAY = {("dapo", "inline"), ("ppo", "inline"), ("remax", "inline")}
 STEPS, RISE = 14, 0.04
 LONGER, HIGHER = 24, 0.07
+FEW = ("algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2")
 
 Lines = list[dict[str, Any]]
 
@@ -143,7 +144,55 @@ def test_a_step_whose_groups_are_all_alike_learns_nothing_and_goes_on(tmp_path: 
     (folder / "reward.py").write_text(
         "def one(prompts, completions, **_):\n    return [1.0] * len(prompts)\n"
     )
-    settings = ("algorithm.steps=2", "warm_start.steps=1", "algorithm.overlong_buffer=0")
-    lines = run(folder / "run.toml", tmp_path / "run", *settings, 'reward.function="reward.py:one"')
+    settings = ("algorithm.steps=2", "warm_start.steps=1", "algorithm.overlong_buffer=0", *FEW)
+    recipe, where = folder / "run.toml", 'reward.function="reward.py:one"'
+    lines = run(recipe, tmp_path / "run", *settings, where)
     assert means(lines, "reward/flat_groups/share") == [1.0, 1.0]
-    assert means(lines, "policy/loss/mean") == [0.0, 0.0]
+    assert means(lines, "refill/kept/share") == [0.0, 0.0] and means(lines, "refill/rounds/mean") == [
+        4.0,
+        4.0,
+    ]
+    assert not any("policy/loss/mean" in line for line in lines), "there was no row to learn from"
+
+
+def test_groups_that_agree_are_replaced_from_further_prompts_and_a_resume_draws_the_same(
+    recipe: Path,
+) -> None:
+    """Every step trains on its full number of groups that differ; the stream goes on where refills ended."""
+    text = "def low(prompts, completions, **_):\n    return [float(text[:1] < '5') for text in completions]\n"
+    (recipe.parent / "reward.py").write_text(text)
+    options = {
+        "loss.kl": 0,
+        "minibatches": 1,
+        "epochs": 1,
+        "prompts_per_step": 5,
+        "max_rounds": 9,
+        "steps": 3,
+    }
+    settings = ['reward.function="reward.py:low"', "run.checkpoint_every=1", "run.keep_checkpoints=9"]
+    settings += ["algorithm.name=dapo", *(f"algorithm.{key}={value}" for key, value in options.items())]
+    whole = run(recipe, recipe.parent / "whole", *settings)
+    assert max(means(whole, "refill/rounds/mean")) > 1
+    for step, line in enumerate(whole, 7):
+        drawn, kept = line["refill/groups/sum"]["sum"], line["refill/kept/share"]
+        assert kept["count"] == drawn and round(kept["mean"] * drawn) == 5
+        assert line["rollout/rows/sum"]["sum"] == 4 * drawn, "rows of all rounds are counted"
+        rows = (recipe.parent / f"whole/rollouts/step-{step:06}.jsonl").read_text().splitlines()
+        taught = [row for row in map(json.loads, rows) if "advantage" in row]
+        assert len(rows) == 4 * drawn and len(taught) == 20
+        groups: dict[int, set[float]] = {}
+        for row in taught:
+            groups.setdefault(row["prompt_id"], set()).add(row["reward"])
+        assert all(len(rewards) > 1 for rewards in groups.values())
+    shutil.copytree(recipe.parent / "whole", recipe.parent / "cut")
+    (recipe.parent / "cut" / "finished.json").unlink()
+    for step in (8, 9):
+        shutil.rmtree(recipe.parent / f"cut/checkpoints/step-{step:06}")
+    again = run(recipe, recipe.parent / "cut", *settings)
+    assert [without_time(line) for line in again] == [without_time(line) for line in whole]
+    states = [
+        json.loads((recipe.parent / name / "checkpoints/step-000009/state.json").read_text())["stream"]
+        for name in ("whole", "cut")
+    ]
+    drawn = sum(line["refill/groups/sum"]["sum"] for line in whole)
+    assert states[0] == states[1] and states[0] == {"epoch": drawn // 60, "offset": drawn % 60}

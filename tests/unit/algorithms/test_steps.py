@@ -36,6 +36,7 @@ DATA = {
     Data.PREFERENCES: ("tokens", "loss_mask"),
 }
 STEP_LINES = 40
+CRITICS = ("ppo", "safe_rlhf")
 SETTINGS = [
     {},
     {"epochs": 2},
@@ -43,6 +44,8 @@ SETTINGS = [
     {"loss": {"kl": 0.1, "kl_in": "reward"}, "minibatches": 2},
     {"loss": {"kl": 0.1}, "kl_target": 2.0},
     {"overlong_buffer": 2},
+    {"truncated": "mask", "missing_end_penalty": 0.5, "loss": {"kl": 0.1, "kl_in": "reward"}},
+    {"truncated": "bootstrap", "loss": {"kl": 0.1}},
 ]
 
 
@@ -50,6 +53,8 @@ def configured(name: str, settings: Mapping[str, object]) -> AlgorithmConfig | N
     """The algorithm's settings; None where it has no such setting."""
     kind = ALGORITHMS[name].config
     if set(settings) - set(kind.model_fields):
+        return None
+    if settings.get("truncated") == "bootstrap" and name not in CRITICS:
         return None
     return kind.model_validate({"name": name, "steps": 1, **settings})
 
@@ -97,9 +102,9 @@ def test_what_is_another_algorithm_with_other_settings_shares_its_step(name: str
         ("gspo", {"ratio": "sequence", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4}),
         ("cispo", {"surrogate": "weight", "clip_low": 1.0, "clip_high": 4.0}),
         ("dapo", {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean", "kl": 0.0}),
-        ("ppo", {"kl_in": "reward", "kl_estimator": "k1"}),
-        ("safe_rlhf", {"kl_in": "reward", "kl_estimator": "k1"}),
-        ("reinforce_pp", {"kl_in": "reward", "kl_estimator": "k1"}),
+        ("ppo", {"kl_in": "reward", "kl_estimator": None}),
+        ("safe_rlhf", {"kl_in": "reward", "kl_estimator": None}),
+        ("reinforce_pp", {"kl_in": "reward", "kl_estimator": None}),
     ],
 )
 def test_one_setting_of_a_loss_leaves_its_other_defaults(name: str, defaults: dict[str, object]) -> None:
@@ -130,5 +135,41 @@ def test_only_rows_of_groups_that_differ_reach_the_update() -> None:
     config = configured("dapo", {"epochs": 2})
     assert config is not None
     graph = traced(ALGORITHMS["dapo"], config)
-    update = [stage.name for stage in graph.stages].index("policy.update")
-    assert {graph.source_name(edge) for edge in graph.into(update)} == {"controller.where varied"}
+    names = [stage.name for stage in graph.stages]
+    given = {
+        name: {graph.source_name(edge) for edge in graph.into(names.index(name))}
+        for name in ("policy.update", "policy.logprobs", "controller.group_advantages")
+    }
+    assert given == {
+        "policy.update": {"controller.where varied", "policy.logprobs", "controller.group_advantages"},
+        "policy.logprobs": {"controller.where varied"},
+        "controller.group_advantages": {"controller.where varied"},
+    }, "log probabilities are asked for rows that are kept alone"
+    assert names.count("policy.generate") == 1, "a trace shows one round"
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"sft", "preference"}))
+def test_rows_cut_off_leave_every_update_where_that_is_asked(name: str) -> None:
+    config = configured(name, {"truncated": "mask", "minibatches": 2})
+    assert config is not None
+    graph = traced(ALGORITHMS[name], config)
+    updates = [stage.index for stage in graph.stages if stage.endpoint == "update"]
+    assert len(updates) == {"ppo": 2, "safe_rlhf": 3}.get(name, 1)
+    for update in updates:
+        assert {graph.source_name(edge) for edge in graph.into(update)} == {"controller.where ended"}
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_row_cut_off_is_worth_at_its_end_what_each_critic_says(name: str) -> None:
+    config = configured(name, {"truncated": "bootstrap"})
+    assert config is not None
+    names = [stage.name for stage in traced(ALGORITHMS[name], config).stages]
+    critics = [role for role in ("critic", "cost_critic") if f"{role}.values" in names]
+    assert [f"{role}.final_values" in names for role in critics] == [True] * len(critics)
+    assert names.count("controller.bootstrapped_rewards") == len(critics) == 1 + (name == "safe_rlhf")
+
+
+def test_no_one_but_a_critic_knows_what_was_to_come() -> None:
+    kind = ALGORITHMS["grpo"].config
+    with pytest.raises(ValueError, match="truncated is 'bootstrap', and grpo has no critic"):
+        kind.model_validate({"name": "grpo", "steps": 1, "truncated": "bootstrap"})

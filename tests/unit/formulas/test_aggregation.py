@@ -64,7 +64,7 @@ def test_what_each_aggregation_is() -> None:
 
     assert loss("token_mean") == 14 / 4
     assert loss("sequence_mean") == (9 / 3 + 5) / 2
-    assert loss("constant", 10) == 14 / (3 * 10)
+    assert loss("constant", 10) == 14 / (2 * 10), "a row without a loss token counts nowhere"
 
 
 def test_with_rows_of_one_length_token_mean_is_sequence_mean() -> None:

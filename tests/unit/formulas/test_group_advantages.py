@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rillflow.errors import FormulaError
-from rillflow.formulas.advantages import EPSILON, group_advantages
+from rillflow.formulas.advantages import EPSILON, group_advantages, penalised_group_advantages
 
 REWARDS = st.floats(-100, 100, width=32)
 
@@ -96,3 +96,24 @@ def test_shapes_and_options_are_checked() -> None:
         group_advantages(torch.zeros(2, 1), groups, all_valid(groups), scale="off")
     with pytest.raises(FormulaError, match=r"scale is 'sdt'.*\n.*did you mean 'std'"):
         group_advantages(torch.zeros(2), groups, all_valid(groups), scale="sdt")  # type: ignore[arg-type]
+
+
+def test_a_flat_groups_penalties_are_not_made_as_large_as_a_reward() -> None:
+    """Scores [1, 1, 1, 1] less 0.001 nats each: by their own deviation they would be advantages near 1."""
+    rewards = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    penalised = rewards - 1e-3 * torch.tensor([0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0], dtype=torch.float64)
+    groups = torch.tensor([0] * 4 + [1] * 4)
+    found = penalised_group_advantages(rewards, penalised, groups, all_valid(groups), scale="std")
+    assert found[:4].tolist() == pytest.approx([1.5e-3, 0.5e-3, -0.5e-3, -1.5e-3])
+    deviation = float(rewards[4:].std())
+    expected = (penalised[4:] - penalised[4:].mean()) / (deviation + EPSILON)
+    torch.testing.assert_close(found[4:], expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=scored(), scale=st.sampled_from(["std", "off"]))
+def test_without_a_penalty_it_is_the_plain_advantage(rows: tuple[Tensor, Tensor, Tensor], scale: str) -> None:
+    rewards, groups, valid = rows
+    plain = group_advantages(rewards, groups, valid, scale=scale)  # type: ignore[arg-type]
+    same = penalised_group_advantages(rewards, rewards.clone(), groups, valid, scale=scale)  # type: ignore[arg-type]
+    assert torch.equal(plain, same)

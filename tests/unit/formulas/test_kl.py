@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rillflow.errors import FormulaError
+from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.kl import divergence
 from rillflow.formulas.penalty import penalised_rewards
 from rillflow.records.ragged import Ragged
@@ -62,3 +66,58 @@ def test_rewards_pay_for_the_divergence_of_sampled_tokens_alone() -> None:
     rewards = torch.tensor([1.0, 2.0])
     found = penalised_rewards(rewards, sampler, reference, mask, weight=0.1, estimator="k1")
     assert found.tolist() == pytest.approx([1.0 - 0.1 * 1.5, 2.0])
+
+
+def pull(place: str, estimator: str, seed: int) -> float:
+    """Cosine of a penalty's expected gradient with that of KL(pi || ref), a policy of 8 tokens enumerated."""
+    torch.manual_seed(seed)
+    logits = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    logs = logits.log_softmax(0)
+    ratio = logs - (logs + 0.5 * torch.randn(8, dtype=torch.float64)).detach().log_softmax(0)
+    (true,) = torch.autograd.grad((logs.exp() * ratio).sum(), logits, retain_graph=True)
+    cost = divergence(ratio, estimator)  # type: ignore[arg-type]
+    paid = cost.detach() * logs if place == "reward" else cost
+    (found,) = torch.autograd.grad((logs.detach().exp() * paid).sum(), logits)
+    assert float(true.norm()) > 1e-2
+    return float(found @ true / true.norm() / max(float(found.norm()), 1e-9))
+
+
+SEEDS = range(30)
+
+
+@pytest.mark.parametrize(("place", "estimator"), [("reward", "k1"), ("loss", "k2")])
+def test_where_it_is_accepted_the_penalty_pulls_as_the_divergence_falls(place: str, estimator: str) -> None:
+    assert [pull(place, estimator, seed) for seed in SEEDS] == pytest.approx([1.0] * len(SEEDS))
+
+
+def test_k3_in_the_loss_pulls_nearly_so() -> None:
+    assert min(pull("loss", "k3", seed) for seed in SEEDS) > 0.85
+
+
+def test_k1_in_the_loss_pulls_nowhere_and_k2_and_k3_in_the_reward_often_away() -> None:
+    assert max(abs(pull("loss", "k1", seed)) for seed in SEEDS) < 1e-6
+    for estimator in ("k2", "k3"):
+        assert sum(pull("reward", estimator, seed) < 0 for seed in SEEDS) > 5
+
+
+@pytest.mark.parametrize(("place", "estimator"), [("loss", "k1"), ("reward", "k2"), ("reward", "k3")])
+def test_a_pair_that_does_not_pull_back_is_refused_where_it_has_a_price(place: str, estimator: str) -> None:
+    settings = {"kl_in": place, "kl_estimator": estimator}
+    with pytest.raises(ValidationError, match=rf"kl is 0\.1 in the {place} and kl_estimator is {estimator}"):
+        PolicyLossConfig.model_validate({"kl": 0.1, **settings})
+    assert PolicyLossConfig.model_validate(settings).kl_paid is None
+
+
+@pytest.mark.parametrize(("place", "estimator"), [("loss", "k3"), ("reward", "k1")])
+def test_the_estimator_follows_the_place(place: str, estimator: str) -> None:
+    config = PolicyLossConfig.model_validate({"kl": 0.1, "kl_in": place})
+    assert (config.estimator, config.kl_paid) == (estimator, place)
+
+
+def test_k3_far_below_the_reference_is_finite_and_has_no_gradient() -> None:
+    ratio = torch.tensor([-95.0, -20.5, -3.0, 30.0, 95.0], requires_grad=True)
+    found = divergence(ratio, "k3")
+    found.sum().backward()
+    assert ratio.grad is not None
+    assert bool(found.isfinite().all())
+    assert ratio.grad.tolist() == pytest.approx([0.0, 0.0, 1 - math.exp(3), 1.0, 1.0])

@@ -10,17 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import FormulaError
+from rillflow.formulas.advantages import lagrangian_advantages
+from rillflow.formulas.controllers import next_log_multiplier
 from rillflow.formulas.penalty import (
+    ended,
     mean_cost,
     mean_divergence,
+    missing_end_rewards,
     overlong_penalty,
     overlong_rewards,
     penalised_rewards,
+    penalised_token_costs,
     penalised_token_rewards,
     token_costs,
     token_rewards,
 )
 from rillflow.records.ragged import Ragged
+from rillflow.records.rollout import Finish
 
 MASKS = st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=6)
 
@@ -139,9 +145,48 @@ def test_costs_are_spread_as_rewards_are() -> None:
 
 def test_the_mean_cost_counts_rows_that_have_one() -> None:
     costs = torch.tensor([1.0, 2.0, math.nan])
-    assert mean_cost(costs, torch.tensor([True, True, False])) == 1.5
-    with pytest.raises(FormulaError, match="none of 3 rows has a cost"):
-        mean_cost(costs, torch.zeros(3, dtype=torch.bool))
+    assert mean_cost(costs, torch.tensor([True, True, False]), otherwise=9.0) == 1.5
+
+
+def test_where_no_row_has_a_cost_the_multiplier_stays() -> None:
+    costs, limit = torch.tensor([math.nan, math.nan]), 0.05
+    observed = mean_cost(costs, torch.zeros(2, dtype=torch.bool), otherwise=limit)
+    assert next_log_multiplier(0.7, observed, limit, lr=2.0) == 0.7
+
+
+@settings(max_examples=40, deadline=None)
+@given(multiplier=st.floats(0, 50), weight=st.floats(0.001, 1), seed=st.integers(0, 99))
+def test_paid_half_in_reward_and_half_in_cost_divergence_weighs_the_same_at_any_multiplier(
+    multiplier: float, weight: float, seed: int
+) -> None:
+    """Safe RLHF: [(r - b/2 k) - l (c + b/2 k)] / (1 + l) = (r - l c) / (1 + l) - b/2 k."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = Ragged.from_rows([[False, True, True, True], [True, False]], torch.bool)
+    rewards, costs = (torch.randn(2, dtype=torch.float64, generator=generator) for _ in range(2))
+    sampler, reference = (
+        mask.with_values(torch.randn(6, dtype=torch.float64, generator=generator)) for _ in range(2)
+    )
+    price = {"weight": weight, "estimator": "k1", "share": 0.5}
+    earned = penalised_token_rewards(rewards, sampler, reference, mask, **price)  # type: ignore[arg-type]
+    spent = penalised_token_costs(costs, sampler, reference, mask, **price)  # type: ignore[arg-type]
+    mixed = lagrangian_advantages(earned, spent, multiplier)
+    plain = lagrangian_advantages(token_rewards(rewards, mask), token_costs(costs, mask), multiplier)
+    assert isinstance(mixed, Ragged) and isinstance(plain, Ragged)
+    nats = torch.where(mask.values, sampler.values - reference.values, 0.0)
+    torch.testing.assert_close(mixed.values, plain.values - weight / 2 * nats, rtol=1e-9, atol=1e-12)
+
+
+def test_a_missing_end_costs_its_penalty() -> None:
+    finish = torch.tensor([Finish.STOP, Finish.LENGTH, Finish.LENGTH], dtype=torch.int8)
+    rewards = torch.tensor([1.0, 1.0, 0.0])
+    assert missing_end_rewards(rewards, finish, penalty=0.5).tolist() == [1.0, 0.5, -0.5]
+    assert ended(finish).tolist() == [True, False, False]
+    with pytest.raises(FormulaError, match="missing_end_rewards: finish has shape"):
+        missing_end_rewards(rewards, finish[:2], penalty=0.5)
+
+
+def test_no_row_pays_no_penalty_for_length() -> None:
+    assert not len(overlong_penalty(torch.zeros(0), max_tokens=torch.zeros(0), buffer=2))
 
 
 def test_the_overlong_penalty_follows_the_limit_of_each_row() -> None:

@@ -75,6 +75,32 @@ def test_where_the_clip_binds_there_is_no_gradient() -> None:
     assert log_ratio.grad.tolist() == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_token_far_off_has_a_finite_loss_and_where_clipped_no_gradient() -> None:
+    """exp overflows float32 above 88: 0 x inf in the backward pass would be NaN."""
+    log_ratio = torch.tensor([95.0, 95.0, 95.0, -95.0, -1.0], requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, 0.0, 1.0, 1.0])
+    losses = clipped_policy_loss(log_ratio, advantages, **OPTIONS)
+    losses.sum().backward()
+    assert log_ratio.grad is not None
+    assert losses.tolist() == pytest.approx([-1.2, 3.0, 0.0, -math.exp(-20), -math.exp(-1)])
+    assert log_ratio.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.0, -math.exp(-1)])
+
+
+def test_within_twenty_nats_not_a_bit_changes() -> None:
+    log_ratio = torch.linspace(-20, 20, 401)
+    raw = -torch.minimum(log_ratio.exp() * 0.7, log_ratio.exp().clamp(0.8, 1.2) * 0.7)
+    assert torch.equal(clipped_policy_loss(log_ratio, torch.full((401,), 0.7), **OPTIONS), raw)
+    assert torch.equal(importance_weights(log_ratio, torch.zeros(401), cap=1e30), log_ratio.exp())
+
+
+def test_a_row_far_off_and_a_far_weight_are_finite_too() -> None:
+    rows = Ragged(values=torch.tensor([200.0, 0.0], requires_grad=True), lengths=torch.tensor([2]))
+    clipped_policy_loss(sequence_log_ratio(rows), torch.ones(2), **OPTIONS).sum().backward()
+    assert rows.values.grad is not None and rows.values.grad.tolist() == [0.0, 0.0]
+    far = importance_weights(torch.tensor([95.0]), torch.zeros(1), cap=1e30)
+    assert far.tolist() == pytest.approx([math.exp(20)])
+
+
 def test_advantages_and_weights_carry_no_gradient() -> None:
     log_ratio = torch.zeros(2, requires_grad=True)
     advantages = torch.ones(2, requires_grad=True)

@@ -179,9 +179,8 @@ def test_greedy_answers_are_found_by_prompt_whatever_their_order_and_sample() ->
             over_greedy(rewards, valid, ids, greedy=greedy.select(wrong))
 
 
-def test_where_no_group_varies_all_rows_can_be_kept() -> None:
+def test_a_group_varies_where_two_of_its_rewards_differ() -> None:
     rewards, groups = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0, 0, 1])
     assert varied_groups(rewards, everyone(rewards), groups).tolist() == [False] * 3
-    assert varied_groups(rewards, everyone(rewards), groups, or_all=True).tolist() == [True] * 3
     some = torch.tensor([1.0, 0.5, 0.0])
-    assert varied_groups(some, everyone(some), groups, or_all=True).tolist() == [True, True, False]
+    assert varied_groups(some, everyone(some), groups).tolist() == [True, True, False]

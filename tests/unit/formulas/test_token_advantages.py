@@ -16,6 +16,7 @@ from rillflow.errors import FormulaError
 from rillflow.formulas.advantages import group_advantages
 from rillflow.formulas.penalty import token_rewards
 from rillflow.formulas.token_advantages import (
+    bootstrapped_rewards,
     explained_variance,
     gae,
     lambda_returns,
@@ -25,6 +26,7 @@ from rillflow.formulas.token_advantages import (
     whitened_returns,
 )
 from rillflow.records.ragged import Ragged
+from rillflow.records.rollout import Finish
 
 NUMBERS = st.floats(-10, 10, width=32)
 SHARES = st.sampled_from([0.0, 0.3, 0.95, 1.0])
@@ -299,3 +301,25 @@ def test_shapes_and_discounts_are_checked() -> None:
 def test_lambda_returns_are_the_targets_of_the_advantages(rows: Rows, gamma: float, lam: float) -> None:
     found = lambda_returns(rows.rewards, rows.values, rows.mask, rows.valid, gamma=gamma, lam=lam)
     assert torch.equal(found.values, value_targets(rows.gae(gamma, lam), rows.values, rows.mask).values)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seen=rows(), gamma=SHARES, lam=SHARES, data=st.data())
+def test_a_row_that_was_cut_off_goes_on_into_the_critics_value(
+    seen: Rows, gamma: float, lam: float, data: st.DataObject
+) -> None:
+    """delta_T = R_T + gamma V(s_{T+1}) - V_T where the row has no end, by a recursion of its own."""
+    count = len(seen.mask)
+    cut = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    final = torch.tensor(data.draw(st.lists(NUMBERS, min_size=count, max_size=count)), dtype=torch.float64)
+    finish = torch.tensor([Finish.LENGTH if each else Finish.STOP for each in cut], dtype=torch.int8)
+    paid = bootstrapped_rewards(seen.rewards, seen.mask, final, finish, gamma=gamma)
+    found = gae(paid, seen.values, seen.mask, seen.valid, gamma=gamma, lam=lam)
+    columns = (seen.rewards.rows(), seen.values.rows(), seen.mask.rows(), found.rows())
+    for row, (rewards, values, mask, advantages) in enumerate(zip(*columns, strict=True)):
+        ahead, after = 0.0, float(final[row]) if cut[row] else 0.0
+        for place in reversed(mask.nonzero().flatten().tolist()):
+            ahead = float(rewards[place] + gamma * after - values[place]) + gamma * lam * ahead
+            after = float(values[place])
+            expected = ahead if seen.valid[row] else 0.0
+            assert float(advantages[place]) == pytest.approx(expected, rel=1e-9, abs=1e-9)

@@ -204,6 +204,7 @@ def test_metrics_say_what_they_are_named_for() -> None:
             "policy/ratio/mean": sum(ratios) / 4,
             "policy/ratio/max": math.e,
             "policy/clipped/share": 0.5,
+            "policy/clamped/share": 0.0,
             "policy/clipped_low/share": 0.25,
             "policy/clipped_high/share": 0.25,
             "policy/advantage/mean": 0.0,
