@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from rillflow.errors import GraphError, nearest
 from rillflow.graph.graph import CONTROLLER
 from rillflow.records.metrics import Mean, Metric, Sum
+from rillflow.workers.pending import wait_for
 
 REFILLED = f"{CONTROLLER}.refill"
 """The stage that lays the rows of several rounds end to end."""
@@ -197,6 +198,7 @@ class Flow:
     def _groups(self, kept: Sequence[Any], samples: int) -> int:
         """The groups that a round kept."""
         assert self._supply is not None
+        wait_for([entry.result for entry in self._journal], self._supply.deadline_s)
         return int(sum(each.rows for each in kept[0].facts(self._supply.deadline_s))) // samples
 
     def recall(self, name: str, initial: float) -> Any:
