@@ -10,25 +10,25 @@ Imports no torch: the answer is there in a second or two. Nothing is written.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly.arithmetic import batch_lines
-from rillflow.assembly.launch import FREE_TO_CHANGE, resolved
 from rillflow.assembly.looks import Report, look
 from rillflow.assembly.meshes import model_roles
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, leaves
+from rillflow.assembly.resume import MAY_CHANGE, after, kill_cost, require_possible, resolved
 from rillflow.config.problems import shown
+from rillflow.dataflow.checkpoint import kept_steps
 from rillflow.errors import RunDirectoryError
 from rillflow.observe import layout
-from rillflow.observe.run_directory import require_same_config
+from rillflow.observe.changes import allowed_changes
+from rillflow.observe.run_directory import holds_step
 from rillflow.tasks.files import ENDINGS
 
 DEFAULT = "default"
 """What a setting that nobody gave is marked with."""
-_CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 
 def check(loaded: LoadedRecipe, *, every_setting: bool = False) -> Report:
@@ -106,9 +106,14 @@ def placement_lines(recipe: Recipe) -> list[str]:
 
 def _look_at_run(loaded: LoadedRecipe, report: Report) -> None:
     path = Path(loaded.recipe.run.dir or ".")
-    report.say("run directory", [run_state(path)])
-    if report.task is not None and (path / layout.CONFIG).is_file():
-        require_same_config(path, resolved(loaded.recipe, report.task), FREE_TO_CHANGE)
+    lines = [run_state(path), kill_cost(loaded.recipe)]
+    report.say("run directory", lines)
+    if report.task is not None and holds_step(path):
+        changed = allowed_changes(path, resolved(loaded.recipe, report.task, loaded.base), MAY_CHANGE)
+        require_possible(loaded.recipe, path, changed)
+        made = max(kept_steps(path / layout.CHECKPOINTS), default=0)
+        if made < loaded.recipe.total_steps:
+            lines += [f"a resume changes, {after(made, change)}" for change in changed]
 
 
 def run_state(path: Path) -> str:
@@ -126,10 +131,8 @@ def run_state(path: Path) -> str:
             fix="choose another one with --dir",
         )
     if (path / layout.FINISHED).is_file():
-        return f"{path}: finished; --fresh sets it aside and begins anew"
-    folder = path / layout.CHECKPOINTS
-    found = [_CHECKPOINT.fullmatch(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
-    steps = [int(match[1]) for match in found if match]
+        return f"{path}: finished; more algorithm.steps go on, --fresh sets it aside and begins anew"
+    steps = kept_steps(path / layout.CHECKPOINTS)
     if not steps:
         return f"{path}: begun and without a checkpoint; begins again"
     return f"{path}: resumes after step {max(steps)}"

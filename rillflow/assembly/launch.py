@@ -11,11 +11,18 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rillflow.assembly.looks import require_sound
 from rillflow.assembly.planned import keep_plan
 from rillflow.assembly.recipe import Recipe
+from rillflow.assembly.resume import (
+    MAY_CHANGE,
+    after,
+    is_finished,
+    keep_sources,
+    require_possible,
+    resolved,
+)
 from rillflow.assembly.row_names import rows_named
 from rillflow.errors import RillflowError
 from rillflow.observe import layout
@@ -30,16 +37,6 @@ from rillflow.view.predicted import compare, render_comparison
 from rillflow.view.report import write_report
 from rillflow.view.run_data import load
 from rillflow.view.summary import Summary, render_text, summarise, warnings_of
-
-FREE_TO_CHANGE = (
-    "run.checkpoint_minutes",
-    "run.checkpoint_every",
-    "run.keep_checkpoints",
-    "run.dir",
-    "run.threads",
-    "placement",
-)
-"""Settings a resumed run may change: where and how often, but for rounding not what is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +71,11 @@ def launch(
     if fresh:
         set_aside(path)
     with ExitStack() as stack:
-        run = RunDirectory.open(path, resolved(recipe, task), ignore=FREE_TO_CHANGE)
+        run = RunDirectory.open(path, resolved(recipe, task, base), may_change=MAY_CHANGE)
         stack.callback(run.close)
+        require_possible(recipe, path, run.changes)
         progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet))
-        if (path / layout.FINISHED).is_file():
+        if is_finished(recipe, path):
             progress.note(f"{path} is finished; --fresh sets it aside and starts again")
         else:
             for note in (*notes, *warnings_of(load(path))):
@@ -110,11 +108,6 @@ def _leave_report(run: RunDirectory, progress: Progress) -> None:
         progress.note(f"its report could not be written: {second}")
 
 
-def resolved(recipe: Recipe, task: Task[Example]) -> dict[str, Any]:
-    """What a run directory keeps as its config: every setting, and the digest of the data."""
-    return {**recipe.model_dump(mode="json"), "data": task.digest}
-
-
 def _steps(recipe: Recipe) -> dict[str, int]:
     """The steps of every phase, by its name."""
     first = {} if recipe.warm_start is None else {"warm_start": recipe.warm_start.steps}
@@ -134,6 +127,8 @@ def _train(
     from rillflow.dataflow.checkpoint import latest_checkpoint
     from rillflow.pipeline.interrupt import Interruption
 
+    (run.path / layout.FINISHED).unlink(missing_ok=True)
+    keep_sources(recipe, base, run.path)
     with Interruption(progress.note) as interruption:
         checkpoint = latest_checkpoint(run.checkpoints, run.id)
         kept = checkpoint.step if checkpoint else 0
@@ -146,6 +141,8 @@ def _train(
             if again:
                 progress.note(f"beginning again{again}")
             shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
+        for change in run.changes:
+            progress.note(f"changed: {after(kept, change)}")
         build = Build(recipe, base, task, run, checkpoint, stack)
         is_planned = keep_plan(run.path, plan, recipe.placement)
         left = run.path / layout.PLAN

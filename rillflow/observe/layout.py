@@ -7,6 +7,7 @@ RUN/
   evaluations.jsonl    one line an evaluation         rollouts/          one file a step
   checkpoints/         written by another package     summary.json, report.html
   reference/           the policy as the last phase found it, where one is asked for
+  sources/             the files of the recipe's functions, each version that was used
   plan.toml            what a planned run was launched by
 """
 
@@ -27,6 +28,7 @@ EVALUATIONS = "evaluations.jsonl"
 ROLLOUTS = "rollouts"
 CHECKPOINTS = "checkpoints"
 REFERENCE = "reference"
+SOURCES = "sources"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FINISHED = "finished.json"

@@ -10,7 +10,6 @@ and is written again. Steps count from 1 over all phases; step 0 is before the f
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import time
@@ -22,6 +21,7 @@ from types import TracebackType
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe import durable, layout
+from rillflow.observe.changes import Change, allowed_changes
 from rillflow.observe.fields import Fields
 from rillflow.observe.json_lines import JSON, encode, read_json, read_lines
 from rillflow.observe.lock import Lock
@@ -40,11 +40,22 @@ class RunDirectory:
             run.log_metrics(1, "grpo", {"reward/score/mean": Mean(total=3.0, count=4)})
     """
 
-    def __init__(self, path: Path, lock: Lock, *, is_new: bool, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        lock: Lock,
+        config: Mapping[str, JSON],
+        *,
+        is_new: bool,
+        changes: Sequence[Change],
+        clock: Callable[[], float],
+    ) -> None:
         self.path = path
         """The directory."""
         self.is_new = is_new
         """Whether this call made it; False when a run is resumed."""
+        self.changes = tuple(changes)
+        """What differs from the settings of the start before; ``log_start`` records it."""
         self.id = _identity(path)
         """What tells this run from every other; its checkpoints bear it."""
         self.checkpoints = path / layout.CHECKPOINTS
@@ -52,6 +63,7 @@ class RunDirectory:
         self.spans = Spans(clock=self.elapsed_s, write=self.log_span)
         """Measures stages; each goes to spans.jsonl when it ends."""
         self._lock: Lock | None = lock
+        self._config = config
         self._clock = clock
         self._set_clock()
 
@@ -61,12 +73,13 @@ class RunDirectory:
         path: Path,
         config: Mapping[str, JSON],
         *,
-        ignore: Sequence[str] = (),
+        may_change: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> RunDirectory:
         """Create the directory, or reopen it to go on with the same run.
 
-        ``ignore`` names settings, or groups of them, that a resumed run may change (dotted keys).
+        ``may_change`` names settings, or groups of them, that a resumed run may change (dotted keys). Their
+        new values stand in its config once ``log_start`` has recorded the changes.
 
         Raises:
             RunDirectoryError: the path is a file, holds something else, cannot be written, is in use
@@ -79,14 +92,15 @@ class RunDirectory:
             raise durable.write_error(path, error) from error
         lock = Lock(path / layout.LOCK)
         try:
-            is_new = not (path / layout.CONFIG).exists()
+            is_new, changes = not (path / layout.CONFIG).exists(), list[Change]()
             if not is_new:
                 _require_format(path)
                 if holds_step(path):
-                    require_same_config(path, config, ignore)
+                    changes = allowed_changes(path, config, may_change)
                 _mend(path)
-            durable.replace(path / layout.CONFIG, [encode(config, indent=2)])
-            return cls(path, lock, is_new=is_new, clock=clock)
+            if not holds_step(path):
+                durable.replace(path / layout.CONFIG, [encode(config, indent=2)])
+            return cls(path, lock, config, is_new=is_new, changes=changes, clock=clock)
         except BaseException:
             lock.release()
             raise
@@ -96,10 +110,13 @@ class RunDirectory:
         return self._before_s + self._clock() - self._opened_s
 
     def log_start(self, start: Mapping[str, JSON]) -> None:
-        """Add what this start of the run runs on to environment.json; the earlier starts stay."""
+        """Add what this start of the run runs on, and what it changes, to environment.json."""
         self._require_open()
-        starts = [*read_starts(self.path), start]
+        changed: dict[str, JSON] = {"changes": [asdict(change) for change in self.changes]}
+        starts = [*read_starts(self.path), {**start, **(changed if self.changes else {})}]
         self.write_json(layout.ENVIRONMENT, {"format": layout.FORMAT, "run": self.id, "starts": starts})
+        if self.changes:
+            self.write_json(layout.CONFIG, self._config)
 
     def log_metrics(self, step: int, phase: str, metrics: Metrics) -> None:
         """Add one step's metrics, each with its reduction, to metrics.jsonl."""
@@ -291,44 +308,6 @@ def _identity(path: Path) -> str:
     starts: dict[str, JSON] = {"format": layout.FORMAT, "run": made, "starts": []}
     durable.replace(path / layout.ENVIRONMENT, [encode(starts, indent=2)])
     return made
-
-
-def require_same_config(path: Path, config: Mapping[str, JSON], ignore: Sequence[str]) -> None:
-    """Refuse to go on with a run under other settings, but for those ``ignore`` names.
-
-    Raises:
-        RunDirectoryError: with every setting that differs, old and new.
-    """
-    old = _flat(read_json(path / layout.CONFIG))
-    new = _flat(json.loads(encode(config)))
-    keys = [
-        key for key in {**old, **new} if not any(key == name or key.startswith(f"{name}.") for name in ignore)
-    ]
-    differing = [key for key in keys if old.get(key, "(not set)") != new.get(key, "(not set)")]
-    if differing:
-        changes = "; ".join(
-            f"{key}: {old.get(key, '(not set)')!r} -> {new.get(key, '(not set)')!r}" for key in differing
-        )
-        raise RunDirectoryError(
-            f"{path} holds a run with another config: {changes}",
-            why="its numbers would come from two configs, and no one could tell which from which",
-            fix="choose another run directory, or add --fresh to set the old one aside",
-        )
-
-
-def _flat(value: JSON, prefix: str = "") -> dict[str, JSON]:
-    """The leaves of nested mappings and lists by dotted key; empty ones are leaves too."""
-    inner: Iterable[tuple[str, JSON]]
-    if isinstance(value, dict):
-        inner = value.items()
-    elif isinstance(value, list):
-        inner = ((str(index), entry) for index, entry in enumerate(value))
-    else:
-        return {prefix: value}
-    leaves: dict[str, JSON] = {}
-    for key, entry in inner:
-        leaves |= _flat(entry, f"{prefix}.{key}" if prefix else key)
-    return leaves or {prefix: value}
 
 
 def _mend(path: Path) -> None:

@@ -86,6 +86,8 @@ def _hero(data: RunData, summary: Summary) -> Html:
         "machine": _machine(data),
         "command": shlex.join(summary.command),
         "checkpoint": summary.checkpoint or "",
+        "best": summary.best or "",
+        "changed": "; ".join(summary.changes),
     }
     listed = el("dl", ([el("dt", name), el("dd", cut(value, 300))] for name, value in facts.items() if value))
     warned = [el("p", warning, class_="bad") for warning in summary.warnings]

@@ -71,6 +71,17 @@ class RunData:
         return value
 
     @property
+    def changes(self) -> list[str]:
+        """What later starts changed of the settings: ``from step 15 on, policy.lr: 0.001 -> 0.0005``."""
+        found = []
+        for start in self.starts:
+            after, changed = start.get("after_step"), start.get("changes")
+            if isinstance(after, int) and isinstance(changed, list):
+                words = [f"{each['key']}: {each['old']!r} -> {each['new']!r}" for each in changed]
+                found += [f"from step {after + 1} on, {word}" for word in words]
+        return found
+
+    @property
     def placed_from(self) -> int:
         """The step from which on the run was placed as it is now."""
         begun = 1

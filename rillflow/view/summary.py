@@ -16,6 +16,7 @@ from pathlib import Path
 from rillflow.observe import layout
 from rillflow.observe.json_lines import JSON
 from rillflow.observe.lessons import streaks
+from rillflow.observe.reader import best_checkpoint
 from rillflow.observe.wording import duration
 from rillflow.view.run_data import RunData, load
 from rillflow.view.samples import read_samples
@@ -103,6 +104,10 @@ class Summary:
     """The setting evaluate.success: the reward of a right answer, where rewards are graded."""
     warnings: tuple[str, ...]
     """What its reader should not overlook."""
+    changes: tuple[str, ...]
+    """What later starts changed of the settings, and from which step on."""
+    best: str | None
+    """The model of the checkpoint that held-out rows scored highest, where that is not the newest."""
 
     def as_json(self) -> dict[str, JSON]:
         """For summary.json."""
@@ -144,6 +149,8 @@ def summary_of(data: RunData) -> Summary:
         steps_setting=steps if isinstance(steps, int) else None,
         success=success if isinstance(success, float) else None,
         warnings=warnings_of(data),
+        changes=tuple(data.changes),
+        best=_best(data.path, checkpoint),
     )
 
 
@@ -178,6 +185,13 @@ def _gone(data: RunData) -> list[str]:
     gone = [one.step for one in data.steps if "rollout/length/mean" in one.metrics and one.step not in there]
     few = ", ".join(map(str, gone[:5])) + (" ..." if len(gone) > 5 else "")
     return [f"the rollouts of {len(gone):,} steps are gone: {few}"] if gone else []
+
+
+def _best(run: Path, newest: Path | None) -> str | None:
+    best = best_checkpoint(run)
+    if best is None or newest is None or newest.parent.name == f"step-{best.step:06d}":
+        return None
+    return str(newest.parent.with_name(f"step-{best.step:06d}") / newest.name)
 
 
 def newest_model(run: Path) -> Path | None:
@@ -263,10 +277,13 @@ def _place_lines(summary: Summary) -> list[str]:
     lines += [f"Warning            {warning}" for warning in summary.warnings]
     if summary.checkpoint:
         lines.append(f"Model              {summary.checkpoint}")
+    if summary.best:
+        lines.append(f"Best held out      {summary.best}")
     if summary.report:
         lines.append(f"Report             {summary.report}")
     if summary.rollouts:
         lines.append(f"Rollouts           {summary.rollouts} ({summary.num_rollout_files:,} steps)")
+    lines += [f"Changed            {change}" for change in summary.changes]
     return lines
 
 
@@ -283,8 +300,7 @@ def _next_lines(summary: Summary) -> list[str]:
         lines.append(f"  look inside:     open {shlex.quote(summary.report)} in a browser")
     rose = summary.before and summary.after and summary.after.value > summary.before.value
     if summary.steps_setting is not None:
-        elsewhere = shlex.quote(f"{summary.run}-longer")
-        again = f"--set algorithm.steps={2 * summary.steps_setting} --dir {elsewhere}"
+        again = f"--set algorithm.steps={2 * summary.steps_setting} --dir {shlex.quote(summary.run)}"
         lines.append(f"  train longer:    rillflow run {_recipe(summary.command)} {again}")
     if summary.after and not rose:
         slower = f"--set policy.lr=NUMBER --dir {shlex.quote(f'{summary.run}-lr')}"

@@ -107,12 +107,11 @@ def test_a_finished_run_is_left_alone(shared_recipe: Path, whole: Path) -> None:
 
 def test_another_config_in_the_same_directory_is_refused(shared_recipe: Path, whole: Path) -> None:
     done = subprocess.run(
-        command(shared_recipe, whole, "--set", "policy.lr=0.5"),
+        command(shared_recipe, whole, "--set", "algorithm.samples_per_prompt=2"),
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode != 0
-    assert "policy.lr" in done.stderr
-    assert "0.5" in done.stderr
+    assert "algorithm.samples_per_prompt: 4 -> 2" in done.stderr

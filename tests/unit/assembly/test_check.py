@@ -9,9 +9,10 @@ import pytest
 
 from rillflow.assembly.check import check, run_state, setting_lines
 from rillflow.assembly.doctor import usable_cores
-from rillflow.assembly.launch import launch, resolved
+from rillflow.assembly.launch import launch
 from rillflow.assembly.looks import Report, require_sound
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
+from rillflow.assembly.resume import resolved
 from rillflow.errors import ConfigError, DataError, RunDirectoryError
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.tasks.task import open_task
@@ -248,15 +249,48 @@ def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None
     assert any("only 2 are held out" in note for note in notes)
 
 
-def test_a_run_under_other_settings_is_a_problem(folder: Path) -> None:
+def test_a_run_under_other_settings_is_a_problem_once_it_made_a_step(folder: Path) -> None:
     recipe = loaded(folder).recipe
     task = open_task(recipe.task, base=folder, seed=0)
-    RunDirectory.open(folder / "runs" / "a", resolved(recipe, task)).close()
-    same = ("run.dir=runs/a", "run.threads=1")
+    with RunDirectory.open(folder / "runs" / "a", resolved(recipe, task, folder)) as run:
+        same = ("run.dir=runs/a", "run.threads=1")
+        assert problems(folder, *same, "algorithm.prompts_per_step=2") == ""
+        run.log_metrics(1, "grpo", {})
     assert problems(folder, *same) == ""
-    assert "policy.lr: 1e-05 -> 0.1" in problems(folder, *same, "policy.lr=0.1")
+    assert "prompts_per_step: 4 -> 2" in problems(folder, *same, "algorithm.prompts_per_step=2")
     write_rows(folder, [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(10)])
     assert "data: " in problems(folder, *same)
+
+
+def test_what_a_resume_would_change_is_said_and_what_cannot_be_is_refused(folder: Path) -> None:
+    recipe = loaded(folder).recipe
+    task = open_task(recipe.task, base=folder, seed=0)
+    with RunDirectory.open(folder / "runs" / "a", resolved(recipe, task, folder)) as run:
+        (run.checkpoints / "step-000002").mkdir(parents=True)
+        run.write_json("finished.json", {"steps": 3})
+    (folder / "reward.py").write_text(REWARD + "\n")
+    report = check(loaded(folder, "run.dir=runs/a", "algorithm.steps=9", "policy.lr=0.1"))
+    text = said(report, "run directory")
+    assert "a resume changes, from step 3 on, algorithm.steps: 3 -> 9" in text
+    assert "a resume changes, from step 3 on, policy.lr: 1e-05 -> 0.1" in text
+    assert "a resume changes, from step 3 on, sources.reward: " in text
+    assert "algorithm.steps is 1, 1 with all phases" in problems(
+        folder, "run.dir=runs/a", "algorithm.steps=1"
+    )
+    (folder / "reward.py").write_text(REWARD)
+    assert "the run has not kept that" in problems(folder, "run.dir=runs/a", "algorithm.loss.kl=0.1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((), "at most 5 minutes (run.checkpoint_minutes) of work, and the step that runs"),
+        (("run.checkpoint_every=7",), "5 minutes (run.checkpoint_minutes) or 7 steps (run.checkpoint_every)"),
+        (("run.checkpoint_minutes=0",), "costs all steps of the phase"),
+    ],
+)
+def test_what_a_kill_costs_is_said(folder: Path, settings: tuple[str, ...], words: str) -> None:
+    assert words in said(check(loaded(folder, *settings)), "run directory")
 
 
 def test_the_state_of_a_run_directory(tmp_path: Path) -> None:

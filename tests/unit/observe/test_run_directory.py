@@ -65,7 +65,7 @@ def test_another_config_is_refused_with_every_difference(tmp_path: Path) -> None
         log_steps(run, range(1, 2))
     other = {"policy": {"lr": 0.5, "betas": (0.9, 0.99)}, "run": {"dir": "runs/b", "threads": 1}, "extra": 1}
     with pytest.raises(RunDirectoryError) as caught:
-        RunDirectory.open(tmp_path / "run", other, ignore=["run"])
+        RunDirectory.open(tmp_path / "run", other, may_change=["run"])
     text = str(caught.value)
     assert "policy.lr: 1e-05 -> 0.5" in text
     assert "policy.betas.1: 0.95 -> 0.99" in text
@@ -75,18 +75,33 @@ def test_another_config_is_refused_with_every_difference(tmp_path: Path) -> None
     assert read_config(tmp_path / "run")["policy"]["lr"] == 1e-5  # type: ignore[index,call-overload]
 
 
-def test_an_ignored_setting_may_change_and_the_new_value_is_kept(tmp_path: Path) -> None:
-    RunDirectory.open(tmp_path / "run", CONFIG).close()
+def test_a_setting_that_may_change_is_recorded_with_its_old_value_and_the_new_one_is_kept(
+    tmp_path: Path,
+) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG) as run:
+        log_steps(run, range(1, 2))
+        run.log_start({"after_step": 0})
     changed = {**CONFIG, "run": {"dir": "runs/a", "threads": 8}}
-    RunDirectory.open(tmp_path / "run", changed, ignore=["run.threads"]).close()
+    for _ in range(2):  # a start that fails before it is logged has changed nothing
+        with RunDirectory.open(tmp_path / "run", changed, may_change=["run.threads"]) as run:
+            assert [str(change) for change in run.changes] == ["run.threads: 2 -> 8"]
+            assert read_config(run.path)["run"] == {"dir": "runs/a", "threads": 2}
+    with RunDirectory.open(tmp_path / "run", changed, may_change=["run.threads"]) as run:
+        run.log_start({"after_step": 1})
     assert read_config(tmp_path / "run")["run"] == {"dir": "runs/a", "threads": 8}
+    assert [start.get("changes") for start in read_starts(tmp_path / "run")] == [
+        None,
+        [{"key": "run.threads", "old": 2, "new": 8}],
+    ]
+    with RunDirectory.open(tmp_path / "run", changed) as run:
+        assert run.changes == ()
 
 
-def test_ignoring_a_setting_does_not_ignore_one_whose_name_it_begins(tmp_path: Path) -> None:
+def test_a_setting_that_may_change_frees_none_whose_name_it_begins(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", {"run": {"thread": 1, "threads": 1}}) as run:
         log_steps(run, range(1, 2))
     with pytest.raises(RunDirectoryError, match=r"run\.threads: 1 -> 2"):
-        RunDirectory.open(tmp_path / "run", {"run": {"thread": 1, "threads": 2}}, ignore=["run.thread"])
+        RunDirectory.open(tmp_path / "run", {"run": {"thread": 1, "threads": 2}}, may_change=["run.thread"])
 
 
 def test_a_start_that_made_no_step_refuses_no_other_config(tmp_path: Path) -> None:

@@ -45,8 +45,7 @@ def test_a_finished_run_is_told_in_full(make_run: MakeRun) -> None:
         f"Report             {run}/report.html",
         f"Rollouts           {run}/rollouts (40 steps)",
         f"  look inside:     open {run}/report.html in a browser",
-        "  train longer:    rillflow run recipes/arithmetic/run.toml --set algorithm.steps=80 "
-        f"--dir {run}-longer",
+        f"  train longer:    rillflow run recipes/arithmetic/run.toml --set algorithm.steps=80 --dir {run}",
     ):
         assert line in text.splitlines(), line
     assert f"rillflow ask {run} " in text
@@ -107,7 +106,7 @@ def test_the_next_command_is_placed_as_the_last_one(make_run: MakeRun, words: st
     command = ("rillflow", "run", *shlex.split(words))
     summary = replace(summarise(make_run(final=0.3)), command=command, run="a")
     text = render_text(summary)
-    assert f"train longer:    rillflow run {kept} --set algorithm.steps=80 --dir a-longer" in text
+    assert f"train longer:    rillflow run {kept} --set algorithm.steps=80 --dir a" in text
     assert f"try another rate: rillflow run {kept} --set policy.lr=NUMBER --dir a-lr" in text
 
 

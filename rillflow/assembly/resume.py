@@ -1,0 +1,146 @@
+"""Resume: what a run keeps of its recipe, what a resumed one may change of it, and what a kill costs.
+
+recipe + data + sources ─ resolved ─> config.json ─ compared ─> Changes ─ require_possible ─> recorded
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rillflow.assembly.recipe import Recipe
+from rillflow.dataflow.checkpoint import kept_steps
+from rillflow.errors import RunDirectoryError
+from rillflow.observe import durable, layout
+from rillflow.observe.changes import Change
+from rillflow.observe.json_lines import read_json
+from rillflow.rewards.function import parse_function
+from rillflow.tasks.example import Example
+from rillflow.tasks.task import Task
+
+_LATER = "all else goes on"
+MAY_CHANGE: Mapping[str, str] = {
+    "algorithm.steps": "the run goes on to there, a finished one too; linear and cosine schedules go on as "
+    "those of a run of the new length",
+    "policy.lr": "the optimiser's moments stay",
+    "policy.schedule": "the rate of the step reached, as this schedule has it",
+    "policy.final_lr": "as policy.schedule",
+    "policy.warmup_steps": "as policy.schedule; a warm-up that is over stays so",
+    "policy.max_grad_norm": _LATER,
+    "policy.weight_decay": _LATER,
+    "critic.lr": "the optimiser's moments stay",
+    "algorithm.loss.kl": "an adapted price goes on from where it is; from 0 only where a reference was kept",
+    "algorithm.loss.entropy": _LATER,
+    "algorithm.loss.clip_low": _LATER,
+    "algorithm.loss.clip_high": _LATER,
+    "algorithm.loss.dual_clip": _LATER,
+    "algorithm.loss.importance_cap": _LATER,
+    "algorithm.value_loss": _LATER,
+    "algorithm.ratio_tolerance": _LATER,
+    "rollout.max_tokens": _LATER,
+    "rollout.max_rows": "speed and memory",
+    "reward.timeout_s": _LATER,
+    "reward.memory_bytes": _LATER,
+    "reward.workers": "speed",
+    "reward.max_failures": _LATER,
+    "policy.tokens_per_micro_batch": "memory; sums are rounded in another order",
+    "policy.gradient_checkpointing": "memory",
+    "task.too_long": "whether a row that does not fit is dropped; the rows themselves stay",
+    "evaluate.every": "when held-out rows are looked at",
+    "run.checkpoint_minutes": "when checkpoints are written",
+    "run.checkpoint_every": "as run.checkpoint_minutes",
+    "run.keep_checkpoints": "which stay",
+    "run.dir": "the directory may be moved",
+    "run.device": "where it runs; numbers are rounded otherwise",
+    "run.threads": "speed; sums may be rounded in another order",
+    "placement": "where roles run; sums may be rounded in another order",
+    "sources": "a reward's or cost's file: the version before and the one after are kept, and scores may be "
+    "on another scale",
+}
+"""The settings that a resumed run may change, and what comes of it; everything else is refused."""
+
+
+def resolved(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, Any]:
+    """What a run directory keeps as its config: every setting, the digests of the data and of functions."""
+    sources = {setting: digest(file) for setting, file in source_files(recipe, base).items()}
+    return {**recipe.model_dump(mode="json"), "data": task.digest, "sources": sources}
+
+
+def source_files(recipe: Recipe, base: Path) -> dict[str, Path]:
+    """The files of the recipe's own functions, by their settings.
+
+    Raises:
+        RewardError: one is not there.
+    """
+    named = {"reward": recipe.reward.function, "cost": recipe.cost.function}
+    return {name: parse_function(text, base).file for name, text in named.items() if text is not None}
+
+
+def digest(file: Path) -> str:
+    """The first letters of a file's SHA-256."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def keep_sources(recipe: Recipe, base: Path, run: Path) -> None:
+    """Copy the files of the recipe's functions into the run directory, each version once.
+
+    Raises:
+        RunDirectoryError: the disk is full or cannot be written.
+    """
+    for setting, file in source_files(recipe, base).items():
+        kept = run / layout.SOURCES / f"{setting}-{digest(file)}.py"
+        if not kept.is_file():
+            try:
+                kept.parent.mkdir(exist_ok=True)
+            except OSError as error:
+                raise durable.write_error(kept, error) from error
+            durable.replace(kept, [file.read_bytes()])
+
+
+def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change]) -> None:
+    """Refuse a change whose setting may change, and whose value cannot be.
+
+    Raises:
+        RunDirectoryError: the run has made more steps than it is to have; a divergence is to be paid from a
+            reference that the run has not kept.
+    """
+    made = max(kept_steps(run / layout.CHECKPOINTS), default=0)
+    if made > recipe.total_steps:
+        raise RunDirectoryError(
+            f"algorithm.steps is {recipe.algorithm.steps}, {recipe.total_steps} with all phases, and "
+            f"{run} has made {made}",
+            why="steps cannot be taken back",
+            fix="set more steps, or choose another run directory",
+        )
+    for change in changed:
+        paid = change.key == "algorithm.loss.kl" and change.old == 0
+        if paid and not (run / layout.REFERENCE).is_dir():
+            raise RunDirectoryError(
+                f"{run} holds a run with another config: {change}",
+                why="the divergence is one from the policy as the phase began, and the run has not kept that",
+                fix="choose another run directory, or add --fresh to set the old one aside",
+            )
+
+
+def is_finished(recipe: Recipe, run: Path) -> bool:
+    """Whether a run has made the last step that its recipe asks for."""
+    mark = run / layout.FINISHED
+    return mark.is_file() and read_json(mark)["steps"] == recipe.total_steps
+
+
+def kill_cost(recipe: Recipe) -> str:
+    """What a kill or a power cut costs at most, as the settings have it."""
+    run = recipe.run
+    parts = [f"{run.checkpoint_minutes:g} minutes (run.checkpoint_minutes)"] if run.checkpoint_minutes else []
+    parts += [f"{run.checkpoint_every:,} steps (run.checkpoint_every)"] if run.checkpoint_every else []
+    if not parts:
+        return "a kill costs all steps of the phase: run.checkpoint_minutes and run.checkpoint_every are 0"
+    return f"a kill costs at most {' or '.join(parts)} of work, and the step that runs"
+
+
+def after(step: int, change: Change) -> str:
+    """A change in words, and what comes of it."""
+    effect = next(text for name, text in MAY_CHANGE.items() if f"{change.key}.".startswith(f"{name}."))
+    return f"from step {step + 1} on, {change} ({effect})"
