@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import nn
 
 from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.errors import WeightError
 from rillflow.models.language_model import LanguageModel
 from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
@@ -118,7 +119,11 @@ class Switched:
         assert self._published is not None
         received, plan = self._switch.to_generation(), self._switch.plan
         found = digests(plan.weights, plan.destination, received, self.tp, members=self._members)
-        verify(self._published, Digests(version=self._published.version, of=found))
+        try:
+            verify(self._published, Digests(version=self._published.version, of=found))
+        except WeightError:
+            self._switch.to_training()  # or the next call would find it generating, and not look again
+            raise
 
     def turn_to_training(self) -> None:
         """See Sampler."""

@@ -132,7 +132,7 @@ def balanced_shares(lengths: Sequence[int], count: int, unit: int = 1) -> tuple[
         place = bisect_left(before, wanted)
         if place and wanted - before[place - 1] < before[place] - wanted:
             place -= 1
-        cuts.append(max(cuts[-1], place))
+        cuts.append(place)
     ends = [*cuts, len(before) - 1]
     return tuple(unit * (stop - start) for start, stop in pairwise(ends))
 

@@ -296,3 +296,30 @@ def test_a_tensor_of_no_rank_is_not_asked_for() -> None:
     layout = {"far": Placement(Mesh.of(dp=1, first=0))}
     plan = reshard_plan(weights, layout, layout)
     assert dict(Switch(plan, Alone(), {"far": torch.ones(2)}).to_generation()).keys() == {"far"}
+
+
+def of_padded_halves(ranks: Ranks) -> list[object]:
+    """Four weights of 1,000 bytes, of which each rank trains one half, in a memory of 600 bytes."""
+    weights = {
+        name: Weight(name=name, shape=(50, 5), dtype=torch.float32)
+        for name in ("one", "two", "three", "four")
+    }
+    parts, train = dict.fromkeys(weights, Split(0)), Mesh.of(dp=1, pp=1, tp=2)
+    source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train, shard=False)
+    plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
+    memories = {name: torch.full((30, 5), 7.0) for name in weights}
+    switch = Switch(plan, ranks, {name: memory[:25] for name, memory in memories.items()}, most_bytes=500)
+    switch.to_generation()
+    found: list[object] = [switch.ledger.before, switch.ledger.peak, switch.ledger.generating]
+    switch.to_training()
+    beside = torch.stack([memory[25:] for memory in memories.values()])
+    return [
+        *found,
+        torch.equal(beside, torch.zeros(4, 5, 5)),
+        all(bool((m[:25] == 7).all()) for m in memories.values()),
+    ]
+
+
+def test_the_peak_is_that_of_the_last_weight_beside_its_half_and_no_garbage_comes_back() -> None:
+    """A weight a bucket: before the fourth half goes there are four whole weights and that half."""
+    assert together(2, of_padded_halves) == [[2_400, 4_600, 4_000, True, True]] * 2

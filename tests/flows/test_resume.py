@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.cli.main import main
+from rillflow.dataflow.flow import Flow
 
 TIMES = {"run/step_seconds/mean"}
 
@@ -27,6 +34,12 @@ def numbers(run: Path) -> list[tuple[int, str, dict[str, object]]]:
         (line["step"], line["phase"], {k: v for k, v in line["metrics"].items() if k not in TIMES})
         for line in lines
     ]
+
+
+def evaluations(run: Path) -> list[dict[str, object]]:
+    """Every evaluation but its time."""
+    lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "time_s"} for line in lines]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -58,6 +71,7 @@ def whole(shared_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def assert_same_run(one: Path, other: Path) -> None:
     assert numbers(one) == numbers(other)
     assert rollouts(one) == rollouts(other)
+    assert evaluations(one) == evaluations(other)
     first, second = weights(one), weights(other)
     assert first.keys() == second.keys()
     for name in first:
@@ -94,6 +108,26 @@ def test_killed_run_resumes_from_its_last_checkpoint_bit_for_bit(
     process.wait(timeout=20)
     subprocess.run(command(recipe, run, "--quiet", *often), check=True, timeout=200)
     assert_same_run(whole, run)
+
+
+def test_a_signal_in_the_last_step_stops_nothing(recipe: Path, tmp_path: Path) -> None:
+    """There is nothing left to go on with: the run is finished, and the command says so."""
+    grpo = ALGORITHMS["grpo"]
+
+    def step(flow: Any, prompts: Any, config: Any) -> Any:
+        report = grpo.step(flow, prompts, config)
+        if isinstance(flow, Flow):  # and not the symbols that a step is traced with
+            os.kill(os.getpid(), signal.SIGINT)
+        return report
+
+    run = tmp_path / "run"
+    settings = ("algorithm.steps=1", "warm_start.steps=1", "evaluate.problems=1")
+    words = [word for setting in settings for word in ("--set", setting)]
+    algorithm = replace(grpo, step=step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALGORITHMS, "grpo", algorithm)
+        assert main(["run", str(recipe), "--dir", str(run), "--quiet", *words]) == 0
+    assert len(numbers(run)) == 2 and (run / "finished.json").exists()
 
 
 def test_a_finished_run_is_left_alone(shared_recipe: Path, whole: Path) -> None:

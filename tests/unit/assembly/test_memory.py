@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rillflow.assembly.memory import estimate, sizes_of_directory, sizes_of_new
+from rillflow.assembly.memory import ModelSizes, estimate, rank_lines, sizes_of_directory, sizes_of_new
 from rillflow.assembly.recipe import Recipe
 from rillflow.config.load import validate
 from rillflow.errors import ModelError
@@ -83,6 +83,22 @@ def test_the_parts_of_the_memory() -> None:
     assert parts["optimiser"] == 8 * sizes.parameters
     assert parts["KV cache"] == 2 * 10 * 48 * 2 * 16 * 4
     assert "reference" not in parts
+
+
+@pytest.mark.parametrize(("dtype", "numbers"), [("bfloat16", 3), ("float32", 2)])
+def test_a_rank_s_optimiser_holds_masters_where_weights_are_narrow(dtype: str, numbers: int) -> None:
+    """Two moments of 4 bytes a parameter, and 4 bytes of the master; FSDP leaves a rank half of them."""
+    sizes = ModelSizes(
+        parameters=6 * 2**30, layers=1, heads=1, kv_heads=1, kv_width=1, vocabulary=1, context=1
+    )
+    data = {
+        "policy": {"model": {"new": NEW.model_dump(), "dtype": dtype}},
+        "rollout": {"max_tokens": 8},
+        "algorithm": {"name": "grpo", "steps": 1},
+        "placement": {"pools": {"main": 2}, "train": {"main": {"fsdp": 2}}},
+    }
+    line = rank_lines(validate(Recipe, data, "recipe"), sizes)[0]
+    assert f"optimiser {6 * 4 * numbers / 2:.1f} GiB" in line
 
 
 def test_a_reference_is_a_second_model() -> None:

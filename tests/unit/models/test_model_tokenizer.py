@@ -116,6 +116,13 @@ def test_a_message_that_spells_a_special_token_is_refused(byte_pair: Make, conte
     assert any(repr(token) in caught.value.what for token in ("</s>", "<|assistant|>", "<s>"))
 
 
+def test_a_special_token_of_white_space_forbids_no_message(byte_pair: Make) -> None:
+    inner = byte_pair(chat=True)
+    inner.add_special_tokens({"additional_special_tokens": ["\n"]}, replace_extra_special_tokens=False)
+    tokenizer = Tokenizer(inner)
+    assert len(tokenizer.encode_chat([{"role": "user", "content": "the\ncat"}])) > 4
+
+
 def test_a_template_that_refuses_the_roles_is_named(byte_pair: Make) -> None:
     inner = byte_pair(chat=True)
     inner.chat_template = "{{ raise_exception('roles must alternate') }}"

@@ -47,6 +47,12 @@ def test_time_left_is_a_lower_bound_until_every_phase_was_timed() -> None:
     assert left.estimate() == Estimate(seconds=0.0, is_complete=True)
 
 
+def test_a_phase_that_is_still_to_come_has_done_nothing() -> None:
+    left = TimeLeft({"sft": 10, "grpo": 20})
+    left.observe("sft", 3, 1.0)
+    assert (left.done("sft"), left.done("grpo")) == (3, 0)
+
+
 def test_time_left_after_a_resume_counts_what_was_done_before() -> None:
     left = TimeLeft({"sft": 350, "grpo": 60})
     left.observe("grpo", 400, 2.0)

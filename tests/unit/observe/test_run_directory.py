@@ -16,6 +16,7 @@ from rillflow.errors import RunDirectoryError
 from rillflow.observe.environment import environment, git_revision
 from rillflow.observe.reader import read_config, read_evaluations, read_metrics, read_spans, read_starts
 from rillflow.observe.run_directory import RunDirectory, set_aside
+from rillflow.observe.spans import Span
 from rillflow.records.metrics import Mean
 
 CONFIG = {"policy": {"lr": 1e-5, "betas": (0.9, 0.95)}, "run": {"dir": "runs/a", "threads": 2}}
@@ -201,6 +202,18 @@ def test_a_second_driver_is_refused_and_told_about_the_first(tmp_path: Path) -> 
             set_aside(tmp_path / "run")
 
 
+def test_the_holder_is_named_after_one_of_a_longer_name(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG):
+        pass
+    longer = {"pid": 1, "host": "x" * 500, "started": "long ago"}
+    (tmp_path / "run" / "run.lock").write_text(json.dumps(longer))
+    with (
+        RunDirectory.open(tmp_path / "run", CONFIG),
+        pytest.raises(RunDirectoryError, match=f"is in use by process {os.getpid()} on "),
+    ):
+        RunDirectory.open(tmp_path / "run", CONFIG)
+
+
 def test_the_lock_of_a_killed_driver_is_free(tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path; from rillflow.observe.run_directory import RunDirectory;"
@@ -279,6 +292,18 @@ def test_time_goes_on_after_a_resume_and_never_backwards(tmp_path: Path) -> None
             8,
             64,
         )
+
+
+def test_a_resumed_run_s_clock_begins_after_a_stage_that_ended_later_than_its_last_metric(
+    tmp_path: Path,
+) -> None:
+    now = [0.0]
+    with RunDirectory.open(tmp_path / "run", CONFIG, clock=lambda: now[0]) as run:
+        now[0] = 2.0
+        run.log_metrics(1, "grpo", {})
+        run.log_span(Span(step=2, stage="policy.generate", start_s=2.0, duration_s=7.0, rows=1, tokens=1))
+    with RunDirectory.open(tmp_path / "run", CONFIG, clock=lambda: now[0]) as run:
+        assert run.elapsed_s() == 9.0
 
 
 def test_a_stage_that_raises_leaves_no_span(tmp_path: Path) -> None:

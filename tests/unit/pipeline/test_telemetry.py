@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
-from rillflow.pipeline.telemetry import cost_metrics, reward_metrics, rollout_metrics, rollout_rows
+from rillflow.observe.reader import read_rollouts
+from rillflow.pipeline.telemetry import cost_metrics, record, reward_metrics, rollout_metrics, rollout_rows
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.rollout import Finish, Rollout, rollout_batch
 from rillflow.records.row import RowId
@@ -28,6 +33,29 @@ def test_rewards_are_means_over_valid_rows_alone() -> None:
     assert metrics["reward/flat_groups/share"].value == 2 / 3
     assert metrics["reward/timeout/share"].value == 1 / 6
     assert metrics["reward/score/share"].value == 5 / 6
+
+
+def test_scores_of_other_rows_than_the_sampled_ones_are_no_reward(tmp_path: Path) -> None:
+    """ReMax scores greedy answers too: their rewards are a baseline, and no measure of what was sampled."""
+
+    def rolled(sample: int) -> Batch:
+        start = Rollout.start(RowId(0, 0, sample), [1, 2], columns='{"prompt": "1+1="}')
+        return rollout_batch([start.sampled([3], [-0.1], 1, Finish.STOP)])
+
+    def scored(rows: Batch, reward: float) -> Batch:
+        outcome = torch.zeros(1, dtype=torch.int8)
+        fields = {"rewards": torch.tensor([reward]), "valid": torch.tensor([True]), "outcome": outcome}
+        return Batch(ids=rows.ids, fields=fields)
+
+    tokenizer = SimpleNamespace(pieces=lambda tokens: ["x"] * len(tokens))
+    lead: Any = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer))
+    sampled, greedy = rolled(0), rolled(-1)
+    batches = (sampled, greedy, scored(sampled, 0.25), scored(greedy, 1.0))
+    stages = ("policy.generate", "policy.greedy", "reward.score", "reward.score")
+    metrics = record(lead, tmp_path, 1, stages, *batches)
+    assert (metrics["reward/score/mean"].value, metrics["reward/score/max"].value) == (0.25, 0.25)
+    (row,) = read_rollouts(tmp_path, 1)
+    assert (row.row, row.reward) == (RowId(0, 0, 0), 0.25)
 
 
 def test_no_valid_row_is_no_number() -> None:

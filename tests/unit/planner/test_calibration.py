@@ -128,6 +128,12 @@ def test_what_is_left_of_a_step_is_overhead() -> None:
     assert (alone.step_s, alone.step_row_s) == (0.0, pytest.approx(2.5 / 512, rel=1e-3))
 
 
+def test_rows_that_took_less_than_a_plain_step_s_overhead_cost_nothing() -> None:
+    learn, improve = run(Factors())
+    odd = [replace(learn, step_s=learn.step_s + 0.5), replace(improve, step_s=improve.step_s + 0.2)]
+    assert calibrate(odd, CostModel).factors.step_row_s == 0.0
+
+
 def test_what_a_run_says_nothing_of_stays_as_guessed() -> None:
     found = calibrate(run(Factors(train_flops=0.2)), CostModel).factors
     guess = Factors()

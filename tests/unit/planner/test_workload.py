@@ -47,6 +47,12 @@ def test_quantiles_rise(lengths: Lengths, low: float, high: float) -> None:
     assert lengths.quantile(low) <= lengths.quantile(high) <= lengths.limit
 
 
+def test_quantiles_of_measured_lengths_are_those_of_their_middles() -> None:
+    lengths = Lengths(kind="measured", limit=9, values=(1, 2, 3, 9))
+    found = [lengths.quantile(share) for share in (0.01, 0.125, 0.25, 0.5, 0.75, 0.875, 0.99)]
+    assert found == [1, 1, 1.5, 2.5, 6, 9, 9]
+
+
 @given(lengths=st.one_of(lognormal, measured, fixed), seed=st.integers(0, 2**32))
 def test_a_sample_is_the_same_for_the_same_seed(lengths: Lengths, seed: int) -> None:
     drawn = lengths.sample(20, seed)

@@ -64,6 +64,22 @@ def test_two_workers_score_side_by_side(write: Write) -> None:
         assert time.monotonic() - begun < 0.9
 
 
+def test_many_rows_of_a_failed_call_have_time_enough_each(write: Write) -> None:
+    """A 120th of the time-out would be 7 ms; none has less than 50, and each healthy row takes 10."""
+    function = write(
+        """
+        import time
+        def reward(completions):
+            time.sleep(0.01)
+            return [float(completion) for completion in completions]
+        """
+    )
+    with RewardWorkers(function, RewardConfig(timeout_s=0.4)) as rewards:
+        scores = rewards.score(["p"] * 120, ["1"] * 119 + ["x"], {})
+    assert scores[-1].outcome is Outcome.ERROR
+    assert sum(score.outcome is Outcome.SCORE for score in scores) > 60  # all of them, on an idle machine
+
+
 @pytest.mark.parametrize(
     ("signature", "seen"),
     [

@@ -78,6 +78,11 @@ def test_too_many_failures_stop_the_run_and_name_the_first_row(tmp_path: Path, t
         score(tmp_path, "reward", tokenizer, rollouts(tokenizer, ["7", "9", "9"]))
 
 
+def test_as_many_failures_as_are_allowed_stop_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    found = score(tmp_path, "reward", tokenizer, rollouts(tokenizer, ["7", "9"]), max_failures=0.5)
+    assert found.dense("valid").tolist() == [True, False]
+
+
 def test_chat_prompts_get_chat_completions(tmp_path: Path, tokenizer: Tokenizer) -> None:
     batch = rollouts(tokenizer, ["7", "8"], prompt=[{"role": "user", "content": "7"}])
     assert score(tmp_path, "chat", tokenizer, batch).dense("rewards").tolist() == [1.0, 0.0]

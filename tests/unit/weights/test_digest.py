@@ -159,6 +159,8 @@ def test_the_error_names_the_weight() -> None:
     del swapped["layers.5"]
     with pytest.raises(WeightError, match=r"layers.5 of version 3 is on one side only"):
         verify(expected, published(swapped))
+    with pytest.raises(WeightError, match=r"layers.5 of version 3 is on one side only"):
+        verify(published(swapped), expected)
 
 
 def test_a_version_behind_is_refused_even_with_the_same_bits() -> None:

@@ -309,3 +309,15 @@ def test_nothing_moves_between_equal_layouts() -> None:
     assert not plan.moves
     assert all(plan.is_same(name, rank) for name in weights for rank in (0, 1))
     assert not any(bucket.moves for bucket in plan.buckets())
+
+
+def test_a_bucket_is_filled_to_the_byte() -> None:
+    """Of each weight a rank sends, receives and keeps 500 bytes: two fill a bucket of 1,000."""
+    weights = {
+        f"w{place}": Weight(name=f"w{place}", shape=(50, 5), dtype=torch.float32) for place in range(4)
+    }
+    parts, train = dict.fromkeys(weights, Split(0)), Mesh.of(dp=1, pp=1, tp=2)
+    source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train, shard=False)
+    plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
+    assert [len(bucket.parts) for bucket in plan.buckets(1_000)] == [2, 2]
+    assert [len(bucket.parts) for bucket in plan.buckets(999)] == [1, 1, 1, 1]

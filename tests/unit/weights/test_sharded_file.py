@@ -6,15 +6,16 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rillflow.cluster.ranks import Alone
+from rillflow.cluster.ranks import Alone, Circle, ThreadRanks
 from rillflow.errors import RunDirectoryError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
@@ -236,3 +237,18 @@ def test_one_rank_gathers_by_copying() -> None:
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     found["up"].zero_()
     assert tensors["up"].any()
+
+
+def test_ranks_that_hold_the_same_write_about_as_much_each(tmp_path: Path) -> None:
+    """Eight weights that four ranks hold whole: two a file."""
+    weights = {f"w{place}": Weight(name=f"w{place}", shape=(4,), dtype=torch.float32) for place in range(8)}
+    layout = {name: Placement(Mesh.of(dp=4)) for name in weights}
+    tensors, circle = {name: torch.ones(4) for name in weights}, Circle(4, 10.0)
+
+    def save(rank: int) -> None:
+        save_sharded(tmp_path / "model", weights, layout, tensors, ThreadRanks(circle, rank))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(save, range(4)))
+    written = [len(load_file(file)) for file in sorted((tmp_path / "model").glob("*.safetensors"))]
+    assert written == [2, 2, 2, 2]

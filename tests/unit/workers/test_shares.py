@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -98,6 +99,15 @@ def test_balanced_shares_differ_by_no_more_than_a_unit_s_tokens(
     longest = max((sum(whole[at : at + unit]) for at in range(0, len(whole), unit)), default=0)
     for rank, held in enumerate(tokens, 1):
         assert abs(held - tokens[-1] * rank / count) <= longest / 2 + 1e-9
+
+
+def test_where_some_parts_do_not_say_their_lengths_rows_are_shared_out_evenly() -> None:
+    ids = row_ids([RowId(0, row, 0) for row in range(10)])
+    rollouts = Batch(ids=ids, fields={"tokens": Ragged.from_rows([[1] * 9, *([1] for _ in range(9))])})
+    told, untold = lying([rollouts.slice(0, 4), rollouts.slice(4, 10)])
+    untold = replace(untold, facts=replace(untold.facts, lengths=()))
+    parts = [Rows(references=(told, untold), index=index, count=2, by=(told, untold)) for index in range(2)]
+    assert [len(resolved(part, list)) for part in parts] == [5, 5]
 
 
 def test_rows_that_differ_in_length_are_shared_out_by_their_tokens() -> None:

@@ -120,6 +120,28 @@ def test_shards_are_gathered_for_every_micro_batch_and_copies_add_gradients_once
     assert compute.gradients_s(setting(), copied)[0] > 0
 
 
+def test_shards_cross_twice_as_weights_and_once_as_gradients_in_every_micro_batch() -> None:
+    """By hand, on 8 devices of a machine: 7/8 of P (2 x 2 + 4) bytes over links of 100 GB/s at half speed."""
+    factors = replace(FREE, inside_links=0.5)
+    once = compute.Load(tokens=1.0, squares=1.0, seats=1.0, micro_batches=3.0)
+    shards, crossing = grids_of(Grid(dp=8, is_sharded=True)), 7 / 8 * SHAPE.parameters / 50e9
+    learning, scoring = (
+        compute.gathers_s(setting(factors=factors), once, shards, each)[0] for each in (3, 1)
+    )
+    assert learning == pytest.approx(3 * 8 * crossing)
+    assert scoring == pytest.approx(3 * 2 * crossing)
+
+
+@pytest.mark.parametrize(("dtype", "moved"), [("float32", 28), ("bfloat16", 30)])
+def test_an_optimiser_step_moves_seven_float32_numbers_a_parameter(dtype: str, moved: int) -> None:
+    """Gradient, weight and two moments are read, the last three written, and a bfloat16 copy if any."""
+    one = setting(workload=replace(WORKLOAD, dtype=dtype), factors=replace(FREE, decode_bandwidth=0.5))
+    expected = SHAPE.parameters * moved / (DEVICE.memory_bandwidth * 0.5)
+    assert compute.optimizer_s(one, ONE)[0] == pytest.approx(expected)
+    halves = grids_of(Grid(dp=2, is_sharded=True))
+    assert compute.optimizer_s(one, halves)[0] == pytest.approx(expected / 2)
+
+
 def test_experts_slow_a_mixture_by_their_links_and_their_pace() -> None:
     grids = grids_of(Grid(dp=8), Grid(dp=8, ep=8))
     load = compute.load_of(WORKLOAD, 8, 1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rillflow.errors import PlanError
 from rillflow.planner.evaluate import evaluate
 from rillflow.planner.mapping.search import Effort, Ranking, search
+from rillflow.planner.mapping.solve import Solver
 from rillflow.planner.objective import Goal, Objective
 from rillflow.planner.problem import Problem
 from tests.unit.planner.mapping.toys import ToyCosts, Tried, every_plan, toy_fleet, toy_problem, variants
@@ -225,3 +226,11 @@ def test_a_search_cut_short_says_so_and_says_how_good_a_plan_could_be(seed: int)
     assert short.is_exact or short.bound <= short.best[0].value
     if short.is_exact:
         assert placements(short) == placements(exact)
+
+
+def test_a_search_that_gave_up_on_combinations_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = toy_problem(1, roles=3, fleets=[toy_fleet("one", devices=2)])
+    whole = search(problem, costs_of(1), effort=ALL)
+    monkeypatch.setattr("rillflow.planner.mapping.search.Solver", lambda *given: Solver(*given[:4], 1))
+    assert whole.is_exact
+    assert not search(problem, costs_of(1), effort=ALL).is_exact

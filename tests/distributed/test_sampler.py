@@ -1,0 +1,49 @@
+"""A sampler refuses weights that are not the ones that were published, on real ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from rillflow.cluster.ranks import Ranks
+from rillflow.errors import WeightError
+from rillflow.models.config import ModelConfig, NewModel
+from rillflow.models.language_model import load_model
+from rillflow.placement.mesh import Mesh
+from rillflow.roles.sampler import lay_out
+from rillflow.weights.crossing import own
+from rillflow.weights.layout import generation_mesh
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import together
+
+NEW = NewModel(hidden=16, layers=1, heads=2, kv_heads=2, context=16, alphabet="0123456789+=")
+
+
+def published_and_damaged(ranks: Ranks) -> list[str]:
+    """What turning to generation says before and after one number changes on the last rank, twice."""
+    model = load_model(ModelConfig(new=NEW), seed=0, device=torch.device("cpu"), base=Path())
+    mesh = Mesh.of(dp=1, pp=1, tp=2)
+    generate = generation_mesh(mesh, 1)
+    share, sampler = lay_out(model, mesh=mesh, is_sharded=False, generate=generate, ranks=ranks)
+    assert share.parallel is not None
+    sampler.publish(1)
+    said = []
+    for damage in (0.0, 1e-6, 0.0):
+        if ranks.rank == 1:
+            held = own(share.parallel.parameters["model.layers.0.self_attn.q_proj.weight"])
+            held.view(-1)[0] += damage
+        try:
+            sampler.turn_to_generation()
+            said.append("generates")
+            sampler.turn_to_training()
+        except WeightError as error:
+            said.append(error.what)
+    return said
+
+
+def test_what_differs_from_what_was_published_generates_nothing() -> None:
+    wrong = "model.layers.0.self_attn.q_proj.weight differs from what was published as version 1"
+    assert together(2, published_and_damaged) == [["generates", wrong, wrong]] * 2

@@ -1,0 +1,54 @@
+"""Inline: threads that add up wait for the slow one, and what a rank has open is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from rillflow.cluster import ranks as collectives
+from rillflow.cluster.inline import InlineBackend
+from rillflow.cluster.pool import Place, Pool
+from rillflow.cluster.ranks import Circle, ThreadRanks
+
+
+def test_nobody_writes_a_sum_before_all_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank adds up only when the first has gone on, or after a while in which it could have."""
+    added, first_is_through = collectives._added, threading.Event()
+
+    def slowly(parts: Sequence[Tensor]) -> Tensor:
+        if threading.current_thread() is second[0]:
+            first_is_through.wait(0.2)
+        return added(parts)
+
+    def sum_up(rank: int) -> float:
+        if rank == 1:
+            second.append(threading.current_thread())
+        number = torch.tensor([1.0 + rank])
+        ThreadRanks(circle, rank).sum_([number])
+        if rank == 0:
+            first_is_through.set()
+        return float(number)
+
+    monkeypatch.setattr(collectives, "_added", slowly)
+    circle, second = Circle(2, 10.0), list[threading.Thread]()
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(sum_up, (1, 0))) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_close_closes_what_every_rank_has_open(size: int) -> None:
+    backend, closed = InlineBackend(), list[int]()
+    backend.open([Pool(name="main", size=size)])
+    for rank in range(size):
+        (done,) = backend.submit(
+            Place(pool="main", rank=rank), lambda site: site.stack.callback(closed.append, site.place.rank)
+        )
+        backend.read(done, 10.0)
+    assert closed == []
+    backend.close()
+    assert sorted(closed) == list(range(size))
