@@ -4,6 +4,7 @@
 #   make quickstart   a small model learns to calculate (minutes, two cores, no network but pip's)
 #   make test         the everyday tests             make test-all    the slow ones too
 #   make lint         ruff and mypy                  make benchmark   what benchmarks/ measures
+#   make mutation     random small faults of the trunk: does a test notice each? (an hour or more)
 #   make docs         draws the graphs of docs/algorithms anew
 #   make clean        removes .venv and caches; runs/ stays
 
@@ -20,7 +21,7 @@ LEAN := $(VENV)/.lean
 FULL := $(VENV)/.full
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-all lint benchmark docs setup clean
+.PHONY: quickstart test test-all lint benchmark mutation docs setup clean
 
 quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
@@ -38,6 +39,9 @@ lint: $(FULL)
 
 benchmark: $(FULL)
 	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+
+mutation: $(FULL)
+	$(BIN)/python benchmarks/mutation
 
 docs: $(LEAN)
 	$(BIN)/python docs/draw_graphs.py

@@ -203,7 +203,8 @@ def cluster_text(
         name: f"{value:.6g} s" if name.endswith("_s") else float(f"{value:.6g}")
         for name, value in asdict(factors).items()
     }
-    return toml_text({**data, "factors": values}, comment=f"Factors fitted to {run} by rillflow calibrate.")
+    data = {**data, "calibrated": f"{run} by rillflow calibrate", "factors": values}
+    return toml_text(data, comment=f"Factors fitted to {run} by rillflow calibrate.")
 
 
 def _cores(count: int) -> dict[str, Any]:

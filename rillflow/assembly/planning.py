@@ -25,12 +25,20 @@ from rillflow.errors import ModelError
 from rillflow.graph.graph import Graph
 from rillflow.models.config import NewModel
 from rillflow.planner.calibration import stages_by_name
+from rillflow.planner.factors import Factors
 from rillflow.planner.hardware import Hardware, read_hardware
 from rillflow.planner.mapping.ranking import Ranked
 from rillflow.planner.model_shape import ModelShape, read_shape
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import SAMPLER, Problem
 from rillflow.planner.workload import Workload
+
+UNFITTED = (
+    "default factors, fitted to no run: with them 69 published steps of NeMo-RL have a median error of 45%, "
+    "the worst 81%, nearly always predicted too fast (dense models alone: 13%); "
+    "rillflow calibrate fits them to a run"
+)
+UNTOLD = "the cluster's file sets factors and does not say what they were fitted to (calibrated = ...)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,14 @@ class Statement:
     """The step, its models and the devices."""
     assumptions: tuple[str, ...]
     """A sentence for each number that was assumed, with what would replace it."""
+
+    @property
+    def accuracy(self) -> str:
+        """What the factors were held against, and what came of it."""
+        hardware = self.problem.hardware
+        if hardware.calibrated:
+            return f"factors fitted to {hardware.calibrated}"
+        return UNFITTED if hardware.factors == Factors() else UNTOLD
 
 
 def open_cluster(file: Path) -> Hardware:

@@ -22,6 +22,7 @@ from rillflow.cli.commands import load
 from rillflow.cli.failure import DONE
 
 if TYPE_CHECKING:
+    from rillflow.assembly.planning import Statement
     from rillflow.assembly.recipe import LoadedRecipe
     from rillflow.planner.mapping.doubling import ClusterSize
     from rillflow.planner.plan import Plan
@@ -57,10 +58,10 @@ def plan(arguments: argparse.Namespace) -> int:
     )
     best = told(problem, found.best[0])
     lines = [*ranking_lines(problem, objective, found), "", *growth_lines(problem.hardware, sizes)]
-    lines += _assumed(statement.assumptions)
+    lines += _assumed(statement)
     if arguments.format == "json":
-        data = ranking_data(problem, objective, found)
-        _print_json({**data, "sizes": growth_data(sizes), "assumptions": list(statement.assumptions)})
+        data = {**ranking_data(problem, objective, found), "sizes": growth_data(sizes)}
+        _print_json({**data, **_said_of(statement)})
     else:
         print(f"{best.name} on {problem.hardware.name}")
         _print_lines(lines)
@@ -91,10 +92,10 @@ def simulate(arguments: argparse.Namespace) -> int:
     )
     title = f"{plan.name} on {problem.hardware.name}, freshness {plan.freshness}, seed {arguments.seed}"
     if arguments.format == "json":
-        _print_json({**simulation_data(plan, found), "assumptions": list(statement.assumptions)})
+        _print_json({**simulation_data(plan, found), **_said_of(statement)})
     else:
         print(f"{title}: {arguments.steps} steps simulated")
-        _print_lines([*simulation_lines(plan, found), *_assumed(statement.assumptions)])
+        _print_lines([*simulation_lines(plan, found), *_assumed(statement)])
     if arguments.plot is not None:
         bars = simulated_bars(found, min(SHOWN_STEPS, arguments.steps))
         _plot(arguments.plot, title, bars, [], "", simulation_lines(plan, found))
@@ -132,7 +133,7 @@ def expected(loaded: LoadedRecipe, arguments: argparse.Namespace) -> Plan:
     plan = plan_as_placed(loaded.recipe, statement)
     require_for(plan, loaded)
     if not arguments.quiet:
-        _print_lines(_assumed(statement.assumptions)[1:])
+        _print_lines(_assumed(statement)[1:])
     return plan
 
 
@@ -195,7 +196,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--freshness",
-        type=_bounds,
+        type=_freshness_bounds,
         default=(0,),
         metavar="K,K",
         help="freshness bounds to try: 0 in step (0), more with generation on devices of its own",
@@ -235,12 +236,12 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .html")
 
 
-def _bounds(text: str) -> tuple[int, ...]:
-    """Freshness bounds. Example: ``_bounds("0,1,4") == (0, 1, 4)``."""
-    found = tuple(int(part) for part in text.split(","))
-    if any(bound < 0 for bound in found):
-        raise ValueError(text)
-    return found
+def _freshness_bounds(text: str) -> tuple[int, ...]:
+    """Freshness bounds. Example: ``_freshness_bounds("0,1,4") == (0, 1, 4)``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 0 on, such as 0,1,4")
+    return tuple(map(int, parts))
 
 
 def _plot_plan(
@@ -308,8 +309,13 @@ def _wrote(file: Path) -> None:
     print(f"wrote {file}", file=sys.stderr)
 
 
-def _assumed(assumptions: Sequence[str]) -> list[str]:
-    return ["", *(f"assumed: {sentence}" for sentence in assumptions)] if assumptions else []
+def _assumed(statement: Statement) -> list[str]:
+    sentences = (f"assumed: {sentence}" for sentence in statement.assumptions)
+    return ["", f"how exact: {statement.accuracy}", *sentences]
+
+
+def _said_of(statement: Statement) -> dict[str, object]:
+    return {"accuracy": statement.accuracy, "assumptions": list(statement.assumptions)}
 
 
 def _print_lines(lines: Sequence[str]) -> None:

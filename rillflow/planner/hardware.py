@@ -76,6 +76,8 @@ class Hardware:
     """Its machines by kind; a pool lies in one of them."""
     factors: Factors
     """The share of the devices' numbers that models reach."""
+    calibrated: str = ""
+    """What the factors were fitted to; empty where the file does not say."""
 
     def fleet(self, name: str) -> Fleet:
         """The fleet of a name."""
@@ -93,12 +95,13 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
 
     ``[[fleet]]`` tables with ``device``, ``devices`` or ``machines``, ``per_machine``, ``between`` (one
     device's share of the network) or ``between_machine`` (a machine's), ``price``; ``[device.NAME]`` tables
-    for devices that are not shipped; ``[factors]`` for the shares of them that models reach.
+    for devices that are not shipped; ``[factors]`` for the shares of them that models reach, and
+    ``calibrated``, a text that says what these were fitted to.
 
     Raises:
         PlanError: unknown names, missing or contradictory numbers, numbers without a unit, absurd ones.
     """
-    _known(data, {"name", "fleet", "device", "factors"}, name)
+    _known(data, {"name", "fleet", "device", "factors", "calibrated"}, name)
     own = _table(data, "device", name)
     devices = shipped_devices() | {
         label: _device(label, _table(own, label, f"{name}, device"), f"{name}, device.{label}")
@@ -116,8 +119,12 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     doubled = next((label for label in labels if labels.count(label) > 1), None)
     if doubled is not None:
         raise PlanError(f"{name} has two fleets called {doubled!r}", fix="give each fleet a name of its own")
-    title = data.get("name", name)
-    return Hardware(name=str(title), fleets=fleets, factors=_factors(_table(data, "factors", name), name))
+    return Hardware(
+        name=str(data.get("name", name)),
+        fleets=fleets,
+        factors=_factors(_table(data, "factors", name), name),
+        calibrated=str(data.get("calibrated", "")),
+    )
 
 
 def _device(name: str, data: Mapping[str, Any], where: str) -> Device:

@@ -368,5 +368,5 @@ def _require_prices(problem: Problem, objective: Objective) -> None:
         raise PlanError(
             f"the least cost is asked for, and fleet {free[0]} has no price",
             why="what costs nothing would always win",
-            fix="give price_per_hour of every fleet",
+            fix='give every fleet a price, as in price = "2.5 $/h"',
         )

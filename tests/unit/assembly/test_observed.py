@@ -147,6 +147,7 @@ def test_the_cluster_file_has_the_factors(make_run: Callable[..., Path], tmp_pat
     file = tmp_path / "calibrated.toml"
     file.write_text(cluster_text(factors, observations, None, run))
     found = open_cluster(file)
+    assert found.calibrated == f"{run} by rillflow calibrate"
     for name, value in vars(factors).items():
         assert vars(found.factors)[name] == pytest.approx(value, rel=1e-5)
     again = tmp_path / "again.toml"

@@ -73,6 +73,42 @@ def test_a_recipe_is_planned_and_the_plan_simulated(here: Path, capsys: pytest.C
     assert "policy.update, step 3" in (here / "steps.html").read_text()
 
 
+def test_a_prediction_says_what_its_factors_were_fitted_to(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = here / "cluster.toml"
+    for more, told in (
+        ("", "default factors, fitted to no run: with them 69 published steps of NeMo-RL"),
+        ("[factors]\ntrain_flops = 0.3\n", "does not say what they were fitted to"),
+    ):
+        file.write_text(CLUSTER + more)
+        (line,) = [line for line in said(capsys, *PLAN).splitlines() if line.startswith("how exact: ")]
+        assert told in line
+    file.write_text('calibrated = "runs/first by rillflow calibrate"' + CLUSTER)
+    assert "how exact: factors fitted to runs/first by rillflow calibrate\n" in said(capsys, *PLAN)
+    assert json.loads(said(capsys, *PLAN, "--format", "json"))["accuracy"].startswith(
+        "factors fitted to runs/"
+    )
+
+
+@pytest.mark.parametrize("bounds", ["a", "0,", "-1", "1.5", "0;1"])
+def test_freshness_bounds_that_are_none_are_named(
+    bounds: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*PLAN, f"--freshness={bounds}"])
+    assert f"{bounds!r} is no list of whole numbers from 0 on, such as 0,1,4" in capsys.readouterr().err
+
+
+def test_the_price_that_an_error_asks_for_is_one_that_a_cluster_may_have(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = said(capsys, *PLAN, "--objective", "cost", code=2)
+    price = error.split("as in ")[1].splitlines()[0]
+    (here / "cluster.toml").write_text(CLUSTER + price + "\n")
+    assert "best placements" in said(capsys, *PLAN, "--objective", "cost")
+
+
 def test_a_planned_recipe_passes_the_check_of_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rillflow.assembly.planned import open_plan, require_for, settings_of
     from rillflow.assembly.recipe import load_recipe
