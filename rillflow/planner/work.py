@@ -34,6 +34,7 @@ ENDPOINTS: Mapping[str, Work] = {
     "greedy": Work.GENERATE,
     "logprobs": Work.SCORE,
     "values": Work.SCORE,
+    "final_values": Work.SCORE,
     "score": Work.SCORE,
     "update": Work.TRAIN,
     "update_and_imitate": Work.TRAIN,

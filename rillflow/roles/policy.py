@@ -158,7 +158,8 @@ class Policy:
 
         Args:
             batches: what ``update`` is given, and last the demonstrations; both are cut into equally many
-                minibatches, and an optimiser step takes one of each.
+                minibatches, and an optimiser step takes one of each. Without a rollout the demonstrations
+                are imitated alone.
             loss: of the rollouts.
             reuse: how often both are gone through.
             weight: of the demonstrations' loss.
@@ -170,14 +171,15 @@ class Policy:
         *known, demonstrations = batches
         improving = list(self._aims(known, loss, reuse))
         shown = list(self._minibatches(demonstrations, reuse))
-        if len(shown) != len(improving):
+        if improving and len(shown) != len(improving):
             raise TrainingError(
                 f"demonstrations make {len(shown)} minibatches and rollouts make {len(improving)}",
                 why="every optimiser step takes one of each",
                 fix="lower algorithm.minibatches, or raise algorithm.prompts_per_step",
             )
         imitating = [self.trainer.aim(part, SupervisedLoss(), weight=weight) for part in shown]
-        return merge_metrics([self.trainer.step(*both) for both in zip(improving, imitating, strict=True)])
+        both = zip(improving, imitating, strict=True) if improving else zip(imitating, strict=True)
+        return merge_metrics([self.trainer.step(*aims) for aims in both])
 
     @endpoint(TRAIN, reads=("tokens", "loss_mask"))
     def imitate(self, demonstrations: Batch, passes: PassesConfig) -> dict[str, Metric]:

@@ -13,6 +13,7 @@ from rillflow.models.new_model import character_tokenizer
 from rillflow.models.scalar_model import ScalarModel
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
+from rillflow.records.ragged import Ragged
 from rillflow.roles.critic import Critic
 from rillflow.roles.share import Share
 from rillflow.train.config import PassesConfig, TrainConfig, ValueLossConfig
@@ -111,3 +112,23 @@ def test_a_critic_with_other_tokens_than_the_policy_is_refused(make_model: MakeM
     other = Tokenizer(character_tokenizer("=0123456789+-", 32))
     with pytest.raises(ModelError, match="the critic and the policy read the token 1 as different text"):
         Critic(Share.whole(make_model()), tokenizer=other, train=TrainConfig(), seed=0, updates=1)
+
+
+def test_the_final_value_is_that_of_the_state_after_the_last_token(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    """What ``values`` says before one more token is what ``final_values`` says without that token."""
+    model = make_model()
+    torch.nn.init.normal_(model.module.score.weight)
+    critic = critic_of(model)
+    longer = make_rollouts(model, ["421", "108"])
+    tokens = longer.ragged("tokens")
+    kept = tokens.positions < tokens.expand(tokens.lengths - 1)
+    shorter = Batch(
+        ids=longer.ids, fields={"tokens": Ragged(values=tokens.values[kept], lengths=tokens.lengths - 1)}
+    )
+    before_the_last = critic.values(longer).ragged("values").values[tokens.bounds[1:] - 1]
+    found = critic.final_values(shorter)
+    assert set(found.fields) == {"final_values"} and torch.equal(found.ids, longer.ids)
+    torch.testing.assert_close(found.dense("final_values"), before_the_last)
+    assert float(before_the_last.abs().min()) > 1e-4
