@@ -4,21 +4,24 @@
        │                                      │ results: Ray's object store of the machine they are made on
        └── references only                    └ a tensor travels as the memory it is, read without a copy
 
-A cluster that we start ourselves listens on 127.0.0.1 alone and asks for a token; it ends with us. One
-that is there already (``address``) is joined with whatever protection it has.
+A cluster that we start ourselves listens on 127.0.0.1 alone and asks for a token; it ends with us, killed
+or not, and its files with it (``cluster.watchdog``). One that is there already (``address``) is joined with
+whatever protection it has.
 
 Loop of a rank's process
     consumes      calls submitted to it, in order
     waits for     the objects its arguments refer to
     unblocked by  the ranks that make them, or the error that ended them
     produces      objects
-    shuts down    healthy: ``close`` kills it. It dies with the driver
+    shuts down    healthy: ``close`` kills it. It dies with the driver, or by the watchdog's hand
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -32,6 +35,7 @@ from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import RankLost, Site, Traffic, Work
 from rillflow.cluster.pool import Place, Pool, places
 from rillflow.cluster.ranks import Alone, ProcessRanks, Ranks, Stranded
+from rillflow.cluster.watchdog import MARK, watch
 from rillflow.errors import ClusterError
 
 if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
@@ -104,14 +108,15 @@ class RayBackend:
         self._ranks: dict[Place, Any] = {}
         self._methods: dict[tuple[Place, int], Any] = {}
         self._groups: list[Any] = []
-        self._meetings = tempfile.TemporaryDirectory(prefix="rillflow-ranks-")
+        self._folder: Path | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         self._started = False
 
     def open(self, pools: Sequence[Pool]) -> None:
         """See Backend."""
         found = places(pools)
-        self._join(len(found))
         try:
+            self._join(len(found))
             self._fit(pools)
             for pool in pools:
                 self._start(pool, len(found))
@@ -179,10 +184,16 @@ class RayBackend:
         self._ranks.clear()
         self._methods.clear()
         self._groups.clear()
-        self._meetings.cleanup()
         if self._started:
             ray.shutdown()
             self._started = False
+        if self._watchdog is not None:
+            with suppress(subprocess.TimeoutExpired):  # a fork of ours may hold its input open until it ends
+                self._watchdog.communicate(timeout=_CLOSE_S)
+            self._watchdog = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def _method(self, place: Place, results: int) -> Any:
         """How a rank is called for so many results; made once, for it costs as much as the call."""
@@ -202,19 +213,26 @@ class RayBackend:
 
     def _join(self, ranks: int) -> None:
         """Join a cluster, or start one for so many ranks: they share the cores, whatever their number."""
+        self._folder = Path(tempfile.mkdtemp(prefix="rf-", dir=os.environ.get("RAY_TMPDIR")))
         if ray.is_initialized():
             return
+        self._started = True
         address = self._address or os.environ.get("RAY_ADDRESS")
         if address is not None:
             ray.init(address=address, log_to_driver=True)
-        else:
+            return
+        self._watchdog = watch(self._folder)
+        os.environ[MARK] = str(self._folder)
+        try:
             ray.init(
                 num_cpus=max(ranks, os.cpu_count() or 1),
                 include_dashboard=False,
                 log_to_driver=True,
                 logging_level=logging.WARNING,
+                _temp_dir=str(self._folder),
             )
-        self._started = True
+        finally:
+            del os.environ[MARK]
 
     def _fit(self, pools: Sequence[Pool]) -> None:
         there = ray.cluster_resources()
@@ -229,6 +247,7 @@ class RayBackend:
                 )
 
     def _start(self, pool: Pool, ranks: int) -> None:
+        assert self._folder is not None  # there is one from _join to close
         bundle = {"CPU": 1.0} | ({"GPU": float(self._devices)} if self._devices else {})
         group = placement_group([bundle] * pool.size, strategy="PACK")
         self._groups.append(group)
@@ -238,7 +257,7 @@ class RayBackend:
                 why=f"free in the cluster: {ray.available_resources()}",
                 fix="end what else runs on the cluster, or make the pool smaller",
             )
-        meeting = str(Path(self._meetings.name) / pool.name)
+        meeting = str(self._folder / pool.name)
         threads = max(1, (os.cpu_count() or 1) // ranks)
         backend = "cpu:gloo,cuda:nccl" if self._devices else "gloo"
         actor = ray.remote(RankProcess)
@@ -367,7 +386,7 @@ def _loss(error: RayError) -> tuple[str, str, str]:
     """Of what Ray itself reports: what became of a rank, why, and what to do."""
     what, fix = next(
         (said for kinds, said in _LOSSES.items() if isinstance(error, kinds)),
-        ("has failed", "look at Ray's own logs, in /tmp/ray/session_latest/logs"),
+        ("has failed", "the same command goes on from the last checkpoint"),
     )
     told = [line for line in str(error).splitlines() if line.strip()]
     return what, f"{type(error).__name__}: {told[0].strip() if told else 'Ray says no more'}", fix

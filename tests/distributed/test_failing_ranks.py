@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -192,8 +193,37 @@ def test_closing_leaves_no_process_behind(on_ray: RayBackend) -> None:
 
     children = set(psutil.Process().children(recursive=True))
     worker(on_ray, "asleep", "slow", 1).call("sleep", BATCH, seconds=600.0)
+    folder = on_ray._folder
+    assert folder is not None and (folder / "main").exists()
     on_ray.close()
     on_ray.close()
     assert not ray.is_initialized(), "closing twice must not start anything"
-    _, alive = psutil.wait_procs(children, timeout=60)  # daemons look for their raylet now and then
+    _, alive = psutil.wait_procs(children, timeout=10)
     assert children and not alive
+    assert not folder.exists()
+
+
+DRIVER = """
+import time
+from rillflow.cluster.pool import Pool
+from rillflow.cluster.ray import RayBackend
+
+backend = RayBackend(60.0)
+backend.open([Pool(name="main", size=1)])
+print(backend._folder, flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_is_left_when_the_driver_is_killed() -> None:
+    """Ray's own helpers wait a minute for a head that will not answer again."""
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    folder = Path(driver.stdout.readline().strip())
+    family = psutil.Process(driver.pid).children(recursive=True)
+    assert folder.is_dir() and any("RankProcess" in " ".join(each.cmdline()) for each in family)
+    driver.kill()
+    driver.communicate()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    assert not folder.exists()

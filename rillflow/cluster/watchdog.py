@@ -1,0 +1,45 @@
+"""Watchdog: ends what a cluster of ours has left, where the driver could not.
+
+    driver ── started with it ──> watchdog        a process of its own, in a session of its own
+       └── gone, or its pipe closed ──> every process with the cluster's mark is killed, its folder removed
+
+Ray's daemons follow a killed driver at once; their own helpers do so after a minute. Run as a file, it
+imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "RILLFLOW_CLUSTER"
+"""The environment variable that processes of a cluster inherit; its value is the cluster's folder."""
+_LOOK_S = 0.5
+"""Seconds between two looks at whether the driver is still there."""
+
+
+def watch(folder: Path) -> subprocess.Popen[bytes]:
+    """Start a watchdog over the cluster of this folder; closing its standard input ends both."""
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _main(driver: int, folder: str) -> None:
+    while os.getppid() == driver and not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+        pass
+    mark = f"{MARK}={folder}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2])
