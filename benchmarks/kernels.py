@@ -1,10 +1,12 @@
-"""What decided the native engine's choices: how a row attends, and which shapes round alike.
+"""What decided the engines' choices: how a row attends, how it is drawn, and which shapes round alike.
 
     python benchmarks/kernels.py
 
 First table: attention of one query a row over a cache, in microseconds a layer; four layers' caches are
-gone through in turn, as in a pass. Second: does a row of a matrix product get the same bits in every
-place, beside any others, on 1 and 2 threads, and with any number of rows?
+gone through in turn, as in a pass. Second: one token of each of 16 rows drawn from a large vocabulary, in
+processor milliseconds of one thread, as shares of plain drawing in the same turns: logits from nearly flat to
+those of a trained model. Third: does a row of a matrix product get the same bits in every place, beside any
+others, on 1 and 2 threads, and with any number of rows?
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
+
+from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.native.sampling import Settings, draw
 
 LAYERS = 4
 ATTENTION = (
@@ -40,6 +45,8 @@ LINEAR = (
     (5000, 128),
     (18992, 64),
 )
+VOCABULARY, DRAWN = 151_936, 16
+DEVIATIONS = (0.1, 1.0, 3.0, 5.0, 8.0)
 ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 31, 32, 48, 64, 65, 100, 128, 256)
 
 
@@ -96,6 +103,12 @@ def main() -> None:
             + " | ".join(f"{time:.0f}" for time in times)
             + " |"
         )
+    print(
+        "\n| deviation of the logits | tokens that hold 0.95 | plain | top-k 50 | top-p 0.95 | a whole sort |"
+    )
+    print("|---|---|---|---|---|---|")
+    for deviation in DEVIATIONS:
+        print(drawing(deviation, repeats))
     print("\n| type | bits depend on | with so many rows |\n|---|---|---|")
     for dtype in (torch.float32, torch.bfloat16):
         for question, rows in rounding(dtype).items():
@@ -124,6 +137,31 @@ def microseconds(way: Callable[[Caches], Tensor], layers: list[Caches], repeats:
                 way(layer)
             seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[3:]) / len(layers) * 1e6
+
+
+def drawing(deviation: float, repeats: int) -> str:
+    """A line of the table of drawing."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(DRAWN, VOCABULARY, generator=random) * deviation
+    uniforms = torch.rand(DRAWN, generator=random, dtype=torch.float64)
+    ways = [SamplingConfig(), SamplingConfig(top_k=50), SamplingConfig(top_p=0.95)]
+    settings = [Settings.of([way] * DRAWN, logits.device) for way in ways]
+    seconds: list[list[float]] = [[] for _ in ways]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(repeats):
+        for own, way in zip(seconds, settings, strict=True):
+            begin = time.process_time()
+            draw(logits, way, uniforms)
+            own.append(time.process_time() - begin)
+    begin = time.process_time()
+    mass = logits.softmax(-1).sort(-1, descending=True).values.cumsum(-1)
+    whole = time.process_time() - begin
+    torch.set_num_threads(threads)
+    plain, *others = (statistics.median(own) for own in seconds)
+    shares = " | ".join(f"{other / plain:.2f}" for other in (*others, whole))
+    held = float((mass < 0.95).sum(-1).float().mean()) + 1
+    return f"| {deviation:g} | {held:,.0f} | {plain * 1e3:.1f} ms | {shares} |"
 
 
 def rounding(dtype: torch.dtype) -> dict[str, set[int]]:

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.native.nucleus import FEW, least_kept
 
 _BLOCK = 512
 """A vocabulary longer than two of these is searched block by block."""
@@ -89,6 +91,13 @@ def draw(logits: Tensor, settings: Settings, uniforms: Tensor) -> Drawn:
 def _filtered(scaled: Tensor, weights: Tensor, settings: Settings) -> Tensor:
     """[n, V] the weights, 0 where top-k or top-p excludes a token."""
     if settings.filtered is None or settings.top_k is None or settings.top_p is None:
+        return weights
+    if weights.device.type == "cpu" and weights.shape[1] > FEW:
+        space = np.empty(weights.shape[1], np.float32)
+        parts = (settings.filtered, settings.top_k, settings.top_p)
+        for row, top_k, top_p in zip(*(part.tolist() for part in parts), strict=True):
+            lowest = least_kept(weights[row].numpy(), top_k, top_p, space)
+            torch.threshold_(weights[row], float(np.nextafter(np.float32(lowest), np.float32(-1))), 0.0)
         return weights
     asked = scaled[settings.filtered]
     least = _threshold(asked, settings.top_k, settings.top_p, settings.most)
