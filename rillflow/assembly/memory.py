@@ -113,6 +113,14 @@ def _numbers_in(file: Path) -> int:
         return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
 
 
+def rows_at_once(recipe: Recipe) -> int:
+    """Rows whose keys and values are held together: every slot of fixed shapes, else those that can run."""
+    if recipe.rollout.deterministic:
+        return recipe.rollout.max_rows
+    judged = min(recipe.evaluate.problems, recipe.task.held_out)
+    return min(recipe.rollout.max_rows, max(recipe.algorithm.rows_per_step, judged))
+
+
 def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
     """What the model of section ``policy`` takes on one rank, by phase; empty where a rank holds it whole.
 
@@ -125,7 +133,7 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
         return []
     whole = sizes.parameters * item
     parts = mesh.pp * mesh.tp * (mesh.dp if mesh.is_sharded else 1)
-    rows = -(-min(recipe.rollout.max_rows, recipe.algorithm.rows_per_step) * tp // mesh.ranks)
+    rows = -(-rows_at_once(recipe) * tp // mesh.ranks)
     cache = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item // tp
     state = 2 * sizes.parameters * _FLOAT32_BYTES // parts
     if item < _FLOAT32_BYTES:
@@ -149,7 +157,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:
     """Bytes by what they are for."""
     item = _ITEM_BYTES[recipe.policy.model.dtype]
     weights = sizes.parameters * item
-    rows = min(recipe.rollout.max_rows, recipe.algorithm.rows_per_step)
+    rows = rows_at_once(recipe)
     parts = {
         "weights": weights,
         "gradients": weights,

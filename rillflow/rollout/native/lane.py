@@ -92,7 +92,7 @@ class Lane:
         self._agreement = Agreement(tp, self._device)
         self._runner: Runner | None = None
         self._scheduler = Scheduler(config.max_rows)
-        self._slots = Slots(self._device, self._fixed_rows or config.max_rows, seed)
+        self._slots = Slots(self._device, seed)
         check_stop_tokens(stop_tokens, self._vocabulary)
         self._stop = stop_tokens
         self._settings = Settings.of((), self._device)
@@ -176,8 +176,11 @@ class Lane:
                 if not self.has_work:
                     self._agreement.check(self._sampled_version)  # of the last draws
                 return ended
-        except BaseException:
+        except BaseException as error:
+            rows = len(self._scheduler.running)
             self.clear()  # half a step has been done, and the cache may hold what is not finite
+            if isinstance(error, RuntimeError) and "memory" in str(error):
+                raise _no_room(rows, self._config, error) from error
             raise
 
     def clear(self) -> None:
@@ -196,6 +199,9 @@ class Lane:
             self._slots.begin(clock, running)
         step = self._scheduler.schedule()
         self._agree(step)
+        self._slots.reserve(
+            max([self._fixed_rows or len(step.rows), *(1 + one.source for one in step.moves)])
+        )
         self._slots.move(step.moves)
         self._slots.admit(clock, step.admitted, self._scheduler.waiting(BULK))
         rows = self._fixed_rows or len(step.rows)
@@ -290,3 +296,11 @@ class Lane:
             why="a weight is NaN or infinite, or an activation overflowed",
             fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
         )
+
+
+def _no_room(rows: int, config: RolloutConfig, error: RuntimeError) -> RolloutError:
+    return RolloutError(
+        f"there is no memory for {rows:,} rows at once (rollout.max_rows = {config.max_rows:,})",
+        why=str(error).splitlines()[0],
+        fix="lower rollout.max_rows or rollout.max_tokens; rillflow check says what they take",
+    )

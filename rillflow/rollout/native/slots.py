@@ -15,6 +15,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rillflow.formulas.counter import uniform
 from rillflow.rollout.native.passes import Feed
@@ -33,18 +34,26 @@ class Slots:
 
     Args:
         device: of the module.
-        rows: how many slots there are.
         seed: of the run.
     """
 
-    def __init__(self, device: torch.device, rows: int, seed: int) -> None:
+    def __init__(self, device: torch.device, seed: int) -> None:
         self._device = device
         self._seed = seed
         self._begin = 0
-        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._uniforms = torch.zeros(WINDOW, rows, dtype=torch.float64, device=device)
-        self._tokens = torch.zeros(WINDOW + 1, rows, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(WINDOW, rows, dtype=torch.float32, device=device)
+        self._positions = torch.zeros(0, dtype=torch.int64, device=device)
+        self._uniforms = torch.zeros(WINDOW, 0, dtype=torch.float64, device=device)
+        self._tokens = torch.zeros(WINDOW + 1, 0, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(WINDOW, 0, dtype=torch.float32, device=device)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for slots 0 to ``rows`` - 1; twice what there was at least, so that it grows seldom."""
+        there = len(self._positions)
+        if rows <= there:
+            return
+        more = (0, max(rows - there, there))
+        self._positions, self._uniforms = pad(self._positions, more), pad(self._uniforms, more)
+        self._tokens, self._logprobs = pad(self._tokens, more), pad(self._logprobs, more)
 
     def is_full(self, clock: int) -> bool:
         """Whether this step needs a new window."""

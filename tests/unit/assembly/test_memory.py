@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rillflow.assembly.memory import ModelSizes, estimate, rank_lines, sizes_of_directory, sizes_of_new
+from rillflow.assembly.memory import (
+    ModelSizes,
+    estimate,
+    rank_lines,
+    rows_at_once,
+    sizes_of_directory,
+    sizes_of_new,
+)
 from rillflow.assembly.recipe import Recipe
 from rillflow.config.load import validate
 from rillflow.errors import ModelError
@@ -99,6 +106,17 @@ def test_a_rank_s_optimiser_holds_masters_where_weights_are_narrow(dtype: str, n
     }
     line = rank_lines(validate(Recipe, data, "recipe"), sizes)[0]
     assert f"optimiser {6 * 4 * numbers / 2:.1f} GiB" in line
+
+
+def test_rows_that_never_run_take_no_memory() -> None:
+    """A step has 64 x 8 rows and an evaluation 500; fixed shapes hold every slot."""
+    many = recipe().rollout.model_copy(update={"max_rows": 10**9})
+    some = recipe().model_copy(update={"rollout": many})
+    assert rows_at_once(some) == 512
+    small = some.model_copy(update={"algorithm": some.algorithm.model_copy(update={"prompts_per_step": 4})})
+    assert rows_at_once(small) == 500
+    fixed = many.model_copy(update={"deterministic": True})
+    assert rows_at_once(some.model_copy(update={"rollout": fixed})) == 10**9
 
 
 def test_a_reference_is_a_second_model() -> None:

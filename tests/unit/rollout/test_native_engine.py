@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, GPT2Config, PreTrainedConfig
 
+from rillflow.errors import RolloutError
 from rillflow.formulas.counter import uniform
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout, completions, rollouts_of
@@ -377,3 +378,19 @@ def test_one_engine_draws_each_call_by_that_calls_settings(engine: Engines, prom
     for one, other in zip(again, fresh, strict=True):
         assert torch.equal(completions(one).values, completions(other).values)
     assert len({tuple(completions(one).values.tolist()) for one in again}) == 5
+
+
+def test_slots_that_never_run_take_no_memory_and_change_no_bit(engine: Engines, prompts: Prompts) -> None:
+    rows = prompts(3, 9, 5, 7, 2, 4)
+    few, many = engine(max_rows=24, lanes=1), engine(max_rows=10**12, lanes=1)
+    for name in ("tokens", "sampler_logprobs"):
+        one, other = (each.generate(rows, samples=4).ragged(name).values for each in (few, many))
+        assert torch.equal(one, other)
+
+
+def test_too_little_memory_is_said_in_our_words(engine: Engines, prompts: Prompts) -> None:
+    fixed = engine(max_rows=10**13, deterministic=True)
+    with pytest.raises(RolloutError, match=r"rollout\.max_rows = 10,000,000,000,000") as caught:
+        fixed.generate(prompts(1))
+    assert "lower rollout.max_rows" in caught.value.fix
+    assert not fixed.has_work
