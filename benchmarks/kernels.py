@@ -5,7 +5,8 @@
 First table: attention of one query a row over a cache, in microseconds a layer; four layers' caches are
 gone through in turn, as in a pass. Second: one token of each of 16 rows drawn from a large vocabulary, in
 processor milliseconds of one thread, as shares of plain drawing in the same turns: logits from nearly flat to
-those of a trained model. Third: does a row of a matrix product get the same bits in every place, beside any
+those of a trained model. Third: log probabilities of 64 tokens of that vocabulary and their gradients, by the
+rows of a chunk, likewise. Fourth: does a row of a matrix product get the same bits in every place, beside any
 others, on 1 and 2 threads, and with any number of rows?
 """
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from rillflow.formulas.logprobs import token_logprobs
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.sampling import Settings, draw
 
@@ -47,6 +49,7 @@ LINEAR = (
 )
 VOCABULARY, DRAWN = 151_936, 16
 DEVIATIONS = (0.1, 1.0, 3.0, 5.0, 8.0)
+CHUNKS = (1, 2, 4, 8, 16, 64)
 ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 31, 32, 48, 64, 65, 100, 128, 256)
 
 
@@ -109,6 +112,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for deviation in DEVIATIONS:
         print(drawing(deviation, repeats))
+    print("\n| rows of a chunk | milliseconds |\n|---|---|")
+    for rows, milliseconds in chunks(max(1, repeats // 3)).items():
+        print(f"| {rows} | {milliseconds:.0f} |")
     print("\n| type | bits depend on | with so many rows |\n|---|---|---|")
     for dtype in (torch.float32, torch.bfloat16):
         for question, rows in rounding(dtype).items():
@@ -162,6 +168,23 @@ def drawing(deviation: float, repeats: int) -> str:
     shares = " | ".join(f"{other / plain:.2f}" for other in (*others, whole))
     held = float((mass < 0.95).sum(-1).float().mean()) + 1
     return f"| {deviation:g} | {held:,.0f} | {plain * 1e3:.1f} ms | {shares} |"
+
+
+def chunks(repeats: int) -> dict[int, float]:
+    """Processor milliseconds of log probabilities and their gradient, medians, by the rows of a chunk."""
+    logits = torch.randn(CHUNKS[-1], VOCABULARY, requires_grad=True)
+    tokens = torch.zeros(CHUNKS[-1], dtype=torch.int64)
+    seconds: dict[int, list[float]] = {rows: [] for rows in CHUNKS}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(repeats):
+        for rows, own in seconds.items():
+            begin = time.process_time()
+            token_logprobs(logits, tokens, chunk=rows * VOCABULARY).logprobs.sum().backward()
+            own.append(time.process_time() - begin)
+            logits.grad = None
+    torch.set_num_threads(threads)
+    return {rows: statistics.median(own) * 1e3 for rows, own in seconds.items()}
 
 
 def rounding(dtype: torch.dtype) -> dict[str, set[int]]:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from rillflow.errors import FormulaError
 
-_CHUNK_NUMBERS = 1 << 18
-"""Logits of one chunk: small enough to stay in a cache between its passes."""
+_CACHED = 1 << 18
+"""Logits of one chunk on a processor: few enough to stay in a cache between its passes."""
+_LAUNCHED = 1 << 27
+"""Logits of one chunk elsewhere: so many that what a chunk computes takes longer than asking for it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,7 +34,9 @@ class TokenLogprobs:
     """[N] bool, True where no token is likelier."""
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> TokenLogprobs:
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float = 1.0, *, chunk: int | None = None
+) -> TokenLogprobs:
     """What ``softmax(logits / temperature)`` gives each token; gradients flow into the logits.
 
     log p = z_token - log sum exp z with z = logits / temperature; H = -sum p log p.
@@ -41,6 +45,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
         logits: [N, V] of any float type.
         tokens: [N] int64.
         temperature: the one the tokens were drawn at, above 0.
+        chunk: logits computed at once, in whole rows and at least one; None for what suits the device.
 
     Raises:
         FormulaError: shapes do not fit, or the temperature is not positive.
@@ -56,7 +61,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
             why="the likeliest token has probability 1 at temperature 0: there is nothing to learn from it",
             fix="sample at a temperature above 0",
         )
-    found = _TokenLogprobs.apply(logits, tokens, temperature)  # type: ignore[no-untyped-call]
+    chunk = chunk or (_CACHED if logits.device.type == "cpu" else _LAUNCHED)
+    found = _TokenLogprobs.apply(logits, tokens, temperature, chunk)  # type: ignore[no-untyped-call]
     logprobs, entropy, likeliest = found
     return TokenLogprobs(logprobs=logprobs, entropy=entropy, likeliest=likeliest)
 
@@ -64,13 +70,13 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, temperature: float
+        ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(logits.dtype, torch.float32)
         normaliser, entropy, chosen, top = (
             torch.empty(logits.shape[0], dtype=wide, device=logits.device) for _ in range(4)
         )
-        for part in _chunks(logits):
+        for part in _chunks(logits, chunk):
             scores = logits[part].to(wide) / temperature
             torch.amax(scores, -1, out=top[part])
             torch.gather(scores, -1, tokens[part, None], out=chosen[part, None])
@@ -84,7 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logits, tokens, normaliser, entropy)
         ctx.mark_non_differentiable(likeliest)
         ctx.set_materialize_grads(False)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.chunk = temperature, chunk
         return chosen - normaliser, entropy, likeliest
 
     @staticmethod
@@ -94,7 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
         of_logprobs = torch.zeros_like(normaliser) if gradients[0] is None else gradients[0] / ctx.temperature
         of_entropy = None if gradients[1] is None else gradients[1] / ctx.temperature
         result = torch.empty_like(logits)
-        for part in _chunks(logits):
+        for part in _chunks(logits, ctx.chunk):
             scores = (logits[part].to(normaliser.dtype) / ctx.temperature).sub_(normaliser[part, None])
             shares = scores.exp()
             slope = -of_logprobs[part, None]
@@ -102,9 +108,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 slope = slope - of_entropy[part, None] * scores.add_(entropy[part, None])
             shares.mul_(slope).scatter_add_(-1, tokens[part, None], of_logprobs[part, None])
             result[part] = shares
-        return result, None, None
+        return result, None, None, None
 
 
-def _chunks(logits: Tensor) -> list[slice]:
-    rows = max(1, _CHUNK_NUMBERS // max(1, logits.shape[1]))
+def _chunks(logits: Tensor, numbers: int) -> list[slice]:
+    rows = max(1, numbers // max(1, logits.shape[1]))
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.logprobs import TokenLogprobs, token_logprobs
@@ -45,6 +46,33 @@ def test_a_vocabulary_larger_than_a_chunk_is_taken_row_by_row() -> None:
     found, expected = token_logprobs(logits, tokens), reference(logits, tokens, 1.0)
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 600, 5_000, 1 << 27])
+def test_the_size_of_a_chunk_changes_no_value(chunk: int) -> None:
+    logits, tokens = example(70, 600, torch.float32)
+    found, expected = token_logprobs(logits, tokens, chunk=chunk), token_logprobs(logits, tokens)
+    assert torch.equal(found.logprobs, expected.logprobs)
+    assert torch.equal(found.entropy, expected.entropy)
+
+
+class Launches(TorchFunctionMode):
+    """Counts what a device is asked for."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func is torch.logsumexp
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("device", "chunks"), [("meta", 19), ("cpu", 40)])
+def test_a_device_that_is_asked_gets_many_tokens_at_once(device: str, chunks: int) -> None:
+    tokens = 16_384 if device == "meta" else 40  # on a processor one row of such a vocabulary fills a cache
+    logits = torch.empty(tokens, 151_936, device=device).fill_(0.0)
+    with Launches() as launches:
+        token_logprobs(logits, torch.zeros(tokens, dtype=torch.int64, device=device))
+    assert launches.count == chunks
 
 
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
