@@ -85,7 +85,7 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
         config: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
         found = [_first(config, names) for names in _NAMES]
         parameters = sum(_numbers_in(file) for file in sorted(directory.glob("*.safetensors")))
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
         raise ModelError(f"the model {directory} cannot be read", why=str(error)) from error
     if not all(found):
         return None

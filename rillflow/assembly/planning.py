@@ -189,7 +189,7 @@ def shape_of_directory(source: str) -> ModelShape:
         )
     try:
         config: dict[str, Any] = json.loads(Path(file).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read", why=str(error)) from error
     return read_shape(config, folder.name)
 

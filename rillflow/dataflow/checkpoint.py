@@ -198,7 +198,9 @@ def _problem(path: Path, run: str) -> str | None:
         for name, expected in files.items():
             if _digest(_inside(path, name)) != expected:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if "state.json" not in files:
+            return "its manifest lists no state.json"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

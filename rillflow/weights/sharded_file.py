@@ -185,7 +185,7 @@ def listed_weights(folder: Path) -> dict[str, Weight]:
             name: Weight(name=name, shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]])
             for name, entry in _body(folder)["weights"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unusable(f"{folder / LIST} is no list: {type(error).__name__}: {error}") from error
 
 
@@ -259,7 +259,10 @@ def _read_list(folder: Path, weights: Weights) -> _Contents:
 
 def _body(folder: Path) -> Any:
     """What the list says, as it was written."""
-    text = json.loads(_plain(folder, LIST).read_bytes())
+    try:
+        text = json.loads(_plain(folder, LIST).read_bytes())
+    except RecursionError as error:
+        raise _unusable(f"{LIST} is nested too deeply") from error
     if text["format"] != FORMAT:
         raise _unusable(f"it has format {text['format']!r}, and this version reads format {FORMAT}")
     if _hash_of(text["body"]) != text["sha256"]:

@@ -227,14 +227,15 @@ def test_a_fused_weight_of_unequal_runs() -> None:
     assert together(2, of_unequal_runs) == [[], []]
 
 
-def die_on_the_way(ranks: Ranks, how: str) -> str:
+def die_on_the_way(ranks: Ranks, how: str, told: Path | None = None) -> str:
     ((plan, _), *_) = list(plans(1, 1, 2, model()))
     switch = Switch(plan, ranks, slices_of(plan.weights, plan.source, ranks.rank), deadline_s=1.0)
     if ranks.rank == 1:
         if how == "dies":
             dist.barrier()
             os._exit(1)
-        time.sleep(4.0)
+        while told is not None and not told.exists():
+            time.sleep(0.05)
         return ""
     if how == "dies":
         dist.barrier()
@@ -242,11 +243,14 @@ def die_on_the_way(ranks: Ranks, how: str) -> str:
         switch.to_generation()
     except ClusterError as error:
         return str(error)
+    finally:
+        if told is not None:
+            told.touch()
     return "nothing was said"
 
 
-def test_a_rank_that_does_not_come_is_waited_for_so_long() -> None:
-    said, _ = together(2, die_on_the_way, "sleeps")
+def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path: Path) -> None:
+    said, _ = together(2, die_on_the_way, "sleeps", tmp_path / "told")
     assert "rank 0 got no further than bucket 1 of" in said
     assert "ranks [1]" in said
     assert "did not come within 1 s" in said

@@ -13,22 +13,39 @@ from rillflow.rewards.function import parse_function
 from rillflow.rewards.supervisor import Containment
 from rillflow.rewards.workers import RewardWorkers
 
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("loaded").touch()
+def one(prompts, completions, **_):
+    return [1.0] * len(prompts)
+"""
+
+
+def wait_for(marker: Path) -> None:
+    """Do something else until the child has loaded its file."""
+    end = time.monotonic() + 60
+    while not marker.exists():
+        assert time.monotonic() < end, "the file was not loaded"
+        time.sleep(0.01)
+
 
 def test_a_busy_driver_is_not_a_late_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "reward.py").write_text(
-        "def one(prompts, completions, **_):\n    return [1.0] * len(prompts)\n"
-    )
-    monkeypatch.setattr(child, "START_LIMIT_S", 1.5)
+    (tmp_path / "reward.py").write_text(CODE)
+    monkeypatch.setattr(child, "START_LIMIT_S", 0.01)  # long over when the driver comes back
     with RewardWorkers(parse_function("reward.py:one", tmp_path), RewardConfig()) as workers:
-        time.sleep(2.5)
+        wait_for(tmp_path / "loaded")
+        time.sleep(0.5)  # from the file's end to the message that says so
         assert [score.value for score in workers.score(["a"], ["b"], {})] == [1.0]
 
 
 def test_the_time_to_load_is_the_childs_own(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("def one(completions): ...\n")
+    (tmp_path / "reward.py").write_text(CODE)
     function = parse_function("reward.py:one", tmp_path)
+    begun = time.monotonic()
     started = child.Child(function, memory_bytes=10**9, containment=Containment.NAMESPACE)
+    wait_for(tmp_path / "loaded")
+    loaded_s = time.monotonic() - begun
     time.sleep(2.5)
     started.advance()
     started.stop()
-    assert 0 < started.start_s < 2.0, "the driver's absence is no part of it"
+    assert 0 < started.start_s < loaded_s + 1.5, "the driver's absence is no part of it"

@@ -72,7 +72,10 @@ def test_any_values_are_drawn_within_the_picture(
         Chart(series=both, phases=phases, is_log=is_log, is_share=is_share and not is_log, has_marks=marks)
     )
     assert "nan" not in svg and "inf" not in svg
-    for pair in " ".join(re.findall(r'points="([^"]*)"', svg)).split():
+    pairs = " ".join(re.findall(r'points="([^"]*)"', svg)).split()
+    shown = [math.isfinite(value) and (value > 0 or not is_log) for value in values]
+    assert pairs or not any(shown[place] and shown[place + 1] for place in range(min(len(shown), 30) - 1))
+    for pair in pairs:
         x, y = map(float, pair.split(","))
         assert LEFT - 1 <= x <= WIDTH - RIGHT + 1
         assert TOP - 1 <= y <= HEIGHT - BOTTOM + 1
