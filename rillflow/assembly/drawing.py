@@ -16,6 +16,7 @@ from rillflow.dataflow.flow import Flow
 from rillflow.graph.graph import Graph
 from rillflow.graph.trace import Signature, Symbol, Tracer, trace
 from rillflow.workers.endpoint import endpoints_of
+from rillflow.workers.transfer import TRAIN
 
 DATA_FIELDS = {
     Data.PROMPTS: ("tokens", "columns"),
@@ -44,6 +45,19 @@ def graphs(recipe: Recipe) -> list[Graph]:
 
         found.append(trace(plan.name, run, Tracer(roles), DATA_FIELDS[plan.algorithm.data], beside))
     return found
+
+
+def unpublished(graph: Graph) -> str:
+    """What to say of a step that trains the policy it samples from, and does not publish it; or nothing."""
+    ours = [stage for stage in graph.stages if stage.role == "policy"]
+    trained = [stage for stage in ours if stage.transfer == TRAIN.name]
+    published = [stage.index for stage in ours if stage.endpoint == "publish"]
+    if not trained or max(published, default=-1) > trained[-1].index:
+        return ""
+    return (
+        f"{graph.name} does not publish what {trained[-1].name} trains: where the sampler has weights of its "
+        "own, it goes on with the old ones; add flow.publish(flow.policy)"
+    )
 
 
 def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:

@@ -2,11 +2,13 @@
 
     recipe ─┬─ data ────── rows, answers, room ─────────── from the disk
             ├─ models ──── files, headers, sizes, memory ─ from the disk
+            ├─ step ────── one that is not shipped ─────── traced
             ├─ machine ─── devices, cores
             └─ reward ──── called on two rows ──────────── in a child that can be killed
                   └─> Report: topics to read, notes to think about, problems that stop a run
 
-Imports no torch: the answer is there in a second or two. Nothing is written.
+Imports no torch, but for an algorithm that is not shipped: the answer is there in a second or two. Nothing
+is written.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.doctor import available_memory, cuda_devices, usable_cores
 from rillflow.assembly.memory import estimate, rank_lines, sizes_of_directory, sizes_of_new
 from rillflow.assembly.meshes import unfit
@@ -83,12 +86,22 @@ class Report:
 
 def look(recipe: Recipe, base: Path, report: Report) -> None:
     """Add everything that is seen of what a recipe names to a report; ``base`` is the recipe's folder."""
+    report.attempt(lambda: _look_at_step(recipe, report))
     report.attempt(lambda: _look_at_data(recipe, base, report))
     report.attempt(lambda: _look_at_model(recipe, base, report))
     report.attempt(lambda: _look_at_scorers(recipe, base, report))
     report.attempt(lambda: _look_at_machine(recipe, report))
     report.attempt(lambda: _look_at_function(reward_function(recipe, base, report.task), recipe, report))
     report.attempt(lambda: _look_at_function(cost_function(recipe, base), recipe, report))
+
+
+def _look_at_step(recipe: Recipe, report: Report) -> None:
+    """A step of the user's own is traced; its file has most often loaded torch already."""
+    if recipe.chosen in ALGORITHMS.values():
+        return
+    from rillflow.assembly.drawing import graphs, unpublished
+
+    report.notes += filter(None, map(unpublished, graphs(recipe)))
 
 
 def require_sound(recipe: Recipe, base: Path) -> tuple[Task[Example], Sequence[str]]:

@@ -65,10 +65,12 @@ def check(arguments: argparse.Namespace) -> int:
 def graph(arguments: argparse.Namespace) -> int:
     """``rillflow graph``: the stages of a recipe's phases, and the fields between them."""
     loaded = load(arguments)
-    from rillflow.assembly.drawing import graphs
+    from rillflow.assembly.drawing import graphs, unpublished
     from rillflow.graph.draw import as_json, as_mermaid, as_text
 
     found = graphs(loaded.recipe)
+    for note in filter(None, map(unpublished, found)):
+        print(f"note: {note}", file=sys.stderr)
     if arguments.format == "json":
         import json
 

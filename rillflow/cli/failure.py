@@ -6,6 +6,7 @@ import sys
 import traceback
 
 from rillflow.errors import Interrupted, RillflowError
+from rillflow.observe.raised import own_line
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; it failed on the way; it cannot be done, and nothing was started; the user stopped it."""
@@ -13,16 +14,23 @@ DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def explain_failure(error: BaseException, *, debug: bool) -> int:
     """Say on stderr why a command ended; return its exit code."""
-    expected = isinstance(error, RillflowError | KeyboardInterrupt)
-    if debug or not expected:
+    expected, own = isinstance(error, RillflowError | KeyboardInterrupt), own_line(error)
+    if debug or not (expected or own):
         traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, RillflowError):
         mark = "" if isinstance(error, Interrupted) else "error: "
         print(f"{mark}{error}", file=sys.stderr)
-        for note in vars(error).get("__notes__", ()):
+        for note in (*vars(error).get("__notes__", ()), *([f"at {own}"] if own else ())):
             print(f"  where: {note}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         print("interrupted; what was written before the last checkpoint is kept", file=sys.stderr)
+    elif own:
+        print(
+            f"error: {''.join(traceback.format_exception_only(error)).strip()}\n"
+            f"  why: raised at {own}\n"
+            "  fix: mend what that line does; --debug shows the traceback",
+            file=sys.stderr,
+        )
     else:
         print(
             f"error: {type(error).__name__} is not an error Rillflow expects, so it is a fault in it\n"

@@ -81,7 +81,7 @@ class GroupExecutor:
         packed = self._backend.pack(named, f"option of {name}:")
         made = []
         for place in places:
-            value, facts = self._backend.submit(place, *work, given, packed, results=2)
+            value, facts = self._backend.submit(place, work[0], name, *work[1:], given, packed, results=2)
             made.append(Reference(value=value, facts=facts))
         return Pending(
             name,

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from rillflow.errors import GraphError, nearest
 from rillflow.graph.graph import CONTROLLER, DATA, WEIGHTS, Edge, Graph, Stage
+from rillflow.graph.handle import Handle, reports_of
 
 ROW_FIELDS = ("ids", "groups")
 """What a formula may read of any batch: its rows' ids [B, 3], and a number [B] that a prompt's rows share."""
@@ -39,34 +40,13 @@ class Signature:
     """The name of how arguments and results travel."""
 
 
-class Symbol:
+class Symbol(Handle):
     """A result that will exist: where it comes from, and its fields."""
 
-    def __init__(self, source: int, fields: tuple[str, ...]) -> None:
+    def __init__(self, stage: str, source: int, fields: tuple[str, ...]) -> None:
+        super().__init__(stage)
         self.source = source
         self.fields = fields
-
-    def __bool__(self) -> NoReturn:
-        raise self._looked_at("its truth")
-
-    def __float__(self) -> NoReturn:
-        raise self._looked_at("its number")
-
-    def __int__(self) -> NoReturn:
-        raise self._looked_at("its number")
-
-    def __len__(self) -> NoReturn:
-        raise self._looked_at("its length")
-
-    def __getitem__(self, _: Any) -> NoReturn:
-        raise self._looked_at("a part of it")
-
-    def _looked_at(self, what: str) -> GraphError:
-        return GraphError(
-            f"the step asks the result of stage {self.source} for {what}",
-            why="the controller passes results on without reading them; while it is traced there is none",
-            fix="let a formula decide: flow.compute for a field, flow.number for a number",
-        )
 
 
 class Tracer:
@@ -89,7 +69,7 @@ class Tracer:
         self._connect(index, signature.reads, [*args, *options.values()])
         if before and not any(edge.destination == index for edge in self.edges):
             self.edges.append(Edge(source=before[-1], destination=index, fields=(WEIGHTS,)))
-        return Symbol(index, signature.writes)
+        return Symbol(self.stages[index].name, index, signature.writes)
 
     def compute(
         self,
@@ -104,14 +84,14 @@ class Tracer:
         writes = tuple(dict.fromkeys((*kept, into))) if into else ()
         index = self._stage(CONTROLLER, formula.__name__, reads, (into,) if into else (), "")
         self._connect(index, reads, [*batches, *options.values()])
-        return Symbol(index, writes)
+        return Symbol(self.stages[index].name, index, writes)
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Symbol:
         """The rows of a batch whose field, of ``by`` if there is one, is true."""
         kept = self._fields(batch)
         index = self._stage(CONTROLLER, f"where {field}", (field,), kept, "")
         self._connect(index, (field,), [batch] if by is None or by is batch else [by, batch])
-        return Symbol(index, kept)
+        return Symbol(self.stages[index].name, index, kept)
 
     def _stage(
         self, role: str, endpoint: str, reads: tuple[str, ...], writes: tuple[str, ...], transfer: str
@@ -175,9 +155,11 @@ def trace(
         beside: the fields of what it is given beside that, by name.
 
     Raises:
-        GraphError: a field is missing, a role or endpoint is unknown, or the step looks at a value.
+        GraphError: a field is missing, a role or endpoint is unknown, the step looks at a value or returns
+            no report.
     """
     given = {DATA: data_fields, **beside}
-    run(tracer, *(Symbol(-1 - place, tuple(fields)) for place, fields in enumerate(given.values())))
+    symbols = [Symbol(of, -1 - place, tuple(fields)) for place, (of, fields) in enumerate(given.items())]
+    reports_of(run(tracer, *symbols))
     edges = sorted(tracer.edges, key=lambda edge: (edge.destination, edge.source))
     return Graph(name=name, stages=tuple(tracer.stages), edges=tuple(edges), given=tuple(given))

@@ -27,6 +27,7 @@ from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow, Supply
 from rillflow.errors import Interrupted
 from rillflow.graph.graph import CONTROLLER
+from rillflow.graph.handle import reports_of
 from rillflow.observe.progress import Progress
 from rillflow.observe.reader import best_checkpoint, read_evaluations
 from rillflow.observe.run_directory import RunDirectory
@@ -210,9 +211,9 @@ class Loop:
         )
         data = phase.stream.take(phase.rows)
         beside = [phase.beside.take(phase.rows)] if phase.beside is not None else []
-        report = phase.step(phase.flow, data, phase.config, *beside)
+        reports = reports_of(phase.step(phase.flow, data, phase.config, *beside))
         metrics = self._record(phase, step)
-        for part in report if isinstance(report, tuple) else (report,):
+        for part in reports:
             metrics |= part.read(self._deadline_s)
         for name, number in phase.flow.state.items():
             phase.flow.state[name] = self._number(number)

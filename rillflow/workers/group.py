@@ -115,7 +115,7 @@ class Group:
         others = [rank for rank in range(len(made)) if rank not in taken]
         return Pending(
             str(call),
-            given="; ".join(program.described(each) for each in arguments if isinstance(each, Batch)),
+            given=program.described(arguments),
             places=[self.places[rank] for rank in (*taken, *others)],
             references=[made[rank] for rank in taken],
             others=[made[rank] for rank in others],

@@ -14,10 +14,11 @@ from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import Backend
 from rillflow.cluster.pool import Place
 from rillflow.errors import ClusterError
+from rillflow.graph.handle import Handle
 from rillflow.workers.values import Facts, Reference, Rows, Whole, assembled
 
 
-class Pending:
+class Pending(Handle):
     """One stage's result.
 
     Args:
@@ -43,7 +44,7 @@ class Pending:
         sources: Sequence[Pending],
         backend: Backend,
     ) -> None:
-        self.stage = stage
+        super().__init__(stage)
         self.places = tuple(places)
         self._given = given
         self._references = tuple(references)
@@ -113,8 +114,8 @@ class Pending:
 
     def _silent(self, deadline_s: float) -> ClusterError:
         late = self
-        while waited := next((source for source in late._sources if not source.is_ready), None):
-            late = waited
+        while waited := [source for source in late._sources if not source.is_ready]:
+            late = waited[0]
         ranks = [
             str(place)
             for place, each in zip(late.places, (*late._references, *late._others), strict=True)

@@ -5,8 +5,8 @@
     apply(site, function, ...)          the same for a function that belongs to no role
     look(site, role, function, ...)     the same for a function that is given a role's object first
 
-This is the supervision boundary: whatever a role raises leaves with the name of role, rank and method and
-the shapes of what it was given.
+This is the supervision boundary: whatever a role raises leaves with the name of role, method and rank (where
+there are several), how many rows it was given, and the line.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from rillflow.cluster.backend import Site
 from rillflow.cluster.ranks import Stranded
 from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
+from rillflow.observe.raised import innermost_line
 from rillflow.records.batch import Batch
-from rillflow.records.ragged import Ragged
 from rillflow.workers.values import Facts, lengths_of, resolved
 
 Factory = Callable[[Site], Any]
@@ -68,17 +68,26 @@ def run(site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, 
 
 
 def apply(
-    site: Site, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+    site: Site,
+    name: str,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
 ) -> tuple[Any, Facts]:
-    """Call a function."""
-    return _run(site, function.__name__, function, arguments, options)
+    """Call a function; errors call it ``name``."""
+    return _run(site, name, function, arguments, options)
 
 
 def look(
-    site: Site, role: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+    site: Site,
+    name: str,
+    role: str,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
 ) -> tuple[Any, Facts]:
-    """Call a function with a role's object and more."""
-    return _run(site, function.__name__, partial(function, site.objects[role]), arguments, options)
+    """Call a function with a role's object and more; errors call it ``name``."""
+    return _run(site, name, partial(function, site.objects[role]), arguments, options)
 
 
 def _run(
@@ -121,28 +130,21 @@ def _facts(result: Any, began: float) -> Facts:
 
 def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> RillflowError:
     """The error with where it happened; one a user can mend keeps its words."""
-    where = f"in {name} on {site.place}"
-    if given:
-        where += f", given {'; '.join(described(value) for value in given)}"
+    rank = f" on {site.place}" if site.ranks.size > 1 else ""
+    rows = described(given)
+    where = f"in {name}{rank}{f', given {rows}' if rows else ''}"
     if isinstance(error, RillflowError):
         error.add_note(where)
         return error
     is_echo = isinstance(error, RuntimeError) and site.ranks.size > 1  # as torch tells of a broken collective
     return (Stranded if is_echo else ClusterError)(
-        f"{type(error).__name__} {where}: {error}",
-        why="the role program raised it; the run cannot go on without its result",
-        fix="the first traceback above shows the line; with one rank and no Ray, breakpoint() works there",
+        f"{type(error).__name__} {where}{f': {error}' if str(error) else ''}",
+        why=f"raised at {innermost_line(error)}",
+        fix="mend what that line does; inline and with one rank, breakpoint() works there",
     )
 
 
-def described(value: Any) -> str:
-    """An argument in a few words: the shapes of a batch, the type of anything else."""
-    if not isinstance(value, Batch):
-        return type(value).__name__
-    fields = ", ".join(
-        f"{name} {field.values.shape[0]} in {len(field)}"
-        if isinstance(field, Ragged)
-        else f"{name} {list(field.shape)}"
-        for name, field in sorted(value.fields.items())
-    )
-    return f"{len(value)} rows of {fields}"
+def described(values: Sequence[Any]) -> str:
+    """The batches among some values in a few words. Example: ``64 rows``."""
+    sizes = dict.fromkeys(len(value) for value in values if isinstance(value, Batch))
+    return f"{' and '.join(map(str, sizes))} rows" if sizes else ""

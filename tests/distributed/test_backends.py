@@ -17,7 +17,7 @@ from rillflow.cluster.inline import InlineBackend
 from rillflow.cluster.pool import Pool
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
-from rillflow.errors import ClusterError, PlacementError, RecordError, RillflowError
+from rillflow.errors import ClusterError, GraphError, PlacementError, RecordError, RillflowError
 from rillflow.formulas import group_advantages
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Partial, Split
@@ -238,9 +238,10 @@ def test_a_rank_that_raises_is_named(groups: dict[int, Group]) -> None:
     for word in (
         "ValueError",
         "worker4.fail",
-        "rank 2 of pool 'four'",
-        "2 rows of x [2]",
+        "rank 2 of pool 'four', given 2 rows",
         "one divided by none",
+        "programs.py:",
+        'in fail: raise ValueError("one divided by none")',
     ):
         assert word in str(caught.value)
 
@@ -272,6 +273,13 @@ def test_an_unknown_endpoint_is_refused(groups: dict[int, Group]) -> None:
 def test_what_is_to_be_cut_by_rows_is_a_batch(groups: dict[int, Group]) -> None:
     with pytest.raises(ClusterError, match="no batch"):
         groups[4].call("double", groups[2].call("measure", rows(4))).read(WAIT_S)
+
+
+def test_a_result_that_is_looked_at_says_where_values_are(groups: dict[int, Group]) -> None:
+    doubled = groups[1].call("double", rows(2))
+    for look, asked in ((bool, "its truth"), (lambda it: it.dense("y"), "'dense'"), (len, "its length")):
+        with pytest.raises(GraphError, match=f"asks the result of worker1.double for {asked}"):
+            look(doubled)  # type: ignore[operator]
 
 
 # What cannot be used: the error names it, and the ranks go on.

@@ -77,7 +77,7 @@ def test_a_silent_rank_is_named_with_whom_waits_for_it(cluster: RayBackend | Inl
         "silent.sleep has not answered",
         "rank 0 of pool 'main'",
         "silent.double waits",
-        "4 rows of x",
+        "with 4 rows",
     ):
         assert words in str(caught.value)
 

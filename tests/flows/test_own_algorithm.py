@@ -7,18 +7,25 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from types import ModuleType
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import Recipe, load_recipe
 from rillflow.cli.main import main
+from rillflow.dataflow.flow import Flow
 from rillflow.errors import ConfigError
+from rillflow.records.batch import Batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPE = EXAMPLES / "best_of_n.toml"
@@ -123,3 +130,113 @@ def test_advantages_by_rank_are_as_by_hand() -> None:
         strength=2.0,
     )
     assert found.tolist() == [-2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def spread(rewards: Tensor) -> Tensor:
+    return rewards - rewards.mean()
+
+
+def misspelt(rewardss: Tensor) -> Tensor:
+    return rewardss
+
+
+def raises(rewards: Tensor) -> Tensor:
+    known = {"yours": rewards}
+    return known["mine"]
+
+
+def looks(flow: Flow, scores: Any) -> Any:
+    return flow.compute(spread, scores, into="advantages") if scores.dense("rewards").mean() else scores
+
+
+def own_step(
+    *, advance: Callable[[Flow, Any], Any], publishes: bool = True, returns: bool = True
+) -> Callable[..., Any]:
+    """GRPO's lines with a slip in one of them."""
+
+    def step(flow: Flow, prompts: Batch, config: GroupConfig) -> Any:
+        rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
+        advantages = advance(flow, flow.reward.score(rollouts))
+        report = flow.policy.update(rollouts, advantages, loss=config.loss, reuse=config)
+        if publishes:
+            flow.publish(flow.policy)
+        return report if returns else None
+
+    return step
+
+
+def sound(flow: Flow, scores: Any) -> Any:
+    return flow.compute(spread, scores, into="advantages")
+
+
+class OwnConfig(GroupConfig):
+    """Nothing of its own."""
+
+    name: Literal["own"]
+
+
+def command(word: str, step: Callable[..., Any], *settings: str) -> int:
+    """A command with an algorithm of this step."""
+    own = Algorithm(config=OwnConfig, step=step, data=Data.PROMPTS, roles=lambda _: ("policy", "reward"))
+    small = ["algorithm.name=own", "warm_start=none", "algorithm.steps=1", "algorithm.prompts_per_step=2"]
+    words = [word for setting in (*small, *settings) for word in ("--set", setting)]
+    return main([word, str(RECIPE), *words], algorithms=[own])
+
+
+SLIPS = {
+    "missing": (own_step(advance=lambda _, scores: scores), "policy.update reads the field 'advantages'"),
+    "misspelt": (
+        own_step(advance=lambda flow, scores: flow.compute(misspelt, scores, into="advantages")),
+        "did you mean 'rewards'?",
+    ),
+    "endpoint": (own_step(advance=lambda flow, scores: flow.policy.logprob(scores)), "no endpoint 'logprob'"),
+    "looks": (own_step(advance=looks), "the step asks the result of reward.score for 'dense'"),
+    "returns": (own_step(advance=sound, returns=False), "the step returned None"),
+}
+
+
+@pytest.mark.parametrize(
+    ("word", "slip"), [*(("check", slip) for slip in SLIPS), ("graph", "looks"), ("run", "looks")]
+)
+def test_a_slip_in_a_step_is_found_before_anything_runs(
+    word: str, slip: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, said = SLIPS[slip]
+    assert command(word, step, f'run.dir="{tmp_path / "run"}"') == 2
+    shown = capsys.readouterr().err
+    assert said in shown and "fix: " in shown and "Traceback" not in shown
+    assert (f"where: at {__file__}:" in shown) == (slip != "returns")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("word", ["check", "graph"])
+def test_a_step_that_never_publishes_is_noted(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(word, own_step(advance=sound, publishes=False)) == 0
+    said = capsys.readouterr()
+    assert "note: own does not publish what policy.update trains" in said.out + said.err
+    assert command(word, own_step(advance=sound)) == 0
+    said = capsys.readouterr()
+    assert "does not publish" not in said.out + said.err
+
+
+def test_a_step_that_raises_is_shown_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def advance(_: Flow, scores: Any) -> Any:
+        return scores, 1 / 0
+
+    assert command("check", own_step(advance=advance)) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ZeroDivisionError: division by zero\n  why: raised at ")
+    assert f"{__file__}:{advance.__code__.co_firstlineno + 1}, in advance: return scores, 1 / 0" in shown
+    assert "Traceback" not in shown and "fault" not in shown
+
+
+def test_a_formula_that_raises_is_shown_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = own_step(advance=lambda flow, scores: flow.compute(raises, scores, into="advantages"))
+    assert command("run", step, f'run.dir="{tmp_path / "run"}"', "evaluate.problems=2") == 1
+    shown = capsys.readouterr().err
+    assert "error: KeyError in raises, given 16 rows: 'mine'" in shown
+    line = raises.__code__.co_firstlineno + 2
+    assert f'why: raised at {__file__}:{line}, in raises: return known["mine"]' in shown
+    assert "Traceback" not in shown and "pool" not in shown

@@ -78,14 +78,34 @@ def test_a_missing_field_is_named_before_anything_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("look", "what"), [(bool, "truth"), (float, "number"), (len, "length"), (lambda it: it[0], "part")]
+    ("look", "what"),
+    [
+        (bool, "its truth"),
+        (float, "its number"),
+        (len, "its length"),
+        (lambda it: it[0], "a part of it"),
+        (lambda it: 2 * it, "its number, to reckon with"),
+        (lambda it: it.dense("rewards"), "'dense'"),
+    ],
 )
 def test_a_step_that_reads_a_value_is_told_so(look: Callable[[Any], Any], what: str) -> None:
     def looking(flow: Flow, prompts: Any, _: Any) -> Any:
         return look(flow.reward.score(flow.policy.generate(prompts)))
 
-    with pytest.raises(GraphError, match=rf"result of stage 1 for .*{what}"):
+    with pytest.raises(GraphError, match=rf"asks the result of reward\.score for {what}") as caught:
         traced(looking)
+    assert "flow.compute" in caught.value.fix
+
+
+@pytest.mark.parametrize("returned", [None, 3.0, "both"])
+def test_a_step_returns_its_report(returned: Any) -> None:
+    def forgetful(flow: Flow, prompts: Any, _: Any) -> Any:
+        report = flow.policy.generate(prompts)
+        return (report, None) if returned == "both" else returned
+
+    with pytest.raises(GraphError, match=r"the step returned (None|3\.0)") as caught:
+        traced(forgetful)
+    assert "return report" in caught.value.fix
 
 
 def test_unknown_roles_and_endpoints_are_named_with_the_nearest() -> None:
