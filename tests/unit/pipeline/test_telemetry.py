@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,38 @@ def test_no_valid_row_is_no_number() -> None:
     assert metrics["reward/abstain/share"].value == 1.0
 
 
+def test_a_step_of_several_rounds_is_measured_and_recorded_whole(tmp_path: Path) -> None:
+    """Two rounds of one group each; of the second alone rows are kept and have advantages."""
+    rounds, scores = [], []
+    for prompt, rewards in ((0, [1.0, 1.0]), (1, [0.0, 1.0])):
+        rows = [
+            Rollout.start(RowId(0, prompt, sample), [1], columns='{"prompt": "p"}').sampled(
+                [2] * (prompt + sample + 1), [-0.1] * (prompt + sample + 1), 1, Finish.STOP
+            )
+            for sample in range(2)
+        ]
+        rounds.append(rollout_batch(rows))
+        fields = {
+            "rewards": torch.tensor(rewards),
+            "valid": torch.ones(2, dtype=torch.bool),
+            "outcome": torch.zeros(2, dtype=torch.int8),
+        }
+        scores.append(Batch(ids=rounds[-1].ids, fields=fields))
+    advantages = Batch(ids=rounds[1].ids, fields={"advantages": torch.tensor([-1.0, 1.0])})
+    stages = ["policy.generate", "reward.score"] * 2 + ["controller.group_advantages"]
+    batches = [rounds[0], scores[0], rounds[1], scores[1], advantages]
+    tokenizer = SimpleNamespace(pieces=lambda tokens: [str(token) for token in tokens])
+    lead: Any = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer))
+    metrics = record(lead, tmp_path, 1, stages, *batches)
+    assert metrics["rollout/rows/sum"].value == 4 and metrics["rollout/tokens/sum"].value == 1 + 2 + 2 + 3
+    assert metrics["reward/score/mean"].value == 0.75
+    assert metrics["reward/flat_groups/share"].value == 0.5
+    (file,) = tmp_path.rglob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line.get("advantage") for line in lines] == [None, None, -1.0, 1.0]
+    assert [line["reward"] for line in lines] == [1.0, 1.0, 0.0, 1.0]
+
+
 def test_lengths_count_sampled_tokens() -> None:
     rows = [
         Rollout.start(RowId(0, 0, 0), [1, 2]).sampled([3, 0], [-0.1, -0.2], 1, Finish.STOP),
@@ -91,6 +124,8 @@ def test_costs_are_means_over_rows_that_have_one() -> None:
         fields={"costs": torch.tensor([1.0, 3.0, 0.0]), "valid": torch.tensor([True, True, False])},
     )
     metrics = cost_metrics(costs)
+    assert metrics["cost/none/sum"].value == 0
+    assert cost_metrics(costs.select([2]))["cost/none/sum"].value == 1
     assert metrics["cost/value/mean"].value == 2.0
     assert metrics["cost/value/max"].value == 3.0
     assert metrics["cost/valid/share"].value == 2 / 3

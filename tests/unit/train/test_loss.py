@@ -219,6 +219,25 @@ def test_metrics_say_what_they_are_named_for() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("far", "share"),
+    [("old_logprobs", 0.25), ("sampler_logprobs", 0.25), ("reference_logprobs", 0.25), ("", 0.0)],
+)
+def test_tokens_held_at_twenty_nats_are_counted_and_leave_the_loss_finite(far: str, share: float) -> None:
+    rows = four_tokens()
+    if far:
+        column = rows.ragged(far)
+        values = column.values.clone()
+        values[3] = -120.0
+        rows = rows.with_fields(**{far: column.with_values(values)})
+    now = torch.full((4,), -1.0, requires_grad=True)
+    found = call(PolicyLossConfig(kl=0.5, importance_cap=2.0), rows, now)
+    found.terms.sum().backward()
+    assert now.grad is not None and bool(now.grad.isfinite().all())
+    assert found.metrics["policy/clamped/share"].value == share
+    assert all(math.isfinite(metric.value) for metric in found.metrics.values())
+
+
 def test_the_metrics_of_other_ratios_and_surrogates_are_theirs() -> None:
     rows, now = four_tokens(), torch.tensor([-1.0, 0.0, -1.0, -3.0])  # log ratios 0, 1 and 0, -2
     found = call(PolicyLossConfig(ratio="sequence"), rows, now).metrics
