@@ -36,6 +36,9 @@ class SafeRLHFConfig(CriticTrainedConfig):
 
     name: Literal["safe_rlhf"]
     cost_limit: float = Field(0.0, description="Mean cost of a row that is allowed.")
+    cost_margin: float = Field(
+        0.0, ge=0, description="How far below the limit the multiplier aims, so that swings keep it too."
+    )
     multiplier_lr: float = Field(
         0.1, gt=0, description="Step of the multiplier's logarithm for a cost one above the limit."
     )
@@ -72,8 +75,9 @@ def step(
     judged = learnt_from(flow, [rollouts, cost_values, expenses], config)
     cost_critic = flow.cost_critic.update(*judged, **use)
     policy = learn(flow, [*known, mixed], config, demonstrations)
-    ascent = {"limit": config.cost_limit, "lr": config.multiplier_lr, "highest": config.highest_multiplier}
-    observed = flow.number(formulas.mean_cost, costs, otherwise=config.cost_limit)
+    aim = config.cost_limit - config.cost_margin
+    ascent = {"limit": aim, "lr": config.multiplier_lr, "highest": config.highest_multiplier}
+    observed = flow.number(formulas.mean_cost, costs, otherwise=aim)
     following = flow.number(
         formulas.next_log_multiplier, log_multiplier=log_price, mean_cost=observed, **ascent
     )
