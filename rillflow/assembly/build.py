@@ -142,7 +142,7 @@ class Build:
 
     def _judge(self, data: Data) -> Callable[[GroupExecutor], Evaluation] | None:
         """What evaluates on held-out rows; None where there are none, or nothing could tell."""
-        if not self._task.held_out:
+        if not self._task.held_out or not self._recipe.evaluate.problems:
             return None
         if data is Data.PREFERENCES:
             return self._judge_ranking

@@ -148,7 +148,7 @@ def _data_lines(recipe: Recipe, task: Task[Example], report: Report) -> list[str
             f"a step draws {recipe.algorithm.prompts_per_step:,} {word} and there are {len(task.train):,}: "
             f"within a step, {word} repeat"
         )
-    if not judged:
+    if not judged and recipe.evaluate.problems:
         report.notes.append("nothing is held out, so nothing will be evaluated")
     elif judged < recipe.evaluate.problems:
         report.notes.append(
@@ -158,7 +158,7 @@ def _data_lines(recipe: Recipe, task: Task[Example], report: Report) -> list[str
         f"{task.name}: {len(task.train):,} {word} to train on, {len(task.held_out):,} held out, "
         f"{task.left_out:,} left out because they are among those",
         f"the algorithm draws {prompts:,} {word}: {prompts / len(task.train):.1f} passes over them",
-        f"judged by {judged:,} {word}{how}",
+        f"judged by {judged:,} {word}{how}" if judged else "never evaluated",
         f"longest prompt: {prompt_length(longest):,} characters: {shown(longest.key)}",
     ]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig, WarmStartConfig
@@ -80,7 +80,7 @@ class EvaluateConfig(Section):
     """How the policy is judged on held-out prompts."""
 
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 for before and after only.")
-    problems: int = Field(500, gt=0, description="Held-out prompts that are answered, at most.")
+    problems: int = Field(500, ge=0, description="Held-out prompts that are answered, at most; 0 for none.")
     temperature: float = Field(0.0, ge=0, description="Sampling temperature of the answers; 0 is greedy.")
     success: float | None = Field(
         None, description="A reward from which an answer counts as right, where rewards are not 0 and 1."
@@ -110,6 +110,11 @@ class Recipe(Section):
     placement: PlacementConfig = PlacementConfig()
     algorithms: ClassVar[Mapping[str, Algorithm]] = ALGORITHMS
     """What ``[algorithm]`` may name."""
+
+    @field_validator("evaluate", mode="before")
+    @classmethod
+    def _none_is_never(cls, value: object) -> object:
+        return EvaluateConfig(problems=0) if value is None else value
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

@@ -76,8 +76,7 @@ def graph(arguments: argparse.Namespace) -> int:
 
         print(json.dumps([as_json(each) for each in found], indent=1))
         return DONE
-    draw = as_text if arguments.format == "text" else as_mermaid
-    print("\n\n".join(draw(each) for each in found))
+    print(as_mermaid(*found) if arguments.format == "mermaid" else "\n\n".join(map(as_text, found)))
     return DONE
 
 

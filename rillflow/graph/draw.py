@@ -35,15 +35,25 @@ def as_text(graph: Graph) -> str:
     return "\n".join(lines)
 
 
-def as_mermaid(graph: Graph) -> str:
-    """A flowchart: boxes are stages, rounded ones formulas; arrows carry fields."""
-    lines = ["flowchart LR", *(f"    {name}[/{name}/]" for name in graph.given)]
-    lines += [f"    {_node(stage.index)}{_box(stage)}" for stage in graph.stages]
+def as_mermaid(*graphs: Graph) -> str:
+    """A flowchart: boxes are stages, rounded ones formulas; arrows carry fields. Several graphs are framed."""
+    if len(graphs) == 1:
+        return "\n".join(["flowchart LR", *_flow(graphs[0], "")])
+    lines = ["flowchart LR"]
+    for number, graph in enumerate(graphs, 1):
+        lines += [f"    subgraph phase{number} [{graph.name}]", *_flow(graph, f"p{number}_"), "    end"]
+    return "\n".join(lines)
+
+
+def _flow(graph: Graph, prefix: str) -> list[str]:
+    """The boxes and arrows of a graph, their names made its own by a prefix."""
+    lines = [f"    {prefix}{name}[/{name}/]" for name in graph.given]
+    lines += [f"    {prefix}{_node(stage.index)}{_box(stage)}" for stage in graph.stages]
     for edge in graph.edges:
         label = f"|{_fields(edge.fields)}|" if edge.fields else ""
         source = _node(edge.source) if edge.source >= 0 else graph.source_name(edge)
-        lines.append(f"    {source} -->{label} {_node(edge.destination)}")
-    return "\n".join(lines)
+        lines.append(f"    {prefix}{source} -->{label} {prefix}{_node(edge.destination)}")
+    return lines
 
 
 def _source(graph: Graph, edge: Edge) -> str:

@@ -192,6 +192,7 @@ class _Alphabet:
 
     def __init__(self, symbols: frozenset[str] | None) -> None:
         self._symbols = symbols
+        self._is_own = all(len(symbol) == 1 or symbol[0] == "<" for symbol in symbols or ())
         self._known: set[str] = set()
         self._split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
@@ -215,7 +216,9 @@ class _Alphabet:
                 raise ModelError(
                     f"the tokeniser has no character {character!r}",
                     why="its vocabulary lacks it, and the text would lose it silently",
-                    fix="add it to policy.model.new.alphabet, or remove it from the data",
+                    fix="add it to policy.model.new.alphabet, or remove it from the data"
+                    if self._is_own
+                    else "leave it out, or choose a model whose tokeniser has it",
                 )
             self._known.add(character)
 

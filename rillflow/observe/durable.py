@@ -91,7 +91,11 @@ def write_error(path: Path, error: Exception, needed_bytes: int = 0) -> RunDirec
     else:
         fix = "check the disk, then run the same command: it resumes"
     needs = f"it needs {size(needed_bytes)}, and " if needed_bytes else ""
-    return RunDirectoryError(f"cannot write {path}: {reason}", why=f"{needs}{_free_space(path)}", fix=fix)
+    why = f"{needs}{_free_space(path)}"
+    if code == errno.ENOENT:  # every folder that may be made is made: here the system makes none
+        there = next(folder for folder in path.absolute().parents if folder.exists())
+        why, fix = f"nothing can be made in {there}", "choose a run directory that you may write, with --dir"
+    return RunDirectoryError(f"cannot write {path}: {reason}", why=why, fix=fix)
 
 
 def _errno(error: Exception) -> int | None:

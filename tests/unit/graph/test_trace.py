@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -142,3 +143,11 @@ def test_drawings_name_every_stage_and_arrow() -> None:
         assert stage.endpoint in mermaid
     assert mermaid.count("-->") == len(graph.edges) == len(data["edges"])
     assert data["stages"][3]["transfer"] == "TRAIN"
+
+
+def test_phases_drawn_together_are_one_diagram_whose_names_differ() -> None:
+    lines = as_mermaid(traced(), traced()).splitlines()
+    assert [line for line in lines if line.startswith("flowchart")] == ["flowchart LR"]
+    assert sum(line.strip().startswith("subgraph") for line in lines) == lines.count("    end") == 2
+    boxes = [re.split(r"[\[(]", line.strip())[0] for line in lines if "-->" not in line and "s0" in line]
+    assert boxes == ["p1_s0", "p2_s0"]
