@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -26,6 +27,11 @@ class AlgorithmConfig(PassesConfig):
     def rows_per_step(self) -> int:
         """Rows one iteration trains on."""
         return self.prompts_per_step
+
+    @property
+    def tails(self) -> Mapping[str, int]:
+        """Settings that are a number of tokens at the end of the longest answer, by name."""
+        return {}
 
 
 class OnlineConfig(AlgorithmConfig, UpdateConfig):

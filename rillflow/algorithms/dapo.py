@@ -6,6 +6,7 @@ prompts ─ generate ─> rollouts ─ score ─> where varied_groups ── eno
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -41,6 +42,11 @@ class DAPOConfig(GroupScaleConfig):
     overlong_buffer: int = Field(
         0, ge=0, description="Tokens before rollout.max_tokens from which length is priced; 0 for none."
     )
+
+    @property
+    def tails(self) -> Mapping[str, int]:
+        """The priced tokens."""
+        return {"overlong_buffer": self.overlong_buffer}
 
 
 def step(flow: Flow, prompts: Batch, config: DAPOConfig) -> Metrics:

@@ -26,6 +26,7 @@ def inconsistencies(recipe: Recipe) -> list[ConfigError]:
         *_model(recipe),
         *_phases(recipe),
         *_context(recipe),
+        *_tail(recipe),
         *_batch(recipe),
         *_schedule(recipe),
         *_sampling(recipe),
@@ -155,6 +156,17 @@ def _context(recipe: Recipe) -> Iterator[ConfigError]:
             why=f"the context holds prompt and answer; the prompt would have {new.context - limit} tokens",
             fix="lower rollout.max_tokens or raise policy.model.new.context",
         )
+
+
+def _tail(recipe: Recipe) -> Iterator[ConfigError]:
+    config, limit = recipe.algorithm, recipe.rollout.max_tokens
+    for name, tokens in config.tails.items():
+        if tokens > limit:
+            yield ConfigError(
+                f"algorithm.{name} is {tokens} and rollout.max_tokens is {limit}",
+                why="it is that many tokens of the longest answer, which has fewer",
+                fix=f"at most {limit}",
+            )
 
 
 def _batch(recipe: Recipe) -> Iterator[ConfigError]:

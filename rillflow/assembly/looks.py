@@ -168,8 +168,8 @@ def _look_at_model(recipe: Recipe, base: Path, report: Report) -> None:
     name = f"a new {new.architecture}" if new is not None else str(source)
     sizes = sizes_of_new(new) if new is not None else None
     if source is not None and Path(source).is_dir():
-        sizes = sizes_of_directory(Path(source))
         require_model_files(Path(source), is_chat=_has_chat(report.task))
+        sizes = sizes_of_directory(Path(source))
     if sizes is None:
         report.say("model", [f"{name}: its size is known when it is loaded"])
         return

@@ -36,7 +36,7 @@ def as_text(graph: Graph) -> str:
 
 
 def as_mermaid(*graphs: Graph) -> str:
-    """A flowchart: boxes are stages, rounded ones formulas; arrows carry fields. Several graphs are framed."""
+    """A flowchart: boxes are stages, rounded ones formulas, arrows carry fields; several are framed."""
     if len(graphs) == 1:
         return "\n".join(["flowchart LR", *_flow(graphs[0], "")])
     lines = ["flowchart LR"]

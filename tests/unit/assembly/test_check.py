@@ -169,6 +169,12 @@ def test_notes_say_what_might_not_be_expected(folder: Path) -> None:
     assert not any("threads" in note for note in check(loaded(folder, f"run.threads={cores}")).notes)
 
 
+def test_an_evaluation_may_be_taken_away(folder: Path) -> None:
+    report = check(loaded(folder, "evaluate=none"))
+    assert "never evaluated" in said(report, "data")
+    assert (report.problems, report.notes) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("override", "what"),
     [
