@@ -39,6 +39,7 @@ MAY_CHANGE: Mapping[str, str] = {
     "algorithm.loss.importance_cap": _LATER,
     "algorithm.value_loss": _LATER,
     "algorithm.ratio_tolerance": _LATER,
+    "algorithm.gap_tolerance": _LATER,
     "rollout.max_tokens": _LATER,
     "rollout.max_rows": "speed and memory",
     "reward.timeout_s": _LATER,

@@ -210,10 +210,12 @@ class Policy:
         if reuse.reuses_rows and reuse.old_logprobs == "sampler":
             rows = rows.with_fields(old_logprobs=rows.ragged("sampler_logprobs"))
         objective = PolicyLoss(loss, max_tokens=self._rollout.max_tokens)
-        tolerance = reuse.ratio_tolerance if self._exact else None
+        ratio, gap = (reuse.ratio_tolerance, None) if self._exact else (None, reuse.gap_tolerance)
         for minibatch in self._minibatches(rows, reuse):
-            yield self.trainer.aim(minibatch, objective, self._temperature, ratio_tolerance=tolerance)
-            tolerance = None
+            yield self.trainer.aim(
+                minibatch, objective, self._temperature, ratio_tolerance=ratio, gap_tolerance=gap
+            )
+            ratio = gap = None
 
     def _minibatches(self, rows: Batch, passes: PassesConfig) -> Iterator[Batch]:
         return minibatches(
@@ -232,5 +234,5 @@ class Policy:
 
     @property
     def _exact(self) -> bool:
-        """Whether the weights are wide enough for the on-policy contract; else metrics tell."""
+        """Whether the weights are wide enough for the on-policy contract token by token, not in the mean."""
         return bool(self.model.module.dtype.itemsize >= 4)

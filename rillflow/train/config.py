@@ -81,3 +81,8 @@ class UpdateConfig(PassesConfig):
         gt=0,
         description="Largest |trainer/sampler ratio - 1| of an on-policy float32 token; else the run stops.",
     )
+    gap_tolerance: float = Field(
+        0.05,
+        gt=0,
+        description="Largest mean |log(trainer/sampler)| of on-policy bfloat16 tokens; else the run stops.",
+    )

@@ -9,6 +9,9 @@ from rillflow.errors import TrainingError
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 
+_ENOUGH = 100
+"""Tokens over which a mean says something."""
+
 
 def loss_tokens(batch: Batch) -> Batch:
     """The batch with its ragged fields cut down to the loss tokens, and their ``places`` in their rows added.
@@ -94,4 +97,30 @@ def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
             why=f"their ratio differs from 1 by {float(deviation[worst]):.3g}, more than {tolerance:g}: "
             "the sampler ran other weights, another temperature or other arithmetic",
             fix="raise ratio_tolerance only if the arithmetic is meant to differ",
+        )
+
+
+def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
+    """The contract on-policy-ratio where rounding is rough: the mean of |trainer - sampler| <= tolerance.
+
+    A single token may be far off, such as where rounding sends it to another expert. For the same reason
+    fewer than 100 tokens are judged as if as many as there lack agreed.
+
+    Args:
+        tokens: a ``loss_tokens`` batch with ``sampler_logprobs``.
+        logprobs: [N] the trainer's.
+        tolerance: the largest mean.
+
+    Raises:
+        TrainingError: it names the mean, and the worst token with its row.
+    """
+    gaps = (logprobs.detach() - tokens.ragged("sampler_logprobs").values).abs()
+    mean = float(gaps.sum()) / max(len(gaps), _ENOUGH)
+    if not mean <= tolerance:
+        raise TrainingError(
+            f"the first minibatch is not on-policy: log probabilities of trainer and sampler are {mean:.3g} "
+            f"apart in the mean, and {float(gaps.max()):.3g} at {describe_token(tokens, int(gaps.argmax()))}",
+            why=f"that is more than {tolerance:g}, and rounding to bfloat16 leaves about 0.01: "
+            "the sampler ran other weights, another temperature or other arithmetic",
+            fix="raise gap_tolerance only if the arithmetic is meant to differ",
         )

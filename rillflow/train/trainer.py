@@ -16,7 +16,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
 from rillflow.records.ragged import Ragged
 from rillflow.train.config import TrainConfig
-from rillflow.train.guards import check_ratio
+from rillflow.train.guards import check_gap, check_ratio
 from rillflow.train.learner import Aim, Learner
 from rillflow.train.loss import Loss
 from rillflow.train.reading import Reading
@@ -75,6 +75,7 @@ class Trainer(Learner):
         temperature: float = 1.0,
         *,
         ratio_tolerance: float | None = None,
+        gap_tolerance: float | None = None,
         weight: float = 1.0,
     ) -> Aim[TokenLogprobs]:
         """A loss over log probabilities, for a ``step``.
@@ -83,10 +84,11 @@ class Trainer(Learner):
             minibatch: rows with the fields the loss reads.
             loss: what is minimised.
             temperature: the one the tokens were sampled at.
-            ratio_tolerance: where the rows are on-policy, how far trainer and sampler may differ.
+            ratio_tolerance: where the rows are on-policy, how far trainer and sampler may differ at a token.
+            gap_tolerance: where they are and rounding is rough, how far they may differ in the mean.
             weight: what its gradient counts beside that of another aim.
         """
-        forward = _Logprobs(self._scorer, temperature, ratio_tolerance)
+        forward = _Logprobs(self._scorer, temperature, ratio_tolerance, gap_tolerance)
         return Aim(rows=minibatch, loss=loss, forward=forward, weight=weight)
 
 
@@ -97,6 +99,7 @@ class _Logprobs:
     scorer: Scorer
     temperature: float
     ratio_tolerance: float | None
+    gap_tolerance: float | None
 
     def __call__(self, part: Batch, tokens: Batch) -> TokenLogprobs:
         return self._checked(tokens, self.scorer.forward(part, self.temperature))
@@ -110,6 +113,8 @@ class _Logprobs:
     def _checked(self, tokens: Batch, model: TokenLogprobs) -> TokenLogprobs:
         if self.ratio_tolerance is not None:
             check_ratio(tokens, model.logprobs, self.ratio_tolerance)
+        if self.gap_tolerance is not None:
+            check_gap(tokens, model.logprobs, self.gap_tolerance)
         return model
 
     def describe(self, read: TokenLogprobs, index: int) -> str:

@@ -46,9 +46,11 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_model_prompts_and_reward_of_ones_own(own: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_prompts_and_reward_of_ones_own(own: Path, tmp_path: Path, dtype: str) -> None:
     run = tmp_path / "run"
-    rillflow("run", str(own / "run.toml"), "--dir", str(run), "--set", "algorithm.steps=25", "--quiet")
+    chosen = ("--set", "algorithm.steps=25", "--set", f"policy.model.dtype={dtype}")
+    rillflow("run", str(own / "run.toml"), "--dir", str(run), *chosen, "--quiet")
     seen = rewards(run)
     assert len(seen) == 25
     assert mean(seen[-5:]) > mean(seen[:5]) + 0.1

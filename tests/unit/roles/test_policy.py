@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from rillflow.errors import TrainingError
+from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
 from rillflow.records.batch import Batch, row_ids
@@ -14,16 +17,17 @@ from rillflow.records.row import RowId
 from rillflow.roles.policy import Policy
 from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
-from rillflow.train.config import TrainConfig
+from rillflow.train.config import TrainConfig, UpdateConfig
 
 NEW = NewModel(hidden=16, layers=1, heads=2, context=16, alphabet="0123456789+=")
 
 
-def test_sampled_tokens_carry_the_version_published_last() -> None:
+def policy_of(dtype: str, rollout: RolloutConfig, new: NewModel = NEW) -> tuple[Policy, Batch]:
+    """A policy, and a prompt for it."""
     torch.set_num_threads(1)
-    model = load_model(ModelConfig(new=NEW), seed=0, device=torch.device("cpu"), base=Path())
-    rollout = RolloutConfig(max_tokens=3, max_rows=2)
-    policy = Policy(Share.whole(model), train=TrainConfig(), rollout=rollout, seed=0, updates=1)
+    config = ModelConfig(new=new, dtype=dtype)  # type: ignore[arg-type]
+    model = load_model(config, seed=0, device=torch.device("cpu"), base=Path())
+    policy = Policy(Share.whole(model), train=TrainConfig(lr=1e-2), rollout=rollout, seed=0, updates=1)
     prompts = Batch(
         ids=row_ids([RowId(0, 0, 0)]),
         fields={
@@ -31,8 +35,43 @@ def test_sampled_tokens_carry_the_version_published_last() -> None:
             "columns": Ragged.from_text(["{}"]),
         },
     )
+    return policy, prompts
+
+
+def test_sampled_tokens_carry_the_version_published_last() -> None:
+    policy, prompts = policy_of("float32", RolloutConfig(max_tokens=3, max_rows=2))
     for published in (0, 1, 2):
         rows = policy.generate(prompts, samples=2)
         sampled = rows.ragged("loss_mask").values
         assert set(rows.ragged("versions").values[sampled].tolist()) == {published}
         assert policy.publish() == published + 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_other_arithmetic_are_not_trained_on_in_any_type(dtype: str) -> None:
+    wide = NEW.model_copy(update={"hidden": 64, "layers": 4, "heads": 4, "context": 40})
+    policy, prompts = policy_of(dtype, RolloutConfig(max_tokens=30, max_rows=16), wide)
+    with torch.no_grad():
+        for weight in policy.model.module.parameters():
+            if weight.dim() > 1:
+                weight.mul_(4)  # fresh weights say nearly the same of every token
+    rows = policy.generate(prompts, samples=16)
+    rows = rows.with_fields(advantages=torch.linspace(-1, 1, 16))
+    loss, reuse = PolicyLossConfig(), UpdateConfig()
+    sampler = rows.ragged("sampler_logprobs")
+    flatter = sampler.with_values(sampler.values * 0.95)  # much as a higher temperature would have it
+    with pytest.raises(TrainingError, match="not on-policy"):
+        policy.update(rows.with_fields(sampler_logprobs=flatter), loss=loss, reuse=reuse)
+    metrics = policy.update(rows, loss=loss, reuse=reuse)
+    assert metrics["mismatch/logprob_gap/max"].value < (1e-4 if dtype == "float32" else 0.3)
+
+
+def test_a_single_token_that_rounding_sends_astray_stops_no_bfloat16_run() -> None:
+    policy, prompts = policy_of("bfloat16", RolloutConfig(max_tokens=3, max_rows=2))
+    rows = policy.generate(prompts, samples=2).with_fields(advantages=torch.tensor([1.0, -1.0]))
+    sampler = rows.ragged("sampler_logprobs")
+    values = sampler.values.clone()
+    values[4] += 1.0  # the first row's first sampled token
+    astray = rows.with_fields(sampler_logprobs=sampler.with_values(values))
+    assert bool(rows.ragged("loss_mask").values[4])
+    policy.update(astray, loss=PolicyLossConfig(), reuse=UpdateConfig())
