@@ -39,8 +39,6 @@ TRUNK = (
     *("records", "placement", "graph", "formulas", "cluster", "workers", "models", "parallel"),
     *("train", "weights", "rollout", "roles", "dataflow", "pipeline", "algorithms"),
 )
-BESIDE = ("observe", "tasks", "rewards", "config")
-"""Packages whose tests run the trunk too."""
 WIDER = {
     "cluster": ("distributed/test_processes.py", "distributed/test_backends.py"),
     "workers": ("distributed/test_backends.py",),
@@ -89,7 +87,10 @@ def forked(
     said = copy / "said.json"
     said.unlink(missing_ok=True)
     if not (child := os.fork()):
-        _run_tests(copy, tests, said, covered)
+        try:
+            _run_tests(copy, tests, said, covered)
+        finally:
+            os._exit(1)  # the parent's life is not the child's, whatever was raised
     end = time.monotonic() + limit_s
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > end:
@@ -178,13 +179,14 @@ class Coverage:
 
 
 def collected(copy: Path, folder: Path) -> Coverage:
-    """Coverage of the unit tests, one package after the other; what was collected before is kept."""
+    """Coverage of the unit tests, one package after the other; of tests that did not change it is kept."""
     whole = Coverage(lines={}, seconds={})
-    for package in (*TRUNK, *BESIDE):
+    for package in TRUNK:
         tests, kept = copy / "tests" / "unit" / package, folder / f"coverage-{package}.json"
         if not tests.is_dir():
             continue
-        if not kept.exists():
+        changed = max(file.stat().st_mtime for file in tests.rglob("*.py"))
+        if not kept.exists() or kept.stat().st_mtime < changed:
             found = forked(copy, [str(tests.relative_to(copy))], 3600, covered=folder / "lines.json")
             lines = json.loads((folder / "lines.json").read_text())
             kept.write_text(
@@ -281,7 +283,7 @@ def main() -> None:
         __import__(module)
     files = sorted(path for package in TRUNK for path in (ROOT / "rillflow" / package).rglob("*.py"))
     every = [m for file in files for m in mutants_of(str(file.relative_to(ROOT)), file.read_text())]
-    drawn = random.Random(given.seed).sample(every, min(given.mutants, len(every)))
+    drawn = random.Random(given.seed).sample(every, len(every))[: given.mutants]  # more begin with the same
     results, coverage, sound = folder / "results.jsonl", collected(copy, folder), set[str]()
     kept = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     known = {each["name"]: each for each in kept}

@@ -314,7 +314,8 @@ def of_padded_halves(ranks: Ranks) -> list[object]:
     memories = {name: torch.full((30, 5), 7.0) for name in weights}
     switch = Switch(plan, ranks, {name: memory[:25] for name, memory in memories.items()}, most_bytes=500)
     switch.to_generation()
-    found: list[object] = [switch.ledger.before, switch.ledger.peak, switch.ledger.generating]
+    ledger = switch.ledger
+    found: list[object] = [ledger.before, ledger.peak, ledger.generating, ledger.buffers]
     switch.to_training()
     beside = torch.stack([memory[25:] for memory in memories.values()])
     return [
@@ -326,4 +327,4 @@ def of_padded_halves(ranks: Ranks) -> list[object]:
 
 def test_the_peak_is_that_of_the_last_weight_beside_its_half_and_no_garbage_comes_back() -> None:
     """A weight a bucket: before the fourth half goes there are four whole weights and that half."""
-    assert together(2, of_padded_halves) == [[2_400, 4_600, 4_000, True, True]] * 2
+    assert together(2, of_padded_halves) == [[2_400, 4_600, 4_000, 1_000, True, True]] * 2

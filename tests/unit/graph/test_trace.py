@@ -135,6 +135,17 @@ def test_numbers_and_filters_are_stages_too() -> None:
     assert {graph.source_name(edge) for edge in last} == {"controller.where kept", "controller.least"}
 
 
+def test_rows_filtered_by_another_batch_need_both() -> None:
+    def chosen(flow: Flow, prompts: Any, _: Any) -> Any:
+        rollouts = flow.policy.generate(prompts)
+        kept = flow.compute(centred, flow.reward.score(rollouts), into="kept")
+        return flow.filter(rollouts, "kept", by=kept)
+
+    graph = traced(chosen)
+    into = {graph.source_name(edge): edge.fields for edge in graph.into(len(graph.stages) - 1)}
+    assert into == {"controller.centred": ("kept",), "policy.generate": ("tokens", "loss_mask")}
+
+
 def test_drawings_name_every_stage_and_arrow() -> None:
     graph = traced()
     text, mermaid, data = as_text(graph), as_mermaid(graph), as_json(graph)

@@ -184,3 +184,24 @@ def test_ranks_that_lack_a_part_cannot_digest() -> None:
     with pytest.raises(WeightError, match=r"ranks \[0, 2\] hold 2 of 4 elements"):
         owned(placement, (4,), (0, 2))
     assert slices(placement, (4,))[0] == owned(placement, (4,), (0, 1))[0]
+
+
+def splitmix(place: int, seed: int) -> int:
+    """Steele, Lea and Flood's splitmix64 of a place, in plain integers; odd."""
+    found = (place + 1) * seed % 2**64
+    found = (found ^ found >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    found = (found ^ found >> 27) * 0x94D049BB133111EB % 2**64
+    return (found ^ found >> 31) | 1
+
+
+def test_a_digest_is_the_one_that_its_formula_gives_in_plain_integers() -> None:
+    """Sum over elements of key(row) key(column) mix(bits), modulo 2^64: ranks of any release agree on it."""
+    values = torch.tensor([[1, -2, 3], [40, 5, -600]], dtype=torch.int32)
+    total = 0
+    for row in range(2):
+        for column in range(3):
+            mixed = int(values[row, column]) * 0xBF58476D1CE4E5B9 % 2**64
+            signed = mixed - 2**64 if mixed >= 2**63 else mixed
+            mixed = (signed ^ signed >> 29) % 2**64
+            total += splitmix(row, 0x9E3779B97F4A7C15) * splitmix(column, 0xD1B54A32D192ED03) * mixed
+    assert digest(values) == total % 2**64
