@@ -8,6 +8,7 @@ Nothing heavy is imported before the data and the run directory are known to be 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,13 @@ class Launched:
 
 
 def launch(
-    recipe: Recipe, base: Path, *, fresh: bool = False, quiet: bool = False, plan: Plan | None = None
+    recipe: Recipe,
+    base: Path,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+    plan: Plan | None = None,
+    command: Sequence[str] = (),
 ) -> Launched:
     """Run a recipe to its end, from the newest checkpoint where there is one.
 
@@ -61,6 +68,7 @@ def launch(
         quiet: show nothing but errors.
         plan: what the recipe's placement is from, or what is expected of it; kept in the run directory, and
             compared with at the end. None: that of an earlier start, where the placement is still as it says.
+        command: what was typed, for the commands that the summary suggests; empty where a program launches.
 
     Raises:
         RillflowError: anything a user can mend, with what, why and what to do.
@@ -81,7 +89,7 @@ def launch(
             for note in (*notes, *warnings_of(load(path))):
                 progress.note(f"note: {note}")
             try:
-                _train(recipe, base, task, run, progress, stack, plan)
+                _train(recipe, base, task, run, progress, stack, plan, command)
             except Exception:
                 _leave_report(run, progress)
                 raise
@@ -122,6 +130,7 @@ def _train(
     progress: Progress,
     stack: ExitStack,
     plan: Plan | None,
+    command: Sequence[str],
 ) -> None:
     from rillflow.assembly.build import Build
     from rillflow.dataflow.checkpoint import latest_checkpoint
@@ -150,7 +159,7 @@ def _train(
             progress.note(f"not placed as {left} says, so no longer compared with it; --plan {left} goes on")
         run.log_start(
             {
-                **environment(device=str(build.device)),
+                **environment(device=str(build.device), command=command),
                 "base": str(base.absolute()),
                 "after_step": kept,
                 "placement": recipe.placement.model_dump(mode="json"),

@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         plan = expected(loaded, arguments)
     from rillflow.assembly.launch import launch
 
-    launch(loaded.recipe, loaded.base, fresh=arguments.fresh, quiet=arguments.quiet, plan=plan)
+    how = {"fresh": arguments.fresh, "quiet": arguments.quiet, "command": arguments.typed}
+    launch(loaded.recipe, loaded.base, **how, plan=plan)
     return DONE
 
 

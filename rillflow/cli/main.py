@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     Example:
         raise SystemExit(main(algorithms=[ALGORITHM]))      # at the end of a file of yours
     """
-    arguments = build_parser().parse_args(argv, argparse.Namespace(algorithms=algorithms))
+    words = sys.argv[1:] if argv is None else argv
+    typed = (*(("python", sys.argv[0]) if algorithms else ("rillflow",)), *words)
+    arguments = build_parser().parse_args(words, argparse.Namespace(algorithms=algorithms, typed=typed))
     level = logging.DEBUG if arguments.debug else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     try:

@@ -4,7 +4,8 @@
                         large   [bytes, arrays]: arrays lie in the object store, and a reader on the
                                 same machine maps them without a copy
 
-References inside a value stay behind as names and travel beside it, so that Ray knows who holds them.
+References inside a value stay behind as names and travel beside it, so that Ray knows who holds them. Bytes
+are cloudpickle: a call carries functions. They pass between the ranks of one run, never through a file.
 Imported by ``cluster.ray``, which asks Ray for its protection first.
 """
 
@@ -155,5 +156,5 @@ def _tensor(content: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
     if isinstance(content, bytearray):
         return torch.frombuffer(content, dtype=kind).view(shape)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the store's memory is read-only; batches are never written to
+        warnings.simplefilter("ignore")  # the store's memory is read-only; who writes to a batch is refused
         return torch.frombuffer(content, dtype=kind).view(shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
@@ -26,11 +25,11 @@ _PACKAGES = (
 )
 
 
-def environment(*, device: str, command: Sequence[str] | None = None) -> dict[str, JSON]:
-    """One start of a run: when, by which command (this process's by default), where, on what."""
+def environment(*, device: str, command: Sequence[str]) -> dict[str, JSON]:
+    """One start of a run: when, by which command, where, on what."""
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": list(sys.argv if command is None else command),
+        "command": list(command),
         "folder": str(Path.cwd()),
         "device": device,
         "cores": len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count(),

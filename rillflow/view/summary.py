@@ -289,7 +289,7 @@ def _place_lines(summary: Summary) -> list[str]:
 
 def _next_lines(summary: Summary) -> list[str]:
     if not summary.is_finished:
-        return ["Next", f"  go on:           {shlex.join(summary.command) or 'the same command'}"]
+        return ["Next", f"  go on:           {shlex.join(summary.command) or 'launch the same recipe'}"]
     lines = ["Next"]
     if summary.checkpoint and Path(summary.checkpoint).name != _ASKED:
         lines.append(f"  score with it:   reward.model or cost.model = {summary.run!r} in another recipe")
@@ -300,27 +300,34 @@ def _next_lines(summary: Summary) -> list[str]:
         lines.append(f"  look inside:     open {shlex.quote(summary.report)} in a browser")
     rose = summary.before and summary.after and summary.after.value > summary.before.value
     if summary.steps_setting is not None:
-        again = f"--set algorithm.steps={2 * summary.steps_setting} --dir {shlex.quote(summary.run)}"
-        lines.append(f"  train longer:    rillflow run {_recipe(summary.command)} {again}")
+        more = f"algorithm.steps={2 * summary.steps_setting}"
+        lines.append(f"  train longer:    {_again(summary, more, summary.run)}")
     if summary.after and not rose:
-        slower = f"--set policy.lr=NUMBER --dir {shlex.quote(f'{summary.run}-lr')}"
+        other = _again(summary, "policy.lr=NUMBER", f"{summary.run}-lr")
         lines.append("  it did not rise: read the worst samples and the reward's outcomes in the report,")
-        lines.append(
-            f"                   then try another rate: rillflow run {_recipe(summary.command)} {slower}"
-        )
+        lines.append(f"                   then try another rate: {other}")
     return lines
 
 
 def _command(data: RunData) -> tuple[str, ...]:
-    """What was typed: the program by its name alone."""
+    """What was typed: the program by its name alone, or a file of the user's; nothing for a program."""
     typed = data.starts[-1].get("command") if data.starts else None
     words = [word for word in typed if isinstance(word, str)] if isinstance(typed, list) else []
-    return ("rillflow", *words[1:]) if words else ()
+    return tuple(words) if words[:1] == ["python"] else ("rillflow", *words[1:]) if words else ()
 
 
-def _recipe(command: Sequence[str]) -> str:
+def _again(summary: Summary, setting: str, folder: str) -> str:
+    """How to run the recipe again with another setting, in this folder."""
+    if not summary.command:
+        return f"launch the recipe with {setting}, run.dir={folder}"
+    program = summary.command[: 2 if summary.command[0] == "python" else 1]
+    recipe = _recipe(summary.command[len(program) + 1 :])
+    return f"{shlex.join(program)} run {recipe} --set {setting} --dir {shlex.quote(folder)}"
+
+
+def _recipe(typed: Sequence[str]) -> str:
     """The recipe with the options that are kept: ``run.toml --set policy.lr=1e-5 --plan plan.toml``."""
-    recipe, given, words = "RECIPE", list[str](), iter(command[2:])
+    recipe, given, words = "RECIPE", list[str](), iter(typed)
     for word in words:
         name, equals, value = word.partition("=")
         if name in (*_KEPT, *_FREE):

@@ -22,6 +22,7 @@ from rillflow.cluster.ranks import Stranded
 from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
 from rillflow.observe.raised import innermost_line
 from rillflow.records.batch import Batch
+from rillflow.records.ragged import Ragged
 from rillflow.workers.values import Facts, lengths_of, resolved
 
 Factory = Callable[[Site], Any]
@@ -99,9 +100,10 @@ def _run(
 ) -> tuple[Any, Facts]:
     given = [resolved(argument, site.fetch) for argument in arguments]
     named = {key: resolved(option, site.fetch) for key, option in options.items()}
-    began = time.time()
+    began, before = time.time(), _written([*given, *named.values()])
     try:
         result = function(*given, **named)
+        _refuse_writes(name, before, _written([*given, *named.values()]))
     except Exception as error:
         raise _located(error, name, site, given) from error
     return result, _facts(result, began)
@@ -119,6 +121,24 @@ def _reading(call: Call, method: Callable[..., Any], *arguments: Any, **options:
             fix=nearest(missing[0], there),
         )
     return method(*arguments, **options)
+
+
+def _written(values: Sequence[Any]) -> list[tuple[str, int]]:
+    """How often each tensor of the batches among some values has been written to, with its field's name."""
+    fields = [item for value in values if isinstance(value, Batch) for item in value.fields.items()]
+    tensors = [(name, field.values if isinstance(field, Ragged) else field) for name, field in fields]
+    return [(name, tensor._version) for name, tensor in tensors if not tensor.is_inference()]
+
+
+def _refuse_writes(name: str, before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
+    """Batches are shared: with later stages, and on Ray with every rank of the machine, through its store."""
+    for (field, writes), (_, now) in zip(before, after, strict=True):
+        if now != writes:
+            raise RecordError(
+                f"{name} wrote into the field {field!r} of a batch it was given",
+                why="other ranks and later stages read the same memory",
+                fix="write into a copy: values.clone()",
+            )
 
 
 def _facts(result: Any, began: float) -> Facts:

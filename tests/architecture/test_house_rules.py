@@ -22,6 +22,8 @@ BANNED_OPTIONS = {
     "allow_pickle": True,
     "shell": True,
 }
+MESSAGES = {"rillflow/cluster/messages.py"}
+"""What ranks of one run say to each other is cloudpickle, inside the run's own cluster; never a file."""
 DRAWERS = {"utils", "util", "common", "base", "types", "manager", "experimental", "helpers", "misc"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 ORDINARY_WORDS = {"preference"}
@@ -43,6 +45,10 @@ def runs_data_as_code(source: Any) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             names = {(node.module or "").split(".")[0]}
             names |= {f"{node.module}.{alias.name}" for alias in node.names} & BANNED_CALLS
+            names |= {alias.name for alias in node.names} & BANNED_MODULES
+        elif isinstance(node, ast.Attribute):
+            names = {node.attr} if source.path not in MESSAGES else set()
+            names &= BANNED_MODULES
         elif isinstance(node, ast.Call):
             names = {dotted(node.func)} & BANNED_CALLS
             for option in node.keywords:
@@ -124,6 +130,8 @@ def test_what_is_shipped_beside_the_package_runs_no_data_as_code(everything: lis
         (runs_data_as_code, "a.py", "from os import system"),
         (runs_data_as_code, "a.py", "def f():\n    import pickle"),
         (runs_data_as_code, "a.py", "from pickle import loads"),
+        (runs_data_as_code, "a.py", "import ray\nray.cloudpickle.loads(data)"),
+        (runs_data_as_code, "a.py", "from ray import cloudpickle"),
         (runs_data_as_code, "a.py", "torch.load(file)"),
         (runs_data_as_code, "a.py", "load(file, weights_only=False)"),
         (runs_data_as_code, "a.py", "AutoModel.from_pretrained(name, trust_remote_code=True)"),

@@ -31,7 +31,7 @@ from rillflow.workers.transfer import Transfer
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from programs import Unmakeable, Worker, half_of
+from programs import Unmakeable, Worker, half_of, overwriting
 
 POOLS = [Pool(name="one", size=1), Pool(name="two", size=2), Pool(name="four", size=4)]
 WAIT_S = 60.0
@@ -280,6 +280,14 @@ def test_a_result_that_is_looked_at_says_where_values_are(groups: dict[int, Grou
     for look, asked in ((bool, "its truth"), (lambda it: it.dense("y"), "'dense'"), (len, "its length")):
         with pytest.raises(GraphError, match=f"asks the result of worker1.double for {asked}"):
             look(doubled)  # type: ignore[operator]
+
+
+def test_a_batch_that_is_written_to_is_refused(group: Group, flow: Flow) -> None:
+    """On Ray its memory is the store's, which every rank of the machine maps."""
+    words = ("overwriting wrote into the field 'x' of a batch it was given", "values.clone()")
+    for batch in (rows(4), rows(4, x=torch.ones(4, 2**14))):
+        made = group.call("same", batch)
+        refused(RecordError, lambda made=made: flow.compute(overwriting, made, into="y").read(WAIT_S), *words)
 
 
 # What cannot be used: the error names it, and the ranks go on.

@@ -116,6 +116,7 @@ def test_a_file_run_as_a_script_updates_by_its_own_settings(backend: str, tmp_pa
     command = [sys.executable, str(EXAMPLES / "ranked.py"), "run", str(RECIPE), "--dir", "run", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert f"train longer:    python {EXAMPLES / 'ranked.py'} run {RECIPE} --set" in done.stdout
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["metrics"]["policy/version/max"]["max"] for line in lines] == [1, 2]
 

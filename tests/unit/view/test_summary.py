@@ -110,6 +110,24 @@ def test_the_next_command_is_placed_as_the_last_one(make_run: MakeRun, words: st
     assert f"try another rate: rillflow run {kept} --set policy.lr=NUMBER --dir a-lr" in text
 
 
+def test_the_next_command_of_an_algorithm_of_ones_own_is_its_file(make_run: MakeRun) -> None:
+    command = ("python", "my own.py", "run", "run.toml", "--set", "policy.lr=1e-5", "--dir", "a")
+    summary = replace(summarise(make_run(final=0.3)), command=command, run="a")
+    again = "python 'my own.py' run run.toml --set policy.lr=1e-5 --set"
+    assert f"train longer:    {again} algorithm.steps=80 --dir a" in render_text(summary)
+    stopped = render_text(replace(summary, is_finished=False))
+    assert "go on:           python 'my own.py' run run.toml --set policy.lr=1e-5 --dir a" in stopped
+
+
+def test_where_a_program_launched_no_command_is_made_up(make_run: MakeRun) -> None:
+    summary = replace(summarise(make_run(final=0.3)), command=(), run="a")
+    text = render_text(summary)
+    assert "train longer:    launch the recipe with algorithm.steps=80, run.dir=a" in text
+    assert "try another rate: launch the recipe with policy.lr=NUMBER, run.dir=a-lr" in text
+    assert "rillflow run" not in text
+    assert "go on:           launch the same recipe" in render_text(replace(summary, is_finished=False))
+
+
 def test_graded_rewards_are_no_accuracy(make_run: MakeRun, tmp_path: Path) -> None:
     """Rewards of 0 to 6: the mean with its interval is said, a share only where it was asked for."""
     looks = [(0, 1.25, 3, (0.9, 1.6)), (5, 1.5, 7, (1.1, 1.9))]
