@@ -103,7 +103,7 @@ LIMIT = 0.05
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_limit_is_kept_and_the_reward_rises_all_the_same(tmp_path: Path, seed: int) -> None:
-    """Of five seeds the reward rose by 0.21 to 0.25, and the last ten steps cost 0.02 to 0.04 on the mean."""
+    """Of five seeds the reward rose by 0.19 to 0.24, and the worst ten steps in a row cost 0.033."""
     kept = ran(tmp_path, "kept", f"run.seed={seed}", recipe=RECIPES / "run.toml")
     assert load_recipe(RECIPES / "run.toml").recipe.model_dump()["algorithm"]["cost_limit"] == LIMIT
     spent, rewards = means(kept, "cost/value/mean"), means(kept, "reward/score/mean")
