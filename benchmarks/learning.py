@@ -1,21 +1,26 @@
-"""Every algorithm learns, wherever its roles are: the reward on one-digit sums, first steps against last.
+"""Every algorithm learns: the rise of the reward on one-digit sums, over seeds; and wherever its roles are.
 
-    inline       one process
-    together     Ray, all roles on one pool of two ranks
-    apart        Ray, each role on a pool of its own, of one rank
+    seeds        one process, every recipe from each of them: mean, least, interval of the rise
+    places       one seed, fewer steps, three ways that have to give the same numbers:
+                 inline      one process
+                 together    Ray, all roles on one pool of two ranks
+                 apart       Ray, each role on a pool of its own, of one rank
 
-    python benchmarks/learning.py                                      # about half an hour on two cores
-    python benchmarks/learning.py --only ppo --steps 10
-    python benchmarks/learning.py --write benchmarks/results/learning.md
+    python benchmarks/learning.py                                      # an hour on one core
+    python benchmarks/learning.py --only ppo --seeds 0 --steps 10
+    python benchmarks/learning.py --keep /tmp/learning.jsonl --write benchmarks/results/learning.md
 
-Apart has the data-parallel size of inline, so every metric of every step has to have the same bits; the
-script fails where one has not, and where a reward does not rise.
+A run that is done is a line of the kept file; the same command goes on after the last one, and two commands
+with other ``--only`` may share the file. Apart has the data-parallel size of inline, so every metric of every
+step has to have the same bits. The script fails where one has not, where a reward does not rise from some
+seed, and where Safe RLHF's cost ends above its limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import tempfile
@@ -23,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from rillflow.algorithms.registry import ALGORITHMS
@@ -32,51 +37,52 @@ from rillflow.assembly.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 NAMES = [name for name in ALGORITHMS if (RECIPES / name / "run.toml").is_file() or name == "grpo"]
-PEERS = ("torch", "transformers", "ray")
+PEERS = ("torch", "transformers")
 FIRST, LAST = 4, 3
 """Steps that are averaged, at the beginning and at the end."""
+TESTED = (14, 24)
+"""Steps of the everyday and the slow tests: the beginning of a run here, for no learning rate falls."""
+PAID = 5
+"""Last steps over which a cost is averaged."""
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Student's t, two-sided 95%, by the number of seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """One run."""
+    """One run from a seed."""
 
-    metrics: list[dict[str, Any]]
-    """Of every step that sampled, times left out."""
+    name: str
+    """The algorithm."""
+    seed: int
+    """Of the run."""
+    rewards: list[float]
+    """The mean reward of every step."""
+    costs: list[float]
+    """The mean cost of every step, where there is one."""
 
-    @property
-    def rewards(self) -> list[float]:
-        """The mean reward of every step."""
-        return [step["reward/score/mean"]["mean"] for step in self.metrics]
-
-    @property
-    def first(self) -> float:
-        """Before much was learned."""
-        return mean(self.rewards[:FIRST])
-
-    @property
-    def last(self) -> float:
-        """At the end."""
-        return mean(self.rewards[-LAST:])
+    def rise(self, steps: int) -> float:
+        """How much the reward rose until then."""
+        return mean(self.rewards[steps - LAST : steps]) - mean(self.rewards[:FIRST])
 
 
 def main() -> None:
-    """Run the algorithms and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=20, help="steps of the algorithm (20)")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="these algorithms alone")
-    parser.add_argument("--write", metavar="FILE", help="where the table goes, besides the screen")
-    arguments = parser.parse_args()
-    rows, failures = [], []
-    for name in arguments.only:
-        courses = {where: course(name, where, arguments.steps) for where in ("inline", "together", "apart")}
-        identical = courses["apart"].metrics == courses["inline"].metrics
-        failures += [] if identical else [f"{name}: apart has other numbers than inline"]
-        failures += [f"{name} {where}: no rise" for where, it in courses.items() if it.last <= it.first]
-        cells = [f"{courses['inline'].first:.3f}", *(f"{it.last:.3f}" for it in courses.values())]
-        rows.append(f"| {name} | {' | '.join(cells)} | {'yes' if identical else 'no'} |")
-        print(rows[-1], flush=True)
-    text = table(rows, arguments.steps)
+    """Run the algorithms and print the tables."""
+    arguments = _arguments()
+    courses, failures, places = [], [], []
+    for seed in arguments.seeds:
+        for name in arguments.only:
+            courses.append(course(name, seed, arguments.steps, arguments.keep))
+            print(f"{name}, seed {seed}: {courses[-1].rise(arguments.steps):+.3f}", flush=True)
+    for name in arguments.places:
+        row, failed = placed(name, arguments.places_steps)
+        places.append(row)
+        failures += failed
+    failures += [f"{one.name}, seed {one.seed}: no rise" for one in courses if one.rise(arguments.steps) <= 0]
+    failures += [
+        f"{one.name}, seed {one.seed}: the cost ends above its limit" for one in courses if over(one)
+    ]
+    text = page(courses, places, arguments)
     print(text)
     if arguments.write:
         Path(arguments.write).write_text(text)
@@ -84,11 +90,34 @@ def main() -> None:
         raise SystemExit("\n".join(failures))
 
 
-def course(name: str, where: str, steps: int) -> Course:
-    """Run an algorithm's recipe. GRPO's own is a long one; it runs Dr.GRPO's with its own defaults."""
-    path = RECIPES / ("dr_grpo" if name == "grpo" else name) / "run.toml"
+def course(name: str, seed: int, steps: int, keep: str | None) -> Course:
+    """One algorithm from one seed: from the kept file where it stands there, else run."""
+    file = Path(keep) if keep else None
+    kept = file.read_text().splitlines() if file is not None and file.is_file() else []
+    for line in map(json.loads, kept):
+        if (line["name"], line["seed"], line["steps"]) == (name, seed, steps):
+            return Course(name=name, seed=seed, rewards=line["rewards"], costs=line["costs"])
+    found = metrics_of(name, "inline", steps, seed)
+    rewards = [step["reward/score/mean"]["mean"] for step in found]
+    costs = [step["cost/value/mean"]["mean"] for step in found if "cost/value/mean" in step]
+    if file is not None:
+        line = {"name": name, "seed": seed, "steps": steps, "rewards": rewards, "costs": costs}
+        with file.open("a") as kept_file:
+            kept_file.write(json.dumps(line) + "\n")
+    return Course(name=name, seed=seed, rewards=rewards, costs=costs)
+
+
+def recipe_of(name: str) -> Path:
+    """GRPO's own recipe is a long one; it runs Dr.GRPO's with its own defaults."""
+    return RECIPES / ("dr_grpo" if name == "grpo" else name) / "run.toml"
+
+
+def metrics_of(name: str, where: str, steps: int, seed: int) -> list[dict[str, Any]]:
+    """The metrics of every step that sampled, times left out."""
+    path = recipe_of(name)
     with tempfile.TemporaryDirectory() as folder:
-        settings = [f"algorithm.name={name}", f"algorithm.steps={steps}", f"run.dir={folder}/run"]
+        settings = [f"algorithm.name={name}", f"algorithm.steps={steps}", f"run.seed={seed}"]
+        settings += [f"run.dir={folder}/run", "run.checkpoint_minutes=0"]
         algorithm = load_recipe(path, settings).recipe.algorithm
         roles = dict.fromkeys(("policy", *ALGORITHMS[name].roles(algorithm)))
         loaded = load_recipe(path, [*settings, *placement(where, [*roles])])
@@ -97,7 +126,7 @@ def course(name: str, where: str, steps: int) -> Course:
     metrics = [json.loads(line)["metrics"] for line in lines]
     for step in metrics:
         del step["run/step_seconds/mean"]
-    return Course(metrics=[step for step in metrics if "reward/score/mean" in step])
+    return [step for step in metrics if "reward/score/mean" in step]
 
 
 def placement(where: str, roles: Sequence[str]) -> list[str]:
@@ -110,27 +139,92 @@ def placement(where: str, roles: Sequence[str]) -> list[str]:
     return ["placement.backend=ray", *pools, *(f"placement.roles.{role}=of_{role}" for role in roles)]
 
 
-def table(rows: Sequence[str], steps: int) -> str:
-    """The page."""
-    cores, found = len(os.sched_getaffinity(0)), [f"{name} {version(name)}" for name in PEERS]
-    return "\n".join(
-        [
-            "# Every algorithm learns, wherever its roles are",
+def placed(name: str, steps: int) -> tuple[str, list[str]]:
+    """A row of the table of places, and what failed."""
+    found = {where: metrics_of(name, where, steps, 0) for where in ("inline", "together", "apart")}
+    identical = found["apart"] == found["inline"]
+    ends = [mean(step["reward/score/mean"]["mean"] for step in each[-LAST:]) for each in found.values()]
+    row = f"| {name} | {' | '.join(f'{end:.3f}' for end in ends)} | {'yes' if identical else 'no'} |"
+    print(row, flush=True)
+    return row, [] if identical else [f"{name}: apart has other numbers than inline"]
+
+
+def limit_of(name: str) -> float | None:
+    """The cost that the recipe allows, where it limits one."""
+    settings: dict[str, Any] = load_recipe(recipe_of(name)).recipe.model_dump()["algorithm"]
+    return settings.get("cost_limit")
+
+
+def over(one: Course) -> bool:
+    """Whether a run ends dearer than its recipe allows."""
+    limit = limit_of(one.name)
+    return limit is not None and mean(one.costs[-PAID:]) > limit
+
+
+def spread(rises: Sequence[float]) -> str:
+    """Mean, deviation, least, and the interval of the mean, as cells."""
+    middle = mean(rises)
+    if len(rises) < 2:
+        return f"{middle:+.3f} | | {middle:+.3f} | "
+    reach = STUDENT[len(rises)] * stdev(rises) / math.sqrt(len(rises))
+    cells = (f"{middle:+.3f}", f"{stdev(rises):.3f}", f"{min(rises):+.3f}")
+    return f"{' | '.join(cells)} | {middle - reach:+.3f} .. {middle + reach:+.3f}"
+
+
+def page(courses: Sequence[Course], places: Sequence[str], arguments: argparse.Namespace) -> str:
+    """The tables."""
+    cores, versions = len(os.sched_getaffinity(0)), [f"{name} {version(name)}" for name in PEERS]
+    seeds, steps = " ".join(map(str, arguments.seeds)), arguments.steps
+    lines = [
+        "# Every algorithm learns, from every seed, wherever its roles are",
+        "",
+        f"Command: `python benchmarks/learning.py --seeds {seeds} --steps {steps}`; {cores} cores, "
+        f"Python {platform.python_version()}, {', '.join(versions)}.",
+        "",
+        f"The recipes (one-digit sums), {steps} steps after the warm start, one process. The rise is the",
+        f"mean reward of the last {LAST} steps less that of the first {FIRST}; the interval is that of the",
+        "mean rise over seeds (Student's t, 95%). The first steps of a run are those of a shorter one.",
+    ]
+    for until in [*(each for each in TESTED if each < steps), steps]:
+        lines += ["", f"## After {until} steps", ""]
+        lines += ["| algorithm | rise, each seed | mean | deviation | least | interval |"]
+        lines += ["|---|---|---|---|---|---|"]
+        for name in dict.fromkeys(one.name for one in courses):
+            rises = [one.rise(until) for one in courses if one.name == name]
+            shown = " ".join(f"{rise:+.3f}" for rise in rises)
+            lines.append(f"| {name} | {shown} | {spread(rises)} |")
+    for name in dict.fromkeys(one.name for one in courses if one.costs):
+        paid = " ".join(f"{mean(one.costs[-PAID:]):.3f}" for one in courses if one.name == name)
+        lines += [
             "",
-            f"Command: `python benchmarks/learning.py --steps {steps}`; {cores} cores, "
-            f"Python {platform.python_version()}, {', '.join(found)}.",
+            f"Cost of {name}, mean of the last {PAID} steps, each seed: {paid}; limit {limit_of(name)}.",
+        ]
+    if places:
+        lines += [
             "",
-            f"The recipes (one-digit sums, 80 prompts a step), {steps} steps after the warm start, seed 0.",
-            f"Rewards are means of the first {FIRST} steps and the last {LAST}. Inline: one process.",
-            "Together: Ray, all roles on one pool of two ranks. Apart: Ray, a pool of one rank for each.",
-            "Identical: every metric of every step of apart has the bits of inline.",
-            "",
-            "| algorithm | first | last, inline | last, together | last, apart | identical |",
-            "|---|---|---|---|---|---|",
-            *rows,
+            f"## Places: seed 0, {arguments.places_steps} steps, mean reward of the last {LAST}",
             "",
         ]
+        lines += [
+            "Together: Ray, all roles on one pool of two ranks. Apart: Ray, a pool of one rank for each."
+        ]
+        lines += ["Identical: every metric of every step of apart has the bits of inline.", ""]
+        lines += ["| algorithm | inline | together | apart | identical |", "|---|---|---|---|---|", *places]
+    return "\n".join([*lines, ""])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the runs (0 to 4)")
+    parser.add_argument("--steps", type=int, default=26, help="steps of the algorithm (26)")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="these algorithms alone")
+    parser.add_argument("--keep", metavar="FILE", help="JSON lines of runs that are done, read and added to")
+    parser.add_argument(
+        "--places", nargs="*", choices=NAMES, default=[], help="compare the three places for these"
     )
+    parser.add_argument("--places-steps", type=int, default=8, help="steps of that comparison (8)")
+    parser.add_argument("--write", metavar="FILE", help="where the tables go, besides the screen")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

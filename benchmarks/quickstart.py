@@ -1,8 +1,13 @@
 """Quickstart: time and held-out accuracy of the shipped recipe, on several seeds.
 
     python benchmarks/quickstart.py --seeds 0 1 2
+    python benchmarks/quickstart.py --seeds 0 --set warm_start.steps=175 --set algorithm.steps=110
 
-Each seed is one `rillflow run` of its own process. Prints a markdown table; --out writes it to a file.
+Each seed is one `rillflow run` of its own process. Prints a markdown table; --write writes it to a file.
+Processor seconds, children's too, compare settings on a machine that is busy with other things.
+
+What checkpoints cost is read from the run's own records: what lies between the end of a step and the
+beginning of the next, where a checkpoint was written and nothing evaluated, less what lies there elsewhere.
 """
 
 from __future__ import annotations
@@ -11,30 +16,60 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean, median
+
+from rillflow.assembly.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic" / "run.toml"
 
 
-def run_seed(seed: int, folder: Path) -> str:
+def run_seed(seed: int, folder: Path, settings: list[str]) -> str:
     """One run; a row of the table."""
     run = folder / f"seed-{seed}"
     command = [sys.executable, "-m", "rillflow.cli.main", "run", str(RECIPE), "--dir", str(run), "--quiet"]
-    began = time.monotonic()
-    subprocess.run([*command, "--set", f"run.seed={seed}"], check=True)
-    seconds = time.monotonic() - began
+    settings = [f"run.seed={seed}", *settings]
+    began, cpu = time.monotonic(), children_cpu_s()
+    subprocess.run([*command, *(word for each in settings for word in ("--set", each))], check=True)
+    seconds, cpu = time.monotonic() - began, children_cpu_s() - cpu
     looks = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     cells = [
         f"{look['correct'] / look['count']:.3f} [{look['interval'][0]:.3f}, {look['interval'][1]:.3f}]"
         for look in (looks[0], looks[-1])
     ]
-    return f"| {seed} | {seconds:.0f} | {cells[0]} | {cells[1]} |"
+    saved = checkpoints_s(run, [look["step"] for look in looks], settings)
+    shown = f"{saved:.2f} ({saved / seconds:.1%})"
+    return f"| {seed} | {seconds:.0f} | {cpu:.0f} | {cells[0]} | {cells[1]} | {shown} |"
+
+
+def children_cpu_s() -> float:
+    """Processor seconds of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def checkpoints_s(run: Path, evaluated: list[int], settings: list[str]) -> float:
+    """Seconds that the run's checkpoints took."""
+    every = load_recipe(RECIPE, settings).recipe.run.checkpoint_every
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    with_one, without = [], []
+    for before, after in pairwise(lines):
+        between = after["time_s"] - before["time_s"] - after["metrics"]["run/step_seconds/mean"]["mean"]
+        if before["step"] in evaluated or before["phase"] != after["phase"]:
+            continue
+        (with_one if every and before["step"] % every == 0 else without).append(between)
+    if not with_one:
+        return 0.0
+    number = -(-lines[-1]["step"] // every)  # the last step has one too
+    return number * (mean(with_one) - median(without))
 
 
 def main() -> None:
@@ -43,30 +78,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, help="also write the table here")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting")
+    parser.add_argument("--write", type=Path, help="also write the table here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = [run_seed(seed, Path(folder)) for seed in arguments.seeds]
+        rows = [run_seed(seed, Path(folder), arguments.set) for seed in arguments.seeds]
     text = "\n".join(
         [
             "# Quickstart: `recipes/arithmetic/run.toml`",
             "",
-            f"Command: `python benchmarks/quickstart.py --seeds {' '.join(map(str, arguments.seeds))}`; "
+            f"Command: `python {' '.join(sys.argv)}`; "
             f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, "
             f"torch {version('torch')}, transformers {version('transformers')}.",
             "",
             "Seconds are of the whole process, imports, report and evaluations included. Accuracy is greedy,",
             "on 500 held-out problems, with its 95% interval: after the warm start, and after GRPO.",
+            "Checkpoints: seconds spent on them, and the share of the run.",
             "",
-            "| seed | seconds | before GRPO | after |",
-            "|---|---|---|---|",
+            "| seed | seconds | processor seconds | before GRPO | after | checkpoints |",
+            "|---|---|---|---|---|---|",
             *rows,
             "",
         ]
     )
     print(text)
-    if arguments.out:
-        arguments.out.write_text(text)
+    if arguments.write:
+        arguments.write.write_text(text)
 
 
 if __name__ == "__main__":
