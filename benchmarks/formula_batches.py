@@ -26,6 +26,8 @@ SPREAD = {"plain": 0.3, "holes": 0.3, "edge": 0.3, "wide": 2.0, "small": 0.002}
 of one and the end of another. edge: holes, and a group of equal rewards, one with a single scored row, one
 with none, an abstained row, a row of one token, a row without a loss token."""
 CREDIT = ((1.0, 1.0), (1.0, 0.95), (0.97, 0.9), (0.9, 0.0))
+GSPO = {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "ratio": "sequence"}
+CISPO = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0, "surrogate": "weight"}
 Tensors = dict[str, Tensor]
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -205,12 +207,10 @@ def _losses(batch: Tensors) -> Tensors:
         for high, dual in product((0.2, 0.28), (3.0, 0.0)):
             bounds = {"clip_low": 0.2, "clip_high": high, "dual_clip": dual}
             add(f"PPO, clip {high}, dual {dual:g}, {level}, {name}", name, policy(level, **bounds))
-        bounds = {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "ratio": "sequence"}
-        add(f"GSPO, {level}, {name}", name, policy(level, **bounds))
-        bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0, "surrogate": "weight"}
-        add(f"CISPO, {level}, {name}", name, policy(level, **bounds))
-    bounds = {"clip_low": 1.0, "clip_high": 0.28, "dual_clip": 0.0, "surrogate": "weight"}
-    add("CISPO, one bound, rows, token_mean", "token_mean", policy("rows", **bounds))
+        add(f"GSPO, {level}, {name}", name, policy(level, **GSPO))
+        add(f"CISPO, {level}, {name}", name, policy(level, **CISPO))
+    one_bound = policy("rows", **{**CISPO, "clip_low": 1.0})
+    add("CISPO, one bound, rows, token_mean", "token_mean", one_bound)
     ppo, flat = policy("rows", **clip), policy("rows", **none)
     capped = formulas.importance_weights(chosen["old"], chosen["sampler"], cap=1.05)
     sampled = "truncated importance sampling, token_mean"
