@@ -172,10 +172,9 @@ def _token_advantages(batch: Tensors) -> Tensors:
 
 def _losses(batch: Tensors) -> Tensors:
     """Values, and gradients of the log probabilities."""
-    mask = batch["mask"]
+    mask, lengths = batch["mask"], batch["mask"].sum(1)
     known = {"rows": batch["advantages"][:, None].expand_as(mask), "tokens": batch["token_advantages"]}
     chosen = {name: batch[name][mask] for name in ("old", "sampler", "reference", "entropy")}
-    lengths = mask.sum(1)
     found: Tensors = {}
 
     def add(name: str, aggregation: Aggregation, of: Callable[[Tensor], Tensor]) -> None:

@@ -4,16 +4,21 @@
       step ── generate, score, update              waits
       "go" ────────────────────────────────────>   GRPOTrainer: one optimiser step
       waits                     <───────────────   its seconds
+      floor ── the same products and attention, and nothing else
 
-Steps alternate, so that both see the same machine; neither computes while the other does.
+Steps and floor alternate, so that all see the same machine; nobody computes while another does.
 
-    python benchmarks/grpo_step.py                          # Rillflow alone
+    python benchmarks/grpo_step.py                          # Rillflow and its floor
     python -m venv .trl && .trl/bin/pip install trl         # TRL in an environment of its own
     python benchmarks/grpo_step.py --trl .trl/bin/python --write benchmarks/results/grpo_step.md
 
 Setting: Qwen2 with 3.3 million parameters (hidden 256, 4 layers, 4 heads, 2 key/value heads, vocabulary
-256), float32, 8 prompts of 32 tokens x 8 samples of up to 64 tokens, temperature 1, no divergence, one
-optimiser step a batch. A row ends at token 1, which a random model draws once in 256 times.
+256), 8 prompts of 32 tokens x 8 samples of up to 64 tokens, temperature 1, no divergence, one optimiser step
+a batch; in float32, then in bfloat16 (ours with float32 masters, TRL's with its weights in bfloat16 alone). A
+row ends at token 1, which a random model draws once in 256 times.
+
+The floor is what the matrix products and the attention of a step take alone, at the step's own lengths: every
+token drawn by rows side by side, then forward and backward over all of them, each prompt once.
 """
 
 from __future__ import annotations
@@ -57,25 +62,31 @@ class Timing:
 def main() -> None:
     arguments = _arguments()
     if arguments.peer:
-        run_trl(Path(arguments.peer), arguments.steps + 1)
+        run_trl(Path(arguments.peer), arguments.steps + 1, arguments.dtypes[0])
         return
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # before torch is imported, here and in the child
+    tables = [compared(arguments, dtype) for dtype in arguments.dtypes]
+    text = "\n".join([*_head(arguments), *tables])
+    print(text)
+    if arguments.write:
+        Path(arguments.write).write_text(text + "\n")
+
+
+def compared(arguments: argparse.Namespace, dtype: str) -> str:
+    """The table of one type: ours, TRL's where it is given, and the floor, in turns."""
+    found: dict[str, list[Timing]] = {"Rillflow": [], "TRL GRPOTrainer": [], "floor": []}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        ours: list[Timing] = []
-        theirs: list[Timing] = []
-        step = rillflow_step(Path(folder), arguments.threads)
-        with trl_steps(arguments.trl, Path(folder), arguments.steps) as their_step:
+        step, floor = rillflow_step(Path(folder), arguments.threads, dtype)
+        with trl_steps(arguments.trl, Path(folder), arguments.steps, dtype) as their_step:
             for index in range(arguments.steps + 1):
-                ours.append(step(index))
+                found["Rillflow"].append(step(index))
                 if their_step is not None:
-                    theirs.append(their_step())
-                print(f"step {index}: {_shown(ours)}{_shown(theirs, 'TRL')}", flush=True)
-        versions = _versions(arguments.trl)
-    table = _table(ours[1:], theirs[1:], arguments.threads, versions)
-    print(table)
-    if arguments.write:
-        Path(arguments.write).write_text(table + "\n")
+                    found["TRL GRPOTrainer"].append(their_step())
+                found["floor"].append(floor())
+                shown = ", ".join(f"{name} {own[-1].seconds:.3f} s" for name, own in found.items() if own)
+                print(f"{dtype} step {index}: {shown}", flush=True)
+    return _table({name: own[1:] for name, own in found.items() if own}, dtype)
 
 
 def make_model(folder: Path) -> None:
@@ -110,8 +121,10 @@ def prompts_of(step: int) -> list[list[int]]:
     return [[numbers.randrange(2, VOCABULARY) for _ in range(PROMPT)] for _ in range(GROUPS)]
 
 
-def rillflow_step(folder: Path, threads: int) -> Callable[[int], Timing]:
-    """A function that makes one step of ours."""
+def rillflow_step(
+    folder: Path, threads: int, dtype: str
+) -> tuple[Callable[[int], Timing], Callable[[], Timing]]:
+    """A function that makes one step of ours, and one that does the floor of the last."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -130,14 +143,12 @@ def rillflow_step(folder: Path, threads: int) -> Callable[[int], Timing]:
 
     torch.set_num_threads(threads)
     register()
-    module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=torch.float32)
-    engine = NativeEngine(
-        module,
-        RolloutConfig(max_tokens=ANSWER),
-        stop_tokens=frozenset({STOP}),
-        seed=0,
-        context=PROMPT + ANSWER,
-    )
+    wide = getattr(torch, dtype)
+    module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=wide)
+    exact = {"ratio_tolerance": 1e-5} if dtype == "float32" else {"gap_tolerance": 0.05}
+    lengths: list[int] = []
+    config, stop = RolloutConfig(max_tokens=ANSWER), frozenset({STOP})
+    engine = NativeEngine(module, config, stop_tokens=stop, seed=0, context=PROMPT + ANSWER)
     trainer = Trainer(module, TrainConfig(lr=RATE), total_steps=1000)
     loss = PolicyLoss(PolicyLossConfig(), max_tokens=ANSWER)
 
@@ -156,8 +167,9 @@ def rillflow_step(folder: Path, threads: int) -> Callable[[int], Timing]:
         rewards = answers.with_values((answers.values == WANTED).float()).sums() / ANSWER
         groups, valid = rollouts.ids[:, 1], torch.ones(len(rollouts), dtype=torch.bool)
         advantages = group_advantages(rewards, groups, valid, scale="std")
-        trainer.update(rollouts.with_fields(advantages=advantages), loss, ratio_tolerance=1e-5)
+        trainer.step(trainer.aim(rollouts.with_fields(advantages=advantages), loss, **exact))
         engine.version += 1
+        lengths[:] = answers.lengths.tolist()
         return Timing(
             seconds=time.perf_counter() - began,
             cpu_s=time.process_time() - cpu,
@@ -165,16 +177,62 @@ def rillflow_step(folder: Path, threads: int) -> Callable[[int], Timing]:
             tokens=float(answers.lengths.double().mean()),
         )
 
-    return step
+    return step, lambda: floor_of(module, lengths)
+
+
+def floor_of(module: Any, lengths: list[int]) -> Timing:
+    """The products and the attention of a step whose answers have these lengths."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    config, width = module.config, module.dtype
+    linear = [part for part in module.modules() if isinstance(part, torch.nn.Linear)]
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    size, layers = config.hidden_size // heads, config.num_hidden_layers
+    drawn, longest = sum(lengths), PROMPT + max(lengths)
+    packed = GROUPS * PROMPT + drawn
+    running = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    states = {part.in_features: torch.randn(packed, part.in_features, dtype=width) for part in linear}
+    slopes = {part.out_features: torch.randn(packed, part.out_features, dtype=width) for part in linear}
+    keys = torch.randn(len(lengths) * groups, longest, size)
+    rows = torch.randn(3, len(lengths), heads, longest, size).unbind()
+    for each in (*states.values(), *rows):
+        each.requires_grad_()
+    began, cpu = time.perf_counter(), time.process_time()
+    with torch.inference_mode():
+        for step, count in enumerate(running):
+            for part in linear:
+                part(states[part.in_features][:count])
+            seen = keys[: count * groups, : PROMPT + step + 1]
+            for _ in range(layers):
+                scores = torch.bmm(keys[: count * groups, : heads // groups], seen.transpose(1, 2))
+                torch.bmm(scores, seen)
+        for part in linear:
+            part(states[part.in_features][: GROUPS * (PROMPT - 1)])
+    generated = time.perf_counter()
+    for part in linear:
+        count = drawn if part is module.lm_head else packed
+        part(states[part.in_features][:count]).backward(slopes[part.out_features][:count])
+    for _ in range(layers):
+        scaled_dot_product_attention(*rows, is_causal=True).backward(rows[0].detach())
+    module.zero_grad()
+    return Timing(
+        seconds=time.perf_counter() - began,
+        cpu_s=time.process_time() - cpu,
+        generate_s=generated - began,
+        tokens=drawn / len(lengths),
+    )
 
 
 @contextmanager
-def trl_steps(python: str | None, folder: Path, steps: int) -> Iterator[Callable[[], Timing] | None]:
+def trl_steps(
+    python: str | None, folder: Path, steps: int, dtype: str
+) -> Iterator[Callable[[], Timing] | None]:
     """A function that has the child make one step, or None without ``--trl``."""
     if python is None:
         yield None
         return
-    command = [python, __file__, "--peer", str(folder), "--steps", str(steps)]
+    command = [python, __file__, "--peer", str(folder), "--steps", str(steps), "--dtypes", dtype]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as child:
@@ -191,7 +249,7 @@ def trl_steps(python: str | None, folder: Path, steps: int) -> Iterator[Callable
         yield step
 
 
-def run_trl(folder: Path, steps: int) -> None:
+def run_trl(folder: Path, steps: int, dtype: str) -> None:
     """The child: TRL's trainer, one step for every line on its standard input."""
     import torch
     from datasets import Dataset
@@ -223,7 +281,7 @@ def run_trl(folder: Path, steps: int) -> None:
         " ".join(f"t{token}" for token in prompt) for step in range(steps) for prompt in prompts_of(step)
     ]
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)),
         processing_class=AutoTokenizer.from_pretrained(folder),
         reward_funcs=share_of_wanted,
         train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
@@ -251,20 +309,31 @@ def run_trl(folder: Path, steps: int) -> None:
     trainer.train()
 
 
-def _table(ours: list[Timing], theirs: list[Timing], threads: int, versions: str) -> str:
+def _head(arguments: argparse.Namespace) -> list[str]:
     command = " ".join(["python", *sys.argv])
-    mine = statistics.median(timing.seconds for timing in ours)
-    lines = [
+    return [
         "# One GRPO step",
         "",
-        f"`{command}`, {os.cpu_count()} cores, {threads} threads, {versions}. Median and spread of "
-        f"{len(ours)} steps after the first; the setting is at the head of the script.",
-        "",
-        "| engine | s a step | least .. most | of it generation | CPU s | tokens an answer | ratio |",
-        "|---|---|---|---|---|---|---|",
-        _line("Rillflow", ours, mine),
+        f"`{command}`, {os.cpu_count()} cores, {arguments.threads} threads, {_versions(arguments.trl)}. "
+        f"Median and spread of {arguments.steps} steps after the first; the setting is at the script's head.",
     ]
-    return "\n".join([*lines, _line("TRL GRPOTrainer", theirs, mine)] if theirs else lines)
+
+
+def _table(found: dict[str, list[Timing]], dtype: str) -> str:
+    mine = statistics.median(timing.seconds for timing in found["Rillflow"])
+    floor = statistics.median(timing.seconds for timing in found["floor"])
+    return "\n".join(
+        [
+            "",
+            f"## {dtype}",
+            "",
+            "| engine | s a step | least .. most | of it generation | CPU s | tokens an answer | ratio |",
+            "|---|---|---|---|---|---|---|",
+            *(_line(name, timings, mine) for name, timings in found.items()),
+            "",
+            f"Products and attention alone take {floor:.3f} s, {floor / mine:.0%} of Rillflow's step.",
+        ]
+    )
 
 
 def _line(name: str, timings: list[Timing], mine: float) -> str:
@@ -277,10 +346,6 @@ def _line(name: str, timings: list[Timing], mine: float) -> str:
         f"| {name} | {median:.3f} | {min(seconds):.3f} .. {max(seconds):.3f} | "
         f"{f'{generating:.3f}' if generating else '-'} | {cpu:.3f} | {tokens:.1f} | {median / mine:.2f} |"
     )
-
-
-def _shown(timings: list[Timing], name: str = "Rillflow") -> str:
-    return f"{name} {timings[-1].seconds:.3f} s  " if timings else ""
 
 
 def _versions(trl: str | None) -> str:
@@ -302,6 +367,9 @@ def _versions(trl: str | None) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One GRPO step against TRL's.")
     parser.add_argument("--trl", help="a Python interpreter that has trl; without it Rillflow runs alone")
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
+    )
     parser.add_argument("--steps", type=int, default=7, help="steps after the first")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side")
     parser.add_argument("--write", help="file for the table")
