@@ -46,18 +46,25 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_prompts_and_reward_of_ones_own(own: Path, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_model_prompts_and_reward_of_ones_own(own: Path, tmp_path: Path, seed: int) -> None:
+    """The README's claim: it writes the letter it is asked for, in phrases it was not trained on."""
     run = tmp_path / "run"
-    chosen = ("--set", "algorithm.steps=25", "--set", f"policy.model.dtype={dtype}")
-    rillflow("run", str(own / "run.toml"), "--dir", str(run), *chosen, "--quiet")
-    seen = rewards(run)
-    assert len(seen) == 25
-    assert mean(seen[-5:]) > mean(seen[:5]) + 0.1
-
-    answer = rillflow("ask", str(run), "say a: ")
-    assert answer.strip()
+    rillflow("run", str(own / "run.toml"), "--dir", str(run), "--set", f"run.seed={seed}", "--quiet")
+    last = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert last["count"] == 8
+    assert last["mean_reward"] >= 7 / 8
+    assert rillflow("ask", str(run), "say a: ").strip() == "aaaa"
     assert (run / "report.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.slow
+def test_the_same_learns_in_bfloat16(own: Path, tmp_path: Path) -> None:
+    chosen = ("--set", "algorithm.steps=60", "--set", "policy.model.dtype=bfloat16")
+    rillflow("run", str(own / "run.toml"), "--dir", str(tmp_path / "run"), *chosen, "--quiet")
+    seen = rewards(tmp_path / "run")
+    assert len(seen) == 60
+    assert mean(seen[-5:]) > mean(seen[:5]) + 0.1
 
 
 def test_the_checkpoint_is_plain_hugging_face(own: Path, tmp_path: Path) -> None:
