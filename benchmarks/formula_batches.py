@@ -201,7 +201,6 @@ def _losses(batch: Tensors) -> Tensors:
         return lambda now: formulas.divergence(now - chosen["reference"], estimator)
 
     clip = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
-    none = {**clip, "dual_clip": 0.0}
     for name, level in product(AGGREGATIONS, known):
         for high, dual in product((0.2, 0.28), (3.0, 0.0)):
             bounds = {"clip_low": 0.2, "clip_high": high, "dual_clip": dual}
@@ -210,7 +209,7 @@ def _losses(batch: Tensors) -> Tensors:
         add(f"CISPO, {level}, {name}", name, policy(level, **CISPO))
     one_bound = policy("rows", **{**CISPO, "clip_low": 1.0})
     add("CISPO, one bound, rows, token_mean", "token_mean", one_bound)
-    ppo, flat = policy("rows", **clip), policy("rows", **none)
+    ppo, flat = policy("rows", **clip), policy("rows", **{**clip, "dual_clip": 0.0})
     capped = formulas.importance_weights(chosen["old"], chosen["sampler"], cap=1.05)
     sampled = "truncated importance sampling, token_mean"
     add(f"PPO, dual 3, {sampled}", "token_mean", lambda now: ppo(now) * capped)
