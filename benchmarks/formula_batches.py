@@ -217,8 +217,7 @@ def _losses(batch: Tensors) -> Tensors:
     add("PPO, entropy, token_mean", "token_mean", lambda now: flat(now) - 0.1 * chosen["entropy"])
     for name in AGGREGATIONS:
         for estimator in ("k2", "k3"):
-            of = divergence(cast(Estimator, estimator))
-            add(f"divergence in the loss, {estimator}, {name}", name, of)
+            add(f"divergence in the loss, {estimator}, {name}", name, divergence(cast(Estimator, estimator)))
         price = divergence("k3")
         add(f"PPO and divergence in the loss, k3, {name}", name, lambda now: flat(now) + 0.1 * price(now))  # noqa: B023
     values = (batch["values"][mask], batch["returns"][mask])
