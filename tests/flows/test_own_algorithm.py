@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +27,7 @@ from rillflow.assembly.recipe import Recipe, load_recipe
 from rillflow.cli.main import main
 from rillflow.dataflow.flow import Flow
 from rillflow.errors import ConfigError
+from rillflow.pipeline.loop import Loop, Phase
 from rillflow.records.batch import Batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -241,3 +244,26 @@ def test_a_formula_that_raises_is_shown_with_its_line(
     line = raises.__code__.co_firstlineno + 2
     assert f'why: raised at {__file__}:{line}, in raises: return known["mine"]' in shown
     assert "Traceback" not in shown and "pool" not in shown
+
+
+def test_a_step_s_batches_are_released_before_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an object store they would stay until the next step, while evaluation makes batches of its own."""
+    seen: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    evaluate = Loop._evaluate
+
+    def advance(flow: Flow, scores: Any) -> Any:
+        seen.append(weakref.ref(scores))
+        return sound(flow, scores)
+
+    def counted(self: Loop, phase: Phase, step: int) -> bool:
+        gc.collect()
+        alive.append(sum(each() is not None for each in seen))
+        return evaluate(self, phase, step)
+
+    monkeypatch.setattr(Loop, "_evaluate", counted)
+    step = own_step(advance=advance)
+    assert command("run", step, f'run.dir="{tmp_path / "run"}"', "evaluate.problems=2") == 0
+    assert len(seen) == 2 and alive == [0, 0]  # traced and run; evaluated before and after
