@@ -14,7 +14,7 @@ import torch
 
 from rillflow.cluster.backend import Backend, Site
 from rillflow.cluster.inline import InlineBackend
-from rillflow.cluster.pool import Pool
+from rillflow.cluster.pool import Pool, places
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.errors import ClusterError, GraphError, PlacementError, RecordError, RillflowError
@@ -31,7 +31,7 @@ from rillflow.workers.transfer import Transfer
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from programs import Unmakeable, Worker, half_of, overwriting
+from programs import Unmakeable, Worker, half_of, leave_open, overwriting
 
 POOLS = [Pool(name="one", size=1), Pool(name="two", size=2), Pool(name="four", size=4)]
 WAIT_S = 60.0
@@ -50,11 +50,16 @@ def backend_of(kind: str, deadline_s: float = WAIT_S) -> Backend:
 
 
 @pytest.fixture(scope="module", params=["inline", "ray"])
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    made = backend_of(request.param)
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    """With something open on every rank, which has to be open as long as the backend is, and no longer."""
+    made, closed = backend_of(request.param), tmp_path_factory.mktemp("closed")
     made.open(POOLS)
+    for place in places(POOLS):
+        made.read(*made.submit(place, leave_open, closed), WAIT_S)
     yield made
+    assert not list(closed.iterdir())
     made.close()
+    assert len(list(closed.iterdir())) == sum(pool.size for pool in POOLS)
 
 
 @pytest.fixture(scope="module")
