@@ -87,6 +87,10 @@ class TrainingError(RillflowError):
     """An update that must not be applied: non-finite numbers, a broken on-policy ratio."""
 
 
+class NotFiniteError(TrainingError):
+    """A number of an update is NaN or infinite; a run leaves such an update out, up to a budget."""
+
+
 class RunDirectoryError(RillflowError):
     """A run directory that cannot be written, resumed or read."""
 

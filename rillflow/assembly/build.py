@@ -81,6 +81,7 @@ class Build:
             checkpoint_every=recipe.run.checkpoint_every,
             checkpoint_s=recipe.run.checkpoint_minutes * 60,
             keep_checkpoints=recipe.run.keep_checkpoints,
+            max_skipped=recipe.run.max_skipped,
         )
         total = plans[-1].first + plans[-1].config.steps
         judge, deadline_s = self._judge(plans[-1].algorithm.data), recipe.placement.deadline_s

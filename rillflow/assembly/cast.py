@@ -30,6 +30,7 @@ from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.reward_model import CostModel, RewardModel
 from rillflow.train.config import TrainConfig
+from rillflow.train.skipping import leave_out
 from rillflow.weights.layout import generation_mesh
 from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.group import Group
@@ -122,6 +123,8 @@ class Cast:
                 resume=goes_on.optimizer(role).absolute() if goes_on else None,
             )
             begun.read(self._recipe.placement.deadline_s)
+            drafts = self._run / layout.BUNDLES / layout.DRAFT
+            self.executor.everywhere(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
         return trained
 
     def _start(self, role: str, factory: Factory) -> None:

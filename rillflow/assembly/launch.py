@@ -150,6 +150,7 @@ def _train(
             if again:
                 progress.note(f"beginning again{again}")
             shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
+        shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
         for change in run.changes:
             progress.note(f"changed: {after(kept, change)}")
         build = Build(recipe, base, task, run, checkpoint, stack)

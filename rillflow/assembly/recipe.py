@@ -56,6 +56,9 @@ class RunConfig(Section):
     checkpoint_every: int = Field(
         0, ge=0, description="Steps between checkpoints beside those; 0: by the minutes alone."
     )
+    max_skipped: int = Field(
+        5, ge=0, description="Optimiser steps left out because a number is not finite, until the run stops."
+    )
     keep_checkpoints: int = Field(
         2, gt=0, description="Newest checkpoints that stay on the disk; the best held-out one stays too."
     )

@@ -6,7 +6,7 @@ recipe + data + sources ─ resolved ─> config.json ─ compared ─> Changes 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +20,31 @@ from rillflow.rewards.function import parse_function
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
 
-_LATER = "all else goes on"
-MAY_CHANGE: Mapping[str, str] = {
-    "algorithm.steps": "the run goes on to there, a finished one too; linear and cosine schedules go on as "
-    "those of a run of the new length",
-    "policy.lr": "the optimiser's moments stay",
-    "policy.schedule": "the rate of the step reached, as this schedule has it",
-    "policy.final_lr": "as policy.schedule",
-    "policy.warmup_steps": "as policy.schedule; a warm-up that is over stays so",
-    "policy.max_grad_norm": _LATER,
-    "policy.weight_decay": _LATER,
-    "critic.lr": "the optimiser's moments stay",
-    "algorithm.loss.kl": "an adapted price goes on from where it is; from 0 only where a reference was kept",
-    "algorithm.loss.entropy": _LATER,
-    "algorithm.loss.clip_low": _LATER,
-    "algorithm.loss.clip_high": _LATER,
-    "algorithm.loss.dual_clip": _LATER,
-    "algorithm.loss.importance_cap": _LATER,
-    "algorithm.value_loss": _LATER,
-    "algorithm.ratio_tolerance": _LATER,
-    "algorithm.gap_tolerance": _LATER,
-    "rollout.max_tokens": _LATER,
-    "rollout.max_rows": "speed and memory",
-    "reward.timeout_s": _LATER,
-    "reward.memory_bytes": _LATER,
-    "reward.workers": "speed",
-    "reward.max_failures": _LATER,
-    "policy.tokens_per_micro_batch": "memory; sums are rounded in another order",
-    "policy.gradient_checkpointing": "memory",
-    "task.too_long": "whether a row that does not fit is dropped; the rows themselves stay",
-    "evaluate.every": "when held-out rows are looked at",
-    "run.checkpoint_minutes": "when checkpoints are written",
-    "run.checkpoint_every": "as run.checkpoint_minutes",
-    "run.keep_checkpoints": "which stay",
-    "run.dir": "the directory may be moved",
-    "run.device": "where it runs; numbers are rounded otherwise",
-    "run.threads": "speed; sums may be rounded in another order",
-    "placement": "where roles run; sums may be rounded in another order",
-    "sources": "a reward's or cost's file: the version before and the one after are kept, and scores may be "
-    "on another scale",
-}
-"""The settings that a resumed run may change, and what comes of it; everything else is refused."""
+_LOSS = ("kl", "entropy", "clip_low", "clip_high", "dual_clip", "importance_cap")
+_TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight_decay")
+_MEMORY = ("tokens_per_micro_batch", "gradient_checkpointing")
+_RUN = (
+    *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints"),
+    *("max_skipped", "dir", "device", "threads"),
+)
+_REWARD = ("timeout_s", "memory_bytes", "workers", "max_failures")
+MAY_CHANGE = (
+    *("algorithm.steps", "algorithm.value_loss", "algorithm.ratio_tolerance", "algorithm.gap_tolerance"),
+    *(f"algorithm.loss.{name}" for name in _LOSS),
+    *(f"policy.{name}" for name in (*_TRAIN, *_MEMORY)),
+    *(f"reward.{name}" for name in _REWARD),
+    *(f"run.{name}" for name in _RUN),
+    *(
+        "critic.lr",
+        "rollout.max_tokens",
+        "rollout.max_rows",
+        "task.too_long",
+        "evaluate.every",
+        "placement",
+        "sources",
+    ),
+)
+"""The settings that a resumed run may change; docs/design/run_directory.md says what comes of each."""
 
 
 def resolved(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, Any]:
@@ -142,6 +126,5 @@ def kill_cost(recipe: Recipe) -> str:
 
 
 def after(step: int, change: Change) -> str:
-    """A change in words, and what comes of it."""
-    effect = next(text for name, text in MAY_CHANGE.items() if f"{change.key}.".startswith(f"{name}."))
-    return f"from step {step + 1} on, {change} ({effect})"
+    """A change in words."""
+    return f"from step {step + 1} on, {change}"

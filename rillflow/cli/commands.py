@@ -115,6 +115,18 @@ def report(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def replay(arguments: argparse.Namespace) -> int:
+    """``rillflow replay``: make an update that a run left out again; 1 where it is not finite here too."""
+    from rillflow.assembly.replay import replay as replayed
+
+    code = DONE
+    for one in replayed(arguments.bundle):
+        print(f"{one.role}\n  the run found  {one.recorded}")
+        print(f"  first here     {one.first or 'nothing: every number is finite on this machine'}")
+        code = FAILED if one.first else code
+    return code
+
+
 def doctor(arguments: argparse.Namespace) -> int:
     """``rillflow doctor``: this machine, as a run would find it."""
     from rillflow.assembly.doctor import Health, examine

@@ -147,6 +147,10 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
 
 
+def _replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="such as RUN/bundles/step-000012")
+
+
 def _no_arguments(parser: argparse.ArgumentParser) -> None:
     del parser
 
@@ -187,6 +191,11 @@ COMMANDS = {
     ),
     "report": Command(
         help="write the report of a run again", run=commands.report, arguments=_report_arguments
+    ),
+    "replay": Command(
+        help="make an update that a run left out again, and say where its first odd number is",
+        run=commands.replay,
+        arguments=_replay_arguments,
     ),
     "doctor": Command(
         help="look at this machine and say what would be in the way",

@@ -7,6 +7,7 @@ RUN/
   evaluations.jsonl    one line an evaluation         rollouts/          one file a step
   checkpoints/         written by another package     summary.json, report.html
   reference/           the policy as the last phase found it, where one is asked for
+  skips.jsonl          one line an update left out    bundles/           what each was, a folder a step
   sources/             the files of the recipe's functions, each version that was used
   plan.toml            what a planned run was launched by
 """
@@ -29,11 +30,14 @@ ROLLOUTS = "rollouts"
 CHECKPOINTS = "checkpoints"
 REFERENCE = "reference"
 SOURCES = "sources"
+SKIPS = "skips.jsonl"
+BUNDLES = "bundles"
+DRAFT = "draft"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FINISHED = "finished.json"
 PLAN = "plan.toml"
-LINE_FILES = (METRICS, SPANS, EVALUATIONS)
+LINE_FILES = (METRICS, SPANS, EVALUATIONS, SKIPS)
 
 _ROLLOUT_FILE = re.compile(r"step-(\d{6,})\.jsonl")
 

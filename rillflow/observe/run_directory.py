@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -150,6 +151,23 @@ class RunDirectory:
         line |= {"correct": correct} if correct is not None else {}
         line |= {"mean_reward": mean_reward, **({"interval": interval} if interval else {}), **(more or {})}
         self._append(layout.EVALUATIONS, line)
+
+    def log_skip(self, step: int, role: str, reason: str, rows: Sequence[Sequence[int]]) -> None:
+        """Add one update that was left out, with its rows (epoch, prompt, sample), to skips.jsonl."""
+        line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6), "role": role}
+        self._append(layout.SKIPS, {**line, "reason": reason, "rows": rows})
+
+    def keep_bundle(self, step: int) -> None:
+        """Give the draft of a step's bundle, if the disk had room for it, its name."""
+        kept = self.path / layout.BUNDLES / f"step-{step:06d}"
+        draft = kept.with_name(layout.DRAFT)
+        try:
+            if draft.is_dir():
+                shutil.rmtree(kept, ignore_errors=True)
+                draft.rename(kept)
+                shutil.copy(self.path / layout.CONFIG, kept)
+        except OSError as error:
+            raise durable.write_error(kept, error) from error
 
     def log_rollouts(self, step: int, rows: Iterable[Mapping[str, JSON]]) -> None:
         """Write the file of one step's rollouts, one line a row; it is there whole or not at all.

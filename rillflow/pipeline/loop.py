@@ -25,9 +25,11 @@ from typing import Any
 from rillflow.dataflow.checkpoint import save_checkpoint, updates_of, write_role
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow, Supply
-from rillflow.errors import Interrupted
+from rillflow.errors import Interrupted, TrainingError
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import reports_of
+from rillflow.observe import layout
+from rillflow.observe.json_lines import read_lines
 from rillflow.observe.progress import Progress
 from rillflow.observe.reader import best_checkpoint, read_evaluations
 from rillflow.observe.run_directory import RunDirectory
@@ -37,7 +39,8 @@ from rillflow.pipeline.evaluate import Evaluation
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.pipeline.telemetry import record
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Max, Mean, Metric
+from rillflow.records.metrics import Max, Mean, Metric, Metrics
+from rillflow.train.skipping import taken_skips
 from rillflow.workers.pending import wait_for
 from rillflow.workers.values import Facts
 
@@ -97,6 +100,8 @@ class Cadence:
     """Seconds between two checkpoints."""
     keep_checkpoints: int
     """Checkpoints that stay on the disk."""
+    max_skipped: int
+    """Updates that are not finite and left out, in the whole run, before it stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +170,7 @@ class Loop:
                 step, last = first + done, done == phase.steps
                 self._step(phase, step)
                 self._place = self._whole(phase, index, step, done)
+                self._require_few_skipped(step)
                 stopping = self._interruption.requested and step < self._total_steps
                 best = False
                 if last or (not stopping and _due(done, self._cadence.evaluate_every)):
@@ -177,6 +183,26 @@ class Loop:
                             why=f"everything up to it is in {path}",
                             fix="give the same command to go on from there",
                         )
+
+    def _note_skipped(self, phase: Phase, step: int, metrics: Metrics) -> None:
+        """Write down the updates that the step left out."""
+        if not any(name.endswith("/skipped/sum") for name in metrics):
+            return
+        for role in phase.trained:
+            for skip in phase.executor.everywhere(role, taken_skips).read(self._deadline_s):
+                self._run.log_skip(step, role, skip.reason, skip.rows)
+                self._progress.note(f"an update of the {role} in step {step} was left out: {skip.reason}")
+        self._run.keep_bundle(step)
+
+    def _require_few_skipped(self, step: int) -> None:
+        lines = read_lines(self._run.path / layout.SKIPS).lines
+        if len(lines) > self._cadence.max_skipped and lines[-1].data["step"] == step:
+            raise TrainingError(
+                f"{len(lines)} updates in all were not finite, the last in step {step}",
+                why=f"run.max_skipped is {self._cadence.max_skipped}; that one: {lines[-1].data['reason']}",
+                fix=f"look: rillflow replay {self._run.path}/bundles/step-{step:06d}; a lower policy.lr or a "
+                "larger run.max_skipped goes on from here",
+            )
 
     @contextmanager
     def _rescued(self, phase: Phase) -> Iterator[None]:
@@ -218,6 +244,7 @@ class Loop:
         for name, number in phase.flow.state.items():
             phase.flow.state[name] = self._number(number)
         seconds = time.monotonic() - began
+        self._note_skipped(phase, step, metrics)
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
         self._run.log_metrics(step, phase.name, metrics)
         self._progress.step(phase.name, step, metrics, seconds)

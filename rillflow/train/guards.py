@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rillflow.errors import TrainingError
+from rillflow.errors import NotFiniteError, TrainingError
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 
@@ -51,7 +51,7 @@ def check_finite(tokens: Batch, *names: str) -> None:
     """Refuse fields of a ``loss_tokens`` batch, dense or ragged, that hold NaN or infinity.
 
     Raises:
-        TrainingError: it names the field, the value, and the first row and token that has it.
+        NotFiniteError: it names the field, the value, and the first row and token that has it.
     """
     for name in names:
         field = tokens.field(name)
@@ -64,7 +64,7 @@ def check_finite(tokens: Batch, *names: str) -> None:
             where = describe_token(tokens, index)
         else:
             where = f"row ({tokens.row_id(index)})"
-        raise TrainingError(
+        raise NotFiniteError(
             f"{name} is {float(values[index])} at {where}",
             why="no step can be made with a number that is not finite; the weights are unchanged",
             fix="look at that row: what made the number came before the update",
@@ -90,7 +90,7 @@ def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
     logprobs = logprobs.detach()
     deviation = torch.expm1(logprobs - sampled).abs()
     worst = int(deviation.argmax())
-    if not float(deviation[worst]) <= tolerance:
+    if float(deviation[worst]) > tolerance:  # one that is NaN is the loss's to name
         raise TrainingError(
             f"the first minibatch is not on-policy: at {describe_token(tokens, worst)} the trainer's "
             f"log probability is {float(logprobs[worst]):.7g} and the sampler's {float(sampled[worst]):.7g}",

@@ -20,7 +20,7 @@ is cut over ranks (``parallel``), they make all passes together and then the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -29,21 +29,24 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.cluster.ranks import Alone, Ranks
-from rillflow.errors import TrainingError
+from rillflow.errors import NotFiniteError
 from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Mean, Metric, merge_metrics
+from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import describe_token, loss_tokens
 from rillflow.train.loss import LossPart
 from rillflow.train.optimizer import Optimizer, TrainerState
-from rillflow.train.passes import Passes
+from rillflow.train.passes import Passes, first_said
 from rillflow.train.reading import Reading
 from rillflow.train.recompute import Recompute
 from rillflow.train.scorer import micro_batches
+from rillflow.train.skipping import Skip, Skipped
 
 _Measured = tuple[float, Mapping[str, Metric]]
 """One part's share of the loss, and its metrics."""
+
+_ELSEWHERE = "a number is not finite on another rank"
 
 Read = TypeVar("Read")
 ReadByLoss = TypeVar("ReadByLoss", contravariant=True)
@@ -136,6 +139,8 @@ class Learner:
         self._parallel = parallel
         self._ranks = ranks or Alone() if parallel is None else parallel.seat.dp
         self._budget = config.tokens_per_micro_batch
+        self.skipped: Skipped | None = None
+        """What is done with a step that is not finite; None: it is an error."""
         self._device = next(module.eval().parameters()).device
         gradients = parallel.gradients if parallel is not None else None
         self._optimizer = Optimizer(module, config, total_steps=total_steps, gradients=gradients)
@@ -148,29 +153,61 @@ class Learner:
 
         Returns:
             The losses' metrics, ``{loss.name}/loss/mean`` of each, ``train/grad_norm/mean`` and
-            ``train/lr/mean``; over a mesh nothing on the ranks that do not speak for their replica.
+            ``train/lr/mean``, or ``train/skipped/sum`` where a number is not finite and ``skipped`` is set;
+            over a mesh nothing on the ranks that do not speak for their replica.
 
         Raises:
-            TrainingError: a number is not finite, or there is no loss token; nothing was changed.
+            NotFiniteError: a number is not finite, on this rank or another one; nothing was changed.
+            TrainingError: there is no loss token; nothing was changed.
         """
-        lr = self._optimizer.lr
+        try:
+            metrics = self._attempt(aims)
+        except NotFiniteError as error:
+            if self.skipped is None:
+                raise
+            metrics = self._skip(self.skipped, aims, error)
+        finally:
+            self._optimizer.discard()
+        return metrics if self._parallel is None or self._parallel.seat.speaks else {}
+
+    def _attempt(self, aims: Sequence[Aim[Any]]) -> dict[str, Metric]:
+        """The step, or the same error on all ranks where one met a number that is not finite."""
+        problem: NotFiniteError | None = None
         metrics: dict[str, Metric] = {}
-        prepared = [aim.loss.prepare(aim.rows) if len(aim.rows) else None for aim in aims]
+        prepared: list[Batch | None] = []
+        for aim in aims:
+            rows = None
+            try:
+                rows = aim.loss.prepare(aim.rows) if len(aim.rows) else None
+            except NotFiniteError as error:
+                problem = problem or error
+            prepared.append(rows)
         denominators = [self._denominator(rows) for rows in prepared]
         try:
             for aim, rows, denominator in zip(aims, prepared, denominators, strict=True):
                 metrics |= self._gather(aim, rows, denominator)
-            self._optimizer.sum_over(self._ranks)
-            norm = self._optimizer.step()
-        finally:
-            self._optimizer.discard()
-        if self._parallel is not None and not self._parallel.seat.speaks:
-            return {}
+        except NotFiniteError as error:
+            problem = problem or error
+        if not self._optimizer.sum_over(self._ranks, is_sound=problem is None):
+            raise problem or NotFiniteError(_ELSEWHERE, why="all ranks take the same step, or none does")
+        lr, norm = self._optimizer.lr, self._optimizer.step()
         return {
             **metrics,
             "train/grad_norm/mean": Mean(total=norm, count=1),
             "train/lr/mean": Mean(total=lr, count=1),
         }
+
+    def _skip(self, skipped: Skipped, aims: Sequence[Aim[Any]], error: NotFiniteError) -> dict[str, Metric]:
+        """Note the step that was not made; every rank does."""
+        everyone = self._ranks if self._parallel is None else self._parallel.seat.everyone
+        reason = first_said(everyone, "" if error.what == _ELSEWHERE else error.what)
+        own = torch.cat([aim.rows.ids for aim in aims]).flatten()
+        ids = torch.cat(self._ranks.gather(own)).view(-1, 3).tolist()
+        about = [{"loss": aim.loss.name, "weight": aim.weight} for aim in aims]
+        speaks = self._parallel is None or self._parallel.seat.speaks
+        rank = self._ranks.rank if speaks else -1
+        skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], about, rank)
+        return {"train/skipped/sum": Sum(value=1 / self._ranks.size)}
 
     @property
     def updates(self) -> int:
@@ -265,7 +302,7 @@ def _share(
 
 def _not_finite(
     tokens: Batch, terms: Tensor, read: Read, forward: Forward[Read], value: float
-) -> TrainingError:
+) -> NotFiniteError:
     odd = (~torch.isfinite(terms)).nonzero()
     where = "the sum of finite terms overflows"
     if len(odd):
@@ -273,7 +310,7 @@ def _not_finite(
         where = (
             f"{describe_token(tokens, index)} costs {float(terms[index])}, {forward.describe(read, index)}"
         )
-    return TrainingError(
+    return NotFiniteError(
         f"the loss is {value}: {where}",
         why="the step was not applied; the weights are unchanged",
         fix="look for weights that are not finite, or extreme numbers in the metrics before this step",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rillflow.cluster.ranks import Ranks
-from rillflow.errors import TrainingError, nearest
+from rillflow.errors import NotFiniteError, TrainingError, nearest
 from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.tensor import local, local_gradient
 from rillflow.train.config import OptimizerConfig
@@ -114,15 +114,20 @@ class Optimizer:
                     master.grad += gradient
                 weight.grad = None
 
-    def sum_over(self, ranks: Ranks) -> None:
-        """Replace the gathered gradients by their sums over all ranks, unless no rank has any."""
+    def sum_over(self, ranks: Ranks, *, is_sound: bool = True) -> bool:
+        """Replace the gathered gradients by their sums over all ranks, unless no rank has any.
+
+        Returns:
+            Whether those of every rank are sound; else nothing was summed.
+        """
         if ranks.size == 1 and self._gradients is None:
-            return
+            return is_sound
         masters = list(self._masters.values())
-        learned = torch.tensor([float(any(master.grad is not None for master in masters))])
-        (ranks if self._gradients is None else self._gradients.seat.everyone).sum_([learned])
-        if not learned:
-            return
+        flags = torch.tensor([float(any(each.grad is not None for each in masters)), float(not is_sound)])
+        (ranks if self._gradients is None else self._gradients.seat.everyone).sum_([flags])
+        learned, unsound = flags.tolist()
+        if unsound or not learned:
+            return not unsound
         for master in masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -131,6 +136,7 @@ class Optimizer:
             ranks.sum_(list(found.values()))
         else:
             self._gradients.complete(found)
+        return True
 
     def step(self) -> float:
         """Clip the gathered gradients and apply them.
@@ -139,7 +145,7 @@ class Optimizer:
             Their global norm before clipping.
 
         Raises:
-            TrainingError: the norm is not finite; nothing was changed.
+            NotFiniteError: the norm is not finite; nothing was changed.
         """
         found = self._found()
         if self._gradients is None:
@@ -220,7 +226,7 @@ class Optimizer:
                     why="it was saved from another module",
                 )
 
-    def _not_finite(self, norm: float) -> TrainingError:
+    def _not_finite(self, norm: float) -> NotFiniteError:
         names = [
             name
             for name, master in self._masters.items()
@@ -228,7 +234,7 @@ class Optimizer:
         ]
         elsewhere = "it is on another rank" if self._gradients else "the sum of finite ones overflows"
         where = f"first in {names[0]}" if names else elsewhere
-        return TrainingError(
+        return NotFiniteError(
             f"the gradient's norm is {norm}: {where}",
             why="the step would have destroyed the weights; it was not applied",
             fix="lower the learning rate, or look for extreme log ratios in the metrics before this step",

@@ -14,12 +14,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rillflow.errors import RillflowError, TrainingError
+from rillflow.cluster.ranks import Ranks
+from rillflow.errors import NotFiniteError, RillflowError, TrainingError
 from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
 from rillflow.train.reading import Reading, empty_reading
 
 _SEPARATOR = "\0"
+
+
+def first_said(ranks: Ranks, said: str) -> str:
+    """The first text of a rank that has one, on all ranks."""
+    texts = ranks.gather(torch.tensor(list(said.encode()), dtype=torch.uint8))
+    return bytes(next(text for text in texts if len(text)).tolist()).decode()
 
 
 class Passes:
@@ -67,20 +74,21 @@ class Passes:
         """Raise on every rank what was met on any.
 
         Raises:
+            NotFiniteError: on every rank, where that is all that was met.
             RillflowError: this rank's own error.
             TrainingError: another rank's.
         """
-        everyone = self._parallel.seat.everyone
-        failed = torch.tensor([float(self._error is not None)])
+        everyone, own = self._parallel.seat.everyone, self._error
+        is_hard = own is not None and not isinstance(own, NotFiniteError)
+        failed = torch.tensor([float(own is not None), float(is_hard)])
         everyone.sum_([failed])
-        if not failed:
+        if not failed[0]:
             return
-        said = "" if self._error is None else _SEPARATOR.join(map(str, self._error.args))
-        texts = everyone.gather(torch.tensor(list(said.encode()), dtype=torch.uint8))
-        if self._error is not None:
-            raise self._error
-        first = next(text for text in texts if len(text))
-        raise TrainingError(*bytes(first.tolist()).decode().split(_SEPARATOR))
+        said = first_said(everyone, "" if own is None else _SEPARATOR.join(map(str, own.args)))
+        kind = TrainingError if failed[1] else NotFiniteError
+        if own is not None and (is_hard or kind is NotFiniteError):
+            raise own
+        raise kind(*said.split(_SEPARATOR))
 
     def _empty(self) -> Reading:
         return empty_reading(self._parallel.device)

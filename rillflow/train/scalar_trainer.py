@@ -63,7 +63,11 @@ class ScalarTrainer(Learner):
             minibatch: rows with the fields the loss reads.
             loss: what is minimised.
         """
-        return self.step(Aim(rows=minibatch, loss=loss, forward=_Scalars(self._scorer, loss.back)))
+        return self.step(self.aim(minibatch, loss))
+
+    def aim(self, minibatch: Batch, loss: ScalarLoss) -> Aim[Tensor]:
+        """A loss over a scalar head, for a ``step``."""
+        return Aim(rows=minibatch, loss=loss, forward=_Scalars(self._scorer, loss.back))
 
 
 @dataclass(frozen=True, eq=False)

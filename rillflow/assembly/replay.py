@@ -1,0 +1,190 @@
+"""Replay: an update that a run left out, made again from its bundle, and where its first odd number is.
+
+bundle ─ role, rows, settings ─> the same update on one rank ─┬─ finite ─> nothing is odd here
+                                                              └─ NotFiniteError ─> row by row:
+    weights ─> fields ─> every module's output in turn ─> terms of the loss ─> gradients
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from rillflow.errors import NotFiniteError, RunDirectoryError, TrainingError
+from rillflow.formulas.config import PolicyLossConfig
+from rillflow.models.config import ModelConfig
+from rillflow.models.language_model import load_model
+from rillflow.models.scalar_model import load_scalar_model
+from rillflow.observe import layout
+from rillflow.records.batch import Batch, Field, concatenate
+from rillflow.records.ragged import Ragged
+from rillflow.train.config import TrainConfig, ValueLossConfig
+from rillflow.train.guards import describe_token, loss_tokens
+from rillflow.train.learner import Aim, Learner
+from rillflow.train.loss import PolicyLoss, SupervisedLoss
+from rillflow.train.scalar_loss import PreferenceLoss, ValueLoss
+from rillflow.train.scalar_trainer import ScalarTrainer
+from rillflow.train.skipping import ABOUT
+from rillflow.train.trainer import Trainer
+
+
+class Replayed(NamedTuple):
+    """What came of one role's update."""
+
+    role: str
+    """Whose update it is."""
+    recorded: str
+    """What the run found."""
+    first: str | None
+    """The first tensor that is not finite here too, with row and token; None where all is finite."""
+
+
+def replay(bundle: Path) -> list[Replayed]:
+    """Make every update of a bundle again, on one rank and without changing a file.
+
+    Raises:
+        RunDirectoryError: it is no bundle, or a damaged one.
+        ModelError: its weights cannot be loaded.
+    """
+    folders = sorted(file.parent for file in bundle.glob(f"*/{ABOUT}"))
+    if not folders:
+        raise RunDirectoryError(
+            f"{bundle} is no bundle",
+            why=f"no folder in it has a {ABOUT}",
+            fix="name a folder such as RUN/bundles/step-000012; a run lists what it left out in skips.jsonl",
+        )
+    try:
+        config = json.loads((bundle / layout.CONFIG).read_text())
+        return [_replayed(folder, config) for folder in folders]
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise RunDirectoryError(
+            f"the bundle {bundle} cannot be read", why=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _replayed(folder: Path, config: Mapping[str, Any]) -> Replayed:
+    about = json.loads((folder / ABOUT).read_text())
+    rows = [bundled_rows(folder, index) for index in range(len(about["aims"]))]
+    first = _odd_weight(folder / folder.name)
+    if first is None:
+        learner, module = _learner(folder, about["aims"][0]["loss"], config)
+        saved = zip(rows, about["aims"], strict=True)
+        aims = [_aim(learner, batch, each["loss"], each["weight"], config) for batch, each in saved]
+        try:
+            learner.step(*aims)
+        except NotFiniteError as error:
+            first = _first(learner, module, aims) or error.what
+    return Replayed(folder.name, about["reason"], first)
+
+
+def bundled_rows(folder: Path, aim: int) -> Batch:
+    """The rows of one aim, those of all ranks."""
+    parts = []
+    for file in sorted(folder.glob(f"rows-{aim}-*.safetensors")):
+        tensors, fields = load_file(file), dict[str, Field]()
+        for key, tensor in tensors.items():
+            name, _, part = key.partition(":")
+            if part == "values":
+                fields[name] = Ragged(values=tensor, lengths=tensors[f"{name}:lengths"])
+            elif not part and key != "ids":
+                fields[name] = tensor
+        parts.append(Batch(ids=tensors["ids"], fields=fields))
+    return concatenate(parts)
+
+
+def _learner(folder: Path, loss: str, config: Mapping[str, Any]) -> tuple[Learner, nn.Module]:
+    """A trainer of the role's weights; at a rate of 0 an update that is finite leaves them as they are."""
+    given = {name: config["policy"][name] for name in TrainConfig.model_fields}
+    train = TrainConfig.model_validate(given).model_copy(update={"lr": 0.0})
+    path, dtype = str((folder / folder.name).absolute()), config["policy"]["model"]["dtype"]
+    model, where = ModelConfig(path=path, dtype=dtype), {"device": torch.device("cpu"), "base": Path()}
+    if loss in (ValueLoss.name, PreferenceLoss.name):
+        scalar = load_scalar_model(model, seed=0, section="bundle", **where)  # type: ignore[arg-type]
+        return ScalarTrainer(scalar.module, train, total_steps=1), scalar.module
+    language = load_model(model, seed=0, **where)  # type: ignore[arg-type]
+    return Trainer(language.module, train, total_steps=1), language.module
+
+
+def _aim(learner: Learner, rows: Batch, loss: str, weight: float, config: Mapping[str, Any]) -> Aim[Any]:
+    """What was minimised, as the run's settings have it."""
+    algorithm: Mapping[str, Any] = {"loss": {}, "value_loss": {}, **config["algorithm"]}
+    if isinstance(learner, ScalarTrainer):
+        value = ValueLoss(ValueLossConfig.model_validate(algorithm["value_loss"]))
+        return learner.aim(rows, value if loss == ValueLoss.name else PreferenceLoss())
+    assert isinstance(learner, Trainer)
+    if loss == SupervisedLoss.name:
+        return learner.aim(rows, SupervisedLoss(), weight=weight)
+    settings, rollout = PolicyLossConfig.model_validate(algorithm["loss"]), config["rollout"]
+    objective = PolicyLoss(settings, max_tokens=rollout["max_tokens"])
+    return learner.aim(rows, objective, rollout["temperature"], weight=weight)
+
+
+def _odd_weight(folder: Path) -> str | None:
+    """The first weight that is not finite: no module is made of such a one."""
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, weight in load_file(file).items():
+            odd = (~weight.isfinite()).nonzero()
+            if len(odd):
+                return f"the weight {name} at {odd[0].tolist()}"
+    return None
+
+
+def _first(learner: Learner, module: nn.Module, aims: list[Aim[Any]]) -> str | None:
+    """The first tensor that is not finite when every row, or pair, is gone through alone."""
+    for look in (_forward, _backward):
+        for aim in aims:
+            step = 2 if aim.loss.name == PreferenceLoss.name else 1
+            for start in range(0, len(aim.rows), step):
+                rows = aim.rows.slice(start, start + step)
+                try:
+                    found = look(learner, module, aim, rows)
+                except NotFiniteError as error:
+                    found = f"row ({rows.row_id(0)}): {error.what}"
+                except TrainingError:  # it has no loss token
+                    continue
+                if found is not None:
+                    return found
+    return None
+
+
+def _forward(_: Learner, module: nn.Module, aim: Aim[Any], rows: Batch) -> str | None:
+    """What is not finite up to the terms of the loss, if anything is."""
+    part = aim.loss.prepare(rows)
+    tokens, seen = loss_tokens(part), list[str]()
+    with ExitStack() as stack, torch.no_grad():
+        for name, each in module.named_modules():
+            stack.callback(each.register_forward_hook(_look(name, rows, seen)).remove)
+        read = aim.forward(part, tokens)
+    odd = (~aim.loss(read, tokens).terms.isfinite()).nonzero()
+    if not len(odd) or seen:
+        return seen[0] if seen else None
+    index = int(odd[0])
+    return f"the loss at {describe_token(tokens, index)}: {aim.forward.describe(read, index)}"
+
+
+def _backward(learner: Learner, _: nn.Module, aim: Aim[Any], rows: Batch) -> None:
+    learner.step(Aim(rows=rows, loss=aim.loss, forward=aim.forward, weight=aim.weight))
+
+
+def _look(name: str, rows: Batch, seen: list[str]) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook that notes a module's output where it is not finite; packed tokens lie row after row."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor) or first.dim() != 3 or bool(first.isfinite().all()):
+            return
+        place = int((~first.isfinite()).any(-1)[0].nonzero()[0])
+        tokens = rows.ragged("tokens")
+        row, where = int(tokens.row_of[place]), int(tokens.positions[place])
+        token = f"token {where} (id {int(tokens.values[place])}) of row ({rows.row_id(row)})"
+        seen.append(f"the output of {name} at {token}")
+
+    return hook
