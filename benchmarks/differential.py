@@ -6,7 +6,7 @@
     runs of every algorithm, updates off the policy ──> whole_updates.py against plain_updates.py
 
     python -m venv .verl && .verl/bin/pip install "torch>=2.10,<=2.13.0" transformers ray tensordict \\
-        hydra-core omegaconf codetiming datasets peft && .verl/bin/pip install --no-deps verl==0.9.1
+        hydra-core omegaconf codetiming datasets peft orjson && .verl/bin/pip install --no-deps verl==0.9.1
     python -m venv .trl && .trl/bin/pip install trl==1.16.0
     python benchmarks/differential.py --verl-python .verl/bin/python --trl-python .trl/bin/python
     python benchmarks/differential.py --only updates       # the plain loop alone, no peer: three minutes

@@ -42,7 +42,7 @@ FIRST, LAST = 4, 3
 """Steps that are averaged, at the beginning and at the end."""
 TESTED = (14, 24)
 """Steps of the everyday and the slow tests: the beginning of a run here, for no learning rate falls."""
-PAID = 5
+PAID = 10
 """Last steps over which a cost is averaged."""
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t, two-sided 95%, by the number of seeds."""
@@ -61,9 +61,10 @@ class Course:
     costs: list[float]
     """The mean cost of every step, where there is one."""
 
-    def rise(self, steps: int) -> float:
-        """How much the reward rose until then."""
-        return mean(self.rewards[steps - LAST : steps]) - mean(self.rewards[:FIRST])
+    def rise(self, steps: int | None = None) -> float:
+        """How much the reward rose until then, or until the end."""
+        until = len(self.rewards) if steps is None else steps
+        return mean(self.rewards[until - LAST : until]) - mean(self.rewards[:FIRST])
 
 
 def main() -> None:
@@ -72,8 +73,8 @@ def main() -> None:
     courses, failures, places = [], [], []
     for seed in arguments.seeds:
         for name in arguments.only:
-            courses.append(course(name, seed, arguments.steps, arguments.keep))
-            print(f"{name}, seed {seed}: {courses[-1].rise(arguments.steps):+.3f}", flush=True)
+            courses.append(course(name, seed, steps_of(name, arguments.steps), arguments.keep))
+            print(f"{name}, seed {seed}: {courses[-1].rise():+.3f}", flush=True)
     for name in arguments.places:
         row, failed = placed(name, arguments.places_steps)
         places.append(row)
@@ -110,6 +111,12 @@ def course(name: str, seed: int, steps: int, keep: str | None) -> Course:
 def recipe_of(name: str) -> Path:
     """GRPO's own recipe is a long one; it runs Dr.GRPO's with its own defaults."""
     return RECIPES / ("dr_grpo" if name == "grpo" else name) / "run.toml"
+
+
+def steps_of(name: str, steps: int) -> int:
+    """How many an algorithm makes: a limit on cost is a claim about the recipe's own."""
+    own: int = load_recipe(recipe_of(name)).recipe.algorithm.steps
+    return steps if limit_of(name) is None else own
 
 
 def metrics_of(name: str, where: str, steps: int, seed: int) -> list[dict[str, Any]]:
@@ -190,7 +197,7 @@ def page(courses: Sequence[Course], places: Sequence[str], arguments: argparse.N
         lines += ["| algorithm | rise, each seed | mean | deviation | least | interval |"]
         lines += ["|---|---|---|---|---|---|"]
         for name in dict.fromkeys(one.name for one in courses):
-            rises = [one.rise(until) for one in courses if one.name == name]
+            rises = [one.rise(min(until, len(one.rewards))) for one in courses if one.name == name]
             shown = " ".join(f"{rise:+.3f}" for rise in rises)
             lines.append(f"| {name} | {shown} | {spread(rises)} |")
     for name in dict.fromkeys(one.name for one in courses if one.costs):
