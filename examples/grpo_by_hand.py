@@ -20,6 +20,7 @@ from rillflow.records.rollout import completions
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.prompts import PromptStream, prompt_batch
 from rillflow.tasks.task import open_task
 from rillflow.train.config import TrainConfig
@@ -50,17 +51,12 @@ def main() -> list[dict[str, float]]:
     )
     trainer = Trainer(model.module, TRAIN, total_steps=STEPS * MINIBATCHES)
     loss = PolicyLoss(PolicyLossConfig(), max_tokens=MAX_TOKENS)
-    stream = PromptStream(open_task(TASK, base=Path(), seed=SEED).train, seed=SEED)
+    task = open_task(TASK, base=Path(), seed=SEED)
+    stream = PromptStream(Encoder(tokenizer=model.tokenizer).rows(task.train), seed=SEED)
     found = []
     for step in range(STEPS):
         drawn = stream.take(PROMPTS)
-        prompts = prompt_batch(
-            [draw.example for draw in drawn],
-            model.tokenizer,
-            epoch=[draw.epoch for draw in drawn],
-            context=model.context,
-            max_tokens=MAX_TOKENS,
-        )
+        prompts = prompt_batch([draw.row for draw in drawn], epoch=[draw.epoch for draw in drawn])
         rollouts = engine.generate(prompts, SAMPLES)
         answers = [model.tokenizer.decode(tokens.tolist()) for tokens in completions(rollouts).rows()]
         rewards = torch.tensor([low(answer) for answer in answers])

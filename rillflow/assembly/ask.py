@@ -16,6 +16,7 @@ from rillflow.assembly.trained import model_directory
 from rillflow.config.load import validate
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import choose_device, load_model
+from rillflow.models.tokenizer import Chat
 from rillflow.observe import layout
 from rillflow.observe.json_lines import read_lines
 from rillflow.observe.reader import read_config
@@ -87,8 +88,8 @@ class Respondent:
             RolloutError: the prompt leaves no room in the context.
         """
         tokenizer = self._model.tokenizer
-        message = [{"role": "user", "content": prompt}]
-        tokens = tokenizer.encode_chat(message) if self._is_chat else tokenizer.encode(prompt)
+        chat = Chat(turns=[{"role": "user", "content": prompt}])
+        tokens = tokenizer.encode_chats([chat])[0] if self._is_chat else tokenizer.encode(prompt)
         prompts = Batch(
             ids=row_ids([RowId(ASKED_EPOCH, self._asked, 0)]),
             fields={"tokens": Ragged.from_rows([tokens], torch.int64), "columns": Ragged.from_text(["{}"])},

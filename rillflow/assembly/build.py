@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.cast import JUDGE, Cast
+from rillflow.assembly.encoding import EncodedTask, Voice, encode_task
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.recipe import Recipe
 from rillflow.cluster.start import start_backend
+from rillflow.config.problems import together
 from rillflow.dataflow.checkpoint import Checkpoint
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
@@ -28,17 +30,12 @@ from rillflow.pipeline.evaluate import Evaluation, judged, ranked
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.pipeline.loop import Cadence, Loop, Phase, Stream
 from rillflow.records.batch import Batch
+from rillflow.records.metrics import Mean
 from rillflow.records.row import HELD_OUT_EPOCH
 from rillflow.rollout.config import SamplingConfig
+from rillflow.tasks.encoded import Encoded
 from rillflow.tasks.example import Example
-from rillflow.tasks.preference import Preference
-from rillflow.tasks.prompts import (
-    PromptStream,
-    StreamPosition,
-    preference_batch,
-    prompt_batch,
-    supervised_batch,
-)
+from rillflow.tasks.prompts import PromptStream, StreamPosition, answered_batch, prompt_batch
 from rillflow.tasks.task import Task
 
 BESIDE_SEED = 2**32
@@ -52,6 +49,7 @@ class Build:
         recipe: the checked settings.
         base: the recipe's folder.
         task: its data.
+        encoded: the same as tokens, where they were made already; made again for another tokeniser.
         run: where everything is recorded.
         checkpoint: where to go on from, or None to begin.
         stack: ends every rank when the run ends, however it ends.
@@ -62,6 +60,7 @@ class Build:
         recipe: Recipe,
         base: Path,
         task: Task[Example],
+        encoded: EncodedTask | None,
         run: RunDirectory,
         checkpoint: Checkpoint | None,
         stack: ExitStack,
@@ -71,6 +70,13 @@ class Build:
         backend = start_backend(recipe.placement, devices=0 if self.device.type == "cpu" else 1)
         stack.callback(backend.close)
         self._cast = Cast(recipe, base.absolute(), run.path, checkpoint, backend)
+        voice = Voice(tokenizer=self._cast.tokenizer, context=self._cast.context)
+        if encoded is None or not encoded.voice.reads_as(voice):
+            encoded = encode_task(recipe, task, voice)
+            if encoded.problems:
+                raise together(encoded.problems, f"the task {task.name}")
+        self.encoded = encoded
+        """Its rows."""
         self._cast.start_scorers(task.reward)
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
@@ -120,30 +126,19 @@ class Build:
 
     def _stream(self, data: Data, saved: Mapping[str, int] | None, shift: int = 0) -> Stream:
         """The training rows in the order of every epoch, from the saved place on; a ``shift`` changes it."""
-        position = StreamPosition(**(saved or {}))
-        rows = PromptStream(self._task.train, seed=self._recipe.run.seed + shift, position=position)
+        position, left_out = StreamPosition(**(saved or {})), self.encoded.left_out[data]
+        rows = PromptStream(self.encoded.train[data], seed=self._recipe.run.seed + shift, position=position)
 
         def take(count: int) -> Batch:
             drawn = rows.take(count)
-            return self._batch(data, [draw.example for draw in drawn], [draw.epoch for draw in drawn])
+            return _batch(data, [draw.row for draw in drawn], [draw.epoch for draw in drawn])
 
-        return Stream(take=take, state=rows.state)
-
-    def _batch(self, data: Data, examples: Sequence[Example], epoch: int | Sequence[int]) -> Batch:
-        tokenizer, context, too_long = self._cast.tokenizer, self._cast.context, self._recipe.task.too_long
-        if data is Data.DEMONSTRATIONS:
-            return supervised_batch(examples, tokenizer, epoch=epoch, context=context, too_long=too_long)
-        if data is Data.PREFERENCES:
-            pairs = cast(Sequence[Preference], examples)  # the task was opened for this data
-            return preference_batch(pairs, tokenizer, epoch=epoch, context=context, too_long=too_long)
-        room = self._recipe.rollout.max_tokens
-        return prompt_batch(
-            examples, tokenizer, epoch=epoch, context=context, max_tokens=room, too_long=too_long
-        )
+        share = Mean(total=float(left_out), count=float(len(self._task.train)))
+        return Stream(take=take, state=rows.state, metrics={"data/left_out/share": share} if left_out else {})
 
     def _judge(self, data: Data) -> Callable[[GroupExecutor], Evaluation] | None:
         """What evaluates on held-out rows; None where there are none, or nothing could tell."""
-        if not self._task.held_out or not self._recipe.evaluate.problems:
+        if not self.encoded.held_out or not self._recipe.evaluate.problems:
             return None
         if data is Data.PREFERENCES:
             return self._judge_ranking
@@ -174,4 +169,8 @@ class Build:
         return evaluation
 
     def _held_out(self, data: Data) -> Batch:
-        return self._batch(data, self._task.held_out[: self._recipe.evaluate.problems], HELD_OUT_EPOCH)
+        return _batch(data, self.encoded.held_out[: self._recipe.evaluate.problems], HELD_OUT_EPOCH)
+
+
+def _batch(data: Data, rows: Sequence[Encoded], epoch: int | Sequence[int]) -> Batch:
+    return (prompt_batch if data is Data.PROMPTS else answered_batch)(rows, epoch=epoch)

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from rillflow.assembly.encoding import EncodedTask
 from rillflow.assembly.looks import require_sound
 from rillflow.assembly.planned import keep_plan
 from rillflow.assembly.recipe import Recipe
@@ -74,7 +75,9 @@ def launch(
         RillflowError: anything a user can mend, with what, why and what to do.
         Interrupted: the user asked to stop; the same command goes on.
     """
-    task, notes = require_sound(recipe, base)
+    sound = require_sound(recipe, base, (lambda _: None) if quiet else Progress.say)
+    task = sound.task
+    assert task is not None, "a recipe without rows is not sound"
     path = Path(recipe.run.dir or "runs/run")
     if fresh:
         set_aside(path)
@@ -86,10 +89,10 @@ def launch(
         if is_finished(recipe, path):
             progress.note(f"{path} is finished; --fresh sets it aside and starts again")
         else:
-            for note in (*notes, *warnings_of(load(path))):
+            for note in (*sound.notes, *warnings_of(load(path))):
                 progress.note(f"note: {note}")
             try:
-                _train(recipe, base, task, run, progress, stack, plan, command)
+                _train(recipe, base, task, sound.encoded, run, progress, stack, plan, command)
             except Exception:
                 _leave_report(run, progress)
                 raise
@@ -126,6 +129,7 @@ def _train(
     recipe: Recipe,
     base: Path,
     task: Task[Example],
+    encoded: EncodedTask | None,
     run: RunDirectory,
     progress: Progress,
     stack: ExitStack,
@@ -153,7 +157,9 @@ def _train(
         shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
         for change in run.changes:
             progress.note(f"changed: {after(kept, change)}")
-        build = Build(recipe, base, task, run, checkpoint, stack)
+        build = Build(recipe, base, task, encoded, run, checkpoint, stack)
+        for note in build.encoded.notes if build.encoded is not encoded else ():
+            progress.note(f"note: {note}")
         is_planned = keep_plan(run.path, plan, recipe.placement)
         left = run.path / layout.PLAN
         if not is_planned and left.is_file():
@@ -165,6 +171,7 @@ def _train(
                 "after_step": kept,
                 "placement": recipe.placement.model_dump(mode="json"),
                 "is_planned": is_planned,
+                "left_out": {str(use): count for use, count in build.encoded.left_out.items()},
             }
         )
         try:

@@ -19,17 +19,14 @@ from pathlib import Path
 
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.doctor import available_memory, cuda_devices, usable_cores
+from rillflow.assembly.encoding import EncodedTask, encode_task, read_voice
 from rillflow.assembly.memory import estimate, rank_lines, sizes_of_directory, sizes_of_new
 from rillflow.assembly.meshes import unfit
 from rillflow.assembly.model_files import require_model_files
 from rillflow.assembly.preflight import (
     cost_function,
-    longest_of,
     model_source,
     open_rows,
-    prompt_length,
-    require_answers,
-    require_room,
     reward_function,
     scorer_sources,
 )
@@ -71,6 +68,8 @@ class Report:
     """What would stop a run."""
     task: Task[Example] | None = None
     """The rows, where they could be read."""
+    encoded: EncodedTask | None = None
+    """The rows as tokens, where the model's tokeniser and context are at hand."""
 
     def say(self, title: str, lines: Sequence[str]) -> None:
         """Add a topic."""
@@ -84,11 +83,21 @@ class Report:
             self.problems.append(error)
 
 
-def look(recipe: Recipe, base: Path, report: Report) -> None:
-    """Add everything that is seen of what a recipe names to a report; ``base`` is the recipe's folder."""
+def look(recipe: Recipe, base: Path, report: Report, say: Callable[[str], None] | None = None) -> None:
+    """Add everything that is seen of what a recipe names to a report.
+
+    Args:
+        recipe: the checked settings.
+        base: its folder.
+        report: what is added to.
+        say: for a run, which needs torch anyway: is told how far the rows are encoded, by the very tokeniser
+            that the run will have. None reads tokenizer.json as it is.
+    """
     report.attempt(lambda: _look_at_step(recipe, report))
     report.attempt(lambda: _look_at_data(recipe, base, report))
     report.attempt(lambda: _look_at_model(recipe, base, report))
+    if not report.problems:
+        report.attempt(lambda: _look_at_tokens(recipe, base, report, say))
     report.attempt(lambda: _look_at_scorers(recipe, base, report))
     report.attempt(lambda: _look_at_machine(recipe, report))
     report.attempt(lambda: _look_at_function(reward_function(recipe, base, report.task), recipe, report))
@@ -104,26 +113,38 @@ def _look_at_step(recipe: Recipe, report: Report) -> None:
     report.notes += filter(None, map(unpublished, graphs(recipe)))
 
 
-def require_sound(recipe: Recipe, base: Path) -> tuple[Task[Example], Sequence[str]]:
-    """The rows of a recipe that can be run, and the notes on it.
+def require_sound(recipe: Recipe, base: Path, say: Callable[[str], None]) -> Report:
+    """What was seen of a recipe that can be run, its rows among it; see ``look``.
 
     Raises:
         RillflowError: the one problem, or a ConfigError that lists all of them.
     """
     report = Report()
-    look(recipe, base, report)
+    look(recipe, base, report, say)
     if report.problems:
         raise together(report.problems, "the recipe")
-    assert report.task is not None
-    return report.task, report.notes
+    return report
 
 
 def _look_at_data(recipe: Recipe, base: Path, report: Report) -> None:
     task = report.task = open_rows(recipe, base)
     report.say("data", _data_lines(recipe, task, report))
-    report.attempt(lambda: require_answers(recipe, task))
-    report.attempt(lambda: require_room(recipe, task))
     report.attempt(lambda: _require_few_repeats(recipe, task))
+
+
+def _look_at_tokens(recipe: Recipe, base: Path, report: Report, say: Callable[[str], None] | None) -> None:
+    """Every row as tokens: whether it can be, and has room."""
+    voice = read_voice(recipe, base, as_written=say is None)
+    if report.task is None or voice is None:
+        return
+    encoded = report.encoded = encode_task(recipe, report.task, voice, say)
+    report.problems += encoded.problems
+    report.notes += encoded.notes
+    longest = max(encoded.train[recipe.chosen.data], key=lambda row: len(row.prompt) if row else 0)
+    if longest is not None:
+        room = f" and rollout.max_tokens = {recipe.rollout.max_tokens:,}" if recipe.has_policy else ""
+        told = f"longest prompt: {len(longest.prompt):,} tokens{room} of {voice.context:,}: {longest.example}"
+        report.say("tokens", [told])
 
 
 def _require_few_repeats(recipe: Recipe, task: Task[Example]) -> None:
@@ -137,7 +158,6 @@ def _require_few_repeats(recipe: Recipe, task: Task[Example]) -> None:
 
 
 def _data_lines(recipe: Recipe, task: Task[Example], report: Report) -> list[str]:
-    longest = longest_of(task)
     judged = min(recipe.evaluate.problems, len(task.held_out))
     word = "prompts" if recipe.has_policy else "pairs"
     temperature = recipe.evaluate.temperature
@@ -159,7 +179,6 @@ def _data_lines(recipe: Recipe, task: Task[Example], report: Report) -> list[str
         f"{task.left_out:,} left out because they are among those",
         f"the algorithm draws {prompts:,} {word}: {prompts / len(task.train):.1f} passes over them",
         f"judged by {judged:,} {word}{how}" if judged else "never evaluated",
-        f"longest prompt: {prompt_length(longest):,} characters: {shown(longest.key)}",
     ]
 
 

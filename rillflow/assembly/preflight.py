@@ -1,7 +1,6 @@
-"""Preflight: what a recipe names and must be there, and what its rows must be, a function each.
+"""Preflight: what a recipe names and must be there, a function each.
 
-recipe ─ model_source, scorer_sources, reward_function, cost_function ─> where models and functions are
-+ task ─ require_answers, require_room ────────────────────────────────> its rows can be learnt from, and fit
+recipe ─ open_rows, model_source, scorer_sources, reward_function, cost_function ─> rows, models, functions
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from pathlib import Path
 from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.trained import model_directory
-from rillflow.errors import ConfigError, DataError, ModelError
+from rillflow.errors import ConfigError, ModelError
 from rillflow.models.locate import locate
 from rillflow.observe import layout
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.tasks.example import Example
-from rillflow.tasks.preference import Preference
 from rillflow.tasks.task import Task, open_preferences, open_task
 
 
@@ -114,54 +112,6 @@ def cost_function(recipe: Recipe, base: Path) -> FunctionPath | None:
             fix='write cost.function = "cost.py:name", relative to the recipe',
         )
     return None if text is None or recipe.cost.model is not None else parse_function(text, base)
-
-
-def require_answers(recipe: Recipe, task: Task[Example]) -> None:
-    """Where there are supervised steps, every row to train on has an answer to learn."""
-    algorithm, config = recipe.chosen, recipe.algorithm
-    asking = ["warm_start"] if recipe.warm_start is not None else []
-    if algorithm.data is Data.DEMONSTRATIONS:
-        asking.append(f"algorithm.name = {config.name}")
-    if algorithm.beside(config) is Data.DEMONSTRATIONS:
-        asking.append(f"{config.name} with demonstrations beside its prompts (algorithm.pretrain_weight)")
-    if not asking:
-        return
-    silent = [example for example in task.train if example.completion is None]
-    if silent:
-        raise DataError(
-            f"{len(silent):,} of {len(task.train):,} prompts of {task.name} have no answer to learn from; "
-            f"the first is {silent[0]}",
-            why=f"{' and '.join(asking)} would learn the column 'completion', or else 'answer'",
-            fix="add the column, or leave that out: --set warm_start=none, --set algorithm.pretrain_weight=0",
-        )
-
-
-def require_room(recipe: Recipe, task: Task[Example]) -> None:
-    """A new model has a token for a character, so whether the longest row has room is known."""
-    new, limit = recipe.policy.model.new, recipe.rollout.max_tokens
-    longest = max((*task.train, *task.held_out), key=lambda example: _row_length(example, limit))
-    if new is None or recipe.task.too_long == "drop" or _row_length(longest, limit) <= new.context:
-        return
-    rest, lower = f"rollout.max_tokens = {limit}", "lower rollout.max_tokens, "
-    if isinstance(longest, Preference):
-        rest, lower = "its longer answer and the end token", ""
-    raise ConfigError(
-        f"{longest} has {prompt_length(longest)} characters",
-        why=f"with {rest} it exceeds policy.model.new.context = {new.context}",
-        fix=f'raise the context, {lower}or set task.too_long = "drop"',
-    )
-
-
-def _row_length(example: Example, limit: int) -> int:
-    """Characters of a prompt with its longer answer and the end token, or with ``limit`` sampled ones."""
-    if isinstance(example, Preference):
-        return prompt_length(example) + max(len(str(example.completion)), len(example.rejected)) + 1
-    return prompt_length(example) + limit
-
-
-def longest_of(task: Task[Example]) -> Example:
-    """The row with the longest prompt."""
-    return max((*task.train, *task.held_out), key=prompt_length)
 
 
 def prompt_length(example: Example) -> int:

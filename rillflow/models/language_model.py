@@ -18,9 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rillflow.errors import ConfigError, ModelError, nearest
 from rillflow.models.architecture import Output, check_attention, context_of
 from rillflow.models.attention import register
+from rillflow.models.characters import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.locate import locate
-from rillflow.models.new_model import character_tokenizer, new_module
+from rillflow.models.new_model import new_module
 from rillflow.models.positions import settle_positions
 from rillflow.models.pretrained import load_module
 from rillflow.models.quiet import quiet

@@ -1,10 +1,6 @@
-"""A small new decoder: any causal type of transformers, random weights, a tokeniser of single characters.
+"""A small new decoder: any causal type of transformers, with random weights.
 
-    NewModel ─┬─ alphabet ──> tokeniser: byte-level BPE that merges no two characters, one end token
-              └─ sizes ─────> config, by the type's own names ─ seed ─> module, with logits or a scalar head
-
-The tokeniser is byte-level because ``AutoTokenizer`` rebuilds a Qwen2 directory's tokeniser as
-byte-level BPE whatever its files say; another kind would come back as one that encodes to nothing.
+NewModel ─ sizes ─> config, by the type's own names ─ seed ─> module, with logits or a scalar head
 """
 
 from __future__ import annotations
@@ -13,15 +9,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
 from rillflow.errors import ModelError, nearest
@@ -31,32 +24,8 @@ from rillflow.models.config import NewModel
 from rillflow.models.positions import settle_positions
 from rillflow.models.scalar_head import HeadStart, require_one_number, start_head
 
-END = "<|end|>"
-"""The end token's text. Its id is 0; others pad with it too: lengths decide where a row ends, not values."""
-
 _FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """What the types call the feed-forward size; the first that a type knows is used."""
-
-
-def character_tokenizer(alphabet: str, context: int) -> PreTrainedTokenizerFast:
-    """A tokeniser with one token for every character of the alphabet, and the end token."""
-    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    vocabulary = {END: 0}
-    merges: list[tuple[str, str]] = []
-    for character in dict.fromkeys(alphabet):
-        symbols = pre_tokenizer.pre_tokenize_str(character)[0][0]
-        for symbol in symbols:
-            vocabulary.setdefault(symbol, len(vocabulary))
-        for cut in range(1, len(symbols)):
-            if symbols[: cut + 1] not in vocabulary:
-                vocabulary[symbols[: cut + 1]] = len(vocabulary)
-                merges.append((symbols[:cut], symbols[cut]))
-    backend = Backend(models.BPE(vocabulary, merges))
-    backend.pre_tokenizer = pre_tokenizer
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END, pad_token=END, model_max_length=context
-    )
 
 
 def new_module(new: NewModel, *, vocabulary: int, seed: int, dtype: torch.dtype) -> PreTrainedModel:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -34,10 +32,8 @@ from rillflow.models.scalar_head import (
     settle_head,
     start_head,
 )
-from rillflow.models.weight_files import check_weight_files, unusable
-
-LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
-"""What transformers raises for a directory it cannot use."""
+from rillflow.models.tokenizer import end_tokens
+from rillflow.models.weight_files import LIBRARY_ERRORS, check_weight_files, unusable
 
 
 def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -97,6 +93,8 @@ def load_scalar_module(source: str, dtype: torch.dtype, *, start: HeadStart, see
     if missing & new:
         start_head(module, start, seed)
     settle_head(source, module)
+    if ends := end_tokens(source):
+        config.get_text_config().eos_token_id = ends  # no generation config is saved with a head
     return module
 
 

@@ -1,31 +1,54 @@
 """Tokenizer: text to tokens and back, without surprises.
 
     prompt ── encode ─────────────> [begin] text    the model's begin token, where its tokeniser adds one
-    chat ──── encode_chat ────────> the model's template, up to where the assistant speaks
-    answer ── encode_completion ──> text end        no begin token
+    chat ──── encode_chats ───────> the model's template, up to where the assistant speaks
+    answer ── encode_completions ─> text end        no begin token
+              encode_replies ─────> what the template writes for an answer, to its end
     tokens ── decode ─────────────> text            without special tokens
 
 Text from data is only ever text: what spells a special token is cut into ordinary ones, or refused
-where a chat template would not. Rows end by their length, never by a token's value, so padding may
-be the same token as the end.
+where a chat template would not; text that its author rendered with the template is the exception, and is
+said to be. Rows end by their length, never by a token's value, so padding may be the same token as the end.
+Imports no torch, but for a tokeniser that a model's own class must load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import decoders, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rillflow.errors import ModelError
-from rillflow.models.pretrained import LIBRARY_ERRORS
+from rillflow.models.weight_files import LIBRARY_ERRORS, unusable
 
 _AS_WRITTEN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Declared classes that mean: everything is in tokenizer.json."""
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError)
+"""What a chat template raises for messages it was not written for."""
+_SHOWN = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A conversation, as a chat template is given it.
+
+    Example:
+        Chat(turns=[{"role": "user", "content": "17+25="}])
+    """
+
+    turns: Sequence[Mapping[str, Any]]
+    """The messages; contents are text."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """What the assistant may call, as JSON objects."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template, such as ``enable_thinking``."""
 
 
 class Tokenizer:
@@ -48,9 +71,9 @@ class Tokenizer:
         self._inner = inner
         self._end = own[0] if own else min(self.stop_tokens, default=None)
         added = inner.added_tokens_decoder.values()
-        self._special = sorted(
-            {*inner.all_special_tokens, *(token.content for token in added if token.special)}
-        )
+        special = {*inner.all_special_tokens, *(token.content for token in added if token.special)}
+        texts = sorted((text for text in special if text.strip()), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._alphabet = _Alphabet.of(inner)
         self._pieces: dict[int, str] = {}
 
@@ -58,59 +81,67 @@ class Tokenizer:
         """A prompt's tokens; see ``encode_texts``."""
         return self.encode_texts([text])[0]
 
-    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_texts(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
         """The tokens of several prompts, each with the model's own begin token where its tokeniser adds one.
+
+        Args:
+            texts: the prompts.
+            is_rendered: whether the chat template wrote them: then special tokens that they spell are read as
+                such, and a begin token that they spell is not added again.
 
         Raises:
             ModelError: a text that is not empty encodes to nothing, or has a character the tokeniser lacks.
         """
-        return self._encode(texts, begin=True)
+        return self._encode(texts, begin=True, is_rendered=is_rendered)
 
     def encode_completion(self, text: str) -> list[int]:
         """An answer's tokens; see ``encode_completions``."""
         return self.encode_completions([text])[0]
 
-    def encode_completions(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_completions(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
         """The tokens of several answers, each without a begin token and with the end token.
+
+        Args:
+            texts: the answers.
+            is_rendered: whether they may spell special tokens, as in ``encode_texts``; one that has an end
+                token already gets no other.
 
         Raises:
             ModelError: as ``encode_texts``; or the model has no end token.
         """
-        if self._end is None:
-            raise ModelError(
-                "the model has no end token",
-                why="an answer to learn from must say where it ends",
-                fix="set eos_token in tokenizer_config.json or eos_token_id in generation_config.json",
-            )
-        return [[*tokens, self._end] for tokens in self._encode(texts, begin=False)]
+        return self._ended(self._encode(texts, begin=False, is_rendered=is_rendered))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation, up to where the assistant answers.
+    def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
+        """The tokens of conversations, up to where the assistant answers.
 
         Raises:
             ModelError: the model has no chat template or the template refuses the messages; a message
                 spells a special token.
         """
-        if self._inner.chat_template is None:
-            raise ModelError(
-                "the model has no chat template",
-                why="the prompt is a list of messages, and only a template makes one text of them",
-                fix="give the prompt as text, or choose a model with a chat template",
-            )
-        for message in messages:
-            self._refuse_special(message)
-        plain = [dict(message) for message in messages]
-        try:
-            text = self._inner.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ModelError(f"the chat template refuses messages of {roles}", why=str(error)) from error
-        tokens = self._inner(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]
-        if not tokens:
-            raise _lost(text)
-        return list(tokens)
+        texts = [self._rendered(chat, opens=True) for chat in chats]
+        return self._encode(texts, begin=False, is_rendered=True)
+
+    def encode_replies(self, chats: Sequence[Chat], answers: Sequence[str]) -> list[list[int]]:
+        """The tokens of an answer to each conversation, as the template writes and ends them.
+
+        An answer in which the template writes none of the model's end tokens gets one.
+
+        Raises:
+            ModelError: as ``encode_chats`` and ``encode_completions``; or the template writes the
+                conversation otherwise once it is answered.
+        """
+        texts = [self._reply(chat, answer) for chat, answer in zip(chats, answers, strict=True)]
+        return self._ended(self._encode(texts, begin=False, is_rendered=True))
+
+    def to_end(self, tokens: list[int]) -> list[int]:
+        """An answer's tokens up to its first end token, with it: where a sampled one stops."""
+        ends = (place for place, token in enumerate(tokens, 1) if token in self.stop_tokens)
+        return tokens[: next(ends, None)]
+
+    def special_in(self, text: str) -> str | None:
+        """The first special token that a text spells; None where it spells none."""
+        found = self._special.search(text)
+        return None if found is None else found[0]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special tokens left out."""
@@ -143,6 +174,11 @@ class Tokenizer:
             )
         return tokens[0]
 
+    def reads_as(self, other: Tokenizer) -> bool:
+        """Whether rows that ``other`` made are rows of this tokeniser: same tokens, template and ends."""
+        is_same = self.first_difference(other) is None and self.stop_tokens == other.stop_tokens
+        return is_same and self._inner.chat_template == other._inner.chat_template
+
     def first_difference(self, other: Tokenizer) -> int | None:
         """The smallest token that the two read as different text; None where there is none."""
         mine, theirs = self._inner.get_vocab().items(), other._inner.get_vocab().items()
@@ -152,14 +188,14 @@ class Tokenizer:
         """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
         self._inner.save_pretrained(directory)
 
-    def _encode(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], *, begin: bool, is_rendered: bool = False) -> list[list[int]]:
         if not texts:
             return []
-        self._alphabet.check(texts)
+        self._alphabet.check([self._special.sub("", text) for text in texts] if is_rendered else texts)
         found = self._inner(
             list(texts),
             add_special_tokens=begin,
-            split_special_tokens=True,
+            split_special_tokens=not is_rendered,
             return_attention_mask=False,
             return_token_type_ids=False,
             return_special_tokens_mask=True,
@@ -169,22 +205,84 @@ class Tokenizer:
         for text, tokens, special in zip(
             texts, found["input_ids"], found["special_tokens_mask"], strict=True
         ):
-            length = len(tokens)
+            start, length = 0, len(tokens)
             while length and special[length - 1]:
                 length -= 1  # an end token the tokeniser adds is no part of a prompt
+            if is_rendered and special[:1] == [1] and tokens[:1] == tokens[1:2]:
+                start = 1  # the text spells the begin token that the tokeniser adds
             if text and not length:
                 raise _lost(text)
-            rows.append(tokens[:length])
+            rows.append(tokens[start:length])
         return rows
 
-    def _refuse_special(self, message: Mapping[str, Any]) -> None:
-        for special in self._special:
-            if special in message["content"] and not special.isspace():
+    def _ended(self, rows: Sequence[list[int]]) -> list[list[int]]:
+        """Answers, each with an end token."""
+        if self._end is None:
+            raise ModelError(
+                "the model has no end token",
+                why="an answer to learn from must say where it ends",
+                fix="set eos_token in tokenizer_config.json or eos_token_id in generation_config.json",
+            )
+        return [row if self.stop_tokens.intersection(row) else [*row, self._end] for row in rows]
+
+    def _rendered(self, chat: Chat, *, opens: bool) -> str:
+        """What the template makes of a conversation; ``opens``: with the beginning of an answer."""
+        if self._inner.chat_template is None:
+            raise ModelError(
+                "the model has no chat template",
+                why="the prompt is a list of messages, and only a template makes one text of them",
+                fix="give the prompt as text, or choose a model with a chat template",
+            )
+        self._refuse_special(chat)
+        try:
+            text: str = self._inner.apply_chat_template(
+                [dict(turn) for turn in chat.turns],
+                tools=chat.tools,
+                tokenize=False,
+                add_generation_prompt=opens,
+                **chat.arguments,
+            )
+        except _TEMPLATE_ERRORS as error:
+            roles = ", ".join(turn["role"] for turn in chat.turns)
+            raise ModelError(f"the chat template refuses messages of {roles}", why=str(error)) from error
+        return text
+
+    def _reply(self, chat: Chat, answer: str) -> str:
+        """What the template adds to a conversation when the assistant has answered."""
+        before = self._rendered(chat, opens=True)
+        turn = {"role": "assistant", "content": answer}
+        whole = self._rendered(replace(chat, turns=[*chat.turns, turn]), opens=False)
+        if not whole.startswith(before):
+            was, became = (text[max(0, len(before) - _SHOWN) :][: 2 * _SHOWN] for text in (before, whole))
+            raise ModelError(
+                f"the chat template rewrites a prompt once it is answered: {was!r} became {became!r}",
+                why="an answer to learn from follows the prompt just as it is sampled from",
+                fix="try task.template_arguments, or render the rows yourself: task.rendered = true",
+            )
+        return whole[len(before) :]
+
+    def _refuse_special(self, chat: Chat) -> None:
+        parts: list[tuple[str, object]] = [(f"a message of {turn['role']!r}", turn) for turn in chat.turns]
+        for name, part in [*parts, ("a tool", chat.tools or ())]:
+            for special in filter(None, map(self.special_in, _strings(part))):
                 raise ModelError(
-                    f"a message of {message['role']!r} spells the special token {special!r}",
+                    f"{name} spells the special token {special!r}",
                     why="within a chat template it would be read as the token, and could end or forge a turn",
                     fix="remove it from the data",
                 )
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Every text within plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield name
+            yield from _strings(entry)
+    elif isinstance(value, Sequence):
+        for entry in value:
+            yield from _strings(entry)
 
 
 class _Alphabet:
@@ -223,27 +321,62 @@ class _Alphabet:
             self._known.add(character)
 
 
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str, *, as_written: bool = False) -> PreTrainedTokenizerBase:
     """The library's tokeniser of a directory or hub name.
 
     A directory whose tokenizer.json is not claimed by a model's own class is read as it is written:
     ``AutoTokenizer`` would rebuild it as the class of the model's type, and lose what that class lacks.
 
+    Args:
+        source: the directory or hub name.
+        as_written: read tokenizer.json as it is whoever claims it, which needs no torch.
+
     Raises:
         ModelError: there is none, or it has no vocabulary.
     """
     try:
-        declared = get_tokenizer_config(source).get("tokenizer_class")
-        written = declared in _AS_WRITTEN or (
-            declared is None and (Path(source) / "tokenizer.json").is_file()
-        )
-        kind = PreTrainedTokenizerFast if written else AutoTokenizer
-        inner = kind.from_pretrained(source, trust_remote_code=False)
+        declared, has_file = _declared_class(source), (Path(source) / "tokenizer.json").is_file()
+        if declared in _AS_WRITTEN or (has_file and (as_written or declared is None)):
+            inner = PreTrainedTokenizerFast.from_pretrained(source)
+        else:
+            from transformers import AutoTokenizer  # it imports torch
+
+            inner = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (*LIBRARY_ERRORS, KeyError, TypeError) as error:
         raise _no_tokenizer(source, str(error).strip().split("\n")[0]) from error
     if len(inner.get_vocab()) <= len(inner.added_tokens_decoder):
         raise _no_tokenizer(source, "no file in it holds a vocabulary")
     return inner
+
+
+def end_tokens(source: str) -> list[int]:
+    """The end tokens that a directory's generation_config.json names, or else its config.json.
+
+    Raises:
+        ModelError: a file is no JSON object.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = Path(source) / name
+        try:
+            found = dict(json.loads(file.read_bytes())) if file.is_file() else {}
+        except (OSError, ValueError, TypeError) as error:
+            raise unusable(source, name, error) from error
+        ends = found.get("eos_token_id", found.get("text_config", {}).get("eos_token_id"))
+        if ends is not None:
+            return [ends] if isinstance(ends, int) else list(ends)
+    return []
+
+
+def _declared_class(source: str) -> str | None:
+    """The class that tokenizer_config.json names."""
+    if not Path(source).is_dir():
+        from transformers.models.auto.tokenization_auto import get_tokenizer_config  # it imports torch
+
+        found: Mapping[str, Any] = get_tokenizer_config(source)
+    else:
+        file = Path(source) / "tokenizer_config.json"
+        found = dict(json.loads(file.read_bytes())) if file.is_file() else {}
+    return found.get("tokenizer_class")
 
 
 def _no_tokenizer(source: str, why: str) -> ModelError:

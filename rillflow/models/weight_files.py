@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
 from rillflow.errors import ModelError
 
+LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
+"""What transformers raises for a directory it cannot use."""
 _INDEX = "model.safetensors.index.json"
 
 

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class Stream:
     """The next rows."""
     state: Callable[[], Mapping[str, int]]
     """The place in the data, for a checkpoint."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """What every step says of the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +240,7 @@ class Loop:
         data = phase.stream.take(phase.rows)
         beside = [phase.beside.take(phase.rows)] if phase.beside is not None else []
         reports = reports_of(phase.step(phase.flow, data, phase.config, *beside))
-        metrics = self._record(phase, step)
+        metrics = {**self._record(phase, step), **phase.stream.metrics}
         for part in reports:
             metrics |= part.read(self._deadline_s)
         for name, number in phase.flow.state.items():

@@ -102,10 +102,6 @@ class Problem:
         factors = self.hardware.factors
         return factors.step_s + factors.step_row_s * self.workload.rows
 
-    def unit_of(self, stage: Stage) -> Unit | None:
-        """Who computes a stage; none of a formula and of a function."""
-        return next((unit for unit in self.units if stage.index in unit.stages), None)
-
     def apart(self, freshness: int = 0) -> Problem:
         """The same step with generation on devices of its own."""
         return replace(self, samples_apart=True, freshness=freshness)

@@ -8,7 +8,6 @@ mean and limit, or lengths of a run ──> Lengths ─┬─ mean, mean_square 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from statistics import NormalDist
@@ -117,30 +116,6 @@ class Lengths:
             return generator.choice(np.asarray(self.values, dtype=np.int64), size=rows)
         drawn = self.median * np.exp(self.sigma * generator.standard_normal(rows))
         return np.clip(np.rint(drawn), 1, self.limit).astype(np.int64)
-
-
-def fit_lengths(values: Sequence[int], limit: int) -> Lengths:
-    """The log-normal that explains lengths seen, of which those at the limit were cut there.
-
-    Median and spread are read off the quantiles below the limit, so that clipped rows count as at least it.
-
-    Raises:
-        PlanError: no lengths, or one above the limit.
-    """
-    if not values or max(values) > limit or min(values) < 1:
-        raise PlanError(
-            f"lengths of {len(values)} rows from {min(values, default=0)} to {max(values, default=0)}",
-            why=f"a length lies between 1 and the limit, {limit}",
-        )
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    free = ordered < limit
-    if free.sum() < 2 or ordered[free][0] == ordered[free][-1]:
-        return Lengths(kind="lognormal", limit=limit, median=float(np.median(ordered)), sigma=0.0)
-    normal = _normal_quantiles(len(ordered))[free]
-    slope, middle = np.polyfit(normal, np.log(ordered[free]), 1)
-    return Lengths(
-        kind="lognormal", limit=limit, median=float(math.exp(middle)), sigma=max(float(slope), 0.0)
-    )
 
 
 def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:

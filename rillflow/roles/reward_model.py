@@ -52,7 +52,7 @@ class RewardModel(ScalarRole):
         """Optimiser steps that raise the chosen answers' scores above the rejected ones'.
 
         Args:
-            pairs: two rows a pair, one after the other, as ``tasks.prompts.preference_batch`` makes them.
+            pairs: two rows a pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
                 For costs the chosen answer is the one that costs more.
             passes: how often the pairs are gone through, and in how many steps.
 

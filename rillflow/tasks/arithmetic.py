@@ -45,11 +45,6 @@ def _problem(index: int, number: int, least: int, span: int, operators: str) -> 
     pair, kind = divmod(number, len(operators))
     left, right = (least + part for part in divmod(pair, span))
     symbol = operators[kind]
+    prompt, place = f"{left}{symbol}{right}=", f"arithmetic problem {index + 1}"
     answer = str(_OPERATORS[symbol](left, right))
-    return Example(
-        index=index,
-        prompt=f"{left}{symbol}{right}=",
-        completion=answer,
-        columns={"answer": answer},
-        place=f"arithmetic problem {index + 1}",
-    )
+    return Example(index=index, prompt=prompt, completion=answer, columns={"answer": answer}, place=place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -24,5 +24,14 @@ class TaskConfig(Section):
     digits: int = Field(2, ge=1, le=6, description="Digits of the built-in arithmetic task's numbers.")
     operators: str = Field("+-", min_length=1, description="Operators of the built-in arithmetic task.")
     too_long: Literal["error", "drop"] = Field(
-        "error", description="What happens to a prompt that leaves no room in the context; drops are counted."
+        "error",
+        description="What happens to rows that do not fit into the context, or cannot be encoded; drops are "
+        "counted.",
+    )
+    rendered: bool = Field(
+        False,
+        description="Whether text prompts were written by the chat template: their special tokens are read.",
+    )
+    template_arguments: dict[str, Any] = Field(
+        {}, description="Variables of the chat template, such as { enable_thinking = false }."
     )

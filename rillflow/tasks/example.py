@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any
 
 from rillflow.errors import DataError, nearest
 
@@ -21,16 +21,8 @@ RESERVED = {"prompts": "prompt", "completions": "completion"}
 """Arguments of every reward function, and what a column meant for them is called."""
 
 
-class Message(TypedDict):
-    """One turn of a conversation, as the data has it."""
-
-    role: str
-    content: NotRequired[str | list[dict[str, Any]] | None]
-    name: NotRequired[str]
-    tool_calls: NotRequired[list[dict[str, Any]]]
-    tool_call_id: NotRequired[str]
-
-
+Message = Mapping[str, Any]
+"""One turn of a conversation, as the data has it: ``role``, ``content`` and what else ``_KEYS`` names."""
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
@@ -54,20 +46,19 @@ class Example:
     """Where its author finds the row, ``prompts.jsonl line 12``; empty where it has no place."""
 
     def __str__(self) -> str:
-        """The row for a message. Example: ``prompts.jsonl line 12, "17+25=",``."""
-        return f"{self.place or f'prompt {self.index} (from 0)'}, {shown(self.key)},"
+        """The row for a message. Example: ``prompts.jsonl line 12 ("17+25=")``."""
+        return f"{self.place or f'prompt {self.index}'} ({shown(self.key)})"
 
     @property
     def turns(self) -> list[dict[str, Any]]:
         """The messages of a conversation as a chat template takes them: parts of text joined, no nulls."""
         assert not isinstance(self.prompt, str), "a text has no turns"
-        return [turn_of(message) for message in self.prompt]
+        return [{**message, "content": _text(message.get("content", ""), "")} for message in self.prompt]
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
         """What a conversation may call: its column ``tools``."""
-        found: list[dict[str, Any]] | None = self.columns.get("tools")
-        return None if isinstance(self.prompt, str) else found
+        return None if isinstance(self.prompt, str) else self.columns.get("tools")
 
     def plain(self) -> list[Any]:
         """What a digest of the data is made of."""
@@ -112,9 +103,7 @@ def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
     tools = row.get("tools")
     if not isinstance(prompt, str) and tools is not None and not _are_objects(tools):
         raise DataError(
-            f"the column 'tools' has {shown(tools)}",
-            why="beside messages it is what the chat template is given: a list of objects, or null",
-            fix="write the tools as JSON objects, or call the column otherwise",
+            f"the column 'tools' has {shown(tools)}", why="beside messages it is a list of objects"
         )
     return prompt
 
@@ -167,35 +156,21 @@ def message_of(item: object, number: int, place: str) -> Message:
     given = item if isinstance(item, dict) else {}
     found = {name: value for name, value in given.items() if value is not None}
     if "role" not in found or not found.keys() & {"content", "tool_calls"} or found.keys() - set(_KEYS):
-        has = (
-            f"has the keys {', '.join(map(repr, item)) or 'none'}" if isinstance(item, dict) else shown(item)
-        )
-        raise DataError(
-            f"{where} {has}",
-            why=f"a message has 'role' and 'content' (or 'tool_calls'), and of others only {_KEYS[2:]}",
-        )
+        has = f"has the keys {', '.join(map(repr, given)) or 'none'}" if item == given else shown(item)
+        why = f"a message has 'role' and 'content' (or 'tool_calls'), and of others only {_KEYS[2:]}"
+        raise DataError(f"{where} {has}", why=why)
     role = found["role"]
     if role not in ROLES:
         fix = nearest(role, ROLES) if isinstance(role, str) else ""
         raise DataError(f"{where} has the role {shown(role)}", why=f"roles are {', '.join(ROLES)}", fix=fix)
-    for name in ("name", "tool_call_id"):
-        if not isinstance(found.get(name, ""), str):
-            raise DataError(f"{where} has the {name} {shown(found[name])}", why=f"a {name} is text")
-    if not _are_objects(found.get("tool_calls", [])):
-        raise DataError(
-            f"{where} has the tool_calls {shown(found['tool_calls'])}", why="calls are a list of objects"
-        )
+    for name in found.keys() - {"role", "content"}:
+        value, is_list = found[name], name == "tool_calls"
+        if not (_are_objects(value) if is_list else isinstance(value, str)):
+            kind = "a list of objects" if is_list else "text"
+            raise DataError(f"{where} has the {name} {shown(value)}", why=f"{name} is {kind}")
+        text_of(json.dumps(value, ensure_ascii=False), f"message {number}")
     text_of(_text(found.get("content", ""), where), f"message {number}")
-    if found.keys() - {"role", "content"}:
-        text_of(json.dumps(found, ensure_ascii=False), f"message {number}")
-    return cast(Message, found)  # its keys were looked at
-
-
-def turn_of(message: Message) -> dict[str, Any]:
-    """A message as a chat template takes it: parts of text joined."""
-    if "content" not in message:
-        return dict(message)
-    return {**message, "content": _text(message["content"], "a message")}
+    return found
 
 
 def answer_of(value: object, name: str) -> str:
@@ -208,50 +183,33 @@ def answer_of(value: object, name: str) -> str:
         return text_of(value, name)
     if not isinstance(value, list):
         raise DataError(
-            f"the {name} is {shown(value)}",
-            why="an answer is text, or a list of one message of the assistant",
-            fix="remove the row, or write the answer",
+            f"the {name} is {shown(value)}", why="an answer is text, or one message of the assistant"
         )
     messages = [message_of(item, number, name) for number, item in enumerate(value, 1)]
-    if [message["role"] for message in messages] != ["assistant"]:
+    if [message["role"] for message in messages] != ["assistant"] or "tool_calls" in messages[0]:
         roles = ", ".join(message["role"] for message in messages) or "nobody"
+        calls = ", with tool_calls" * any("tool_calls" in message for message in messages)
         raise DataError(
-            f"the {name} has messages of {roles}",
-            why="an answer is one message of the assistant; what came before it is the prompt",
-            fix="move the other messages into the column 'prompt'",
-        )
-    if messages[0].keys() != {"role", "content"}:
-        raise DataError(
-            f"the {name} has the keys {', '.join(map(repr, messages[0]))}",
-            why="an answer is text: 'role' and 'content'",
-            fix="write a call as the text that the model should write",
+            f"the {name} has messages of {roles}{calls}",
+            why="an answer is the text of one message of the assistant; what came before it is the prompt",
+            fix="move the other messages into the column 'prompt', and write a call as text",
         )
     return _text(messages[0]["content"], f"the {name}")
 
 
-def _are_objects(value: object) -> bool:
+def _are_objects(value: Any) -> bool:
     """Whether a value is a list of JSON objects."""
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
-def _text(content: object, where: str) -> str:
+def _text(content: Any, where: str) -> str:
     """The text of a message's content: text, or parts of type text."""
-    if isinstance(content, str):
-        return content
-    if not _are_objects(content) or not isinstance(content, list):
-        raise DataError(
-            f"{where} has the content {shown(content)}",
-            why="the content of a message is text, or a list of parts like {'type': 'text', 'text': '...'}",
-        )
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = f"of type {shown(part['type'])}" if "type" in part else shown(part)
-            raise DataError(
-                f"{where} has a part {kind}",
-                why="Rillflow trains models of text; a part is {'type': 'text', 'text': '...'}",
-                fix="remove the row, or say in text what the part shows",
-            )
-    return "".join(part["text"] for part in content)
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    kinds = [(part.get("type"), type(part.get("text"))) for part in parts] if _are_objects(parts) else [None]
+    if set(kinds) - {("text", str)}:
+        why = "models of text are trained: a content is text, or parts like {'type': 'text', 'text': '...'}"
+        raise DataError(f"{where} has the content {shown(content)}", why=why)
+    return "".join(part["text"] for part in parts)
 
 
 def _completion(row: dict[str, Any]) -> str | None:

@@ -166,13 +166,9 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object, each of its keys once."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
-        raise DataError(
-            f"the key {twice!r} stands twice in one object",
-            why="one of the two values would be lost silently",
-            fix="remove one of them",
-        )
+        twice = next(name for name in found if [each for each, _ in pairs].count(name) > 1)
+        why = "one of its values would be lost silently"
+        raise DataError(f"the key {twice!r} stands twice in one object", why=why, fix="remove one of them")
     return found
 
 

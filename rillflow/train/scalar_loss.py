@@ -136,7 +136,7 @@ def _check_pairs(rows: Batch, units: Tensor) -> None:
         raise TrainingError(
             f"row ({rows.row_id(int(odd[0]))}) belongs to no pair",
             why="sample 0 is the chosen answer and sample 1 the rejected one",
-            fix="make pairs with tasks.prompts.preference_batch",
+            fix="make pairs with tasks.prompts.answered_batch",
         )
     count = torch.zeros(int(units.max()) + 1, 2, dtype=torch.int64)
     count.index_put_((units, samples), torch.ones_like(samples), accumulate=True)

@@ -92,10 +92,6 @@ class RunData:
             begun = after + 1 if isinstance(after, int) else 1
         return begun
 
-    def phase_of(self, step: int) -> PhaseSpan | None:
-        """The phase whose result a step shows; step 0, before the first update, is of none."""
-        return next((phase for phase in self.phases if phase.first <= step <= phase.last), None)
-
 
 def load(run: Path) -> RunData:
     """Read a run directory, finished or not.

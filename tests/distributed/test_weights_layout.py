@@ -18,10 +18,11 @@ from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import slices
-from rillflow.weights.layout import logical_weights, read_placement, training_layout
+from rillflow.weights.layout import logical_weights, training_layout
 from rillflow.weights.local import intervals, local_index, local_shape
 
 sys.path.insert(0, str(Path(__file__).parent))
+from placements import read_placement
 from processes import together
 
 PARTS: dict[str, Part] = {

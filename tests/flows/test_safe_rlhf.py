@@ -189,7 +189,9 @@ def test_a_task_without_answers_is_refused_before_anything_starts(folder: Path) 
     rows = [json.dumps({"prompt": f"{number}+1="}) for number in range(20)]
     (folder / "silent.jsonl").write_text("\n".join(rows))
     settings = ['task.source="silent.jsonl"', "task.held_out=2", "warm_start=none"]
-    with pytest.raises(RillflowError, match=r"18 of 18 prompts of silent.jsonl have no answer") as caught:
+    with pytest.raises(
+        RillflowError, match=r"18 of 18 rows to train on cannot be used: silent.jsonl line"
+    ) as caught:
         ran(folder, "silent", *settings, "algorithm.pretrain_weight=0.5")
     assert "algorithm.pretrain_weight=0" in str(caught.value)
     assert not (folder / "silent").exists()

@@ -22,7 +22,7 @@ from rillflow.planner.evaluate import Evaluation, latency_s
 from rillflow.planner.mapping.partitions import Partition, Pool, partitions
 from rillflow.planner.mapping.ranking import Cause, Ranked
 from rillflow.planner.mapping.tables import Tables, choices
-from rillflow.planner.objective import Goal, Objective
+from rillflow.planner.objective import Objective
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import SAMPLER
 from rillflow.planner.schedule import period_s, schedule
@@ -245,16 +245,3 @@ def _least_cluster(tables: Tables) -> str:
     if not told:
         return "smaller models, shorter rows or devices with more memory: no number of these would do"
     return f"the least cluster that would do has {' or '.join(told)}"
-
-
-def goal_text(objective: Objective, value: float) -> str:
-    """A value as people say it."""
-    match objective.goal:
-        case Goal.STEP:
-            return f"{value:.4g} s a step"
-        case Goal.DEVICE_HOURS:
-            return f"{value:.4g} device-hours a step"
-        case Goal.DEVICES:
-            return f"{value:.0f} devices"
-        case Goal.COST:
-            return f"{value:.4g} a step"

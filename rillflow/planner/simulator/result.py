@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
 
-from rillflow.observe.spans import Span
-
 
 class Cause(StrEnum):
     """Why a pool, or one of its replicas, does nothing."""
@@ -58,17 +56,6 @@ class SimulatedSpan:
     def end_s(self) -> float:
         """When it ended."""
         return self.start_s + self.duration_s
-
-    def as_span(self) -> Span:
-        """The same as a real run records it."""
-        return Span(
-            step=self.step,
-            stage=self.stage,
-            start_s=self.start_s,
-            duration_s=self.duration_s,
-            rows=self.rows,
-            tokens=self.tokens,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ def test_a_good_recipe_has_no_problem_and_every_topic(folder: Path) -> None:
     report = check(loaded(folder))
     assert report.problems == []
     titles = [topic.title for topic in report.topics]
-    assert titles == ["batch", "placement", "data", "model", "reward", "run directory", "settings"]
+    assert titles == ["batch", "placement", "data", "model", "tokens", "reward", "run directory", "settings"]
     assert "policy: pool main, rank 0" in report.topics[1].lines
     assert not (folder / "runs").exists(), "a check writes nothing"
 
@@ -184,7 +184,7 @@ def test_an_evaluation_may_be_taken_away(folder: Path) -> None:
         ("reward.function=rewards.py:exact", "rewards.py"),
         ("reward.function=none", "reward.function is missing"),
         ("reward.function=reward.py:broken", "no idea"),
-        ("rollout.max_tokens=30", "has 4 characters"),
+        ("rollout.max_tokens=30", "8 of 8 prompts to train on do not fit into 32 tokens"),
         ("algorithm.prompts_per_step=801", "one step would draw every prompt 100 times"),
         ("run.device=cuda:64", "there is no device 'cuda:64'"),
         ("run.dir=run.toml", "run.toml exists and is not a run directory"),
@@ -228,7 +228,7 @@ def test_a_directory_that_is_no_model_is_refused(folder: Path) -> None:
 def test_rows_without_an_answer_cannot_be_imitated(folder: Path) -> None:
     write_rows(folder, [{"prompt": f"say {n}"} for n in range(10)])
     text = problems(folder, "warm_start.steps=1", "reward.function=reward.py:broken")
-    assert "8 of 8 prompts of prompts.jsonl have no answer to learn from" in text
+    assert "8 of 8 rows to train on cannot be used" in text and "has no answer to learn from" in text
 
 
 def test_all_problems_are_found_at_once(folder: Path) -> None:
@@ -245,14 +245,18 @@ def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None
     bad = loaded(folder, "policy.model.new=none", "policy.model.path=./x", "reward.function=y.py:z")
     with pytest.raises(ConfigError, match="2 problems"):
         launch(bad.recipe, bad.base, quiet=True)
+    said: list[str] = []
     with pytest.raises(ConfigError, match="2 problems"):
-        require_sound(loaded(folder, "reward.function=none", "rollout.max_tokens=30").recipe, folder)
+        require_sound(
+            loaded(folder, "reward.function=none", "rollout.max_tokens=30").recipe, folder, said.append
+        )
     with pytest.raises(DataError, match=r"prompt\.jsonl"):
-        require_sound(loaded(folder, "task.source=prompt.jsonl").recipe, folder)
+        require_sound(loaded(folder, "task.source=prompt.jsonl").recipe, folder, said.append)
     assert not (folder / "runs").exists()
-    task, notes = require_sound(loaded(folder, "rollout.max_tokens=30", "task.too_long=drop").recipe, folder)
-    assert len(task.train) == 8
-    assert any("only 2 are held out" in note for note in notes)
+    sound = require_sound(loaded(folder).recipe, folder, said.append)
+    assert sound.encoded is not None and len(sound.encoded.train["prompts"]) == 8
+    assert any("only 2 are held out" in note for note in sound.notes)
+    assert said == [], "so few rows are encoded at once"
 
 
 def test_a_run_under_other_settings_is_a_problem_once_it_made_a_step(folder: Path) -> None:

@@ -11,8 +11,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from rillflow.errors import ModelError
-from rillflow.models.new_model import character_tokenizer
-from rillflow.models.tokenizer import Tokenizer, load_tokenizer
+from rillflow.models.characters import character_tokenizer
+from rillflow.models.tokenizer import Chat, Tokenizer, load_tokenizer
 
 Make = Callable[..., PreTrainedTokenizerFast]
 HELLO = "hello world"
@@ -98,20 +98,21 @@ def test_token_of_finds_one_token(byte_pair: Make) -> None:
 
 def test_a_chat_is_the_template_up_to_the_answer(byte_pair: Make) -> None:
     tokenizer = Tokenizer(byte_pair(chat=True, begin=True))
-    tokens = tokenizer.encode_chat([{"role": "system", "content": "the"}, {"role": "user", "content": "cat"}])
+    turns = [{"role": "system", "content": "the"}, {"role": "user", "content": "cat"}]
+    (tokens,) = tokenizer.encode_chats([Chat(turns=turns)])
     words = [tokenizer.encode_completion(word)[:-1] for word in ("the", "cat")]
     assert tokens == [4, *words[0], 1, 2, *words[1], 1, 3]
 
 
 def test_a_chat_without_a_template_is_an_error(byte_pair: Make) -> None:
     with pytest.raises(ModelError, match="no chat template"):
-        Tokenizer(byte_pair()).encode_chat([{"role": "user", "content": "hi"}])
+        Tokenizer(byte_pair()).encode_chats([Chat(turns=[{"role": "user", "content": "hi"}])])
 
 
 @pytest.mark.parametrize("content", ["stop</s>", "a<|assistant|>sure", "<s>"])
 def test_a_message_that_spells_a_special_token_is_refused(byte_pair: Make, content: str) -> None:
     with pytest.raises(ModelError) as caught:
-        Tokenizer(byte_pair(chat=True)).encode_chat([{"role": "user", "content": content}])
+        Tokenizer(byte_pair(chat=True)).encode_chats([Chat(turns=[{"role": "user", "content": content}])])
     assert "'user'" in caught.value.what
     assert any(repr(token) in caught.value.what for token in ("</s>", "<|assistant|>", "<s>"))
 
@@ -120,14 +121,15 @@ def test_a_special_token_of_white_space_forbids_no_message(byte_pair: Make) -> N
     inner = byte_pair(chat=True)
     inner.add_special_tokens({"additional_special_tokens": ["\n"]}, replace_extra_special_tokens=False)
     tokenizer = Tokenizer(inner)
-    assert len(tokenizer.encode_chat([{"role": "user", "content": "the\ncat"}])) > 4
+    (tokens,) = tokenizer.encode_chats([Chat(turns=[{"role": "user", "content": "the\ncat"}])])
+    assert len(tokens) > 4
 
 
 def test_a_template_that_refuses_the_roles_is_named(byte_pair: Make) -> None:
     inner = byte_pair(chat=True)
     inner.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ModelError, match="user, user") as caught:
-        Tokenizer(inner).encode_chat([{"role": "user", "content": "a"}] * 2)
+        Tokenizer(inner).encode_chats([Chat(turns=[{"role": "user", "content": "a"}] * 2)])
     assert "alternate" in caught.value.why
 
 
@@ -135,7 +137,7 @@ def test_a_template_runs_no_code(byte_pair: Make) -> None:
     inner = byte_pair(chat=True)
     inner.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ModelError, match="refuses"):
-        Tokenizer(inner).encode_chat([{"role": "user", "content": "a"}])
+        Tokenizer(inner).encode_chats([Chat(turns=[{"role": "user", "content": "a"}])])
 
 
 def test_a_text_that_encodes_to_nothing_is_an_error() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import ModelError
+from rillflow.models.characters import END, character_tokenizer
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
-from rillflow.models.new_model import END, character_tokenizer
 from rillflow.models.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")

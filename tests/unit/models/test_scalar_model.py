@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from rillflow.errors import ConfigError, ModelError
+from rillflow.models.characters import character_tokenizer
 from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
-from rillflow.models.new_model import character_tokenizer
 from rillflow.models.scalar_head import HeadStart, head_of, token_scores
 from rillflow.models.scalar_model import ScalarModel, load_scalar_model, require_same_tokens
 from rillflow.models.tokenizer import Tokenizer

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow.planner.workload import Lengths, Workload, fit_lengths, lengths_of_mean
+from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 lognormal = st.builds(
     Lengths,
@@ -74,20 +74,6 @@ def test_a_mean_and_a_limit_give_lengths_of_that_mean(share: float, limit: int, 
     assert lengths.mean == pytest.approx(share * limit, rel=1e-3)
 
 
-@settings(max_examples=25)
-@given(median=st.floats(50, 2000), sigma=st.floats(0.2, 1.2), seed=st.integers(0, 1000))
-def test_a_fit_finds_what_drew_the_rows(median: float, sigma: float, seed: int) -> None:
-    truth = Lengths(kind="lognormal", limit=4000, median=median, sigma=sigma)
-    found = fit_lengths(truth.sample(3000, seed).tolist(), 4000)
-    assert found.median == pytest.approx(median, rel=0.15)
-    assert found.sigma == pytest.approx(sigma, rel=0.15)
-
-
-def test_a_fit_of_equal_lengths_has_no_spread() -> None:
-    assert fit_lengths([7, 7, 7], 20).sigma == 0.0
-    assert fit_lengths([20, 20], 20).mean == 20.0
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -105,12 +91,6 @@ def test_a_fit_of_equal_lengths_has_no_spread() -> None:
 def test_lengths_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(PlanError):
         Lengths(**wrong)
-
-
-@pytest.mark.parametrize("values", [[], [0, 3], [3, 21]])
-def test_a_fit_refuses_lengths_outside_the_limit(values: list[int]) -> None:
-    with pytest.raises(PlanError):
-        fit_lengths(values, 20)
 
 
 @pytest.mark.parametrize("mean", [0.0, 21.0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import ModelError, RecordError, TrainingError
-from rillflow.models.new_model import character_tokenizer
+from rillflow.models.characters import character_tokenizer
 from rillflow.models.scalar_model import ScalarModel
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import ModelError, RewardError, TrainingError
+from rillflow.models.characters import character_tokenizer
 from rillflow.models.config import ModelConfig
-from rillflow.models.new_model import character_tokenizer
 from rillflow.models.scalar_model import ScalarModel, load_scalar_model
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
@@ -19,8 +19,9 @@ from rillflow.records.ragged import Ragged
 from rillflow.roles.reward import OUTCOMES
 from rillflow.roles.reward_model import CostModel, RewardModel
 from rillflow.roles.share import Share
+from rillflow.tasks.encoded import Answers, Encoder
 from rillflow.tasks.preference import arithmetic_preferences
-from rillflow.tasks.prompts import preference_batch
+from rillflow.tasks.prompts import answered_batch
 from rillflow.train.config import PassesConfig, TrainConfig
 from rillflow.workers.endpoint import endpoints_of
 
@@ -37,7 +38,7 @@ def role(
 
 def pairs_for(model: ScalarModel, size: int = 200) -> Batch:
     examples = arithmetic_preferences(size=size, digits=1, operators="+-", seed=0)
-    return preference_batch(examples, model.tokenizer, epoch=0, context=model.context)
+    return answered_batch(Encoder(tokenizer=model.tokenizer).rows(examples, Answers.PAIR), epoch=0)
 
 
 def accuracy(reward: RewardModel, pairs: Batch) -> float:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from rillflow.errors import DataError
-from rillflow.models.new_model import character_tokenizer
+from rillflow.models.characters import character_tokenizer
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.row import RowId
 from rillflow.tasks.arithmetic import arithmetic_examples
 from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.encoded import Answers, Encoded, Encoder
 from rillflow.tasks.preference import Preference, arithmetic_preferences, read_preferences
-from rillflow.tasks.prompts import PromptStream, preference_batch, supervised_batch
+from rillflow.tasks.prompts import PromptStream, answered_batch
 from rillflow.tasks.task import open_preferences, open_task
 
 Write = Callable[..., Path]
 ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz:\n"
-CHAT = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 @pytest.fixture
@@ -38,6 +42,12 @@ def tokenizer(template: str | None = None) -> Tokenizer:
     inner = character_tokenizer(ALPHABET, 64)
     inner.chat_template = template
     return Tokenizer(inner)
+
+
+def encoded(
+    rows: Sequence[Preference], template: str | None = None, answers: Answers = Answers.PAIR
+) -> list[Encoded]:
+    return Encoder(tokenizer=tokenizer(template)).rows(rows, answers)
 
 
 def row(**changes: object) -> dict[str, object]:
@@ -137,7 +147,7 @@ def test_a_pair_is_two_rows_of_one_prompt() -> None:
         Preference(index=7, prompt="17+25=", completion="42", rejected="4", columns={"level": 1}),
         Preference(index=2, prompt="3-4=", completion="-1", rejected=""),
     ]
-    batch = preference_batch(pairs, tokenizer(), epoch=[3, 4], context=64)
+    batch = answered_batch(encoded(pairs), epoch=[3, 4])
     assert batch.row_ids() == [RowId(3, 7, 0), RowId(3, 7, 1), RowId(4, 2, 0), RowId(4, 2, 1)]
     texts = [tokenizer().decode(tokens.tolist()) for tokens in batch.ragged("tokens").rows()]
     assert texts == ["17+25=42", "17+25=4", "3-4=-1", "3-4="]
@@ -146,28 +156,25 @@ def test_a_pair_is_two_rows_of_one_prompt() -> None:
     assert batch.ragged("tokens").values[last].tolist() == [0] * 4, "every answer ends"
     columns = [json.loads(text) for text in batch.ragged("columns").to_text()]
     assert columns[0] == columns[1] == {"prompt": "17+25=", "level": 1}
-    chosen = supervised_batch(pairs, tokenizer(), epoch=[3, 4], context=64)
+    chosen = answered_batch(encoded(pairs, answers=Answers.LEARNT), epoch=[3, 4])
     assert batch.fields.keys() == chosen.fields.keys()
     assert torch.equal(batch.select([0, 2]).ragged("tokens").values, chosen.ragged("tokens").values)
 
 
 def test_chats_share_their_template() -> None:
     chat = Preference(index=1, prompt=({"role": "user", "content": "hi"},), completion="yes", rejected="no")
-    batch = preference_batch([chat], tokenizer(CHAT), epoch=0, context=64)
+    batch = answered_batch(encoded([chat], CHAT), epoch=0)
     texts = [tokenizer().decode(tokens.tolist()) for tokens in batch.ragged("tokens").rows()]
-    assert texts == ["user:hi\nassistant:yes", "user:hi\nassistant:no"]
+    assert texts == ["user:hi\nassistant:yes\n", "user:hi\nassistant:no\n"]
+    last = batch.ragged("tokens").bounds[1:] - 1
+    assert batch.ragged("tokens").values[last].tolist() == [0, 0], "a template without an end token gets one"
 
 
-def test_a_pair_that_is_too_long_goes_as_a_whole() -> None:
-    pairs = [
-        Preference(index=0, prompt="1+1=", completion="2", rejected="3"),
-        Preference(index=4, prompt="1" * 60, completion="2", rejected="2345"),
-    ]
-    with pytest.raises(DataError, match=r"prompt 4 .*65 tokens"):
-        preference_batch(pairs, tokenizer(), epoch=0, context=64)
-    kept = preference_batch(pairs, tokenizer(), epoch=0, context=64, too_long="drop")
-    assert [(row.prompt, row.sample) for row in kept.row_ids()] == [(0, 0), (0, 1)]
-    assert len(preference_batch(pairs, tokenizer(), epoch=0, context=65)) == 4
+def test_a_pair_is_as_long_as_its_longer_answer() -> None:
+    pair = Preference(index=4, prompt="1" * 60, completion="2", rejected="2345")
+    assert [row.length(Answers.PAIR, 7) for row in encoded([pair])] == [60 + 4 + 1]
+    assert [row.length(Answers.LEARNT, 7) for row in encoded([pair])] == [60 + 1 + 1]
+    assert [row.length(Answers.NONE, 7) for row in encoded([pair])] == [60 + 7]
 
 
 @pytest.mark.parametrize(("name", "says"), [("completion", "chosen"), ("rejected", "rejected")])
@@ -175,7 +182,7 @@ def test_an_answer_that_cannot_be_encoded_names_its_row(name: str, says: str) ->
     answers = {"completion": "2", "rejected": "3"} | {name: "Z"}
     bad = Preference(index=5, prompt="1+1=", **answers)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=rf"the {says} answer of prompt 5 .*'Z'"):
-        preference_batch([bad], tokenizer(), epoch=0, context=64)
+        encoded([bad])
 
 
 def test_pairs_are_split_streamed_and_digested_as_tasks_are(tmp_path: Path, write: Write) -> None:
@@ -184,10 +191,8 @@ def test_pairs_are_split_streamed_and_digested_as_tasks_are(tmp_path: Path, writ
     assert (len(task.train), len(task.held_out), task.reward) == (50, 10, None)
     assert not {pair.key for pair in task.train} & {pair.key for pair in task.held_out}
     assert task.digest != open_task(config, base=tmp_path, seed=0).digest
-    drawn = PromptStream(task.train, seed=0).take(60)
-    batch = preference_batch(
-        [draw.example for draw in drawn], tokenizer(), epoch=[draw.epoch for draw in drawn], context=64
-    )
+    drawn = PromptStream(encoded(task.train), seed=0).take(60)
+    batch = answered_batch([draw.row for draw in drawn], epoch=[draw.epoch for draw in drawn])
     assert len(batch) == 120 and len(set(batch.row_ids())) == 120
     rows = [row(prompt=f"{number}=") for number in range(5)]
     files = TaskConfig(source=write(*rows).name, held_out=2)

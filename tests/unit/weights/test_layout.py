@@ -19,7 +19,6 @@ from rillflow.weights.layout import (
     generation_mesh,
     logical_weights,
     merged_stages,
-    read_placement,
     training_layout,
 )
 from rillflow.weights.local import intervals, local_index, local_shape
@@ -129,11 +128,6 @@ def test_tied_parameters_are_one_weight() -> None:
     assert list(found) == ["embed.weight"]
     assert found["embed.weight"].num_bytes == 96
     assert cast(found, torch.bfloat16)["embed.weight"].num_bytes == 48
-
-
-def test_a_plain_tensor_lies_whole_everywhere() -> None:
-    mesh = Mesh.of(dp=2, tp=2)
-    assert read_placement(torch.zeros(3), mesh) == Placement(mesh)
 
 
 @settings(max_examples=60, deadline=None)

@@ -143,11 +143,11 @@ def test_memory_peaks_grow_with_the_rows_in_the_cache() -> None:
     assert 50.0 <= left[0].peak_bytes < left[1].peak_bytes <= 90.0 + 5.0
 
 
-def test_spans_are_those_a_run_records() -> None:
+def test_spans_are_the_stages_of_every_step() -> None:
     found = run(toy(SPLIT), steps=2)
     update = [span for span in found.spans if span.stage == "policy.update"]
     assert [span.step for span in update] == [1, 2]
-    span = update[0].as_span()
+    span = update[0]
     assert (span.stage, span.duration_s) == ("policy.update", pytest.approx(STAGE_S["policy.update"]))
     lanes = {span.lane for span in found.spans if span.stage == "policy.generate"}
     assert lanes == {1, 2}

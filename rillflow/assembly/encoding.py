@@ -1,0 +1,198 @@
+"""Encoding: a recipe's rows as tokens before anything starts, and what becomes of those that do not fit.
+
+    task ─ tokeniser ─> tokens ─ context ─┬─> rows of every use: prompts, demonstrations, pairs
+                                          └─> refused, or left out and counted: task.too_long
+
+Imports no torch where the tokeniser needs none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow.algorithms.algorithm import Data
+from rillflow.assembly.memory import sizes_of_directory
+from rillflow.assembly.phases import phase_plans
+from rillflow.assembly.preflight import model_source
+from rillflow.assembly.recipe import Recipe
+from rillflow.errors import DataError
+from rillflow.models.characters import character_tokenizer
+from rillflow.models.tokenizer import Tokenizer, end_tokens, load_tokenizer
+from rillflow.tasks.encoded import Answers, Encoded, Encoder
+from rillflow.tasks.example import Example
+from rillflow.tasks.task import Task
+
+ANSWERS = {Data.PROMPTS: Answers.NONE, Data.DEMONSTRATIONS: Answers.LEARNT, Data.PREFERENCES: Answers.PAIR}
+"""What of a row each kind of data is made of."""
+PATIENCE_S = 2.0
+"""Seconds of encoding after which its progress is told, again and again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voice:
+    """What rows are made for."""
+
+    tokenizer: Tokenizer
+    """The model's tokeniser."""
+    context: int
+    """The longest row in tokens."""
+
+    def reads_as(self, other: Voice) -> bool:
+        """Whether rows made for the other are rows of this one."""
+        return self.context == other.context and self.tokenizer.reads_as(other.tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedTask:
+    """A task's rows as tokens; those that are kept fit."""
+
+    voice: Voice
+    """What they were made for."""
+    train: Mapping[Data, Sequence[Encoded | None]]
+    """The task's training rows in their order, by what a phase's step is given; None for one left out."""
+    held_out: Sequence[Encoded]
+    """Rows to judge by."""
+    left_out: Mapping[Data, int]
+    """How many of them are left out."""
+    problems: Sequence[DataError]
+    """What does not fit and is refused, as ``task.too_long`` says."""
+    notes: Sequence[str]
+    """What was left out, and what its author may not expect."""
+
+
+def read_voice(recipe: Recipe, base: Path, *, as_written: bool) -> Voice | None:
+    """The tokeniser and context of a recipe's model, without its weights; None where only the model tells.
+
+    Args:
+        recipe: the checked settings.
+        base: the recipe's folder.
+        as_written: read tokenizer.json as it is, which needs no torch; see ``load_tokenizer``.
+
+    Raises:
+        ModelError: there is no tokeniser, or a file cannot be read.
+    """
+    new, source = recipe.policy.model.new, model_source(recipe, base)
+    if new is not None:
+        return Voice(tokenizer=Tokenizer(character_tokenizer(new.alphabet, new.context)), context=new.context)
+    if source is None or not Path(source).is_dir():
+        return None
+    sizes = sizes_of_directory(Path(source))
+    if sizes is None or (as_written and not (Path(source) / "tokenizer.json").is_file()):
+        return None
+    inner = load_tokenizer(source, as_written=as_written)
+    return Voice(tokenizer=Tokenizer(inner, stop_tokens=end_tokens(source)), context=sizes.context)
+
+
+def encode_task(
+    recipe: Recipe, task: Task[Example], voice: Voice, say: Callable[[str], None] | None = None
+) -> EncodedTask:
+    """Every row as tokens.
+
+    Args:
+        recipe: its data are those of the algorithm and the warm start.
+        task: the rows.
+        voice: what they are made for.
+        say: is told how far it is, where it takes long.
+    """
+    uses, sieve = _uses(recipe), _Sieve(recipe, voice, say)
+    trained = sieve.encoded(task.train, "to train on", max(ANSWERS[use] for use in uses))
+    rows = {use: sieve.fitting(trained, "to train on", use) for use in uses}
+    judged = Data.PREFERENCES if recipe.chosen.data is Data.PREFERENCES else Data.PROMPTS
+    asked = task.held_out if _is_judged(recipe, task) else ()
+    held_out = sieve.encoded(asked, "held out", ANSWERS[judged])
+    judges = sieve.fitting(held_out, "held out", judged)
+    return EncodedTask(
+        voice=voice,
+        train=rows,
+        held_out=[row for row in judges if row is not None],
+        left_out={use: kept.count(None) for use, kept in rows.items()},
+        problems=sieve.problems,
+        notes=[*sieve.notes, *([] if recipe.task.rendered else _spelling(task, voice.tokenizer))],
+    )
+
+
+class _Sieve:
+    """Rows as tokens, and what does not go through: refused, or left out with a note."""
+
+    def __init__(self, recipe: Recipe, voice: Voice, say: Callable[[str], None] | None) -> None:
+        self._limit, self._context, self._say = recipe.rollout.max_tokens, voice.context, say
+        self._task, more, known = recipe.task, recipe.task.template_arguments, recipe.task.rendered
+        self._encoder = Encoder(tokenizer=voice.tokenizer, is_rendered=known, template_arguments=more)
+        self.problems: list[DataError] = []
+        """What refuses the run."""
+        self.notes: list[str] = []
+        """What was left out."""
+
+    def encoded(self, examples: Sequence[Example], part: str, answers: Answers) -> list[Encoded | None]:
+        """The rows as tokens; None for one that cannot be encoded."""
+        found: list[Encoded | DataError] = []
+        told = time.monotonic()
+        for row in self._encoder.encode(examples, answers):
+            found.append(row)
+            if self._say is not None and time.monotonic() - told > PATIENCE_S:
+                told = time.monotonic()
+                self._say(f"tokens of {len(found):,} of {len(examples):,} rows {part}")
+        bad = [row for row in found if isinstance(row, DataError)]
+        if bad:
+            what = f"{len(bad):,} of {len(examples):,} rows {part} cannot be used: {bad[0].what}"
+            self._stop(DataError(what, bad[0].why, bad[0].fix), len(found) - len(bad))
+        return [row if isinstance(row, Encoded) else None for row in found]
+
+    def fitting(self, rows: Sequence[Encoded | None], part: str, use: Data) -> list[Encoded | None]:
+        """The rows with room for what a use adds to their prompts, with that alone; None for any other."""
+        answers, context = ANSWERS[use], self._context
+        lengths = [0 if row is None else row.length(answers, self._limit) for row in rows]
+        kept = [
+            None if row is None or length > context else row.cut(answers)
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        length, row = max(zip(lengths, rows, strict=True), key=lambda each: each[0], default=(0, None))
+        if row is not None and length > context:
+            long = sum(each > context for each in lengths)
+            rest = f"rollout.max_tokens = {self._limit}" if answers is Answers.NONE else "its answer"
+            what = (
+                f"{long:,} of {len(rows):,} {use} {part} do not fit into {context:,} tokens; "
+                f"the longest, {row.example}, has {length:,} with {rest}"
+            )
+            why, fix = "prompt and answer share the context", "shorten them, or use a longer context"
+            self._stop(DataError(what, why, fix), len(kept) - kept.count(None))
+        return kept
+
+    def _stop(self, error: DataError, left: int) -> None:
+        """Refuse the run, or leave out what the error is about."""
+        if self._task.too_long == "drop" and left:
+            self.notes.append(f"left out: {error.what}")
+            return
+        other = '; task.too_long = "drop" leaves out what cannot be used' if left else ""
+        self.problems.append(DataError(error.what, error.why, f"{error.fix}{other}"))
+
+
+def _uses(recipe: Recipe) -> list[Data]:
+    """Every kind of data that a phase's step is given."""
+    found: list[Data] = []
+    for plan in phase_plans(recipe):
+        beside = plan.algorithm.beside(plan.config)
+        found += [plan.algorithm.data, *([] if beside is None else [beside])]
+    return [*dict.fromkeys(found)]
+
+
+def _is_judged(recipe: Recipe, task: Task[Example]) -> bool:
+    """Whether anything says how good held-out rows come out."""
+    has_scorer = any((recipe.reward.function, recipe.reward.model, task.reward))
+    return recipe.chosen.data is Data.PREFERENCES or (recipe.has_policy and has_scorer)
+
+
+def _spelling(task: Task[Example], tokenizer: Tokenizer) -> list[str]:
+    """A note on texts that spell a special token."""
+    texts = [row for row in (*task.train, *task.held_out) if isinstance(row.prompt, str)]
+    found = [(row, special) for row in texts if (special := tokenizer.special_in(str(row.prompt)))]
+    if not found:
+        return []
+    row, special = found[0]
+    return [
+        f"{len(found):,} of {len(texts):,} prompts spell a special token, the first, {row}, {special!r}: "
+        "it is read as plain text. If the chat template wrote these prompts, set task.rendered = true"
+    ]

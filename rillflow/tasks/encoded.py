@@ -1,0 +1,140 @@
+"""Encoded: rows as a model's tokens, all of them before the first step.
+
+examples ── encode ─┬─> Encoded(example, prompt, answers)      four bytes a token
+                    └─> DataError                              named by its place in the data
+
+Tokens are made in large batches; a batch with a row that cannot be encoded is halved until that row is
+alone. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import groupby
+from typing import Any
+
+from rillflow.errors import DataError, ModelError
+from rillflow.models.tokenizer import Chat, Tokenizer
+from rillflow.tasks.example import Example
+from rillflow.tasks.preference import Preference
+
+BATCH = 1000
+"""Rows that are encoded at once."""
+_PARTS = (("prompt",), ("prompt", "completion"), ("prompt", "chosen answer", "rejected answer"))
+
+
+class Answers(IntEnum):
+    """What of a row is encoded besides its prompt, as the number of answers."""
+
+    NONE = 0
+    """Nothing: answers are sampled."""
+    LEARNT = 1
+    """The answer to learn from."""
+    PAIR = 2
+    """The chosen and the rejected answer, each to its first end token: where a sampled one would stop."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """A row that can be read."""
+
+    example: Example
+    """The row."""
+    prompt: array[int]
+    """Its prompt's tokens."""
+    answers: tuple[array[int], ...] = ()
+    """Its answers' tokens, each with its end."""
+
+    def length(self, answers: Answers, max_tokens: int) -> int:
+        """Tokens of the row with the longest of so many answers; of none, with ``max_tokens`` to sample."""
+        return len(self.prompt) + max(map(len, self.answers[:answers]), default=max_tokens)
+
+    def cut(self, answers: Answers) -> Encoded:
+        """The row with so many of its answers."""
+        if len(self.answers) == answers:
+            return self
+        return Encoded(example=self.example, prompt=self.prompt, answers=self.answers[:answers])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """A tokeniser, and how it is to read rows.
+
+    Example:
+        rows = Encoder(tokenizer=model.tokenizer).rows(task.train)
+    """
+
+    tokenizer: Tokenizer
+    """The model's."""
+    is_rendered: bool = False
+    """Whether text prompts, and their answers, were written by the chat template."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+
+    def rows(self, examples: Sequence[Example], answers: Answers = Answers.NONE) -> list[Encoded]:
+        """All rows.
+
+        Raises:
+            DataError: one of them cannot be encoded.
+        """
+        found = list(self.encode(examples, answers))
+        for error in (row for row in found if isinstance(row, DataError)):
+            raise error
+        return [row for row in found if isinstance(row, Encoded)]
+
+    def encode(self, examples: Sequence[Example], answers: Answers) -> Iterator[Encoded | DataError]:
+        """Every row in its order, or why it cannot be encoded."""
+        for _, group in groupby(examples, lambda row: isinstance(row.prompt, str)):
+            alike = list(group)
+            for start in range(0, len(alike), BATCH):
+                yield from self._halved(alike[start : start + BATCH], answers)
+
+    def _halved(self, rows: Sequence[Example], answers: Answers) -> list[Encoded | DataError]:
+        """Rows that are all texts or all conversations."""
+        try:
+            return [*self._together(rows, answers)]
+        except ModelError as error:
+            if len(rows) == 1:
+                return [DataError(error.what, error.why, error.fix)]
+        half = len(rows) // 2
+        return self._halved(rows[:half], answers) + self._halved(rows[half:], answers)
+
+    def _together(self, rows: Sequence[Example], answers: Answers) -> Iterator[Encoded]:
+        """The rows at once; an error names the first of them."""
+        encode = self._texts if isinstance(rows[0].prompt, str) else self._chats
+        texts, columns = [_answers(row, answers) for row in rows], list[list[list[int]]]()
+        for number, name in enumerate(_PARTS[answers]):
+            try:
+                columns.append(encode(rows, [each[number - 1] for each in texts] if number else None))
+            except ModelError as error:
+                raise ModelError(f"the {name} of {rows[0]}: {error.what}", error.why, error.fix) from error
+        for row, prompt, *found in zip(rows, *columns, strict=True):
+            cut = map(self.tokenizer.to_end, found) if answers is Answers.PAIR else found
+            made = tuple(array("i", each) for each in cut)
+            yield Encoded(example=row, prompt=array("i", prompt), answers=made)
+
+    def _texts(self, rows: Sequence[Example], answers: Sequence[str] | None) -> list[list[int]]:
+        if answers is not None:
+            return self.tokenizer.encode_completions(answers, is_rendered=self.is_rendered)
+        return self.tokenizer.encode_texts([str(row.prompt) for row in rows], is_rendered=self.is_rendered)
+
+    def _chats(self, rows: Sequence[Example], answers: Sequence[str] | None) -> list[list[int]]:
+        chats = [Chat(turns=row.turns, tools=row.tools, arguments=self.template_arguments) for row in rows]
+        if answers is not None:
+            return self.tokenizer.encode_replies(chats, answers)
+        return self.tokenizer.encode_chats(chats)
+
+
+def _answers(row: Example, answers: Answers) -> tuple[str, ...]:
+    if answers is Answers.NONE:
+        return ()
+    if row.completion is None:
+        raise ModelError(
+            f"{row} has no answer to learn from",
+            why="supervised steps learn the column 'completion', or else 'answer'",
+            fix="add the column, or leave them out: --set warm_start=none, --set algorithm.pretrain_weight=0",
+        )
+    return (row.completion, row.rejected) if isinstance(row, Preference) else (row.completion,)
