@@ -56,7 +56,7 @@ class Rollout:
     """The sampler's log probability of each sampled token, after temperature; 0 elsewhere."""
     versions: tuple[int, ...]
     """The weight version that sampled each token; -1 elsewhere."""
-    finish: Finish
+    finish: Finish = Finish.ABORTED
     """Why it ended; ABORTED as long as it has not."""
     columns: str = "{}"
     """The prompt's other columns, as JSON text."""
@@ -64,16 +64,8 @@ class Rollout:
     @staticmethod
     def start(row: RowId, prompt: Sequence[int], columns: str = "{}") -> Rollout:
         """A trajectory that holds its prompt alone."""
-        count = len(prompt)
-        return Rollout(
-            row=row,
-            tokens=tuple(prompt),
-            loss_mask=(False,) * count,
-            logprobs=(0.0,) * count,
-            versions=(-1,) * count,
-            finish=Finish.ABORTED,
-            columns=columns,
-        )
+        empty = Rollout(row=row, tokens=(), loss_mask=(), logprobs=(), versions=(), columns=columns)
+        return empty.inserted(prompt)
 
     def sampled(
         self, tokens: Sequence[int], logprobs: Sequence[float], version: int, finish: Finish = Finish.ABORTED
@@ -81,25 +73,22 @@ class Rollout:
         """The trajectory with sampled tokens appended."""
         if len(tokens) != len(logprobs):
             raise RecordError(f"{len(tokens)} sampled tokens but {len(logprobs)} log probabilities")
-        return replace(
-            self,
-            tokens=(*self.tokens, *tokens),
-            loss_mask=(*self.loss_mask, *([True] * len(tokens))),
-            logprobs=(*self.logprobs, *logprobs),
-            versions=(*self.versions, *([version] * len(tokens))),
-            finish=finish,
-        )
+        return self._extended(tokens, logprobs, version, is_sampled=True, finish=finish)
 
     def inserted(self, tokens: Sequence[int]) -> Rollout:
         """The trajectory with tokens appended that the policy did not sample, such as a tool's answer."""
-        count = len(tokens)
+        return self._extended(tokens, [0.0] * len(tokens), -1, is_sampled=False, finish=Finish.ABORTED)
+
+    def _extended(
+        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, is_sampled: bool, finish: Finish
+    ) -> Rollout:
         return replace(
             self,
             tokens=(*self.tokens, *tokens),
-            loss_mask=(*self.loss_mask, *([False] * count)),
-            logprobs=(*self.logprobs, *([0.0] * count)),
-            versions=(*self.versions, *([-1] * count)),
-            finish=Finish.ABORTED,
+            loss_mask=(*self.loss_mask, *([is_sampled] * len(tokens))),
+            logprobs=(*self.logprobs, *logprobs),
+            versions=(*self.versions, *([version] * len(tokens))),
+            finish=finish,
         )
 
 

@@ -180,7 +180,7 @@ def test_a_warm_start_without_a_policy_is_refused(recipe: Path) -> None:
 
 def test_pairs_that_leave_no_room_are_found_before_the_run(recipe: Path) -> None:
     problems = check(loaded(recipe, "run", "policy.model.new.context=6")).problems
-    assert any("its longer answer" in problem.why for problem in problems)
+    assert any("do not fit into 6 tokens" in problem.what for problem in problems)
 
 
 def test_the_recipe_s_pairs_are_those_its_script_makes(tmp_path: Path) -> None:

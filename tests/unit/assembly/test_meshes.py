@@ -104,5 +104,5 @@ def test_bytes_of_a_rank_by_phase() -> None:
     sizes = sizes_of_new(asked.policy.model.new)  # type: ignore[arg-type]
     training, generation = rank_lines(asked, sizes)
     assert "/ 4 =" in training and "dp 2 x pp 2 x tp 2" in training
-    assert "/ 2 =" in generation and "4 replicas of 8 rows" in generation
+    assert "/ 2 =" in generation and "4 replicas of 64 rows" in generation
     assert rank_lines(recipe(pools={"main": 8}), sizes) == []

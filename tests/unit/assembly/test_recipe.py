@@ -105,7 +105,7 @@ def test_the_resolved_recipe_comes_back_from_its_json(small: Path) -> None:
         ("rollout.stop=x", 'rollout.stop is "x"', "[]"),
         ("task.held_out=-1", "task.held_out is -1", "500"),
         ("reward.timeout_s=0", "reward.timeout_s is 0", "10.0"),
-        ("evaluate.problems=0", "evaluate.problems is 0", "500"),
+        ("evaluate.problems=-1", "evaluate.problems is -1", "500"),
         ("policy.model.new.layers=0", "policy.model.new.layers is 0", "4"),
         ("policy.model.dtype=float16", 'policy.model.dtype is "float16"', "bfloat16"),
     ],

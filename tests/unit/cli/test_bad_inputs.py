@@ -243,7 +243,7 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
     "no answers to learn": (
         lambda folder: write_rows(folder, [{"prompt": f"say {at}"} for at in range(40)]),
         "warm_start.steps=2",
-        "have no answer to learn from",
+        "has no answer to learn from",
     ),
     # rewards
     "reward not Python": (text("reward.py", "def brief(:\n"), "", "line 1"),

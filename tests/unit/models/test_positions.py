@@ -20,9 +20,9 @@ from transformers import (
 from rillflow.cluster.ranks import Alone
 from rillflow.errors import ModelError
 from rillflow.models.attention import ATTENTION
+from rillflow.models.characters import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import LanguageModel, load_model
-from rillflow.models.new_model import character_tokenizer
 from rillflow.models.positions import settle_positions
 from rillflow.models.sampling_shard import assign, local_weights, sampling_module
 from rillflow.records.batch import Batch, row_ids
