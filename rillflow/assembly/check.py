@@ -72,6 +72,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
         "cost": "cost" not in recipe.roles,
         "critic": not {"critic", "cost_critic"} & {*recipe.roles},
         "task.size": is_file,
+        "task.rendered": not is_file,
         "task.digits": source != "arithmetic",
         "task.operators": source != "arithmetic",
         "task.held_out": recipe.task.held_out_source is not None,
@@ -80,6 +81,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
     }
     if isinstance(config, OnlineConfig):
         unread |= {
+            "algorithm.gap_tolerance": recipe.policy.model.dtype == "float32",
             "algorithm.old_logprobs": not config.reuses_rows,
             "algorithm.loss.constant": config.loss.aggregation != "constant",
             "algorithm.loss.kl_estimator": config.loss.kl == 0,
