@@ -1,24 +1,27 @@
 """Ask: a conversation with what a run has trained so far.
 
 run directory ─ checkpoint ─> model ─> engine ─┐
-prompt ─ tokens ───────────────────────────────┴─ generate ─> answer
+prompt ─ tokens, made as in training ──────────┴─ generate ─> answer
 """
 
 from __future__ import annotations
 
+import json
 import secrets
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from rillflow.assembly.trained import model_directory
 from rillflow.config.load import validate
+from rillflow.errors import DataError
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import choose_device, load_model
-from rillflow.models.tokenizer import Chat
 from rillflow.observe import layout
-from rillflow.observe.json_lines import read_lines
+from rillflow.observe.json_lines import JSON, read_lines
 from rillflow.observe.reader import read_config
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
@@ -26,9 +29,17 @@ from rillflow.records.rollout import completions
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.encoded import Encoder
+from rillflow.tasks.example import Example, Message, prompt_of
 
 ASKED_EPOCH = -2
 """The epoch in the row ids of asked prompts: their random numbers are no other row's."""
+
+
+Question: TypeAlias = str | tuple[Message, ...]
+"""A text, or a conversation that is asked as it is."""
+_INSTRUCTIONS = ("system", "developer")
 
 
 class Respondent:
@@ -40,6 +51,7 @@ class Respondent:
         temperature: 0 takes the likeliest token.
         max_tokens: longest answer; as in training if None.
         seed: of the answers' random numbers; another one every time if None.
+        system: the system message before a text, which is then asked as a user's message.
 
     Raises:
         RunDirectoryError: it is no run directory, has no such checkpoint, or trains no policy.
@@ -54,6 +66,7 @@ class Respondent:
         temperature: float = 0.0,
         max_tokens: int | None = None,
         seed: int | None = None,
+        system: str | None = None,
     ) -> None:
         config = cast(dict[str, Any], read_config(run))
         trained = validate(RolloutConfig, config["rollout"], str(run / layout.CONFIG))
@@ -77,31 +90,91 @@ class Respondent:
             seed=secrets.randbelow(2**31) if seed is None else seed,
             context=self._model.context,
         )
-        self._is_chat = asks_in_chat(run)
+        task = validate(TaskConfig, config["task"], str(run / layout.CONFIG))
+        self._encoder = Encoder(
+            tokenizer=self._model.tokenizer,
+            is_rendered=task.rendered,
+            template_arguments=task.template_arguments,
+        )
+        self._trained = _first_prompts(run)
+        self._system = system
         self._asked = 0
 
-    def answer(self, prompt: str) -> str:
-        """What the model writes after a prompt; each question has its own random numbers.
+    def answer(self, question: Question) -> str:
+        """What the model writes after a question; each one has its own random numbers.
 
         Raises:
-            ModelError: the tokeniser lacks a character.
-            RolloutError: the prompt leaves no room in the context.
+            DataError: the model has no chat template, or its tokeniser lacks a character.
+            RolloutError: it leaves no room in the context.
         """
-        tokenizer = self._model.tokenizer
-        chat = Chat(turns=[{"role": "user", "content": prompt}])
-        tokens = tokenizer.encode_chats([chat])[0] if self._is_chat else tokenizer.encode(prompt)
+        example = Example(index=self._asked, prompt=self._prompt(question), place="the question")
+        (row,) = self._encoder.rows([example])
         prompts = Batch(
             ids=row_ids([RowId(ASKED_EPOCH, self._asked, 0)]),
-            fields={"tokens": Ragged.from_rows([tokens], torch.int64), "columns": Ragged.from_text(["{}"])},
+            fields={
+                "tokens": Ragged.from_rows([row.prompt.tolist()], torch.int64),
+                "columns": Ragged.from_text(["{}"]),
+            },
         )
         self._asked += 1
         rollouts = self._engine.generate(prompts)
-        return tokenizer.decode(completions(rollouts).row(0).tolist())
+        return self._model.tokenizer.decode(completions(rollouts).row(0).tolist())
+
+    def lack(self, question: Question) -> str:
+        """A note, if every prompt of the first recorded step has a system message and a question none."""
+        given, known = _instruction(self._prompt(question)), list(map(_instruction, self._trained))
+        if given is not None or not known or None in known:
+            return ""
+        every = f", {json.dumps(known[0], ensure_ascii=False)}" if known.count(known[0]) == len(known) else ""
+        return f"the prompts that were trained on have a system message{every}; this has none: --system TEXT"
+
+    def _prompt(self, question: Question) -> Question:
+        """The question in the form of the run's own prompts."""
+        is_chat = self._system is not None or any(isinstance(prompt, list) for prompt in self._trained[:1])
+        if not (isinstance(question, str) and is_chat):
+            return question
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return (*system, {"role": "user", "content": question})
 
 
-def asks_in_chat(run: Path) -> bool:
-    """Whether the run's own prompts are chat messages rather than texts."""
+def read_messages(path: Path) -> tuple[Message, ...]:
+    """The conversation in a file: a JSON list of messages, or a message a line; ``-`` is standard input.
+
+    Raises:
+        DataError: the file cannot be read, or is no conversation that an assistant can answer.
+    """
+    try:
+        text = sys.stdin.read() if path == Path("-") else path.read_text("utf-8-sig")
+        found = list(_values(text))
+        messages = found[0] if len(found) == 1 and isinstance(found[0], list) else found
+        return cast(tuple[Message, ...], prompt_of({"prompt": messages}))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"cannot read messages from {path}: {error}",
+            why="they are a JSON list of objects with 'role' and 'content', or one such object a line",
+        ) from error
+    except DataError as error:
+        raise DataError(f"{path}: {error.what}", error.why, error.fix) from None
+
+
+def _values(text: str) -> Iterator[JSON]:
+    """The JSON values of a text, one after the other, whatever lines they take."""
+    decoder, rest = json.JSONDecoder(), text.strip()
+    while rest:
+        value, end = decoder.raw_decode(rest)
+        yield value
+        rest = rest[end:].lstrip()
+
+
+def _instruction(prompt: object) -> JSON:
+    """The content of a conversation's first system message; None where there is none."""
+    messages = prompt if isinstance(prompt, list | tuple) else ()
+    return next((one.get("content", "") for one in messages if one["role"] in _INSTRUCTIONS), None)
+
+
+def _first_prompts(run: Path) -> list[JSON]:
+    """The prompts of the first step whose rollouts are kept; none where no step has any."""
     for file in layout.rollout_files(run).values():
-        for line in read_lines(file).lines[:1]:
-            return isinstance(line.data["prompt"], list)
-    return False
+        if lines := read_lines(file).lines:
+            return [line.data["prompt"] for line in lines]
+    return []

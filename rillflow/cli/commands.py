@@ -82,20 +82,30 @@ def graph(arguments: argparse.Namespace) -> int:
 
 
 def ask(arguments: argparse.Namespace) -> int:
-    """``rillflow ask``: answer one prompt, or one a line of the input."""
+    """``rillflow ask``: answer one prompt, one conversation, or one prompt a line of the input."""
     from rillflow.observe.reader import best_step, require_run
 
     require_run(arguments.run)
-    from rillflow.assembly.ask import Respondent
+    if arguments.messages is not None and arguments.prompt is not None:
+        raise ConfigError(
+            "a PROMPT beside --messages",
+            why="the messages are the whole conversation",
+            fix="write it into the file as its last message, or leave one of the two out",
+        )
+    from rillflow.assembly.ask import Respondent, read_messages
 
+    question = arguments.prompt if arguments.messages is None else read_messages(arguments.messages)
     respondent = Respondent(
         arguments.run,
         step=best_step(arguments.run) if arguments.best else arguments.checkpoint,
         temperature=arguments.temperature,
         max_tokens=arguments.max_tokens,
+        system=arguments.system,
     )
-    if arguments.prompt is not None:
-        print(respondent.answer(arguments.prompt))
+    if note := respondent.lack(question or ""):
+        print(f"note: {note}", file=sys.stderr)
+    if question is not None:
+        print(respondent.answer(question))
         return DONE
     code = DONE
     for prompt in _typed():

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     """
     words = sys.argv[1:] if argv is None else argv
     typed = (*(("python", sys.argv[0]) if algorithms else ("rillflow",)), *words)
-    arguments = build_parser().parse_args(words, argparse.Namespace(algorithms=algorithms, typed=typed))
+    arguments = _parsed(words, argparse.Namespace(algorithms=algorithms, typed=typed))
     level = logging.DEBUG if arguments.debug else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -64,6 +64,19 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
         return FAILED
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the supervision boundary of the command line
         return explain_failure(error, debug=arguments.debug)
+
+
+def _parsed(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespace:
+    """The arguments; a prompt that argparse leaves over, because options stand before it, is taken."""
+    parser = build_parser()
+    arguments, left = parser.parse_known_args(words, known)
+    is_asked = arguments.command == "ask" and arguments.prompt is None
+    match left:
+        case ["--", prompt] | [prompt] if is_asked and (len(left) == 2 or prompt[:1] != "-"):
+            arguments.prompt = prompt
+        case [_, *_]:
+            parser.error(f"unrecognized arguments: {' '.join(left)}")
+    return arguments
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -137,6 +150,14 @@ def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="longest answer; as in training if left out"
+    )
+    chat = parser.add_mutually_exclusive_group()
+    chat.add_argument("--system", metavar="TEXT", help="the system message before the prompt")
+    chat.add_argument(
+        "--messages",
+        type=Path,
+        metavar="FILE",
+        help="ask a conversation: a JSON list of messages, or a message a line; - for standard input",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", type=int, metavar="STEP", help="the newest if left out")

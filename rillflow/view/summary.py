@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rillflow.observe import layout
-from rillflow.observe.json_lines import JSON
+from rillflow.observe.json_lines import JSON, read_lines
 from rillflow.observe.lessons import streaks
 from rillflow.observe.reader import best_checkpoint
 from rillflow.observe.wording import duration
 from rillflow.view.run_data import RunData, load
-from rillflow.view.samples import read_samples
 
 _FREE = ("--dir", "algorithm.steps=")
 """The option, and the setting, that the suggested commands choose themselves."""
@@ -27,6 +26,8 @@ _KEPT = ("--set", "--plan", "--cluster", "--lengths")
 """The options of a run that say what is computed, where, and what is expected of it."""
 _ASKED = "policy"
 """The model that can be asked."""
+_TYPED = 1000
+"""Characters of the longest question that a suggested command holds."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 
@@ -96,8 +97,8 @@ class Summary:
     """Steps whose rollouts are kept."""
     command: tuple[str, ...]
     """What started the run."""
-    example_prompt: str
-    """A prompt of the run's own, to ask the result; empty when none was sampled."""
+    question: tuple[str, ...]
+    """The words that ask the result a prompt of the run's own; none where a command line cannot hold it."""
     steps_setting: int | None
     """The setting algorithm.steps, where the config has it."""
     success: float | None
@@ -145,7 +146,7 @@ def summary_of(data: RunData) -> Summary:
         rollouts=str(data.path / layout.ROLLOUTS) if files else None,
         num_rollout_files=len(files),
         command=_command(data),
-        example_prompt=_example_prompt(data.path),
+        question=_question(data.path),
         steps_setting=steps if isinstance(steps, int) else None,
         success=success if isinstance(success, float) else None,
         warnings=warnings_of(data),
@@ -294,8 +295,7 @@ def _next_lines(summary: Summary) -> list[str]:
     if summary.checkpoint and Path(summary.checkpoint).name != _ASKED:
         lines.append(f"  score with it:   reward.model or cost.model = {summary.run!r} in another recipe")
     elif summary.checkpoint:
-        prompt = " ".join(summary.example_prompt.split())[:80] or "your question"
-        lines.append(f"  ask it:          rillflow ask {shlex.quote(summary.run)} {shlex.quote(prompt)}")
+        lines.append(f"  ask it:          {shlex.join(['rillflow', 'ask', summary.run, *summary.question])}")
     if summary.report:
         lines.append(f"  look inside:     open {shlex.quote(summary.report)} in a browser")
     rose = summary.before and summary.after and summary.after.value > summary.before.value
@@ -338,6 +338,26 @@ def _recipe(typed: Sequence[str]) -> str:
     return shlex.join([recipe, *given])
 
 
-def _example_prompt(run: Path) -> str:
-    read = read_samples(run)
-    return read[-1][0].rollout.prompt if read else ""
+def _question(run: Path) -> tuple[str, ...]:
+    """How ``ask`` is given the first prompt of the last step: a text, or what a user says after a system."""
+    read = (read_lines(file).lines for file in reversed([*layout.rollout_files(run).values()]))
+    prompt = next((lines[0].data["prompt"] for lines in read if lines), None)
+    match prompt:
+        case [{"role": "system", "content": str() as system, **more}, *rest] if not more:
+            words, prompt = [f"--system={system}"] if system[:1] == "-" else ["--system", system], rest
+        case _:
+            words = []
+    match prompt:
+        case str() as text:
+            pass
+        case [{"role": "user", "content": str() as text, **more}] if not more:
+            pass
+        case _:
+            return ()
+    words += ["--", text] if text[:1] == "-" else [text]
+    return tuple(words) if text and _can_type("".join(words)) else ()
+
+
+def _can_type(text: str) -> bool:
+    """Whether a text may stand in a suggested command: not too long, and nothing that moves a cursor."""
+    return len(text) <= _TYPED and text.replace("\n", "").isprintable()

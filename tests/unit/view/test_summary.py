@@ -209,7 +209,7 @@ def test_what_is_pasted_is_quoted(tmp_path: Path) -> None:
         run.write_json("finished.json", {})
     summary = summarise(tmp_path / "my run")
     assert summary.checkpoint == str(policy)
-    quoted = "'what'\"'\"'s $(rm -rf ~)? now'"
+    quoted = "'what'\"'\"'s $(rm -rf ~)?\nnow'"
     assert f"rillflow ask '{tmp_path}/my run' {quoted}" in render_text(summary)
 
 
