@@ -91,11 +91,8 @@ class Respondent:
             context=self._model.context,
         )
         task = validate(TaskConfig, config["task"], str(run / layout.CONFIG))
-        self._encoder = Encoder(
-            tokenizer=self._model.tokenizer,
-            is_rendered=task.rendered,
-            template_arguments=task.template_arguments,
-        )
+        known, more, tokenizer = task.rendered, task.template_arguments, self._model.tokenizer
+        self._encoder = Encoder(tokenizer=tokenizer, is_rendered=known, template_arguments=more)
         self._trained = _first_prompts(run)
         self._system = system
         self._asked = 0
@@ -108,13 +105,10 @@ class Respondent:
             RolloutError: it leaves no room in the context.
         """
         example = Example(index=self._asked, prompt=self._prompt(question), place="the question")
-        (row,) = self._encoder.rows([example])
+        tokens = self._encoder.rows([example])[0].prompt.tolist()
         prompts = Batch(
             ids=row_ids([RowId(ASKED_EPOCH, self._asked, 0)]),
-            fields={
-                "tokens": Ragged.from_rows([row.prompt.tolist()], torch.int64),
-                "columns": Ragged.from_text(["{}"]),
-            },
+            fields={"tokens": Ragged.from_rows([tokens], torch.int64), "columns": Ragged.from_text(["{}"])},
         )
         self._asked += 1
         rollouts = self._engine.generate(prompts)
