@@ -33,12 +33,18 @@ def watch(folder: Path) -> subprocess.Popen[bytes]:
 def _main(driver: int, folder: str) -> None:
     while os.getppid() == driver and not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         pass
-    mark = f"{MARK}={folder}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is somebody else's
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
+            if _belongs(entry, folder):
                 os.kill(int(entry.name), signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _belongs(process: Path, folder: str) -> bool:
+    """Whether a process has the cluster's mark; where Ray's title stands over it, a file of its folder."""
+    if (process / "cmdline").read_bytes().startswith(b"ray::"):
+        return any(Path(folder) in each.readlink().parents for each in (process / "fd").iterdir())
+    return f"{MARK}={folder}".encode() in (process / "environ").read_bytes().split(b"\0")
 
 
 if __name__ == "__main__":

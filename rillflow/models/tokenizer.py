@@ -94,10 +94,6 @@ class Tokenizer:
         """
         return self._encode(texts, begin=True, is_rendered=is_rendered)
 
-    def encode_completion(self, text: str) -> list[int]:
-        """An answer's tokens; see ``encode_completions``."""
-        return self.encode_completions([text])[0]
-
     def encode_completions(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
         """The tokens of several answers, each without a begin token and with the end token.
 

@@ -118,7 +118,9 @@ def test_whoever_fails_is_told_while_another_stage_still_works(
         trained=("main",), stream=stream, beside=None, evaluated=False,
     )  # fmt: skip
     run = RunDirectory.open(tmp_path / "run", {})
-    cadence = Cadence(evaluate_every=0, checkpoint_every=0, checkpoint_s=3600.0, keep_checkpoints=1)
+    cadence = Cadence(
+        evaluate_every=0, checkpoint_every=0, checkpoint_s=3600.0, keep_checkpoints=1, max_skipped=0
+    )
     began = time.monotonic()
     with Progress(total_steps={"parting": 1}, quiet=True) as progress, Interruption() as interruption:
         loop = Loop(run, progress, cadence, None, interruption, 1, SLOW_S)

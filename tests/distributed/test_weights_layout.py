@@ -22,8 +22,8 @@ from rillflow.weights.layout import logical_weights, training_layout
 from rillflow.weights.local import intervals, local_index, local_shape
 
 sys.path.insert(0, str(Path(__file__).parent))
-from placements import read_placement
 from processes import together
+from read_placements import read_placement
 
 PARTS: dict[str, Part] = {
     "up.weight": Split(0),

@@ -21,13 +21,13 @@ HELLO = "hello world"
 def test_a_begin_token_is_kept_where_the_tokeniser_adds_one(byte_pair: Make) -> None:
     plain, begun = Tokenizer(byte_pair()), Tokenizer(byte_pair(begin=True))
     assert begun.encode(HELLO) == [0, *plain.encode(HELLO)]
-    assert begun.encode_completion(HELLO) == [*plain.encode(HELLO), 1]
+    assert begun.encode_completions([HELLO])[0] == [*plain.encode(HELLO), 1]
 
 
 def test_an_end_token_the_tokeniser_adds_is_no_part_of_a_prompt(byte_pair: Make) -> None:
     both = Tokenizer(byte_pair(begin=True, end=True))
     assert both.encode(HELLO) == Tokenizer(byte_pair(begin=True)).encode(HELLO)
-    assert both.encode_completion(HELLO).count(1) == 1
+    assert both.encode_completions([HELLO])[0].count(1) == 1
 
 
 @pytest.mark.parametrize("text", ["</s>", "a</s>b", "<|user|>x", "<s><s>"])
@@ -42,9 +42,9 @@ def test_several_texts_are_encoded_as_one_by_one(byte_pair: Make) -> None:
     tokenizer = Tokenizer(byte_pair(begin=True))
     texts = [HELLO, "the cat", "", "é 日本 🙂"]
     assert tokenizer.encode_texts(texts) == [tokenizer.encode(text) for text in texts]
-    assert tokenizer.encode_completions(texts) == [tokenizer.encode_completion(text) for text in texts]
+    assert tokenizer.encode_completions(texts) == [tokenizer.encode_completions([text])[0] for text in texts]
     assert tokenizer.encode_texts([]) == []
-    assert tokenizer.encode_completion("") == [1]
+    assert tokenizer.encode_completions([""])[0] == [1]
 
 
 def test_decode_leaves_special_tokens_out_and_keeps_the_rest(byte_pair: Make) -> None:
@@ -82,8 +82,8 @@ def test_without_an_end_token_an_answer_cannot_be_learned(byte_pair: Make) -> No
     inner = byte_pair()
     inner.eos_token = None
     with pytest.raises(ModelError, match="no end token"):
-        Tokenizer(inner).encode_completion("a")
-    assert Tokenizer(inner, stop_tokens=[4]).encode_completion("the")[-1] == 4
+        Tokenizer(inner).encode_completions(["a"])[0]
+    assert Tokenizer(inner, stop_tokens=[4]).encode_completions(["the"])[0][-1] == 4
 
 
 def test_token_of_finds_one_token(byte_pair: Make) -> None:
@@ -100,7 +100,7 @@ def test_a_chat_is_the_template_up_to_the_answer(byte_pair: Make) -> None:
     tokenizer = Tokenizer(byte_pair(chat=True, begin=True))
     turns = [{"role": "system", "content": "the"}, {"role": "user", "content": "cat"}]
     (tokens,) = tokenizer.encode_chats([Chat(turns=turns)])
-    words = [tokenizer.encode_completion(word)[:-1] for word in ("the", "cat")]
+    words = [tokenizer.encode_completions([word])[0][:-1] for word in ("the", "cat")]
     assert tokens == [4, *words[0], 1, 2, *words[1], 1, 3]
 
 

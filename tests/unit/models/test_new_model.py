@@ -104,7 +104,7 @@ def test_every_character_is_one_token(alphabet: str) -> None:
 def test_text_comes_back_as_it_was(text: str) -> None:
     tokenizer = Tokenizer(character_tokenizer("0123456789+-*/=() .,?:\nABCxyzé日", 64))
     assert len(tokenizer.encode(text)) == len(text)
-    assert tokenizer.decode(tokenizer.encode_completion(text)) == text
+    assert tokenizer.decode(tokenizer.encode_completions([text])[0]) == text
 
 
 def test_a_character_outside_the_alphabet_is_named() -> None:
@@ -118,6 +118,6 @@ def test_a_character_outside_the_alphabet_is_named() -> None:
 def test_the_end_token_ends_and_pads() -> None:
     model = make(alphabet="0123456789+=")
     assert model.tokenizer.stop_tokens == {0}
-    assert model.tokenizer.encode_completion("42") == [*model.tokenizer.encode("42"), 0]
+    assert model.tokenizer.encode_completions(["42"])[0] == [*model.tokenizer.encode("42"), 0]
     assert model.tokenizer.decode([0, *model.tokenizer.encode("42"), 0, 0]) == "42"
     assert model.module.config.pad_token_id is None, "a padding row of the embedding would get no gradient"

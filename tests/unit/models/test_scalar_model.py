@@ -93,7 +93,7 @@ def test_plain_transformers_gives_a_saved_model_s_scores(tmp_path: Path, kind: s
         tmp_path / "saved", attn_implementation="sdpa"
     ).eval()
     for text in ("17+25=", "A", "17+25=42"):
-        row = torch.tensor(model.tokenizer.encode_completion(text))  # ends with the token that pads too
+        row = torch.tensor(model.tokenizer.encode_completions([text])[0])  # ends with the token that pads too
         with torch.no_grad():
             own = plain(input_ids=row[None]).logits
         assert own.shape == (1, 1)

@@ -38,7 +38,10 @@ def make_rollouts() -> Callable[[ScalarModel, Sequence[str]], Batch]:
         return rollout_batch(
             [
                 Rollout.start(RowId(0, place, 0), model.tokenizer.encode(f"1+{place}=")).sampled(
-                    tokens := model.tokenizer.encode_completion(answer), [-1.0] * len(tokens), 0, Finish.STOP
+                    tokens := model.tokenizer.encode_completions([answer])[0],
+                    [-1.0] * len(tokens),
+                    0,
+                    Finish.STOP,
                 )
                 for place, answer in enumerate(answers)
             ]

@@ -41,7 +41,7 @@ def rollouts(tokenizer: Tokenizer, answers: Sequence[str], prompt: object = "4+3
     columns = json.dumps({"prompt": prompt, "answer": "7"})
     rows = [
         Rollout.start(RowId(0, place // 2, place % 2), tokenizer.encode("4+3="), columns).sampled(
-            tokens := tokenizer.encode_completion(answer), [-1.0] * len(tokens), 0, Finish.STOP
+            tokens := tokenizer.encode_completions([answer])[0], [-1.0] * len(tokens), 0, Finish.STOP
         )
         for place, answer in enumerate(answers)
     ]

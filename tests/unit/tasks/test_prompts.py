@@ -107,7 +107,10 @@ def test_a_demonstration_is_prompt_answer_and_end() -> None:
     made, letters = answered_batch(learnt(rows), epoch=2), tokenizer()
     expected = [
         Rollout.start(RowId(2, row.index, 0), letters.encode(str(row.prompt)), row.as_json()).sampled(
-            tokens := letters.encode_completion(str(row.completion)), [0.0] * len(tokens), -1, Finish.STOP
+            tokens := letters.encode_completions([str(row.completion)])[0],
+            [0.0] * len(tokens),
+            -1,
+            Finish.STOP,
         )
         for row in rows
     ]

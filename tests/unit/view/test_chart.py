@@ -73,7 +73,7 @@ def test_any_values_are_drawn_within_the_picture(
     )
     assert "nan" not in svg and "inf" not in svg
     pairs = " ".join(re.findall(r'points="([^"]*)"', svg)).split()
-    shown = [math.isfinite(value) and (value > 0 or not is_log) for value in values]
+    shown = [abs(value) < 1e100 and (value > 0 or not is_log) for value in values]
     assert pairs or not any(shown[place] and shown[place + 1] for place in range(min(len(shown), 30) - 1))
     for pair in pairs:
         x, y = map(float, pair.split(","))
