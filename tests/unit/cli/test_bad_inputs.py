@@ -17,8 +17,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rillflow.cli.main import main
+from rillflow.models import tokenizer as _loaded  # noqa: F401  reading the library is in no case's time
 
 LIMIT_S = 1.0
+"""Processor time of a case, the library of tokenisers read before: that takes another second or two."""
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 REWARD = """
 def brief(prompts, completions, **_):
@@ -240,6 +242,13 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
     "a .json": (also(text("rows.json", "[]")), "task.source=rows.json", ".jsonl"),
     "a .csv": (also(text("rows.csv", "prompt\n")), "task.source=rows.csv", ".jsonl"),
     "a task of the hub": (nothing, "task.source=gsm8k", "a file ends in .jsonl or .parquet"),
+    "prompt longer than the context": (
+        lambda folder: write_rows(
+            folder, [*({"prompt": f"say {at}"} for at in range(40)), {"prompt": "a" * 99}]
+        ),
+        "",
+        "the longest, prompts.jsonl line 41",
+    ),
     "no answers to learn": (
         lambda folder: write_rows(folder, [{"prompt": f"say {at}"} for at in range(40)]),
         "warm_start.steps=2",
