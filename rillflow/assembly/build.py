@@ -8,6 +8,7 @@ What is trained and what scores live as long as the run; a phase is made when it
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -96,10 +97,14 @@ class Build:
         index, loop.version = state["phase"], state["version"]
         if state["done"] == plans[index].config.steps and index + 1 < len(plans):
             index, state = index + 1, {"done": 0}
-        for number in range(index, len(plans)):
-            resumed = state if number == index and state["done"] else None
-            phase = self._phase(plans[number], resumed)
-            loop.run_phase(phase, number, plans[number].first, resumed["done"] if resumed else 0)
+        gc.freeze()  # a collection in a step would look through all that the imports left
+        try:
+            for number in range(index, len(plans)):
+                resumed = state if number == index and state["done"] else None
+                phase = self._phase(plans[number], resumed)
+                loop.run_phase(phase, number, plans[number].first, resumed["done"] if resumed else 0)
+        finally:
+            gc.unfreeze()
 
     def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
         executor = self._cast.executor

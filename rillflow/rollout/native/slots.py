@@ -16,6 +16,7 @@ from collections.abc import Sequence as Rows
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from rillflow.formulas.counter import uniform
 from rillflow.rollout.native.passes import Feed
@@ -24,7 +25,7 @@ from rillflow.rollout.native.scheduler import Copy
 from rillflow.rollout.native.sequence import Sequence
 
 WINDOW = 64
-"""Steps of a window, and random numbers made for a row at a time."""
+"""Steps of a window, and random numbers made for a row at a time at most."""
 BULK = 128
 """Waiting rows whose random numbers are made together: making them for one costs nearly as much."""
 
@@ -131,16 +132,16 @@ class Slots:
         made = [row.uniforms for row in rows if row.uniforms is not None]
         if not made:
             return
-        line = clock - self._begin
+        line, numbers = clock - self._begin, pad_sequence(made)
         slots = torch.tensor([row.slot for row in rows], device=self._device)
-        self._uniforms[line:, slots] = torch.stack(made, dim=1)[: WINDOW - line]
+        self._uniforms[line : line + len(numbers), slots] = numbers[: WINDOW - line]
 
     def _make(self, rows: Rows[Sequence], clock: int) -> None:
-        """The next W random numbers of each row: that of a token depends on (seed, row, position) alone."""
+        """The next random numbers of each row: that of a token depends on (seed, row, position) alone."""
         ids = torch.tensor([row.rollout.row for row in rows], device=self._device)
         fed = [clock - row.origin if row.slot >= 0 else len(row.prefix) for row in rows]
-        positions = torch.tensor(fed, device=self._device)[:, None] + torch.arange(
-            1, WINDOW + 1, device=self._device
-        )
-        for row, numbers in zip(rows, uniform(self._seed, ids[:, None], positions).unbind(), strict=True):
+        most = min(WINDOW, max(row.limit - place for row, place in zip(rows, fed, strict=True)) - 1)
+        ahead = torch.arange(1, most + 1, device=self._device)
+        made = uniform(self._seed, ids[:, None], torch.tensor(fed, device=self._device)[:, None] + ahead)
+        for row, numbers in zip(rows, made.unbind(), strict=True):
             row.uniforms = numbers
