@@ -110,6 +110,8 @@ class RolloutRecord:
     """What scoring gave: score, abstain, timeout or error; empty when nothing scored it."""
     message: str
     """What scoring said about an outcome that is not a score."""
+    penalised_reward: float | None = None
+    """What was made of its reward, where a penalty changed it."""
     advantage: float | None
     """Its advantage; None when it has none."""
     columns: Mapping[str, JSON]
@@ -280,6 +282,7 @@ def _rollout_record(fields: Fields) -> RolloutRecord:
         reward=fields.number("reward") if fields.has("reward") else None,
         outcome=fields.text("outcome") if fields.has("outcome") else "",
         message=fields.text("message") if fields.has("message") else "",
+        penalised_reward=fields.number("penalised_reward") if fields.has("penalised_reward") else None,
         advantage=fields.number("advantage") if fields.has("advantage") else None,
         columns=fields.mapping("columns") if fields.has("columns") else {},
     )

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -283,15 +283,7 @@ class Loop:
         if self._judge is None or not phase.evaluated or step in self._judged:
             return False
         found = self._judge(phase.executor)
-        self._run.log_evaluation(
-            step,
-            correct=found.correct,
-            count=found.count,
-            mean_reward=found.mean_reward,
-            interval=found.interval,
-            is_accuracy=found.is_accuracy,
-            more=found.more,
-        )
+        self._run.log_evaluation(step, **asdict(found))
         self._progress.note(f"after step {step}: {found.text}")
         self._judged.add(step)
         best = self._best

@@ -113,19 +113,28 @@ def rollout_rows(
         batches: everything of the step that is known of rows.
         decode: gives each token's text. Lists are aligned to the row's tokens, prompt included.
     """
-    advantages: dict[tuple[int, ...], float] = {}
-    for batch in batches:
-        if isinstance(found := batch.fields.get("advantages"), Tensor):
-            advantages |= zip(map(tuple, batch.ids.tolist()), found.tolist(), strict=True)
+    advantages, paid = _by_row(batches, "advantages"), _by_row(batches, "penalised", "rewards")
     for rollouts in sampled:
         known: dict[str, Field] = {}
         for batch in batches:
             if torch.equal(batch.ids, rollouts.ids):
-                known |= _costs(batch) if "costs" in batch.fields else batch.fields
+                known = {**(_costs(batch) if "costs" in batch.fields else batch.fields), **known}
         for row, record in zip(
             rollouts.row_ids(), _rows(Batch(ids=rollouts.ids, fields=known), decode), strict=True
         ):
+            if record.get("reward") is not None and paid[row] != record["reward"]:
+                record["penalised_reward"] = paid[row]
             yield record | ({"advantage": advantages[row]} if row in advantages else {})
+
+
+def _by_row(batches: Sequence[Batch], *names: str) -> dict[tuple[int, ...], float]:
+    """The number of each row in the last batch that has one of the fields, the first it has."""
+    found: dict[tuple[int, ...], float] = {}
+    for batch in batches:
+        values = next((batch.fields[name] for name in names if name in batch.fields), None)
+        if isinstance(values, Tensor):
+            found |= zip(map(tuple, batch.ids.tolist()), values.tolist(), strict=True)
+    return found
 
 
 def _rows(batch: Batch, decode: Callable[[list[int]], list[str]]) -> Iterator[dict[str, Any]]:

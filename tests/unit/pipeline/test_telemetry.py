@@ -154,3 +154,24 @@ def test_a_row_keeps_the_rewards_verdict_beside_its_cost() -> None:
         ("score", 1.0, 2.0),
         ("score", 0.5, None),
     ]
+
+
+def test_a_row_keeps_its_raw_reward_and_the_penalised_one_beside_it() -> None:
+    """One step puts the price into a field of its own, another back into the rewards, as GRPO and RLOO do."""
+    columns = '{"prompt": "1+1="}'
+    rows = [
+        Rollout.start(RowId(0, 0, sample), [1, 2], columns=columns).sampled([3], [-0.1], 1, Finish.STOP)
+        for sample in range(3)
+    ]
+    rollouts = rollout_batch(rows)
+    valid = torch.tensor([True, True, False])
+    fields = {"rewards": torch.tensor([1.0, 0.5, 0.0]), "valid": valid}
+    scores = Batch(ids=rollouts.ids, fields=fields | {"outcome": torch.tensor([0, 0, 1], dtype=torch.int8)})
+    price = torch.tensor([0.75, 0.5, -0.25])
+    apart = scores.with_fields(penalised=price)
+    for steps in ([apart], [scores.with_fields(rewards=price)]):
+        told = [*steps, steps[-1].with_fields(advantages=torch.zeros(3))]
+        batches = [rollouts, scores, *told, told[-1].select([0])]
+        found = list(rollout_rows([rollouts], batches, lambda tokens: ["x"] * len(tokens)))
+        assert [row["reward"] for row in found] == [1.0, 0.5, None]
+        assert [row.get("penalised_reward") for row in found] == [0.75, None, None]
