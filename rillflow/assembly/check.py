@@ -18,7 +18,7 @@ from rillflow.assembly.arithmetic import batch_lines
 from rillflow.assembly.looks import Report, look
 from rillflow.assembly.meshes import model_roles
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, leaves
-from rillflow.assembly.resume import MAY_CHANGE, after, kill_cost, require_possible, resolved
+from rillflow.assembly.resume import MAY_CHANGE, after, drawn_from, kill_cost, require_possible, resolved
 from rillflow.config.problems import shown
 from rillflow.dataflow.checkpoint import kept_steps
 from rillflow.errors import RunDirectoryError
@@ -36,7 +36,7 @@ def check(loaded: LoadedRecipe, *, every_setting: bool = False) -> Report:
     report = Report()
     report.say("batch", batch_lines(loaded.recipe))
     report.say("placement", placement_lines(loaded.recipe))
-    look(loaded.recipe, loaded.base, report)
+    look(loaded.recipe, loaded.base, report, drawn=drawn_from(Path(loaded.recipe.run.dir or ".")))
     report.attempt(lambda: _look_at_run(loaded, report))
     lines = setting_lines(loaded)
     given = [line for line in lines if not line.endswith(f"({DEFAULT})")]
@@ -112,7 +112,7 @@ def _look_at_run(loaded: LoadedRecipe, report: Report) -> None:
     report.say("run directory", lines)
     if report.task is not None and holds_step(path):
         changed = allowed_changes(path, resolved(loaded.recipe, report.task, loaded.base), MAY_CHANGE)
-        require_possible(loaded.recipe, path, changed)
+        require_possible(loaded.recipe, path, changed, report.task)
         made = max(kept_steps(path / layout.CHECKPOINTS), default=0)
         if made < loaded.recipe.total_steps:
             lines += [f"a resume changes, {after(made, change)}" for change in changed]

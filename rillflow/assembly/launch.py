@@ -20,7 +20,9 @@ from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.resume import (
     MAY_CHANGE,
     after,
+    drawn_from,
     is_finished,
+    keep_data,
     keep_sources,
     require_possible,
     resolved,
@@ -75,16 +77,17 @@ def launch(
         RillflowError: anything a user can mend, with what, why and what to do.
         Interrupted: the user asked to stop; the same command goes on.
     """
-    sound = require_sound(recipe, base, (lambda _: None) if quiet else Progress.say)
+    path = Path(recipe.run.dir or "runs/run")
+    drawn = None if fresh else drawn_from(path)
+    sound = require_sound(recipe, base, (lambda _: None) if quiet else Progress.say, drawn=drawn)
     task = sound.task
     assert task is not None, "a recipe without rows is not sound"
-    path = Path(recipe.run.dir or "runs/run")
     if fresh:
         set_aside(path)
     with ExitStack() as stack:
         run = RunDirectory.open(path, resolved(recipe, task, base), may_change=MAY_CHANGE)
         stack.callback(run.close)
-        require_possible(recipe, path, run.changes)
+        require_possible(recipe, path, run.changes, task)
         progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet))
         if is_finished(recipe, path):
             progress.note(f"{path} is finished; --fresh sets it aside and starts again")
@@ -142,6 +145,7 @@ def _train(
 
     (run.path / layout.FINISHED).unlink(missing_ok=True)
     keep_sources(recipe, base, run.path)
+    keep_data(task, run.path)
     with Interruption(progress.note) as interruption:
         checkpoint = latest_checkpoint(run.checkpoints, run.id)
         kept = checkpoint.step if checkpoint else 0

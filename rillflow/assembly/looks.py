@@ -83,7 +83,14 @@ class Report:
             self.problems.append(error)
 
 
-def look(recipe: Recipe, base: Path, report: Report, say: Callable[[str], None] | None = None) -> None:
+def look(
+    recipe: Recipe,
+    base: Path,
+    report: Report,
+    say: Callable[[str], None] | None = None,
+    *,
+    drawn: int | None = None,
+) -> None:
     """Add everything that is seen of what a recipe names to a report.
 
     Args:
@@ -92,9 +99,10 @@ def look(recipe: Recipe, base: Path, report: Report, say: Callable[[str], None] 
         report: what is added to.
         say: for a run, which needs torch anyway: is told how far the rows are encoded, by the very tokeniser
             that the run will have. None reads tokenizer.json as it is.
+        drawn: how many rows held-out ones are drawn from, where a run goes on; see ``open_task``.
     """
     report.attempt(lambda: _look_at_step(recipe, report))
-    report.attempt(lambda: _look_at_data(recipe, base, report))
+    report.attempt(lambda: _look_at_data(recipe, base, report, drawn))
     report.attempt(lambda: _look_at_model(recipe, base, report))
     if not report.problems:
         report.attempt(lambda: _look_at_tokens(recipe, base, report, say))
@@ -113,21 +121,23 @@ def _look_at_step(recipe: Recipe, report: Report) -> None:
     report.notes += filter(None, map(unpublished, graphs(recipe)))
 
 
-def require_sound(recipe: Recipe, base: Path, say: Callable[[str], None]) -> Report:
+def require_sound(
+    recipe: Recipe, base: Path, say: Callable[[str], None], *, drawn: int | None = None
+) -> Report:
     """What was seen of a recipe that can be run, its rows among it; see ``look``.
 
     Raises:
         RillflowError: the one problem, or a ConfigError that lists all of them.
     """
     report = Report()
-    look(recipe, base, report, say)
+    look(recipe, base, report, say, drawn=drawn)
     if report.problems:
         raise together(report.problems, "the recipe")
     return report
 
 
-def _look_at_data(recipe: Recipe, base: Path, report: Report) -> None:
-    task = report.task = open_rows(recipe, base)
+def _look_at_data(recipe: Recipe, base: Path, report: Report, drawn: int | None) -> None:
+    task = report.task = open_rows(recipe, base, drawn)
     report.say("data", _data_lines(recipe, task, report))
     report.attempt(lambda: _require_few_repeats(recipe, task))
 

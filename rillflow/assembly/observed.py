@@ -18,6 +18,7 @@ from rillflow.assembly.meshes import model_roles
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.planning import shapes_of, workload_of
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, recipe_class
+from rillflow.assembly.resume import BESIDE_SETTINGS
 from rillflow.assembly.rows import learnt_rows, measured_rows
 from rillflow.config.load import read_toml, validate
 from rillflow.config.toml_text import toml_text
@@ -107,7 +108,7 @@ def observe(
 
 def recipe_of(data: RunData, algorithms: Sequence[Algorithm] = ()) -> Recipe:
     """The recipe a run directory keeps."""
-    kept = {name: value for name, value in data.config.items() if name != "data"}
+    kept = {name: value for name, value in data.config.items() if name not in BESIDE_SETTINGS}
     return validate(recipe_class(algorithms), kept, str(data.path))
 
 

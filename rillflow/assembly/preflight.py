@@ -18,15 +18,17 @@ from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task, open_preferences, open_task
 
 
-def open_rows(recipe: Recipe, base: Path) -> Task[Example]:
+def open_rows(recipe: Recipe, base: Path, drawn: int | None = None) -> Task[Example]:
     """The rows of the recipe's task, pairs of answers where its algorithm learns from those.
+
+    Of ``drawn`` see ``open_task``.
 
     Raises:
         DataError: the source is unknown or its data cannot be used.
     """
     if recipe.chosen.data is Data.PREFERENCES:
-        return open_preferences(recipe.task, base=base, seed=recipe.run.seed)
-    return open_task(recipe.task, base=base, seed=recipe.run.seed)
+        return open_preferences(recipe.task, base=base, seed=recipe.run.seed, drawn=drawn)
+    return open_task(recipe.task, base=base, seed=recipe.run.seed, drawn=drawn)
 
 
 def model_source(recipe: Recipe, base: Path) -> str | None:

@@ -6,18 +6,20 @@ recipe + data + sources ─ resolved ─> config.json ─ compared ─> Changes 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rillflow.assembly.recipe import Recipe
 from rillflow.dataflow.checkpoint import kept_steps
-from rillflow.errors import RunDirectoryError
+from rillflow.errors import DataError, RunDirectoryError
 from rillflow.observe import durable, layout
 from rillflow.observe.changes import Change
-from rillflow.observe.json_lines import read_json
+from rillflow.observe.json_lines import JSON, encode, read_json
+from rillflow.observe.run_directory import holds_step
 from rillflow.rewards.function import parse_function
 from rillflow.tasks.example import Example
+from rillflow.tasks.fingerprint import first_changed
 from rillflow.tasks.task import Task
 
 _LOSS = ("kl", "entropy", "clip_low", "clip_high", "dual_clip", "importance_cap")
@@ -42,15 +44,21 @@ MAY_CHANGE = (
         "evaluate.every",
         "placement",
         "sources",
+        "data",
     ),
 )
 """The settings that a resumed run may change; docs/design/run_directory.md says what comes of each."""
 
 
+BESIDE_SETTINGS = ("data", "sources")
+"""What a run directory's config has beside the recipe's sections."""
+
+
 def resolved(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, Any]:
     """What a run directory keeps as its config: every setting, the digests of the data and of functions."""
     sources = {setting: digest(file) for setting, file in source_files(recipe, base).items()}
-    return {**recipe.model_dump(mode="json"), "data": task.digest, "sources": sources}
+    data = {"rows": len(task.fingerprint.rows), "digest": task.digest}
+    return {**recipe.model_dump(mode="json"), "data": data, "sources": sources}
 
 
 def source_files(recipe: Recipe, base: Path) -> dict[str, Path]:
@@ -84,12 +92,57 @@ def keep_sources(recipe: Recipe, base: Path, run: Path) -> None:
             durable.replace(kept, [file.read_bytes()])
 
 
-def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change]) -> None:
+def drawn_from(run: Path) -> int | None:
+    """How many rows the held-out ones of a run that goes on are drawn from; None where there is none."""
+    file = run / layout.DATA
+    return _kept_data(run)["drawn"] if file.is_file() and holds_step(run) else None
+
+
+def keep_data(task: Task[Example], run: Path) -> None:
+    """Write what a run's rows are known by into its directory.
+
+    Raises:
+        RunDirectoryError: the disk is full or cannot be written.
+    """
+    now = task.fingerprint
+    kept: dict[str, JSON] = {"drawn": now.drawn, "rows": now.rows, "held_out": now.held_out}
+    durable.replace(run / layout.DATA, [encode(kept)])
+
+
+def _kept_data(run: Path) -> Mapping[str, Any]:
+    kept: Mapping[str, Any] = read_json(run / layout.DATA)
+    if [type(kept.get(name)) for name in ("drawn", "rows", "held_out")] != [int, list, list]:
+        raise RunDirectoryError(f"{run / layout.DATA} has no digests of rows", why="something else wrote it")
+    return kept
+
+
+def _require_same_rows(task: Task[Example], run: Path) -> None:
+    """Refuse data of which a row that the run has had is another now, or is gone."""
+    kept, now = _kept_data(run), task.fingerprint
+    apart, drawn = (task.held_out, ()) if now.held_out else ((), task.held_out)
+    for part, digests, rows in (
+        ("held_out", now.held_out, apart),
+        ("rows", now.rows, (*task.train, *drawn)),
+    ):
+        place = first_changed(kept[part], digests, may_grow=part == "rows")
+        if place is None:
+            continue
+        row = next((str(row) for row in rows if row.index == place), f"row {place + 1} of {task.name}")
+        said = "is not the row that" if place < len(digests) else "is gone; it is one that"
+        raise DataError(
+            f"{row} {said} {run} was begun with",
+            why="what a run learns from and is judged by stays; rows may be added after those it learns from",
+            fix="put the row back, or choose another run directory; --fresh sets the old one aside",
+        )
+
+
+def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task: Task[Example]) -> None:
     """Refuse a change whose setting may change, and whose value cannot be.
 
     Raises:
         RunDirectoryError: the run has made more steps than it is to have; a divergence is to be paid from a
             reference that the run has not kept.
+        DataError: a row that the run has had is another now, or is gone; the message names it.
     """
     made = max(kept_steps(run / layout.CHECKPOINTS), default=0)
     if made > recipe.total_steps:
@@ -100,6 +153,8 @@ def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change]) -> No
             fix="set more steps, or choose another run directory",
         )
     for change in changed:
+        if change.key == "data.digest":
+            _require_same_rows(task, run)
         paid = change.key == "algorithm.loss.kl" and change.old == 0
         if paid and not (run / layout.REFERENCE).is_dir():
             raise RunDirectoryError(

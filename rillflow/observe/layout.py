@@ -3,6 +3,7 @@
 RUN/
   run.lock             who is writing now
   config.json          the resolved config            environment.json   each start of the run
+  data.json            what its rows are known by
   metrics.jsonl        one line a step                spans.jsonl        one line a stage and step
   evaluations.jsonl    one line an evaluation         rollouts/          one file a step
   checkpoints/         written by another package     summary.json, report.html
@@ -22,6 +23,7 @@ FORMAT = 1
 """The version of this layout; a directory of a higher one is refused."""
 LOCK = "run.lock"
 CONFIG = "config.json"
+DATA = "data.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 SPANS = "spans.jsonl"

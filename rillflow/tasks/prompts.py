@@ -40,12 +40,16 @@ class StreamPosition:
     """The pass through the data."""
     offset: int = 0
     """Rows taken in it."""
+    rows: int | None = None
+    """Rows of the data as it began; None: all. Those that were added since join at the next one."""
 
 
 class PromptStream(Generic[Row]):
     """An endless stream of rows: every epoch has each of them once, in an order of its own.
 
     A row that is None is passed over: which rows are left out changes nothing of the order of the others.
+    Rows added at the end since the position was saved join with the next epoch, so the present one goes on
+    as it began.
 
     Example:
         stream = PromptStream(task.train, seed=0)
@@ -64,16 +68,18 @@ class PromptStream(Generic[Row]):
     def __init__(
         self, rows: Sequence[Row | None], *, seed: int, position: StreamPosition = StreamPosition()
     ) -> None:
-        if all(row is None for row in rows) or not 0 <= position.offset <= len(rows) or position.epoch < 0:
+        size = len(rows) if position.rows is None else position.rows
+        is_there = 0 <= position.offset <= size <= len(rows) and position.epoch >= 0
+        if all(row is None for row in rows) or not is_there:
             raise DataError(
                 f"there is no epoch {position.epoch}, row {position.offset} in {len(rows)} rows",
                 why="the stream would begin there; the position belongs to other data, or there is no data",
             )
         self._rows = rows
         self._seed = seed
-        self.position = position
+        self.position = StreamPosition(epoch=position.epoch, offset=position.offset, rows=size)
         """Where the next row comes from."""
-        self._order: list[int] = self._permutation(position.epoch)
+        self._order: list[int] = self._permutation(position.epoch, size)
 
     def take(self, count: int) -> list[Draw[Row]]:
         """The next ``count`` rows; more than one epoch holds is fine."""
@@ -82,19 +88,19 @@ class PromptStream(Generic[Row]):
         while len(drawn) < count:
             if offset == len(self._order):
                 epoch, offset = epoch + 1, 0
-                self._order = self._permutation(epoch)
+                self._order = self._permutation(epoch, len(self._rows))
             part = self._order[offset : offset + count - len(drawn)]
             drawn += [Draw(epoch, row) for index in part if (row := self._rows[index]) is not None]
             offset += len(part)
-        self.position = StreamPosition(epoch=epoch, offset=offset)
+        self.position = StreamPosition(epoch=epoch, offset=offset, rows=len(self._order))
         return drawn
 
     def state(self) -> dict[str, int]:
         """The position as a checkpoint holds it."""
         return asdict(self.position)
 
-    def _permutation(self, epoch: int) -> list[int]:
-        order: list[int] = permutation(self._seed, len(self._rows), stream=epoch).tolist()
+    def _permutation(self, epoch: int, size: int) -> list[int]:
+        order: list[int] = permutation(self._seed, size, stream=epoch).tolist()
         return order
 
 

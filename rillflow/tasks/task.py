@@ -9,9 +9,7 @@ Opening a task imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,10 +20,9 @@ from rillflow.tasks import arithmetic, gym
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.example import Example
 from rillflow.tasks.files import read_examples
+from rillflow.tasks.fingerprint import Fingerprint, row_digests
 from rillflow.tasks.preference import Preference, arithmetic_preferences, read_preferences
 
-_DIGEST_ROWS = 1000
-"""Rows written to the digest at once: quicker than one by one."""
 Row = TypeVar("Row", bound=Example)
 RowOut = TypeVar("RowOut", bound=Example, covariant=True)
 
@@ -48,26 +45,35 @@ class Task(Generic[RowOut]):
     """Training rows left out because their prompt is held out."""
     reward: str | None
     """The task's own scorer, ``/absolute/file.py:name``; None where the recipe must name one."""
-    digest: str
-    """SHA-256 of all rows: a resumed run refuses other data."""
+    fingerprint: Fingerprint
+    """What a resumed run knows its rows by."""
+
+    @property
+    def digest(self) -> str:
+        """What tells its data from any other."""
+        return self.fingerprint.digest
 
 
-def open_task(config: TaskConfig, *, base: Path, seed: int) -> Task[Example]:
+def open_task(config: TaskConfig, *, base: Path, seed: int, drawn: int | None = None) -> Task[Example]:
     """Make or read a task's rows and hold some of them out.
 
     Args:
         config: the recipe's section.
         base: what relative files are relative to.
         seed: decides made problems, and which rows are held out.
+        drawn: how many rows, the source's first, they are drawn from; None: all. Rows that were added to a
+            run's data are to train on, and leave the choice alone.
 
     Raises:
         DataError: the source is unknown or its data cannot be used; nothing is left to train on.
     """
     examples, reward = _rows(config, base, seed)
-    return _split(config, examples, base, seed, read_examples, reward)
+    return _split(config, examples, base, seed, drawn, read_examples, reward)
 
 
-def open_preferences(config: TaskConfig, *, base: Path, seed: int) -> Task[Preference]:
+def open_preferences(
+    config: TaskConfig, *, base: Path, seed: int, drawn: int | None = None
+) -> Task[Preference]:
     """Make or read pairs of answers and hold those of some prompts out.
 
     Args and raises as ``open_task``; reasoning-gym has no pairs.
@@ -84,7 +90,7 @@ def open_preferences(config: TaskConfig, *, base: Path, seed: int) -> Task[Prefe
         )
     else:
         pairs = read_preferences(_file("source", config.source, base))
-    return _split(config, pairs, base, seed, read_preferences, None)
+    return _split(config, pairs, base, seed, drawn, read_preferences, None)
 
 
 def _split(
@@ -92,13 +98,14 @@ def _split(
     examples: Sequence[Row],
     base: Path,
     seed: int,
+    drawn: int | None,
     read: Callable[[Path], list[Row]],
     reward: str | None,
 ) -> Task[Row]:
     if config.held_out_source is not None:
         held_out = tuple(read(_file("held_out_source", config.held_out_source, base)))
     else:
-        held_out = _drawn(examples, config.held_out, seed, config.source)
+        held_out = _drawn(examples[:drawn], config.held_out, seed, config.source)
     apart = {example.key for example in held_out}
     train = tuple(example for example in examples if example.key not in apart)
     if not train:
@@ -114,7 +121,11 @@ def _split(
         held_out=held_out,
         left_out=left_out,
         reward=reward,
-        digest=_digest([train, held_out]),
+        fingerprint=Fingerprint(
+            drawn=len(examples) if drawn is None else drawn,
+            rows=row_digests(examples),
+            held_out=row_digests(held_out if config.held_out_source else ()),
+        ),
     )
 
 
@@ -154,13 +165,3 @@ def _drawn(examples: Sequence[Row], count: int, seed: int, source: str) -> tuple
             fix=f"hold out fewer than {len(first)}",
         )
     return tuple(Random(seed).sample(list(first.values()), count))
-
-
-def _digest(parts: Iterable[Sequence[Example]]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        for start in range(0, len(part), _DIGEST_ROWS):
-            rows = part[start : start + _DIGEST_ROWS]
-            digest.update(json.dumps([row.plain() for row in rows]).encode())
-        digest.update(b"\n")
-    return digest.hexdigest()

@@ -1,10 +1,16 @@
-"""A recipe small enough to run end to end in seconds."""
+"""Recipes small enough to run end to end in seconds, and what tests of a whole run look at."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from rillflow.cli.main import main
 
 RECIPE = """
 [run]
@@ -64,3 +70,78 @@ def written(folder: Path) -> Path:
     path.parent.mkdir()
     path.write_text(RECIPE)
     return path
+
+
+TINY = """
+[run]
+seed = 3
+threads = 1
+[reward]
+function = "scores.py:reward"
+[policy]
+lr = 1e-3
+model.new = { hidden = 16, layers = 1, heads = 2, kv_heads = 1, context = 16, alphabet = "0123456789+=" }
+[rollout]
+max_tokens = 3
+[algorithm]
+name = "grpo"
+prompts_per_step = 4
+samples_per_prompt = 2
+"""
+"""The head of a recipe whose runs take a second; more of its algorithm and the task follow."""
+REWARD = "def reward(prompts, completions, **_):\n    return [len(text) / 3 for text in completions]\n"
+TIMES = {"run/step_seconds/mean"}
+
+
+class Tiny:
+    """A folder with a tiny recipe, its reward and its runs by their names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recipe = folder / "run.toml"
+
+    def write(self, rest: str, reward: str = REWARD) -> None:
+        """Write the recipe, ``rest`` after its head, and the reward."""
+        self.recipe.write_text(TINY + rest)
+        (self.folder / "scores.py").write_text(reward)
+
+    def write_rows(self, count: int, **other: str) -> None:
+        """Write the prompts ``0+1=``, ``1+1=`` ... into prompts.jsonl; ``p3`` is another at place 3."""
+        prompts = [other.get(f"p{n}", f"{n}+1=") for n in range(count)]
+        rows = [{"prompt": prompt, "answer": str(n + 1)} for n, prompt in enumerate(prompts)]
+        (self.folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def run(self, name: str, *settings: str) -> int:
+        """The exit code of ``rillflow run`` in a directory of its own."""
+        words = [word for setting in settings for word in ("--set", setting)]
+        return main(["run", str(self.recipe), "--dir", str(self.folder / name), *words])
+
+    def lines(self, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """The records of a run's file."""
+        return [json.loads(line) for line in (self.folder / name / file).read_text().splitlines()]
+
+    def numbers(self, name: str) -> list[dict[str, Any]]:
+        """Every step's metrics but the times."""
+        found = [line["metrics"] for line in self.lines(name)]
+        return [{key: value for key, value in each.items() if key not in TIMES} for each in found]
+
+    def steps_kept(self, name: str) -> list[int]:
+        """The steps of a run's checkpoints."""
+        found = (self.folder / name / "checkpoints").glob("step-*")
+        return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+    def assert_same(self, one: str, other: str) -> None:
+        """Two runs have the same numbers, and the same bits in the weights and moments they end with."""
+        assert self.numbers(one) == self.numbers(other)
+        newest = [max((self.folder / run / "checkpoints").glob("step-*")) for run in (one, other)]
+        assert newest[0].name == newest[1].name
+        for file in ("policy/model.safetensors", "policy.optimizer/rank-00000.safetensors"):
+            first, second = (load_file(folder / file) for folder in newest)
+            assert first.keys() == second.keys()
+            assert all(torch.equal(first[name], second[name]) for name in first), file
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Tiny:
+    """A folder for tiny runs."""
+    return Tiny(tmp_path)

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from rillflow.cli.main import main
+from tests.flows.conftest import Tiny
 
-RECIPE = """
-[run]
-seed = 3
-threads = 1
+REST = """
+steps = 5
+minibatches = 2
+scale = "off"
 [task]
 source = "prompts.jsonl"
 held_out = 0
-[reward]
-function = "scores.py:reward"
-[policy]
-lr = 1e-3
-model.new = { hidden = 16, layers = 1, heads = 2, kv_heads = 1, context = 16, alphabet = "0123456789+=" }
-[rollout]
-max_tokens = 3
-[algorithm]
-name = "grpo"
-steps = 5
-prompts_per_step = 4
-samples_per_prompt = 2
-minibatches = 2
-scale = "off"
 """
 REWARD = """
 from pathlib import Path
@@ -48,34 +29,23 @@ def reward(prompts, completions, **_):
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "run.toml").write_text(RECIPE)
-    (tmp_path / "scores.py").write_text(REWARD)
-    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(9)]
-    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "huge").touch()
-    return tmp_path / "run.toml"
-
-
-def run(recipe: Path, *settings: str, folder: str = "run") -> int:
-    words = [word for setting in settings for word in ("--set", setting)]
-    return main(["run", str(recipe), *words, "--dir", str(recipe.parent / folder)])
-
-
-def lines(recipe: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (recipe.parent / "run" / name).read_text().splitlines()]
+def tiny(tiny: Tiny) -> Tiny:
+    tiny.write(REST, REWARD)
+    tiny.write_rows(9)
+    (tiny.folder / "huge").touch()
+    return tiny
 
 
 def test_it_is_left_out_and_counted_its_rows_are_named_and_a_replay_finds_the_one(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(recipe) == 0
-    left_out = lines(recipe, "skips.jsonl")
+    assert tiny.run("run") == 0
+    left_out = tiny.lines("run", "skips.jsonl")
     steps = [line["step"] for line in left_out]
     assert steps and set(steps) < {1, 2, 3, 4, 5}
     said = capsys.readouterr().out
     assert f"an update of the policy in step {steps[0]} was left out: {left_out[0]['reason']}" in said
-    counted = {line["step"]: line["metrics"] for line in lines(recipe, "metrics.jsonl")}
+    counted = {line["step"]: line["metrics"] for line in tiny.lines("run", "metrics.jsonl")}
     for step, metrics in counted.items():
         skipped = metrics["train/skipped/sum"]["sum"] if step in steps else 0
         assert skipped == steps.count(step)
@@ -83,7 +53,7 @@ def test_it_is_left_out_and_counted_its_rows_are_named_and_a_replay_finds_the_on
         updates = metrics["train/grad_norm/mean"]["count"] if "train/grad_norm/mean" in metrics else 0
         assert updates == 2 - skipped
     assert all(any(prompt == 5 for _, prompt, _ in line["rows"]) for line in left_out)
-    bundle = recipe.parent / "run" / "bundles" / f"step-{steps[0]:06d}"
+    bundle = tiny.folder / "run" / "bundles" / f"step-{steps[0]:06d}"
     assert main(["replay", str(bundle)]) == 1
     said = capsys.readouterr().out
     assert f"the run found  {left_out[0]['reason']}" in said
@@ -96,29 +66,25 @@ def test_it_is_left_out_and_counted_its_rows_are_named_and_a_replay_finds_the_on
 
 
 def test_a_spent_budget_stops_with_a_checkpoint_and_a_larger_one_goes_on_to_the_same_bits(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(recipe, folder="whole") == 0
-    assert run(recipe, "run.max_skipped=0") == 1
-    step = lines(recipe, "skips.jsonl")[0]["step"]
+    assert tiny.run("whole") == 0
+    assert tiny.run("run", "run.max_skipped=0") == 1
+    step = tiny.lines("run", "skips.jsonl")[0]["step"]
     error = capsys.readouterr().err
     assert "run.max_skipped is 0" in error and "not finite" in error
     assert f"bundles/step-{step:06d}" in error
-    assert (recipe.parent / "run" / "checkpoints" / f"step-{step:06d}").is_dir()
-    assert run(recipe, "run.max_skipped=9") == 0
-    one, other = (
-        load_file(recipe.parent / folder / "checkpoints/step-000005/policy/model.safetensors")
-        for folder in ("run", "whole")
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (tiny.folder / "run" / "checkpoints" / f"step-{step:06d}").is_dir()
+    assert tiny.run("run", "run.max_skipped=9") == 0
+    tiny.assert_same("run", "whole")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp = 2", "fsdp = 2", "tp = 2", "pp = 2"])
-def test_ranks_leave_it_out_together(recipe: Path, mesh: str) -> None:
+def test_ranks_leave_it_out_together(tiny: Tiny, mesh: str) -> None:
     where = ("placement.pools={main=2}", f"placement.train={{main={{{mesh}}}}}")
-    assert run(recipe, "policy.model.new.layers=2", "policy.model.new.kv_heads=2", *where) == 0
-    left_out = lines(recipe, "skips.jsonl")
+    assert tiny.run("run", "policy.model.new.layers=2", "policy.model.new.kv_heads=2", *where) == 0
+    left_out = tiny.lines("run", "skips.jsonl")
     assert left_out and all(len(line["rows"]) == 4 for line in left_out)
-    bundle = recipe.parent / "run" / "bundles" / f"step-{left_out[0]['step']:06d}"
+    bundle = tiny.folder / "run" / "bundles" / f"step-{left_out[0]['step']:06d}"
     assert main(["replay", str(bundle)]) == 1

@@ -12,7 +12,7 @@ from rillflow.assembly.doctor import usable_cores
 from rillflow.assembly.launch import launch
 from rillflow.assembly.looks import Report, require_sound
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
-from rillflow.assembly.resume import resolved
+from rillflow.assembly.resume import keep_data, resolved
 from rillflow.errors import ConfigError, DataError, RunDirectoryError
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.tasks.task import open_task
@@ -266,10 +266,11 @@ def test_a_run_under_other_settings_is_a_problem_once_it_made_a_step(folder: Pat
         same = ("run.dir=runs/a", "run.threads=1")
         assert problems(folder, *same, "algorithm.prompts_per_step=2") == ""
         run.log_metrics(1, "grpo", {})
+        keep_data(task, run.path)
     assert problems(folder, *same) == ""
     assert "prompts_per_step: 4 -> 2" in problems(folder, *same, "algorithm.prompts_per_step=2")
     write_rows(folder, [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(10)])
-    assert "data: " in problems(folder, *same)
+    assert 'prompts.jsonl line 1 ("0+2=") is not the row that' in problems(folder, *same)
 
 
 def test_what_a_resume_would_change_is_said_and_what_cannot_be_is_refused(folder: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from rillflow.assembly.observed import cluster_text, observe, recipe_of, this_machine
 from rillflow.assembly.planning import open_cluster
+from rillflow.assembly.preflight import open_rows
 from rillflow.assembly.recipe import Recipe, load_recipe
+from rillflow.assembly.resume import resolved
 from rillflow.cli.main import main
 from rillflow.errors import PlanError
 from rillflow.observe.run_directory import RunDirectory
@@ -59,7 +61,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     def make(steps: int = 12, device: str = "cpu", moved_after: int = 0) -> Path:
         """A run of so many steps; ``moved_after`` so many it was started again, and lay elsewhere."""
         clock, path = Clock(), tmp_path / f"of {steps} on {device} moved after {moved_after}"
-        config = {**recipe.model_dump(mode="json"), "data": "digest"}
+        config = resolved(recipe, open_rows(recipe, tmp_path), tmp_path)
         with RunDirectory.open(path, config, clock=clock) as run:
             run.log_start({"device": device, "base": str(tmp_path), "placement": "there"})
             for step in range(1, steps + 1):

@@ -175,6 +175,28 @@ def test_a_resumed_stream_goes_on_exactly(size: int, before: int, after: int, se
     assert resumed.state() == whole.state()
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 7), st.integers(0, 5), st.integers(0, 20), st.integers(0, 20), st.integers(0, 99))
+def test_rows_added_where_a_stream_is_resumed_join_at_the_next_epoch(
+    size: int, more: int, before: int, between: int, seed: int
+) -> None:
+    rows = [example(index) for index in range(size + more)]
+    first = PromptStream(rows[:size], seed=seed)
+    first.take(before)
+    place = StreamPosition(**json.loads(json.dumps(first.state())))
+    left = first.take(size - place.offset)
+    grown = PromptStream(rows, seed=seed, position=place)
+    assert grown.take(len(left)) == left
+    again = PromptStream(rows, seed=seed, position=place)
+    again.take(between)
+    again = PromptStream(rows, seed=seed, position=StreamPosition(**again.state()))
+    found = PromptStream(rows, seed=seed, position=place).take(between + size + more)
+    assert again.take(size + more) == found[between:]
+    drawn = grown.take(size + more)
+    assert {draw.epoch for draw in drawn} == {place.epoch + 1}
+    assert sorted(draw.row.index for draw in drawn) == [*range(size + more)]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.integers(1, 20), st.integers(0, 99))
 def test_rows_that_are_left_out_change_nothing_of_the_others_order(

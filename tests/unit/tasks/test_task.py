@@ -148,6 +148,19 @@ def test_the_digest_changes_with_any_row(tmp_path: Path) -> None:
     assert from_rows(tmp_path, rows[::-1]).digest != first
 
 
+def test_rows_that_were_added_leave_the_held_out_ones_and_the_order_of_the_others(tmp_path: Path) -> None:
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in "abcdefgh"]
+    before = from_rows(tmp_path, rows)
+    away = before.held_out[0].prompt
+    from_rows(tmp_path, [*rows, {"prompt": "x", "answer": "1"}, {"prompt": away, "answer": "1"}])
+    config = TaskConfig(source="rows.jsonl", held_out=2)
+    after = open_task(config, base=tmp_path, seed=0, drawn=before.fingerprint.drawn)
+    assert after.held_out == before.held_out
+    assert after.train[:6] == before.train and [row.prompt for row in after.train[6:]] == ["x"]
+    assert (after.left_out, after.fingerprint.drawn) == (1, 8)
+    assert after.fingerprint.rows[:8] == before.fingerprint.rows and len(after.fingerprint.rows) == 10
+
+
 @pytest.mark.parametrize(
     ("source", "says"),
     [
