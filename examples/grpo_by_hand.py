@@ -58,7 +58,7 @@ def main() -> list[dict[str, float]]:
         drawn = stream.take(PROMPTS)
         prompts = prompt_batch([draw.row for draw in drawn], epoch=[draw.epoch for draw in drawn])
         rollouts = engine.generate(prompts, SAMPLES)
-        answers = [model.tokenizer.decode(tokens.tolist()) for tokens in completions(rollouts).rows()]
+        answers = [model.tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
         rewards = torch.tensor([low(answer) for answer in answers])
         _, groups = torch.unique(rollouts.ids[:, :2], dim=0, return_inverse=True)
         advantages = group_advantages(

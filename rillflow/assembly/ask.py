@@ -112,7 +112,7 @@ class Respondent:
         )
         self._asked += 1
         rollouts = self._engine.generate(prompts)
-        return self._model.tokenizer.decode(completions(rollouts).row(0).tolist())
+        return self._model.tokenizer.decode(completions(rollouts).lists()[0])
 
     def lack(self, question: Question) -> str:
         """A note, if every prompt of the first recorded step has a system message and a question none."""

@@ -138,41 +138,45 @@ def _by_row(batches: Sequence[Batch], *names: str) -> dict[tuple[int, ...], floa
 
 
 def _rows(batch: Batch, decode: Callable[[list[int]], list[str]]) -> Iterator[dict[str, Any]]:
-    columns = [json.loads(text) for text in batch.ragged("columns").to_text()]
-    names = ("tokens", "sampler_logprobs", "versions")
-    lists = {name: [row.tolist() for row in batch.ragged(name).rows()] for name in names}
-    for index, row in enumerate(batch.row_ids()):
+    lists = [batch.ragged(name).lists() for name in ("tokens", "sampler_logprobs", "versions")]
+    ended, computed = (
+        [Finish(number).name.lower() for number in batch.dense("finish").tolist()],
+        _verdicts(batch),
+    )
+    for index, (row, text, tokens, logprobs, versions) in enumerate(
+        zip(batch.row_ids(), batch.ragged("columns").to_text(), *lists, strict=True)
+    ):
+        columns = json.loads(text)
         yield {
             "epoch": row.epoch,
             "prompt_id": row.prompt,
             "sample": row.sample,
-            "prompt": columns[index].pop("prompt"),
-            "columns": columns[index],
-            "tokens": lists["tokens"][index],
-            "token_texts": decode(lists["tokens"][index]),
-            "logprobs": lists["sampler_logprobs"][index],
-            "versions": lists["versions"][index],
-            "finish": Finish(int(batch.dense("finish")[index])).name.lower(),
-            **_verdict(batch, index),
+            "prompt": columns.pop("prompt"),
+            "columns": columns,
+            "tokens": tokens,
+            "token_texts": decode(tokens),
+            "logprobs": logprobs,
+            "versions": versions,
+            "finish": ended[index],
+            **{name: values[index] for name, values in computed.items()},
         }
 
 
-def _verdict(batch: Batch, index: int) -> dict[str, Any]:
-    """What was computed for a row after it was sampled."""
-    found: dict[str, Any] = {}
-    for name in ("completion", "message"):
-        if name in batch.fields:
-            field = batch.ragged(name)
-            found[name] = bytes(field.row(index).tolist()).decode("utf-8")
+def _verdicts(batch: Batch) -> dict[str, list[Any]]:
+    """What was computed for the rows after they were sampled, by name."""
+    texts = [name for name in ("completion", "message") if name in batch.fields]
+    found: dict[str, list[Any]] = {name: batch.ragged(name).to_text() for name in texts}
     if "outcome" in batch.fields:
-        outcome = OUTCOMES[int(batch.dense("outcome")[index])]
-        found |= {"outcome": str(outcome), "reward": None}
-        if bool(batch.dense("valid")[index]):
-            found["reward"] = float(batch.dense("rewards")[index])
+        found["outcome"] = [str(OUTCOMES[index]) for index in batch.dense("outcome").tolist()]
+        found["reward"] = _known(batch.dense("rewards"), batch.dense("valid"))
     if "costs" in batch.fields:
-        cost = float(batch.dense("costs")[index])
-        found["cost"] = None if cost != cost else cost
+        found["cost"] = _known(batch.dense("costs"), ~batch.dense("costs").isnan())
     return found
+
+
+def _known(values: Tensor, valid: Tensor) -> list[float | None]:
+    """Each row's number; None where it has none."""
+    return [value if kept else None for value, kept in zip(values.tolist(), valid.tolist(), strict=True)]
 
 
 def _costs(batch: Batch) -> dict[str, Field]:
@@ -188,8 +192,6 @@ def _mean(values: Tensor) -> Mean:
 def _flat(groups: Tensor, rewards: Tensor) -> Tensor:
     """[G] float64: 1 where all rewards of a group are equal."""
     names, index = torch.unique(groups, return_inverse=True)
-    low = torch.full((len(names),), torch.inf, dtype=rewards.dtype).scatter_reduce(0, index, rewards, "amin")
-    high = torch.full((len(names),), -torch.inf, dtype=rewards.dtype).scatter_reduce(
-        0, index, rewards, "amax"
-    )
+    none = rewards.new_zeros(len(names))
+    low, high = (none.scatter_reduce(0, index, rewards, to, include_self=False) for to in ("amin", "amax"))
     return (low == high).double()

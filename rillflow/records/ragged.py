@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,8 +72,7 @@ class Ragged:
     def to_text(self) -> list[str]:
         """Read back what ``from_text`` stored."""
         data = self.values.cpu().numpy().tobytes()
-        bounds = self.bounds.tolist()
-        return [data[start:stop].decode("utf-8") for start, stop in pairwise(bounds)]
+        return [data[start:stop].decode("utf-8") for start, stop in pairwise(self.bounds.tolist())]
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
@@ -105,13 +105,14 @@ class Ragged:
         """Bytes of values and lengths."""
         return self.values.nbytes + self.lengths.nbytes
 
-    def row(self, index: int) -> Tensor:
-        """[lengths[index], ...] one row, without a copy."""
-        return self.values[int(self.bounds[index]) : int(self.bounds[index + 1])]
-
     def rows(self) -> list[Tensor]:
         """Every row, without a copy."""
         return list(torch.split(self.values, self.lengths.tolist()))
+
+    def lists(self) -> list[list[Any]]:
+        """Every row's values as Python numbers."""
+        values: list[Any] = self.values.tolist()
+        return [values[start:stop] for start, stop in pairwise(self.bounds.tolist())]
 
     def select(self, index: Tensor) -> Ragged:
         """The rows at ``index`` [N] int64, in that order, repeats allowed."""

@@ -109,14 +109,14 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> Batch:
 
 def rollouts_of(batch: Batch) -> list[Rollout]:
     """The batch's rows as single records: the inverse of ``rollout_batch``."""
-    columns = [batch.ragged(name).rows() for name in ("tokens", "loss_mask", "sampler_logprobs", "versions")]
+    columns = [batch.ragged(name).lists() for name in ("tokens", "loss_mask", "sampler_logprobs", "versions")]
     return [
         Rollout(
             row=row,
-            tokens=tuple(tokens.tolist()),
-            loss_mask=tuple(mask.tolist()),
-            logprobs=tuple(logprobs.tolist()),
-            versions=tuple(versions.tolist()),
+            tokens=tuple(tokens),
+            loss_mask=tuple(mask),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
             finish=Finish(finish),
             columns=text,
         )

@@ -61,7 +61,7 @@ class Reward:
 
     def scored(self, rollouts: Batch) -> Batch:
         """What ``score`` returns."""
-        texts = [self._tokenizer.decode(tokens.tolist()) for tokens in completions(rollouts).rows()]
+        texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
         scores = self._call(texts, rollouts.ragged("columns").to_text())
         self._stop_if_broken(rollouts, scores)
         return scored_rows(rollouts, texts, scores, self.field)

@@ -82,7 +82,7 @@ class RewardModel(ScalarRole):
                 why=f"nothing can be learned from such {self.field}",
                 fix="look for weights that are not finite",
             )
-        texts = [self._tokenizer.decode(tokens.tolist()) for tokens in completions(rollouts).rows()]
+        texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
         scores = [Score(outcome=Outcome.SCORE, value=value) for value in values.tolist()]
         return scored_rows(rollouts, texts, scores, self.field)
 

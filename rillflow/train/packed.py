@@ -74,7 +74,7 @@ def pack(rows: Ragged) -> PackedRows:
 
 
 def _sorted(rows: Ragged) -> list[int]:
-    texts = [row.tolist() for row in rows.rows()]
+    texts = rows.lists()
     return sorted(range(len(rows)), key=texts.__getitem__)
 
 

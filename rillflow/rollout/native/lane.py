@@ -121,9 +121,9 @@ class Lane:
             limits = prompts.dense("max_tokens").tolist()
         order = []
         for row, tokens, text, most in zip(
-            prompts.row_ids(), prompts.ragged("tokens").rows(), columns, limits, strict=True
+            prompts.row_ids(), prompts.ragged("tokens").lists(), columns, limits, strict=True
         ):
-            start = Rollout.start(row, tokens.tolist(), text)
+            start = Rollout.start(row, tokens, text)
             check_tokens(start, self._context, self._vocabulary)
             limit = limit_of(start, most, self._context)
             prefix = start.tokens[:-1]

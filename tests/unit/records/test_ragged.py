@@ -22,7 +22,7 @@ def lists(column: Ragged) -> list[list[int]]:
 def test_rows_come_back_as_they_went_in(rows: list[list[int]]) -> None:
     column = Ragged.from_rows(rows)
     assert lists(column) == rows
-    assert [column.row(index).tolist() for index in range(len(rows))] == rows
+    assert column.lists() == rows
     assert len(column) == len(rows)
 
 

@@ -145,7 +145,7 @@ def test_rows_come_by_prompt_then_sample_with_their_columns(engine: Engines, pro
     assert [tuple(rollout.row) for rollout in found] == [(2, p, s) for p in range(2) for s in range(3)]
     assert [rollout.columns for rollout in found] == ['{"n": 0}'] * 3 + ['{"n": 1}'] * 3
     for rollout in found:
-        prompt = batch.ragged("tokens").row(rollout.row.prompt).tolist()
+        prompt = batch.ragged("tokens").rows()[rollout.row.prompt].tolist()
         assert list(rollout.tokens[: len(prompt)]) == prompt
         assert rollout.loss_mask == (False,) * len(prompt) + (True,) * 12
     assert len({rollout.tokens for rollout in found}) == 6

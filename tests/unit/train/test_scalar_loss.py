@@ -77,10 +77,10 @@ def test_the_value_loss_is_its_formula(make_exact: MakeModule, make_rows: MakeRo
     module.zero_grad()
     terms = []
     for row in range(len(rows)):
-        tokens, mask = rows.ragged("tokens").row(row), rows.ragged("loss_mask").row(row)
+        tokens, mask = rows.ragged("tokens").rows()[row], rows.ragged("loss_mask").rows()[row]
         heads = module.score(module.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state)
         value = heads[0, :-1, 0][mask[1:]]
-        target, old = (rows.ragged(name).row(row)[mask].double() for name in ("returns", "old_values"))
+        target, old = (rows.ragged(name).rows()[row][mask].double() for name in ("returns", "old_values"))
         loss = (value - target) ** 2
         if clip:
             near = torch.clip(value, old - clip, old + clip)

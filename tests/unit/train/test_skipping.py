@@ -90,7 +90,7 @@ def test_whatever_is_not_finite_is_left_out_and_its_reason_kept(
         module.model.norm.weight.register_hook(lambda grad: grad * math.inf)
     else:
         with torch.no_grad():
-            module.get_input_embeddings().weight[int(rows.ragged("tokens").row(1)[0])] = math.nan
+            module.get_input_embeddings().weight[int(rows.ragged("tokens").rows()[1][0])] = math.nan
     tolerance = 1e-3 if kind == "on-policy" else None
     metrics = trainer.update(rows, POLICY, ratio_tolerance=tolerance)
     assert metrics == {"train/skipped/sum": Sum(value=1.0)}

@@ -130,15 +130,15 @@ class Row:
     def __init__(self, answers: Mapping[str, Any], index: int) -> None:
         rollouts = answers["policy.generate"]
         self.group, self.index = index // GROUP, index
-        self.tokens = rollouts.ragged("tokens").row(index)
-        self.places = rollouts.ragged("loss_mask").row(index).nonzero().flatten().tolist()
+        self.tokens = rollouts.ragged("tokens").rows()[index]
+        self.places = rollouts.ragged("loss_mask").rows()[index].nonzero().flatten().tolist()
         self.cut = int(rollouts.dense("finish")[index]) == Finish.LENGTH
         self.score = float(answers["reward.score"].dense("rewards")[index])
         self.valid = bool(answers["reward.score"].dense("valid")[index])
         self.final = float(answers["critic.final_values"].dense("final_values")[index])
 
         def at(batch: str, field: str) -> list[float]:
-            row = answers[batch].ragged(field).row(index)
+            row = answers[batch].ragged(field).rows()[index]
             return [float(row[place]) for place in self.places]
 
         self.sampler = at("policy.generate", "sampler_logprobs")

@@ -171,7 +171,7 @@ def test_a_loss_that_is_not_finite_names_row_and_token_and_changes_nothing(
     trainer = Trainer(module := make_module(tie_word_embeddings=False), TrainConfig(), total_steps=2)
     rows = make_rows(prompts=(5, 3), samples=1, longest=4)
     trainer.update(rows, SupervisedLoss())
-    first = int(rows.ragged("tokens").row(1)[0])
+    first = int(rows.ragged("tokens").rows()[1][0])
     poison(module, first)
     before, state = weights(module), {k: v.clone() for k, v in trainer.state().tensors.items()}
     with pytest.raises(
