@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from rillflow.assembly.model_files import require_template
 from rillflow.assembly.trained import model_directory
 from rillflow.config.load import validate
 from rillflow.errors import DataError
@@ -52,10 +53,12 @@ class Respondent:
         max_tokens: longest answer; as in training if None.
         seed: of the answers' random numbers; another one every time if None.
         system: the system message before a text, which is then asked as a user's message.
+        chat: whether conversations will be asked, which take a chat template.
 
     Raises:
         RunDirectoryError: it is no run directory, has no such checkpoint, or trains no policy.
         ConfigError: a value is out of range.
+        ModelError: conversations are to be asked, and the model has no chat template.
     """
 
     def __init__(
@@ -67,17 +70,19 @@ class Respondent:
         max_tokens: int | None = None,
         seed: int | None = None,
         system: str | None = None,
+        chat: bool = False,
     ) -> None:
         config = cast(dict[str, Any], read_config(run))
         trained = validate(RolloutConfig, config["rollout"], str(run / layout.CONFIG))
         limit = trained.max_tokens if max_tokens is None else max_tokens
         asked = {"temperature": temperature, "max_tokens": limit, "stop": trained.stop, "max_rows": 1}
         rollout = validate(RolloutConfig, asked, "the question")
+        self._trained, self._system = _first_prompts(run), system
+        folder = model_directory(run, "policy", step).absolute()
+        if chat or self._is_chat:
+            require_template(folder)
         self._model = load_model(
-            ModelConfig(
-                path=str(model_directory(run, "policy", step).absolute()),
-                dtype=config["policy"]["model"]["dtype"],
-            ),
+            ModelConfig(path=str(folder), dtype=config["policy"]["model"]["dtype"]),
             seed=0,
             device=choose_device("auto"),
             base=Path(),
@@ -93,8 +98,6 @@ class Respondent:
         task = validate(TaskConfig, config["task"], str(run / layout.CONFIG))
         known, more, tokenizer = task.rendered, task.template_arguments, self._model.tokenizer
         self._encoder = Encoder(tokenizer=tokenizer, is_rendered=known, template_arguments=more)
-        self._trained = _first_prompts(run)
-        self._system = system
         self._asked = 0
 
     def answer(self, question: Question) -> str:
@@ -122,10 +125,14 @@ class Respondent:
         every = f", {json.dumps(known[0], ensure_ascii=False)}" if known.count(known[0]) == len(known) else ""
         return f"the prompts that were trained on have a system message{every}; this has none: --system TEXT"
 
+    @property
+    def _is_chat(self) -> bool:
+        """Whether a text is asked as a user's message."""
+        return self._system is not None or any(isinstance(prompt, list) for prompt in self._trained[:1])
+
     def _prompt(self, question: Question) -> Question:
         """The question in the form of the run's own prompts."""
-        is_chat = self._system is not None or any(isinstance(prompt, list) for prompt in self._trained[:1])
-        if not (isinstance(question, str) and is_chat):
+        if not (isinstance(question, str) and self._is_chat):
             return question
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return (*system, {"role": "user", "content": question})

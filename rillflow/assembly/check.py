@@ -5,7 +5,8 @@
                   └─ run directory ──────────────── new, resumes, finished
                             └─> Report: topics to read, notes to think about, problems that stop a run
 
-Imports no torch: the answer is there in a second or two. Nothing is written.
+Imports no torch, and transformers only to render conversations: the answer is there in about a second.
+Nothing is written.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def read_voice(recipe: Recipe, base: Path, *, as_written: bool) -> Voice | None:
     sizes = sizes_of_directory(Path(source))
     if sizes is None or (as_written and not (Path(source) / "tokenizer.json").is_file()):
         return None
-    inner = load_tokenizer(source, as_written=as_written)
+    inner = load_tokenizer(source, as_written=as_written, whole=False)
     return Voice(tokenizer=Tokenizer(inner, stop_tokens=end_tokens(source)), context=sizes.context)
 
 

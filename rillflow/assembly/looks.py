@@ -7,8 +7,8 @@
             └─ reward ──── called on two rows ──────────── in a child that can be killed
                   └─> Report: topics to read, notes to think about, problems that stop a run
 
-Imports no torch, but for an algorithm that is not shipped: the answer is there in a second or two. Nothing
-is written.
+Imports no torch, but for an algorithm that is not shipped: the answer is there in about a second. Nothing is
+written.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def look(
         drawn: how many rows held-out ones are drawn from, where a run goes on; see ``open_task``.
     """
     report.attempt(lambda: _look_at_step(recipe, report))
+    report.notes += _unreachable(recipe)
     report.attempt(lambda: _look_at_data(recipe, base, report, drawn))
     report.attempt(lambda: _look_at_model(recipe, base, report))
     if not report.problems:
@@ -119,6 +120,20 @@ def _look_at_step(recipe: Recipe, report: Report) -> None:
     from rillflow.assembly.drawing import graphs, unpublished
 
     report.notes += filter(None, map(unpublished, graphs(recipe)))
+
+
+def _unreachable(recipe: Recipe) -> list[str]:
+    """A note on a price that aims where no cost is, unless costs are negative."""
+    settings = recipe.algorithm.model_dump()
+    if not settings.keys() >= {"cost_limit", "cost_margin"}:
+        return []
+    limit, margin = settings["cost_limit"], settings["cost_margin"]
+    if not 0 < margin >= limit:
+        return []
+    return [
+        f"algorithm.cost_margin is {margin:g} and algorithm.cost_limit {limit:g}: the multiplier aims at a "
+        f"mean cost of {limit - margin:g}, and grows to its highest where no cost is negative"
+    ]
 
 
 def require_sound(

@@ -53,11 +53,21 @@ def require_model_files(directory: Path, *, is_chat: bool) -> None:
             why=f"there is none of {', '.join(_VOCABULARIES)} in it",
             fix="put tokenizer.json and tokenizer_config.json beside the weights",
         )
-    if is_chat and not _has_template(directory):
+    if is_chat:
+        require_template(directory)
+
+
+def require_template(directory: Path) -> None:
+    """Refuse a model that cannot read conversations.
+
+    Raises:
+        ModelError: it has no chat template.
+    """
+    if not _has_template(directory):
         raise ModelError(
             f"the model {directory} has no chat template",
             why="prompts are lists of messages, and only a template makes one text of them",
-            fix="give the prompts as text, or choose a model with a chat template",
+            fix="give the prompts as text, without a system message, or choose a model with a chat template",
         )
 
 

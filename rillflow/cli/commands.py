@@ -101,6 +101,7 @@ def ask(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         max_tokens=arguments.max_tokens,
         system=arguments.system,
+        chat=arguments.messages is not None,
     )
     if note := respondent.lack(question or ""):
         print(f"note: {note}", file=sys.stderr)

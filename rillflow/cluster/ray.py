@@ -47,38 +47,18 @@ if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
 # Read when ray is imported.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle processes, one a core, never used
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # whoever reads a result gets its error
 if "RAY_ADDRESS" not in os.environ:
     # Despite its name this is what keeps every port of a cluster of one machine on the loopback device.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 import ray
-from ray.exceptions import (
-    GetTimeoutError,
-    LocalRayletDiedError,
-    NodeDiedError,
-    ObjectLostError,
-    ObjectStoreFullError,
-    OutOfDiskError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray import exceptions as faults
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rillflow.cluster.messages import (
-    Body,
-    Reply,
-    Slot,
-    body_bytes,
-    by_name,
-    packed,
-    replies,
-    unpacked,
-)
+from rillflow.cluster.messages import Body, Reply, Slot, body_bytes, by_name, packed, replies, unpacked
 
 MAX_ARGUMENT_BYTES = 16 * 2**20
 """An option larger than this is data, and data travel as batches."""
@@ -159,11 +139,11 @@ class RayBackend:
         """See Backend."""
         try:
             bodies = ray.get(list(references), timeout=deadline_s)
-        except GetTimeoutError:
+        except faults.GetTimeoutError:
             raise TimeoutError from None
-        except RayTaskError as error:
+        except faults.RayTaskError as error:
             _raise_cause(error)
-        except RayError as error:
+        except faults.RayError as error:
             raise RankLost(*_loss(error)) from None
         return [self._taken(body) for body in bodies]
 
@@ -174,16 +154,14 @@ class RayBackend:
     def close(self) -> None:
         """See Backend."""
         if self._ranks:  # without one, asking Ray for anything would start it again
-            with suppress(RayError):  # a rank that is busy or dead cannot close; it is killed all the same
+            with suppress(faults.RayError):  # a rank that is busy or dead cannot close; it is killed anyway
                 ray.get([rank.close.remote() for rank in self._ranks.values()], timeout=_CLOSE_S)
         for rank in self._ranks.values():
             ray.kill(rank)
         for group in self._groups:
             remove_placement_group(group)
-        self.pools.clear()
-        self._ranks.clear()
-        self._methods.clear()
-        self._groups.clear()
+        for held in (self.pools, self._ranks, self._methods, self._groups):
+            held.clear()
         if self._started:
             ray.shutdown()
             self._started = False
@@ -262,14 +240,11 @@ class RayBackend:
         backend = "cpu:gloo,cuda:nccl" if self._devices else "gloo"
         actor = ray.remote(RankProcess)
         for rank in range(pool.size):
-            self._ranks[Place(pool.name, rank)] = actor.options(
-                num_cpus=1,
-                num_gpus=self._devices,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=rank
-                ),
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}},
-            ).remote(Place(pool.name, rank), pool.size, meeting, self._deadline_s, sys.path, backend)
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+            made = actor.options(num_cpus=1, num_gpus=self._devices, scheduling_strategy=strategy)
+            place = Place(pool.name, rank)
+            given = (pool.size, meeting, self._deadline_s, sys.path, backend, threads)
+            self._ranks[place] = made.remote(place, *given)
 
     def _await_all(self) -> None:
         patience_s = _START_S + _START_EACH_S * len(self._ranks)
@@ -297,9 +272,11 @@ class RankProcess:
         deadline_s: float,
         paths: Sequence[str],
         backend: str,
+        threads: int,
     ) -> None:
         sys.path += [path for path in paths if path not in sys.path]  # the driver's own modules
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        os.environ |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+        torch.set_num_threads(threads)
         ranks: Ranks = Alone()
         if size > 1:
             ranks = ProcessRanks.join(place.rank, size, Path(meeting), backend, deadline_s)
@@ -331,14 +308,14 @@ class RankProcess:
     def _fetch(self, slots: Sequence[Slot]) -> list[Any]:
         try:
             bodies = ray.get([self._held[slot.name] for slot in slots], timeout=self._deadline_s)
-        except GetTimeoutError:
+        except faults.GetTimeoutError:
             raise ClusterError(
                 f"{self._site.place} waited {self._deadline_s:g} s for an argument",
                 why="the call that makes it still runs, or waits itself",
             ) from None
-        except RayTaskError as error:
+        except faults.RayTaskError as error:
             _raise_cause(error)
-        except RayError as error:
+        except faults.RayError as error:
             what, why, fix = _loss(error)
             raise Stranded(f"the rank of an argument {what}", why=why, fix=fix) from None
         values = [unpacked(body) for body in bodies]
@@ -365,16 +342,16 @@ def _cannot_travel(what: str, error: BaseException) -> ClusterError:
     )
 
 
-_LOSSES: dict[tuple[type[RayError], ...], tuple[str, str]] = {
-    (OutOfMemoryError,): (
+_LOSSES: dict[tuple[type[faults.RayError], ...], tuple[str, str]] = {
+    (faults.OutOfMemoryError,): (
         "was killed for want of memory",
         "smaller micro-batches, fewer ranks a machine, or RAY_memory_usage_threshold nearer to 1",
     ),
-    (RayActorError, WorkerCrashedError, LocalRayletDiedError, NodeDiedError): (
+    (faults.RayActorError, faults.WorkerCrashedError, faults.LocalRayletDiedError, faults.NodeDiedError): (
         "has died",
         "look at the end of its output; a killed process has often run out of memory",
     ),
-    (ObjectLostError, ObjectStoreFullError, OutOfDiskError): (
+    (faults.ObjectLostError, faults.ObjectStoreFullError, faults.OutOfDiskError): (
         "has lost what it had made",
         "look at the cluster's nodes, and at the room of /dev/shm and /tmp there",
     ),
@@ -382,7 +359,7 @@ _LOSSES: dict[tuple[type[RayError], ...], tuple[str, str]] = {
 """What each kind of Ray's errors says of a rank, and what to do."""
 
 
-def _loss(error: RayError) -> tuple[str, str, str]:
+def _loss(error: faults.RayError) -> tuple[str, str, str]:
     """Of what Ray itself reports: what became of a rank, why, and what to do."""
     what, fix = next(
         (said for kinds, said in _LOSSES.items() if isinstance(error, kinds)),
@@ -392,12 +369,12 @@ def _loss(error: RayError) -> tuple[str, str, str]:
     return what, f"{type(error).__name__}: {told[0].strip() if told else 'Ray says no more'}", fix
 
 
-def _raise_cause(error: RayTaskError) -> NoReturn:
+def _raise_cause(error: faults.RayTaskError) -> NoReturn:
     """What the call raised, as it was, however many ranks have passed it on."""
     cause: object = error
-    while isinstance(cause, RayTaskError):
+    while isinstance(cause, faults.RayTaskError):
         cause = cause.cause
-    if isinstance(cause, Exception) and not isinstance(cause, RayError):
+    if isinstance(cause, Exception) and not isinstance(cause, faults.RayError):
         raise cause
-    what, why, fix = _loss(cause if isinstance(cause, RayError) else error)
+    what, why, fix = _loss(cause if isinstance(cause, faults.RayError) else error)
     raise Stranded(f"a rank {what}", why=why, fix=fix) from None

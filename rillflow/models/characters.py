@@ -4,20 +4,21 @@
 
 The tokeniser is byte-level because ``AutoTokenizer`` rebuilds a Qwen2 directory's tokeniser as
 byte-level BPE whatever its files say; another kind would come back as one that encodes to nothing.
-Imports no torch.
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+
+from rillflow.models.bare import BareTokenizer
 
 END = "<|end|>"
 """The end token's text. Its id is 0; others pad with it too: lengths decide where a row ends, not values."""
 
 
-def character_tokenizer(alphabet: str, context: int) -> PreTrainedTokenizerFast:
+def character_tokenizer(alphabet: str, context: int) -> BareTokenizer:
     """A tokeniser with one token for every character of the alphabet, and the end token."""
     pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocabulary = {END: 0}
@@ -33,6 +34,5 @@ def character_tokenizer(alphabet: str, context: int) -> PreTrainedTokenizerFast:
     backend = Backend(models.BPE(vocabulary, merges))
     backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END, pad_token=END, model_max_length=context
-    )
+    backend.add_special_tokens([AddedToken(END, special=True)])
+    return BareTokenizer(backend, END, [], eos_token=END, pad_token=END, model_max_length=context)

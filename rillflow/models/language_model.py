@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rillflow.errors import ConfigError, ModelError, nearest
 from rillflow.models.architecture import Output, check_attention, context_of
 from rillflow.models.attention import register
+from rillflow.models.bare import BareTokenizer
 from rillflow.models.characters import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.locate import locate
@@ -83,8 +84,8 @@ def module_and_tokenizer(
     new: Callable[..., PreTrainedModel],
     read: Callable[[str, torch.dtype], PreTrainedModel],
     output: Output,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A module on its device, its attention tried, and the library's tokeniser.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | BareTokenizer]:
+    """A module on its device, its attention tried, and its tokeniser.
 
     Args:
         config: exactly one of ``path`` and ``new``.
@@ -110,7 +111,7 @@ def module_and_tokenizer(
     with _LOADING, quiet():
         if config.new is not None:
             inner = character_tokenizer(config.new.alphabet, config.new.context)
-            return new(config.new, vocabulary=len(inner), dtype=dtype).to(device), inner
+            return new(config.new, vocabulary=len(inner.get_vocab()), dtype=dtype).to(device), inner
         assert config.path is not None  # exactly one of the two is there
         source = locate(config.path, base)
         module = read(source, dtype).to(device).eval()
@@ -139,7 +140,9 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def wrapped(module: PreTrainedModel, inner: PreTrainedTokenizerBase, stop_tokens: Sequence[int]) -> Tokenizer:
+def wrapped(
+    module: PreTrainedModel, inner: PreTrainedTokenizerBase | BareTokenizer, stop_tokens: Sequence[int]
+) -> Tokenizer:
     """The tokeniser, checked against the module's embedding.
 
     Raises:

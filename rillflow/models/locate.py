@@ -11,8 +11,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from huggingface_hub import constants, try_to_load_from_cache
-
 from rillflow.errors import ModelError
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -40,6 +38,8 @@ def locate(path: str, base: Path) -> str:
             why=f"there is no directory {local.resolve()}",
             fix="paths are relative to the recipe; a hub name is written owner/name",
         )
+    from huggingface_hub import try_to_load_from_cache  # a directory needs none of the hub
+
     if not isinstance(try_to_load_from_cache(path, "config.json"), str):
         _require_hub(path, local)
     return path
@@ -47,6 +47,8 @@ def locate(path: str, base: Path) -> str:
 
 def _require_hub(path: str, local: Path) -> None:
     """Ask for the hub's address first: the library would try for half a minute."""
+    from huggingface_hub import constants
+
     host = urlsplit(constants.ENDPOINT).hostname
     if getproxies():
         return

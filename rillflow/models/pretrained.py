@@ -25,13 +25,7 @@ from transformers import (
 from rillflow.errors import ModelError
 from rillflow.models.architecture import causal_class, scalar_class
 from rillflow.models.attention import ATTENTION
-from rillflow.models.scalar_head import (
-    HeadStart,
-    head_weights,
-    require_one_number,
-    settle_head,
-    start_head,
-)
+from rillflow.models.scalar_head import HeadStart, head_weights, require_one_number, settle_head, start_head
 from rillflow.models.tokenizer import end_tokens
 from rillflow.models.weight_files import LIBRARY_ERRORS, check_weight_files, unusable
 

@@ -43,13 +43,7 @@ class Style(StrEnum):
 
 _NAMES = {style.value: style for style in Style} | {"colwise_rep": Style.GATHERED}
 """Styles as transformers calls them, today and before."""
-_DIMS = {
-    Style.COLUMNS: 0,
-    Style.GATHERED: 0,
-    Style.LOOKED_UP: 0,
-    Style.ROWS: 1,
-    Style.SPLIT_ROWS: 1,
-}
+_DIMS = {Style.COLUMNS: 0, Style.GATHERED: 0, Style.LOOKED_UP: 0, Style.ROWS: 1, Style.SPLIT_ROWS: 1}
 """The dim along which a style cuts a weight; a bias is cut where it is the outputs that are shared out."""
 
 

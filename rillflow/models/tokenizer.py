@@ -9,7 +9,8 @@
 Text from data is only ever text: what spells a special token is cut into ordinary ones, or refused
 where a chat template would not; text that its author rendered with the template is the exception, and is
 said to be. Rows end by their length, never by a token's value, so padding may be the same token as the end.
-Imports no torch, but for a tokeniser that a model's own class must load.
+Imports no torch, but for a tokeniser that a model's own class must load; and transformers only for what
+``BareTokenizer`` cannot do.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
 from tokenizers import decoders, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rillflow.errors import ModelError
+from rillflow.models.bare import BareTokenizer, bare_tokenizer, settings_of
 from rillflow.models.weight_files import LIBRARY_ERRORS, unusable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # importing it takes a second or two
 
 _AS_WRITTEN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Declared classes that mean: everything is in tokenizer.json."""
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError)
-"""What a chat template raises for messages it was not written for."""
 _SHOWN = 30
 
 
@@ -58,11 +59,13 @@ class Tokenizer:
         tokenizer.decode(tokenizer.encode("17+25=")) == "17+25="
 
     Args:
-        inner: the library's tokeniser.
+        inner: transformers' tokeniser, or a bare one.
         stop_tokens: end tokens the model names, besides the tokeniser's own.
     """
 
-    def __init__(self, inner: PreTrainedTokenizerBase, *, stop_tokens: Iterable[int] = ()) -> None:
+    def __init__(
+        self, inner: PreTrainedTokenizerBase | BareTokenizer, *, stop_tokens: Iterable[int] = ()
+    ) -> None:
         own = [] if inner.eos_token_id is None else [int(inner.eos_token_id)]
         self.stop_tokens: frozenset[int] = frozenset([*own, *stop_tokens])
         """Tokens that end an answer."""
@@ -74,7 +77,7 @@ class Tokenizer:
         special = {*inner.all_special_tokens, *(token.content for token in added if token.special)}
         texts = sorted((text for text in special if text.strip()), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-        self._alphabet = _Alphabet.of(inner)
+        self._alphabet = _Alphabet(inner)
         self._pieces: dict[int, str] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -158,9 +161,9 @@ class Tokenizer:
         Raises:
             ModelError: the text is several tokens, or none.
         """
-        added: dict[str, int] = self._inner.get_added_vocab()
-        if text in added:
-            return added[text]
+        for token, added in self._inner.added_tokens_decoder.items():
+            if added.content == text:
+                return int(token)
         tokens = self._encode([text], begin=False)[0]
         if len(tokens) != 1:
             raise ModelError(
@@ -173,7 +176,7 @@ class Tokenizer:
     def reads_as(self, other: Tokenizer) -> bool:
         """Whether rows that ``other`` made are rows of this tokeniser: same tokens, template and ends."""
         is_same = self.first_difference(other) is None and self.stop_tokens == other.stop_tokens
-        return is_same and self._inner.chat_template == other._inner.chat_template
+        return is_same and self._library.chat_template == other._library.chat_template
 
     def first_difference(self, other: Tokenizer) -> int | None:
         """The smallest token that the two read as different text; None where there is none."""
@@ -182,7 +185,12 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
-        self._inner.save_pretrained(directory)
+        self._library.save_pretrained(directory)
+
+    @property
+    def _library(self) -> PreTrainedTokenizerBase:
+        """The whole of it, of transformers."""
+        return self._inner.library if isinstance(self._inner, BareTokenizer) else self._inner
 
     def _encode(self, texts: Sequence[str], *, begin: bool, is_rendered: bool = False) -> list[list[int]]:
         if not texts:
@@ -223,22 +231,24 @@ class Tokenizer:
 
     def _rendered(self, chat: Chat, *, opens: bool) -> str:
         """What the template makes of a conversation; ``opens``: with the beginning of an answer."""
-        if self._inner.chat_template is None:
+        if self._library.chat_template is None:
             raise ModelError(
                 "the model has no chat template",
                 why="the prompt is a list of messages, and only a template makes one text of them",
                 fix="give the prompt as text, or choose a model with a chat template",
             )
         self._refuse_special(chat)
+        from jinja2 import TemplateError
+
         try:
-            text: str = self._inner.apply_chat_template(
+            text: str = self._library.apply_chat_template(
                 [dict(turn) for turn in chat.turns],
                 tools=chat.tools,
                 tokenize=False,
                 add_generation_prompt=opens,
                 **chat.arguments,
             )
-        except _TEMPLATE_ERRORS as error:
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
             roles = ", ".join(turn["role"] for turn in chat.turns)
             raise ModelError(f"the chat template refuses messages of {roles}", why=str(error)) from error
         return text
@@ -272,38 +282,25 @@ def _strings(value: object) -> Iterator[str]:
     """Every text within plain data."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for name, entry in value.items():
-            yield name
-            yield from _strings(entry)
-    elif isinstance(value, Sequence):
-        for entry in value:
-            yield from _strings(entry)
+    elif isinstance(value, Mapping | Sequence):
+        for part in (*value, *(value.values() if isinstance(value, Mapping) else ())):
+            yield from _strings(part)
 
 
 class _Alphabet:
     """The characters of a byte-level tokeniser that has not all bytes; others have every character."""
 
-    def __init__(self, symbols: frozenset[str] | None) -> None:
-        self._symbols = symbols
-        self._is_own = all(len(symbol) == 1 or symbol[0] == "<" for symbol in symbols or ())
+    def __init__(self, inner: PreTrainedTokenizerBase | BareTokenizer) -> None:
+        is_bytes = inner.is_fast and isinstance(inner.backend_tokenizer.decoder, decoders.ByteLevel)
+        self._symbols = frozenset(inner.get_vocab() if is_bytes else ())
+        self._is_whole = not is_bytes or self._symbols.issuperset(pre_tokenizers.ByteLevel.alphabet())
+        self._is_own = all(len(symbol) == 1 or symbol[0] == "<" for symbol in self._symbols)
         self._known: set[str] = set()
         self._split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
-    @staticmethod
-    def of(inner: PreTrainedTokenizerBase) -> _Alphabet:
-        """A complete alphabet, unless the tokeniser is byte-level and lacks a byte."""
-        if isinstance(inner, PreTrainedTokenizerFast) and isinstance(
-            inner.backend_tokenizer.decoder, decoders.ByteLevel
-        ):
-            symbols = frozenset(inner.get_vocab())
-            if not symbols.issuperset(pre_tokenizers.ByteLevel.alphabet()):
-                return _Alphabet(symbols)
-        return _Alphabet(None)
-
     def check(self, texts: Iterable[str]) -> None:
         """Refuse a character that would silently be left out."""
-        if self._symbols is None:
+        if self._is_whole:
             return
         for character in sorted(set().union(*texts) - self._known):
             if not self._symbols.issuperset(self._split.pre_tokenize_str(character)[0][0]):
@@ -317,8 +314,10 @@ class _Alphabet:
             self._known.add(character)
 
 
-def load_tokenizer(source: str, *, as_written: bool = False) -> PreTrainedTokenizerBase:
-    """The library's tokeniser of a directory or hub name.
+def load_tokenizer(
+    source: str, *, as_written: bool = False, whole: bool = True
+) -> PreTrainedTokenizerBase | BareTokenizer:
+    """The tokeniser of a directory or hub name.
 
     A directory whose tokenizer.json is not claimed by a model's own class is read as it is written:
     ``AutoTokenizer`` would rebuild it as the class of the model's type, and lose what that class lacks.
@@ -326,6 +325,7 @@ def load_tokenizer(source: str, *, as_written: bool = False) -> PreTrainedTokeni
     Args:
         source: the directory or hub name.
         as_written: read tokenizer.json as it is whoever claims it, which needs no torch.
+        whole: of transformers, to be saved whatever becomes of the directory; a bare one has the same tokens.
 
     Raises:
         ModelError: there is none, or it has no vocabulary.
@@ -333,7 +333,11 @@ def load_tokenizer(source: str, *, as_written: bool = False) -> PreTrainedTokeni
     try:
         declared, has_file = _declared_class(source), (Path(source) / "tokenizer.json").is_file()
         if declared in _AS_WRITTEN or (has_file and (as_written or declared is None)):
-            inner = PreTrainedTokenizerFast.from_pretrained(source)
+            inner = bare_tokenizer(Path(source)) if has_file and not whole else None
+            if inner is None:
+                from transformers import PreTrainedTokenizerFast
+
+                inner = PreTrainedTokenizerFast.from_pretrained(source)
         else:
             from transformers import AutoTokenizer  # it imports torch
 
@@ -370,8 +374,7 @@ def _declared_class(source: str) -> str | None:
 
         found: Mapping[str, Any] = get_tokenizer_config(source)
     else:
-        file = Path(source) / "tokenizer_config.json"
-        found = dict(json.loads(file.read_bytes())) if file.is_file() else {}
+        found = settings_of(Path(source) / "tokenizer_config.json")
     return found.get("tokenizer_class")
 
 

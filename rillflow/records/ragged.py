@@ -157,6 +157,5 @@ class Ragged:
 def concatenate_ragged(parts: Sequence[Ragged]) -> Ragged:
     """Rows of every part, in order."""
     return Ragged(
-        values=torch.cat([part.values for part in parts]),
-        lengths=torch.cat([part.lengths for part in parts]),
+        values=torch.cat([part.values for part in parts]), lengths=torch.cat([part.lengths for part in parts])
     )

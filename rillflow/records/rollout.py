@@ -109,23 +109,15 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> Batch:
 
 def rollouts_of(batch: Batch) -> list[Rollout]:
     """The batch's rows as single records: the inverse of ``rollout_batch``."""
-    columns = [batch.ragged(name).lists() for name in ("tokens", "loss_mask", "sampler_logprobs", "versions")]
+    names = ("tokens", "loss_mask", "sampler_logprobs", "versions")
+    ragged = [map(tuple, batch.ragged(name).lists()) for name in names]
+    finishes, columns = map(Finish, batch.dense("finish").tolist()), batch.ragged("columns").to_text()
     return [
         Rollout(
-            row=row,
-            tokens=tuple(tokens),
-            loss_mask=tuple(mask),
-            logprobs=tuple(logprobs),
-            versions=tuple(versions),
-            finish=Finish(finish),
-            columns=text,
+            row=row, tokens=tokens, loss_mask=mask, logprobs=sampled, versions=at, finish=end, columns=text
         )
-        for row, tokens, mask, logprobs, versions, finish, text in zip(
-            batch.row_ids(),
-            *columns,
-            batch.dense("finish").tolist(),
-            batch.ragged("columns").to_text(),
-            strict=True,
+        for row, tokens, mask, sampled, at, end, text in zip(
+            batch.row_ids(), *ragged, finishes, columns, strict=True
         )
     ]
 

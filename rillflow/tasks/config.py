@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rillflow.config.section import Section
+
+_TAKEN = {
+    *(
+        "messages",
+        "conversation",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
+    *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
+"""What the rendering of a template takes itself: a variable of such a name would not reach the template."""
 
 
 class TaskConfig(Section):
@@ -35,3 +49,12 @@ class TaskConfig(Section):
     template_arguments: dict[str, Any] = Field(
         {}, description="Variables of the chat template, such as { enable_thinking = false }."
     )
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _is_free(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in sorted(_TAKEN & value.keys()):
+            raise ValueError(
+                f"{name!r} is taken by the rendering itself; name a variable of the template's own"
+            )
+        return value

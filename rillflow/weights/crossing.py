@@ -62,12 +62,7 @@ class Crossing:
     """
 
     def __init__(
-        self,
-        plan: ReshardPlan,
-        ranks: Ranks,
-        *,
-        most_bytes: int = MOST_BYTES,
-        deadline_s: float = DEADLINE_S,
+        self, plan: ReshardPlan, ranks: Ranks, *, most_bytes: int = MOST_BYTES, deadline_s: float = DEADLINE_S
     ) -> None:
         if plan.ranks[-1] >= ranks.size:
             raise PlacementError(

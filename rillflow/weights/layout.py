@@ -138,10 +138,7 @@ def generation_mesh(train: Mesh, tp: int, pp: int = 1) -> Mesh:
 
 
 def generation_layout(
-    weights: Weights,
-    parts: Mapping[str, Part],
-    mesh: Mesh,
-    stages: Mapping[str, Sequence[int]] | None = None,
+    weights: Weights, parts: Mapping[str, Part], mesh: Mesh, stages: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, Placement]:
     """Where weights lie while they generate: cut by tp, a copy in every replica.
 
@@ -165,8 +162,7 @@ def merged_stages(stages: Mapping[str, Sequence[int]], before: int, after: int) 
     """
     if after < 1 or before % after:
         raise PlacementError(
-            f"{before} pipeline stages come together in {after}",
-            why="as many of them have to meet in each",
+            f"{before} pipeline stages come together in {after}", why="as many of them have to meet in each"
         )
     return {
         name: tuple(sorted({stage * after // before for stage in found})) for name, found in stages.items()

@@ -69,11 +69,7 @@ def run(site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, 
 
 
 def apply(
-    site: Site,
-    name: str,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    options: Mapping[str, Any],
+    site: Site, name: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Any, Facts]:
     """Call a function; errors call it ``name``."""
     return _run(site, name, function, arguments, options)
@@ -92,11 +88,7 @@ def look(
 
 
 def _run(
-    site: Site,
-    name: str,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    options: Mapping[str, Any],
+    site: Site, name: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Any, Facts]:
     given = [resolved(argument, site.fetch) for argument in arguments]
     named = {key: resolved(option, site.fetch) for key, option in options.items()}

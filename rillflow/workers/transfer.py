@@ -61,11 +61,7 @@ DP = Transfer(name="DP_PROTO", send={"dp": ROWS}, receive={"dp": ROWS})
 ALL_TO_ALL = Transfer(name="ALL_TO_ALL", send=None, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
 
 TRAIN = Transfer(
-    name="TRAIN",
-    send={"dp": ROWS},
-    receive={"dp": Partial("sum")},
-    at={"pp": -1, "tp": 0},
-    is_balanced=True,
+    name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial("sum")}, at={"pp": -1, "tp": 0}, is_balanced=True
 )
 """Rows are shared out over dp by their tokens, reports come back as shares of one."""
 TRAIN_PAIRS = Transfer(

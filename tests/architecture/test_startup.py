@@ -24,6 +24,8 @@ HEAVY = (
 )
 HELP_S = 0.5
 ERROR_S = 2.0
+CHECK_S = 2.0
+"""Of a whole recipe with its rows as tokens: half of it on an idle core."""
 
 
 def imported_by(code: str) -> set[str]:
@@ -72,3 +74,11 @@ def test_a_wrong_setting_is_found_before_torch_is_loaded(command: str, root: Pat
         imported_by(f"from rillflow.cli.main import main\nassert main({arguments}) == 2") & {"torch"} == set()
     )
     assert best_of(3, *arguments, code=2) < ERROR_S
+
+
+def test_a_recipe_of_a_new_model_is_checked_without_torch_and_transformers(root: Path) -> None:
+    """Its rows become tokens by the ``tokenizers`` library alone."""
+    arguments = ["check", str(root / "recipes/arithmetic/run.toml")]
+    there = imported_by(f"from rillflow.cli.main import main\nassert main({arguments}) == 0")
+    assert "tokenizers" in there and there & {"torch", "transformers"} == set()
+    assert best_of(2, *arguments, code=0) < CHECK_S

@@ -73,6 +73,13 @@ def worker(cluster: RayBackend | InlineBackend, role: str, pool: str, size: int)
     return group
 
 
+def test_no_process_is_started_that_becomes_no_rank(on_ray: RayBackend) -> None:
+    """Ray would start one for every core as well, and each imports for a second."""
+    assert on_ray._folder is not None
+    started = list(on_ray._folder.glob("session_latest/logs/worker-*.out"))
+    assert len(started) == sum(pool.size for pool in POOLS)
+
+
 def test_a_silent_rank_is_named_with_whom_waits_for_it(cluster: RayBackend | InlineBackend) -> None:
     group = worker(cluster, "silent", "main", 2)
     slow = group.call("sleep", BATCH, seconds=3.0)

@@ -203,6 +203,23 @@ def test_a_conversation_is_asked_through_the_template(
         assert said(chat, "--messages", "-") == expected
 
 
+@pytest.mark.parametrize("words", [["--system", "0 1"], ["--messages", "turns.json"]])
+def test_a_model_without_a_template_refuses_conversations_once(
+    words: list[str],
+    make_run: Callable[..., str],
+    said: Said,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not again for every line."""
+    run = make_run("1+1=", template=None)
+    (tmp_path / "turns.json").write_text(json.dumps([USER]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n2+2=\n"))
+    code, out, error = said(run, *words)
+    assert (code, out) == (2, "") and error.count("has no chat template") == 1
+
+
 def test_rendered_text_is_asked_as_it_was_trained(make_run: Callable[..., str], said: Said) -> None:
     run = make_run("u:1+1=;a:", rendered=True)
     assert said(run, "1+1=<|end|>u:")[0] == 0, "a special token is one token, not text"
@@ -229,11 +246,6 @@ def test_messages_that_cannot_be_asked_are_refused(
     code, _, error = said(make_run(), "--messages", str(file), "1+1=")
     assert code == 2 and "PROMPT beside --messages" in error
     assert "there.json" in said(make_run(), "--messages", str(tmp_path / "there.json"))[2]
-
-
-def test_a_model_of_plain_text_takes_no_conversation(make_run: Callable[..., str], said: Said) -> None:
-    code, _, error = said(make_run("1+1=", template=None), "--system", "0 1", "17+25=")
-    assert code == 2 and "the model has no chat template" in error
 
 
 def test_a_system_message_that_training_had_is_missed(

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast as _loaded  # noqa: F401  importing it is in no case's time
 
 from rillflow.cli.main import main
-from rillflow.models import tokenizer as _loaded  # noqa: F401  reading the library is in no case's time
 
 LIMIT_S = 1.0
-"""Processor time of a case, the library of tokenisers read before: that takes another second or two."""
+"""Processor time of a case; a conversation is rendered by transformers, whose import takes another second."""
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 REWARD = """
 def brief(prompts, completions, **_):
@@ -182,6 +182,11 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
     "heads that do not divide": (nothing, f"{ALONE} {NEW}", "30 / 4 leaves 2"),
     "two models": (nothing, "policy.model.new={}", "both path"),
     "no model": (nothing, ALONE, "neither path nor new"),
+    "template variable taken": (
+        nothing,
+        "task.template_arguments={add_generation_prompt = true}",
+        "'add_generation_prompt' is taken by the rendering itself",
+    ),
     "reward taken away": (nothing, "reward=none", "reward is none"),
     "too many prompts a step": (
         nothing,
@@ -334,6 +339,12 @@ def test_the_folder_itself_is_sound(folder: Path, capsys: pytest.CaptureFixture[
         (nothing, "algorithm.prompts_per_step=100", "within a step, prompts repeat"),
         (nothing, "evaluate=none", ""),
         (
+            nothing,
+            "algorithm.name=safe_rlhf cost={function = 'reward.py:brief'} algorithm.cost_margin=0.1 "
+            "algorithm.cost_limit=0.05",
+            "the multiplier aims at a mean cost of -0.05",
+        ),
+        (
             lambda folder: text("prompts.jsonl", b"\xef\xbb\xbf" + (folder / "prompts.jsonl").read_bytes())(
                 folder
             ),
@@ -349,7 +360,16 @@ def test_the_folder_itself_is_sound(folder: Path, capsys: pytest.CaptureFixture[
             "",
         ),
     ],
-    ids=["many rows", "many threads", "prompts repeat", "no evaluation", "BOM", "blank line", "CRLF"],
+    ids=[
+        "many rows",
+        "many threads",
+        "prompts repeat",
+        "no evaluation",
+        "price out of reach",
+        "BOM",
+        "blank line",
+        "CRLF",
+    ],
 )
 def test_what_looks_odd_and_can_be_done_is_ready(
     spoil: Spoil, settings: str, note: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rillflow.errors import ModelError
+from rillflow.config.load import validate
+from rillflow.errors import ConfigError, ModelError
 from rillflow.models.tokenizer import Chat, Tokenizer
+from rillflow.tasks.config import TaskConfig
 
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}"
@@ -155,3 +159,13 @@ def test_a_rendered_answer_keeps_its_own_end() -> None:
     ended, open_ = qwen().encode_completions(["sat<|im_end|>\n", "sat"], is_rendered=True)
     assert shown(qwen(), ended) == "sat<|im_end|>\n"
     assert shown(qwen(), open_) == "sat<|im_end|>"
+
+
+def test_no_variable_of_a_template_has_the_name_of_what_rendering_takes() -> None:
+    """All that transformers' own call takes, but for documents, which the template alone reads."""
+    taken = {*inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters, "messages"}
+    for name in taken - {"self", "kwargs", "documents"}:
+        with pytest.raises(ConfigError, match=f"'{name}' is taken by the rendering itself"):
+            validate(TaskConfig, {"template_arguments": {name: 1}}, "task")
+    free = {"enable_thinking": False, "documents": "none"}
+    assert validate(TaskConfig, {"template_arguments": free}, "task").template_arguments == free

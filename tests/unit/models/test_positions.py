@@ -79,7 +79,7 @@ def load(tmp_path: Path) -> Load:
     """The model of a directory that transformers alone has written."""
 
     def make(config: PreTrainedConfig) -> LanguageModel:
-        tokenizer = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz", CONTEXT)
+        tokenizer = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz", CONTEXT).library
         torch.manual_seed(0)
         config.vocab_size = len(tokenizer)
         module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -39,7 +39,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def tokenizer(template: str | None = None) -> Tokenizer:
-    inner = character_tokenizer(ALPHABET, 64)
+    inner = character_tokenizer(ALPHABET, 64).library
     inner.chat_template = template
     return Tokenizer(inner)
 

@@ -27,7 +27,7 @@ ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz:\n"
 
 
 def tokenizer(template: str | None = None) -> Tokenizer:
-    inner = character_tokenizer(ALPHABET, 64)
+    inner = character_tokenizer(ALPHABET, 64).library
     inner.chat_template = template
     return Tokenizer(inner)
 
@@ -124,7 +124,7 @@ def test_a_demonstration_is_prompt_answer_and_end() -> None:
 
 
 def test_the_end_token_is_trained_although_it_pads_too() -> None:
-    inner = character_tokenizer(ALPHABET, 64)
+    inner = character_tokenizer(ALPHABET, 64).library
     assert inner.pad_token_id == inner.eos_token_id
     batch = answered_batch(learnt([example(0), example(1, "1+1=", "22222")]), epoch=0)
     last = batch.ragged("tokens").bounds[1:] - 1
@@ -134,7 +134,7 @@ def test_the_end_token_is_trained_although_it_pads_too() -> None:
 
 
 def test_a_begin_token_is_in_the_prompt_and_not_in_the_loss() -> None:
-    inner = character_tokenizer(ALPHABET, 64)
+    inner = character_tokenizer(ALPHABET, 64).library
     inner.add_special_tokens({"bos_token": "<|begin|>"})
     begin = inner.bos_token_id
     inner.backend_tokenizer.post_processor = processors.TemplateProcessing(
