@@ -36,7 +36,12 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-NAMES = [name for name in ALGORITHMS if (RECIPES / name / "run.toml").is_file() or name == "grpo"]
+NAMES = [
+    name
+    for name in ALGORITHMS
+    if name == "grpo" or (name != "preference" and (RECIPES / name / "run.toml").is_file())
+]
+"""Whatever is trained on a reward; a reward model is not."""
 PEERS = ("torch", "transformers")
 FIRST, LAST = 4, 3
 """Steps that are averaged, at the beginning and at the end."""

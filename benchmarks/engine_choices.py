@@ -1,6 +1,6 @@
 """What decided the engines' choices: how a row attends, how it is drawn, and which shapes round alike.
 
-    python benchmarks/kernels.py
+    python benchmarks/engine_choices.py
 
 First table: attention of one query a row over a cache, in microseconds a layer; four layers' caches are
 gone through in turn, as in a pass. Second: one token of each of 16 rows drawn from a large vocabulary, in
