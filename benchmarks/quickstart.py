@@ -37,9 +37,10 @@ def run_seed(seed: int, folder: Path, settings: list[str]) -> str:
     run = folder / f"seed-{seed}"
     command = [sys.executable, "-m", "rillflow.cli.main", "run", str(RECIPE), "--dir", str(run), "--quiet"]
     settings = [f"run.seed={seed}", *settings]
-    began, cpu = time.monotonic(), children_cpu_s()
+    began, cpu, stolen = time.monotonic(), children_cpu_s(), stolen_s()
     subprocess.run([*command, *(word for each in settings for word in ("--set", each))], check=True)
     seconds, cpu = time.monotonic() - began, children_cpu_s() - cpu
+    stolen = (stolen_s() - stolen) / ((os.cpu_count() or 1) * seconds)
     looks = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     cells = [
         f"{look['correct'] / look['count']:.3f} [{look['interval'][0]:.3f}, {look['interval'][1]:.3f}]"
@@ -47,13 +48,21 @@ def run_seed(seed: int, folder: Path, settings: list[str]) -> str:
     ]
     saved = checkpoints_s(run, [look["step"] for look in looks], settings)
     shown = f"{saved:.2f} ({saved / seconds:.1%})"
-    return f"| {seed} | {seconds:.0f} | {cpu:.0f} | {cells[0]} | {cells[1]} | {shown} |"
+    return f"| {seed} | {seconds:.0f} | {cpu:.0f} | {stolen:.0%} | {cells[0]} | {cells[1]} | {shown} |"
 
 
 def children_cpu_s() -> float:
     """Processor seconds of the processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def stolen_s() -> float:
+    """Seconds, of all processors, for which the host of a virtual machine ran others; 0 where nobody says."""
+    counts = Path("/proc/stat")
+    if not counts.exists():
+        return 0.0
+    return int(counts.read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def checkpoints_s(run: Path, evaluated: list[int], settings: list[str]) -> float:
@@ -93,10 +102,11 @@ def main() -> None:
             "",
             "Seconds are of the whole process, imports, report and evaluations included. Accuracy is greedy,",
             "on 500 held-out problems, with its 95% interval: after the warm start, and after GRPO.",
-            "Checkpoints: seconds spent on them, and the share of the run.",
+            "Stolen: the share of the processors' time that the machine's host gave to others. Checkpoints:",
+            "seconds spent on them, and the share of the run.",
             "",
-            "| seed | seconds | processor seconds | before GRPO | after | checkpoints |",
-            "|---|---|---|---|---|---|",
+            "| seed | seconds | processor seconds | stolen | before GRPO | after | checkpoints |",
+            "|---|---|---|---|---|---|---|",
             *rows,
             "",
         ]
