@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from rillflow.cluster.backend import Site
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import choose_device, load_model
 from rillflow.models.scalar_model import load_scalar_model
 from rillflow.models.tokenizer import Tokenizer
+from rillflow.observe.durable import write_error
 from rillflow.placement.mesh import Mesh
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
@@ -66,11 +68,7 @@ def policy(
         torch.set_num_threads(threads)
     loaded = load_model(model, seed=seed, device=choose_device(device), base=base)
     share, sampler = lay_out(
-        loaded,
-        mesh=meshes.train,
-        is_sharded=meshes.is_sharded,
-        generate=meshes.generate,
-        ranks=site.ranks,
+        loaded, mesh=meshes.train, is_sharded=meshes.is_sharded, generate=meshes.generate, ranks=site.ranks
     )
     return Policy(share, train=train, rollout=rollout, seed=seed, updates=1, version=version, sampler=sampler)
 
@@ -173,5 +171,12 @@ def voice(lead: Policy | RewardModel) -> tuple[Tokenizer, int]:
 
 
 def keep_policy(policy: Policy, folder: Path) -> None:
-    """Write the policy as it is now, so that a reference, and a resumed run's reference, can be it."""
-    policy.save_weights(folder)
+    """Write the policy as it is now, so that a reference, and a resumed run's reference, can be it.
+
+    Raises:
+        RunDirectoryError: the disk is full or cannot be written.
+    """
+    try:
+        policy.save_weights(folder)
+    except (OSError, SafetensorError) as error:
+        raise write_error(folder, error) from error

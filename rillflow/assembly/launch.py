@@ -28,7 +28,7 @@ from rillflow.assembly.resume import (
     resolved,
 )
 from rillflow.assembly.row_names import rows_named
-from rillflow.errors import RillflowError
+from rillflow.errors import RillflowError, RunDirectoryError
 from rillflow.observe import layout
 from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
@@ -99,9 +99,10 @@ def launch(
             except Exception:
                 _leave_report(run, progress)
                 raise
-            run.write_json(layout.FINISHED, {"steps": recipe.total_steps})
-            run.write_json(layout.SUMMARY, summarise(path).as_json())
-            write_report(path)
+        try:
+            _write_report(run)
+        except RunDirectoryError as error:  # the run is whole without
+            progress.note(f"the run is finished, and its report is not; the same command writes it: {error}")
         summary = summarise(path)
     if not quiet:
         Progress.say(render_text(summary))
@@ -116,10 +117,15 @@ def _leave_report(run: RunDirectory, progress: Progress) -> None:
     if not holds_step(run.path):
         return
     try:
-        run.write_json(layout.SUMMARY, summarise(run.path).as_json())
-        progress.note(f"what there is so far: {write_report(run.path)}")
+        progress.note(f"what there is so far: {_write_report(run)}")
     except Exception as second:  # noqa: BLE001  what ended the run is the first error
         progress.note(f"its report could not be written: {second}")
+
+
+def _write_report(run: RunDirectory) -> Path:
+    """Write the summary and the report; where the latter is."""
+    run.write_json(layout.SUMMARY, summarise(run.path).as_json())
+    return write_report(run.path)
 
 
 def _steps(recipe: Recipe) -> dict[str, int]:
@@ -181,6 +187,7 @@ def _train(
         try:
             with rows_named(task):
                 build.train(progress, interruption)
+                run.write_json(layout.FINISHED, {"steps": recipe.total_steps})
         except RillflowError as error:
             error.is_underway = True
             raise

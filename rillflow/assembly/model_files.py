@@ -22,18 +22,7 @@ from rillflow.models.weight_files import check_weight_files, unusable
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-_ALIKE = (
-    "gemma",
-    "gemma3_text",
-    "gpt2",
-    "granite",
-    "llama",
-    "mistral",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-)
+_ALIKE = ("gemma", "gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 """Model types of which every layer has the same weights."""
 _IN_LAYER = re.compile(r"((?:.*?\.)?(?:layers|h)\.)(\d+)(\..+)")
 

@@ -120,10 +120,7 @@ def _require_same_rows(task: Task[Example], run: Path) -> None:
     """Refuse data of which a row that the run has had is another now, or is gone."""
     kept, now = _kept_data(run), task.fingerprint
     apart, drawn = (task.held_out, ()) if now.held_out else ((), task.held_out)
-    for part, digests, rows in (
-        ("held_out", now.held_out, apart),
-        ("rows", now.rows, (*task.train, *drawn)),
-    ):
+    for part, digests, rows in (("held_out", now.held_out, apart), ("rows", now.rows, (*task.train, *drawn))):
         place = first_changed(kept[part], digests, may_grow=part == "rows")
         if place is None:
             continue

@@ -1,0 +1,235 @@
+"""Any write may fail, or be the last thing a driver does: resumed, the run has the bits of one left alone.
+
+test ── "the 3rd write on metrics.jsonl fails" ──> a process that runs recipes, disk_faults.c in front of libc
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.flows.conftest import Tiny
+
+SOURCE = Path(__file__).with_name("disk_faults.c")
+REST = """
+steps = 2
+loss.kl = 0.01
+[task]
+source = "prompts.jsonl"
+held_out = 2
+[evaluate]
+problems = 2
+every = 1
+"""
+OFTEN = "run.checkpoint_every=1"
+RUNNER = """
+import contextlib, ctypes, io, json, os, sys
+from rillflow.cli.main import main
+
+faults = ctypes.CDLL(None)
+text, number = ctypes.c_char_p, ctypes.c_long
+faults.faults_begin.argtypes = [text, number, ctypes.c_int, ctypes.c_int, text]
+for line in sys.stdin:
+    order = json.loads(line)
+    out, err = io.StringIO(), io.StringIO()
+    child = os.fork() if order["error"] < 0 else None
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print("ANSWER", json.dumps({"code": code, "out": "", "err": ""}), flush=True)
+        continue
+    given = order["folder"].encode(), order["turn"], order["error"], order["lasts"], order["tell"].encode()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        faults.faults_begin(*given)
+        code = main(order["words"])
+        faults.faults_end()
+    if child == 0:
+        os._exit(code)
+    print("ANSWER", json.dumps({"code": code, "out": out.getvalue(), "err": err.getvalue()}), flush=True)
+"""
+NUMBERS = re.compile(r"(?<=step-)\d{6}|(?<=reward-)[0-9a-f]{16}|(?<=/\.tmp)\w{6}")
+DRAFT = "checkpoints/.step-N.draft"
+MODEL = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+REPLACED = ("config.json", "environment.json", "data.json", "finished.json", "summary.json", "report.html")
+WRITES = {
+    "create write": ["evaluations.jsonl", "spans.jsonl", "metrics.jsonl"],
+    "create write flush": [
+        *(f".{name}.tmp" for name in REPLACED),
+        "sources/.reward-N.py.tmp",
+        "rollouts/.step-N.jsonl.tmp",
+        *(f"{folder}/{name}" for folder in (".reference.draft", f"{DRAFT}/.policy.draft") for name in MODEL),
+        f"{DRAFT}/.policy.optimizer.draft/.weights.json.tmp",
+        f"{DRAFT}/state.json",
+        f"{DRAFT}/manifest.json",
+    ],
+    "create cut write": [
+        f"{folder}/.tmpN"  # safetensors has names of its own
+        for folder in (".reference.draft", f"{DRAFT}/.policy.draft", f"{DRAFT}/.policy.optimizer.draft")
+    ],
+    "create cut place": ["run.lock"],
+    "flush": [
+        ".reference.draft/model.safetensors",
+        f"{DRAFT}/.policy.draft/model.safetensors",
+        f"{DRAFT}/.policy.optimizer.draft/rank-00000.safetensors",
+        *(f"{DRAFT}/policy/{name}" for name in (*MODEL, "model.safetensors")),
+        *(f"{DRAFT}/policy.optimizer/{name}" for name in ("weights.json", "rank-00000.safetensors")),
+    ],
+    "folder flush": [
+        *(".", "sources", "rollouts", "checkpoints", ".reference.draft", DRAFT),
+        *(f"{DRAFT}/.policy.draft", f"{DRAFT}/.policy.optimizer.draft"),
+    ],
+    "rename flush": [f"{DRAFT}/policy", f"{DRAFT}/policy.optimizer"],
+    "rename": [
+        *REPLACED,
+        *("sources/reward-N.py", "reference", "rollouts/step-N.jsonl", "checkpoints/step-N"),
+        f"{DRAFT}/.policy.optimizer.draft/weights.json",
+    ],
+}
+"""What a run does with each of its files and folders, a call or more."""
+KILL = -1
+EVERY_DAY = {
+    ("write", "metrics.jsonl", errno.ENOSPC),
+    ("write", "rollouts/.step-N.jsonl.tmp", errno.EIO),
+    ("write", f"{DRAFT}/.policy.draft/.tmpN", errno.ENOSPC),
+    ("rename", "checkpoints/step-N", errno.EIO),
+    ("write", ".report.html.tmp", errno.ENOSPC),
+    ("flush", f"{DRAFT}/manifest.json", KILL),
+}
+
+
+def cases() -> Iterator[Any]:
+    """A full disk stays full; an error of a device comes once; a driver is killed where it would write."""
+    for calls, files in WRITES.items():
+        for call in calls.split():
+            kinds = {errno.ENOSPC: call not in ("flush", "cut"), errno.EIO: call not in ("create", "folder")}
+            for error in (*(kind for kind, can_be in kinds.items() if can_be), KILL):
+                for file in files:
+                    marks = [] if (call, file, error) in EVERY_DAY else [pytest.mark.slow]
+                    name = f"{call} {file} {'killed' if error == KILL else errno.errorcode[error]}"
+                    yield pytest.param(call, file, error, id=name, marks=marks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Faulty(Tiny):
+    """Tiny runs in a process whose writes below a run's directory can be made to fail."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
+        super().__init__(folder)
+        self._process = process
+
+    def failing(self, name: str, turn: int = 0, error: int = 0, lasts: bool = False, tell: str = "") -> Ended:
+        """Run the recipe; the ``turn``-th write below its directory fails, and all later ones if it lasts."""
+        words = ["run", str(self.recipe), "--dir", str(self.folder / name), "--set", OFTEN]
+        order = {"folder": str(self.folder / name), "turn": turn, "error": error, "lasts": lasts}
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(json.dumps(order | {"tell": tell, "words": words}) + "\n")
+        stdin.flush()
+        for line in stdout:
+            if line.startswith("ANSWER "):
+                return Ended(**json.loads(line.removeprefix("ANSWER ")))
+        raise AssertionError("the process that runs recipes has ended")
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler for the shim")
+    folder = tmp_path_factory.mktemp("faults")
+    shim = folder / "faults.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, SOURCE, "-ldl"], check=True, timeout=60)
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUNNER],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "LD_PRELOAD": str(shim)},
+    )  # fmt: skip
+    made = Faulty(folder, process)
+    made.write(REST)
+    made.write_rows(12)
+    yield made
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def writes(faulty: Faulty) -> list[str]:
+    """Every write of a run that nothing stopped, as ``call file``; the run is called ``whole``."""
+    assert faulty.failing("whole", tell=str(faulty.folder / "told")).code == 0
+    return (faulty.folder / "told").read_text().splitlines()
+
+
+def plain(what: str) -> str:
+    return NUMBERS.sub("N", what)
+
+
+def last_of_the_start(writes: list[str]) -> int:
+    """What fails until then has started nothing: that is exit code 2."""
+    return len(writes) - writes[::-1].index("rename environment.json") + 1
+
+
+@pytest.mark.parametrize(("call", "file", "error"), [*cases()])
+def test_a_run_survives_a_write_that_fails(
+    faulty: Faulty, writes: list[str], call: str, file: str, error: int
+) -> None:
+    lasts, name = error == errno.ENOSPC, "run"
+    turns = [turn for turn, what in enumerate(writes, 1) if plain(what) == f"{call} {file}"]
+    turn = turns[0] if lasts else turns[-1]
+    shutil.rmtree(faulty.folder / name, ignore_errors=True)
+    ended = faulty.failing(name, turn, error, lasts)
+    if error == KILL:
+        assert ended.code == -signal.SIGKILL
+    else:
+        assert_said(ended, error, turn, writes)
+    again = faulty.failing(name)
+    assert again.code == 0, again
+    assert_whole(faulty, name)
+
+
+def assert_said(ended: Ended, error: int, turn: int, writes: list[str]) -> None:
+    """The error is ours, with the system's reason; its code says how far the run was."""
+    said = ended.err if ended.code else ended.out
+    assert re.search(r"cannot (be )?write", said) and os.strerror(error) in said, ended
+    assert "Traceback" not in said and "mend what that line does" not in said, ended
+    if turn > writes.index("create .summary.json.tmp"):
+        assert ended.code == 0 and "the run is finished, and its report is not" in said, ended
+    else:
+        assert ended.code == (1 if turn > last_of_the_start(writes) else 2), ended
+
+
+def test_the_table_has_every_write_of_a_run(writes: list[str]) -> None:
+    known = {f"{call} {file}" for calls, files in WRITES.items() for call in calls.split() for file in files}
+    assert {*map(plain, writes)} == known
+
+
+def assert_whole(faulty: Faulty, name: str) -> None:
+    """A run is as the one that nothing stopped, to the last file."""
+    faulty.assert_same("whole", name)
+    whole, run = faulty.folder / "whole", faulty.folder / name
+    for file in (whole / "rollouts").iterdir():
+        assert (run / "rollouts" / file.name).read_bytes() == file.read_bytes()
+    judged = [
+        [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
+        for lines in (faulty.lines(each, "evaluations.jsonl") for each in (name, "whole"))
+    ]
+    assert judged[0] == judged[1]
+    first, second = ({path.relative_to(each) for path in each.rglob("*")} for each in (run, whole))
+    assert first == second
