@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -95,6 +95,9 @@ class Backend(Protocol):
 
     def is_ready(self, reference: Any) -> bool:
         """Whether reading would not wait."""
+
+    def mend(self, pools: Collection[str], deadline_s: float) -> None:
+        """After a call that failed: let the ranks of these pools meet again, once none of them is at work."""
 
     def close(self) -> None:
         """End every rank; nothing is left behind. Calling it again changes nothing."""

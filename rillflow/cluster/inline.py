@@ -14,9 +14,8 @@ Loop of a rank's thread
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from rillflow.cluster.backend import Site, Traffic, Work
@@ -75,12 +74,7 @@ class InlineBackend:
 
     def read(self, reference: Any, deadline_s: float) -> Any:
         """See Backend."""
-        try:
-            return reference.result(deadline_s)
-        except FutureTimeoutError:
-            if reference.done():
-                raise
-            raise TimeoutError from None
+        return reference.result(deadline_s)
 
     def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
         """See Backend."""
@@ -94,8 +88,14 @@ class InlineBackend:
 
     def is_ready(self, reference: Any) -> bool:
         """See Backend."""
-        ready: bool = reference.done()
-        return ready
+        return bool(reference.done())
+
+    def mend(self, pools: Collection[str], deadline_s: float) -> None:
+        """See Backend."""
+        idle = [thread.submit(int) for place, thread in self._threads.items() if place.pool in pools]
+        if not wait(idle, timeout=deadline_s).not_done:
+            for pool in self._circles.keys() & pools:
+                self._circles[pool].mend()
 
     def close(self) -> None:
         """See Backend; a call that still runs is waited for."""

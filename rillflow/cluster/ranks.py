@@ -114,6 +114,12 @@ class Circle:
         for part in parts:
             part.abort()
 
+    def mend(self) -> None:
+        """Let them meet again, once none of them is in a call."""
+        self.barrier.reset()
+        for part in self._parts.values():
+            part.mend()
+
 
 class ThreadRanks:
     """A rank that is a thread of this process.

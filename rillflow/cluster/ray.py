@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -150,6 +150,9 @@ class RayBackend:
     def is_ready(self, reference: Any) -> bool:
         """See Backend."""
         return bool(ray.wait([reference], timeout=0)[0])
+
+    def mend(self, pools: Collection[str], deadline_s: float) -> None:
+        """See Backend; processes meet as before, and not without one that has died."""
 
     def close(self) -> None:
         """See Backend."""

@@ -128,7 +128,7 @@ def write_role(role: Saved, folder: Path) -> None:
         RunDirectoryError: it does not, or the disk fails; it says what is needed and what is free.
     """
     try:
-        if _free_bytes(folder) < role.saved_bytes * 1.05:
+        if shutil.disk_usage(folder).free < role.saved_bytes * 1.05:
             raise OSError(errno.ENOSPC, "")
         role.save(folder)
     except (OSError, SafetensorError) as error:
@@ -170,16 +170,12 @@ def latest_checkpoint(folder: Path, run: str = "") -> Checkpoint | None:
 
 def _found(folder: Path) -> list[Path]:
     """Checkpoint directories, newest first."""
-    if not folder.is_dir():
-        return []
-    named = (path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted(named, key=lambda path: (_step(path), not path.suffix), reverse=True)
 
 
 def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match.group(1))
+    return int(path.stem.removeprefix("step-"))
 
 
 def _problem(path: Path, run: str) -> str | None:
@@ -221,10 +217,6 @@ def _digests(folder: Path) -> dict[str, dict[str, Any]]:
 def _digest(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
 
 
 def _flush_below(folder: Path) -> None:

@@ -110,6 +110,10 @@ class GroupExecutor:
         name, work = f"{role}: {function.__name__}", (program.look, role, function)
         return self._at(self.groups[role].places, name, work, arguments, {})
 
+    def mend(self, roles: Sequence[str], deadline_s: float) -> None:
+        """Let the ranks of these roles meet again after a call that failed; see Backend."""
+        self._backend.mend({self.groups[role].places[0].pool for role in roles}, deadline_s)
+
     def _home(self, batches: Sequence[Any]) -> Place:
         """Where the first batch is, at least a part of it."""
         for batch in batches:

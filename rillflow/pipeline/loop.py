@@ -229,8 +229,10 @@ class Loop:
 
     def _rescue(self, phase: Phase) -> None:
         wait_s = min(RESCUE_S, self._deadline_s)
-        if self._place.step > self._saved_step and self._updates(phase, wait_s) == self._place.updates:
-            self._checkpoint(phase, wait_s)
+        if self._place.step > self._saved_step:
+            phase.executor.mend(phase.trained, wait_s)
+            if self._updates(phase, wait_s) == self._place.updates:
+                self._checkpoint(phase, wait_s)
 
     def _step(self, phase: Phase, step: int) -> None:
         began = time.monotonic()

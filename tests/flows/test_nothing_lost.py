@@ -11,6 +11,7 @@ import pytest
 from rillflow.cli.main import main
 from rillflow.observe.reader import best_step
 from rillflow.pipeline import loop
+from rillflow.train.learner import Learner
 from tests.flows.conftest import Tiny
 
 REST = """
@@ -27,6 +28,7 @@ problems = 4
 REWARD = """
 from pathlib import Path
 FAILS_AT = Path(__file__).with_name("fails_at")
+FAILS_ON = Path(__file__).with_name("fails_on")
 calls = 0
 
 def reward(prompts, completions, **_):
@@ -34,6 +36,8 @@ def reward(prompts, completions, **_):
     calls += 1
     if FAILS_AT.exists() and calls >= int(FAILS_AT.read_text()):
         raise ConnectionError("the judge is down")
+    if FAILS_ON.exists() and FAILS_ON.read_text() in prompts:
+        raise ConnectionError("the judge of this rank is down")
     return [sum(letter < "5" for letter in text) / 3 for text in completions]
 """
 
@@ -78,6 +82,56 @@ def test_an_outage_in_an_evaluation_loses_neither_the_step_nor_the_evaluation(ti
     ]
     assert seen[0] == seen[1]
     assert [step for step, _ in seen[0]] == [0, 2, 4, 6]
+
+
+BOTH = (
+    *("placement.pools={main=2}", "placement.train={main={dp=2}}"),
+    *("placement.backend=inline", "reward.max_failures=0"),
+)
+
+
+def prompt_of(tiny: Tiny, name: str, step: int) -> str:
+    """A prompt of the last rank's part of a step; none of those that a reward is tried on before."""
+    return str(tiny.lines(name, f"rollouts/step-{step:06d}.jsonl")[-3]["prompt"])
+
+
+def test_an_outage_at_one_rank_of_several_loses_no_step(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other rank has its rewards, and waits for nobody when the step before is saved."""
+    assert tiny.run("whole", *BOTH) == 0
+    (tiny.folder / "fails_on").write_text(prompt_of(tiny, "whole", 3))
+    assert tiny.run("late", *BOTH) == 1
+    said = capsys.readouterr()
+    assert "the judge of this rank is down" in said.err
+    assert "step 2 is saved: the same command goes on from there" in said.out
+    assert tiny.steps_kept("late") == [2]
+    (tiny.folder / "fails_on").unlink()
+    assert tiny.run("late", *BOTH) == 0
+    assert "resuming after step 2" in capsys.readouterr().out
+    tiny.assert_same("whole", "late")
+
+
+def test_an_error_of_one_rank_in_the_update_saves_the_step_before_it(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank waits in the sum of the gradients, and has made no optimiser step either."""
+    step = Learner.step
+
+    def failing(self: Learner[Any], *aims: Any) -> Any:
+        if self.updates == 2 and self._ranks.rank == 1:
+            raise ArithmeticError("a bit of this rank fell over")
+        return step(self, *aims)
+
+    assert tiny.run("whole", *BOTH) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "step", failing)
+        assert tiny.run("late", *BOTH) == 1
+    said = capsys.readouterr()
+    assert "a bit of this rank fell over" in said.err
+    assert "step 2 is saved: the same command goes on from there" in said.out
+    assert tiny.run("late", *BOTH) == 0
+    tiny.assert_same("whole", "late")
 
 
 def test_an_error_after_an_optimiser_step_saves_no_mixture(

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rillflow.dataflow import checkpoint as module
 from rillflow.dataflow.checkpoint import kept_steps, latest_checkpoint, save_checkpoint, write_role
 from rillflow.errors import RunDirectoryError
 from rillflow.models.checkpoint import save_model
@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_says_what_is_needed(
     tmp_path: Path, model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1, model)
-    monkeypatch.setattr(module, "_free_bytes", lambda _: 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(RunDirectoryError) as caught:
         save(tmp_path, 2, model)
     assert "No space left on device" in caught.value.what
