@@ -23,8 +23,13 @@ from rillflow.dataflow.flow import Flow
 TIMES = {"run/step_seconds/mean"}
 
 
+def words(recipe: Path, run: Path, *more: str) -> list[str]:
+    return ["run", str(recipe), "--set", f"run.dir={run}", *more]
+
+
 def command(recipe: Path, run: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "rillflow.cli.main", "run", str(recipe), "--set", f"run.dir={run}", *more]
+    """A process of its own: to be killed, or to know nothing of what was before."""
+    return [sys.executable, "-m", "rillflow.cli.main", *words(recipe, run, *more)]
 
 
 def numbers(run: Path) -> list[tuple[int, str, dict[str, object]]]:
@@ -64,7 +69,7 @@ def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> Non
 def whole(shared_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing stopped; the tests only read it."""
     run = tmp_path_factory.mktemp("runs") / "whole"
-    subprocess.run(command(shared_recipe, run, "--quiet"), check=True, timeout=200)
+    assert main(words(shared_recipe, run, "--quiet")) == 0
     return run
 
 
@@ -93,7 +98,7 @@ def test_interrupted_run_resumes_bit_for_bit(recipe: Path, tmp_path: Path, whole
     assert process.returncode == 130, errors
     assert "give the same command" in errors
     assert len(numbers(run)) < 12
-    subprocess.run(command(recipe, run, "--quiet"), check=True, timeout=200)
+    assert main(words(recipe, run, "--quiet")) == 0
     assert_same_run(whole, run)
 
 
@@ -122,30 +127,25 @@ def test_a_signal_in_the_last_step_stops_nothing(recipe: Path, tmp_path: Path) -
 
     run = tmp_path / "run"
     settings = ("algorithm.steps=1", "warm_start.steps=1", "evaluate.problems=1")
-    words = [word for setting in settings for word in ("--set", setting)]
+    more = [word for setting in settings for word in ("--set", setting)]
     algorithm = replace(grpo, step=step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALGORITHMS, "grpo", algorithm)
-        assert main(["run", str(recipe), "--dir", str(run), "--quiet", *words]) == 0
+        assert main(words(recipe, run, "--quiet", *more)) == 0
     assert len(numbers(run)) == 2 and (run / "finished.json").exists()
 
 
-def test_a_finished_run_is_left_alone(shared_recipe: Path, whole: Path) -> None:
+def test_a_finished_run_is_left_alone(
+    shared_recipe: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
-    done = subprocess.run(
-        command(shared_recipe, whole), capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "finished" in done.stdout + done.stderr
+    assert main(words(shared_recipe, whole)) == 0
+    assert "finished" in "".join(capsys.readouterr())
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def test_another_config_in_the_same_directory_is_refused(shared_recipe: Path, whole: Path) -> None:
-    done = subprocess.run(
-        command(shared_recipe, whole, "--set", "algorithm.samples_per_prompt=2"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "algorithm.samples_per_prompt: 4 -> 2" in done.stderr
+def test_another_config_in_the_same_directory_is_refused(
+    shared_recipe: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(shared_recipe, whole, "--set", "algorithm.samples_per_prompt=2")) == 2
+    assert "algorithm.samples_per_prompt: 4 -> 2" in capsys.readouterr().err
