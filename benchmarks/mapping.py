@@ -29,10 +29,10 @@ from rillflow.graph.graph import Graph, Stage
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.factors import Factors
 from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
-from rillflow.planner.mapping.ranking import Ranking
-from rillflow.planner.mapping.search import search
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.problem import Problem
+from rillflow.planner.ranking import Ranking
+from rillflow.planner.search import search
 from rillflow.planner.workload import Lengths, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,16 +148,14 @@ def measure(runs: int) -> Iterator[Timed]:
 def table(timed: Sequence[Timed]) -> str:
     """The results as a table."""
     lines = [
-        "| models | devices | freshness | placements | allocations kept by bounds | solved | exact "
-        "| seconds | promised | best step, s | on |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| models | devices | freshness | placements | seconds | promised | best step, s | on |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for one in timed:
-        case, counts, best = one.case, one.ranking.counts, one.ranking.best[0]
+        case, best = one.case, one.ranking.best[0]
         lines.append(
             f"| {7 if case.judged else 4} | {case.devices} | {', '.join(map(str, case.freshness))} "
-            f"| {counts.placements} | {counts.allocations} | {counts.solved} "
-            f"| {'yes' if one.ranking.is_exact else 'no'} | {one.seconds:.2f} "
+            f"| {one.ranking.placements} | {one.seconds:.2f} "
             f"| {'' if case.limit_s is None else f'{case.limit_s:g}'} | {best.evaluation.step_s:.2f} "
             f"| {' + '.join(str(pool.devices) for pool in best.plan.pools)} |"
         )

@@ -1,60 +1,65 @@
-"""What was published about steps, what was fitted of it, and what the cost model predicts of the rest.
+"""What was published about steps, what the planner makes of it, and how far off each factor set is.
 
-    python benchmarks/planner.py --write benchmarks/results/planner.md
-    python benchmarks/planner.py --speed
+    python benchmarks/planner.py --write benchmarks/results/planner.md      # with the factors as shipped
+    python benchmarks/planner.py --fit nemo-rl                              # anew, with rows left out
 
-Every row that is known stays in the tables, right or wrong. Bold rows were fitted. The settings, their
-sources and what is assumed stand at the head of each file in ``benchmarks/published``.
+Every row is a cluster's file, a workload and a plan (``benchmarks/published``); ``evaluate`` is what
+``rillflow plan`` calls. Every row that is known stays in the tables, right or wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
-import statistics
-import time
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Sequence
+from itertools import permutations
 from pathlib import Path
+from statistics import median
 
 import numpy as np
-from published import hybridflow, nemo, tails
+from published import hybridflow, nemo, verl
+from published.fitting import Fit, Values, spread, summary
 
-from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.factors import Factors
+from rillflow.planner.factors import Accuracy
+from rillflow.planner.hardware import shipped_stacks
 
+ROOT = Path(__file__).resolve().parent
 COMMAND = "python benchmarks/planner.py --write benchmarks/results/planner.md"
-WITHIN = (0.15, 0.3)
-"""The median and the worst error aimed at."""
+FITS = ROOT / "results/fits.json"
+"""Measured over predicted of rows left out, by stack and by what was left out; ``--fit`` writes them."""
+DRAWS, DRAWN = 15, 10
+"""Fits to so many rows drawn at random, and how many each has."""
+NEMO: Fit[nemo.Row] = Fit(ratios=lambda row, values: [nemo.step_s(row, values) / row.step_s], free=nemo.FREE)
+VERL: Fit[verl.Row] = Fit(ratios=verl.ratios, free=verl.FREE)
+HEAD = ["| left out | fits | rows | median error | worst | within 15% | within 30% |", "|---" * 7 + "|"]
 
 
 def main() -> None:
-    """Write the tables, or time the cost model."""
+    """Write the tables, or fit a stack."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="a markdown file for the tables")
-    parser.add_argument("--speed", action="store_true", help="time the cost model alone")
+    parser.add_argument("--fit", choices=("nemo-rl", "verl"), help="fit a stack, and with rows left out")
     chosen = parser.parse_args()
-    if chosen.speed:
-        print("\n".join(speed_lines()))
+    if chosen.fit:
+        fit_stack(chosen.fit)
         return
-    errors: list[float] = []
-    seconds = [*nemo_lines(errors), *verl_lines(errors), *rollpacker_lines(errors)]
+    fits = json.loads(FITS.read_text("utf-8"))
     lines = [
-        "# Published steps, and what the cost model predicts",
+        "# Published steps, and what the planner predicts",
         "",
         f"`{COMMAND}`, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}. "
-        "Bold: fitted. Seconds unless said. Which settings, sources and assumptions: the heads of "
-        "`benchmarks/published/*.py`.",
+        "Each row is a cluster's file, a workload and a plan (`benchmarks/published`), and goes through "
+        "`evaluate`, as `rillflow plan` does, with the factors as shipped. Seconds unless said.",
         "",
-        "All rows in seconds together: " + _summary(errors),
-        "",
-        *seconds,
-        *areal_lines(),
+        *nemo_lines(fits["nemo-rl"]),
+        *verl_lines(fits["verl"]),
         *mesh_lines(),
         *placement_lines(),
-        *speed_lines(),
     ]
     text = "\n".join(lines) + "\n"
     if chosen.write:
@@ -63,148 +68,130 @@ def main() -> None:
         print(text)
 
 
-def nemo_lines(all_errors: list[float]) -> list[str]:
-    """The table of NeMo-RL's steps."""
+def fit_stack(name: str) -> None:
+    """Fit to all rows; then with some left out, written to ``FITS`` as soon as each is known."""
+    if name == "verl":
+        _fit(name, VERL, verl.ROWS, {"each row left out": [[row] for row in verl.ROWS]})
+        return
     rows = nemo.rows()
-    fitted = [row for row in rows if row.is_fitted]
-    values = nemo.fit(fitted)
-    lines = [
-        f"## NeMo-RL 0.4 to 0.7: {len(rows)} steps, {len(fitted)} fitted",
+    parts = {
+        what: [[row for row in rows if is_held(row)] for is_held in held]
+        for what, held in nemo.LEFT_OUT.items()
+    }
+    drawn = [random.Random(seed).sample(rows, DRAWN) for seed in range(DRAWS)]
+    others = [[row for row in rows if row not in some] for some in drawn]
+    _fit(name, NEMO, rows, {**parts, f"all but {DRAWN} drawn at random": others})
+
+
+def _fit(name: str, fit: Fit, rows: Sequence, parts: dict[str, list]) -> None:  # type: ignore[type-arg]
+    values = fit.values(rows)
+    found: dict[str, object] = {"values": values, "at_bound": fit.at_bound(values), "rows": len(rows)}
+    for what, held in parts.items():
+        ratios = fit.left_out(rows, held, values)
+        found[what] = {"fits": len(held), "ratios": [round(ratio, 4) for ratio in ratios]}
+        print(what, summary(ratios), spread(ratios), flush=True)
+        known = json.loads(FITS.read_text("utf-8")) if FITS.exists() else {}
+        FITS.write_text(json.dumps({**known, name: found}, indent=1) + "\n", "utf-8")
+    print(json.dumps(values, indent=1))
+
+
+def claimed(fit: dict[str, Values | dict]) -> Accuracy:  # type: ignore[type-arg]
+    """What a stack claims: the errors of all its rows left out, however they were."""
+    ratios = [ratio for part in fit.values() if isinstance(part, dict) for ratio in part.get("ratios", [])]
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    low, high = spread(ratios)
+    return Accuracy(
+        median=round(median(errors), 2),
+        worst=round(errors[-1], 2),
+        low=round(low, 2),
+        high=round(high, 2),
+    )
+
+
+def error_lines(fit: dict, fitted: Sequence[float], name: str) -> list[str]:  # type: ignore[type-arg]
+    """The table of a stack's errors, fitted and left out, and what it claims."""
+    rows = [f"| nothing: all fitted | 1 | {summary(fitted)} |"]
+    for what, part in fit.items():
+        if isinstance(part, dict) and "ratios" in part:
+            rows.append(f"| {what} | {part['fits']} | {summary(part['ratios'])} |")
+    told = claimed(fit)
+    shipped = shipped_stacks()[name].accuracy
+    assert shipped == told, f"stacks.toml has {shipped} for {name}, left out were {told}"
+    return [
+        *HEAD,
+        *rows,
         "",
-        "One set of factors for all models, devices and releases: "
-        + ", ".join(f"{name} {value:.3g}" for name, value in values.items())
-        + ".",
+        f"Claimed of `{name}`, all of those left out together: median error {told.median:.0%}, worst "
+        f"{told.worst:.0%}; of ten steps one takes under {told.low:.2f} of what is predicted, one over "
+        f"{told.high:.2f}. {len(fit['values'])} values; at a bound: {', '.join(fit['at_bound']) or 'none'}.",
         "",
-        "| release | device | model | ahead | devices | published | predicted | error | generate | score "
-        "| train | refit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    errors, steps = [], {}
-    for row in rows:
-        parts = nemo.predict(row, values)
-        steps[row] = parts.step
-        error = parts.step / row.step_s - 1
-        if not row.is_fitted:
-            errors.append(abs(error))
-        mark = "**" if row.is_fitted else ""
+
+
+def nemo_lines(fit: dict) -> list[str]:  # type: ignore[type-arg]
+    """NeMo-RL's steps."""
+    rows = nemo.rows()
+    found = {row: nemo.predict(row) for row in rows}
+    ratios = [one.step_s / row.step_s for row, one in found.items()]
+    lines = [f"## NeMo-RL 0.4 to 0.7: {len(rows)} steps", "", *error_lines(fit, ratios, "nemo-rl")]
+    lines += [
+        "| release | device | model | ahead | devices | published | predicted | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row, one in found.items():
         lines.append(
-            f"| {row.release} | {row.device} | {mark}{row.model}{mark} | {row.ahead} | {row.devices} "
-            f"| {row.step_s:g} | {parts.step:.1f} | {error:+.0%} | {parts.generate:.1f} | {parts.score:.1f} "
-            f"| {parts.train:.1f} | {parts.refit:.1f} |"
+            f"| {row.release} | {row.device} | {row.model} | {row.ahead} | {row.devices} "
+            f"| {row.step_s:g} | {one.step_s:.1f} | {one.step_s / row.step_s - 1:+.0%} |"
         )
-    all_errors.extend(errors)
-    return [*lines, "", _summary(errors), "", *_signs(rows, steps), ""]
-
-
-def _signs(rows: Sequence[nemo.Row], steps: dict[nemo.Row, float]) -> list[str]:
-    """Does doubling, or running ahead, gain what was published?"""
-    lines = ["| what changed | published | predicted | same sign |", "|---|---|---|---|"]
-    for one in rows:
-        for other in rows:
-            alike = (one.release, one.device, one.model, one.limit) == (
-                other.release,
-                other.device,
-                other.model,
-                other.limit,
-            )
-            doubles = one.ahead == other.ahead == 0 and other.devices == 2 * one.devices
-            ahead = one.ahead == 0 and other.ahead == 1 and other.devices == one.devices
-            if not alike or not (doubles or ahead):
-                continue
-            what = f"{one.devices} to {other.devices} devices" if doubles else f"ahead on {one.devices}"
-            published, predicted = other.step_s / one.step_s - 1, steps[other] / steps[one] - 1
-            is_same = (published < 0) == (predicted < 0)
+    lines += ["", "Does doubling, or running ahead, gain what was published?", ""]
+    lines += ["| what changed | published | predicted | same sign |", "|---|---|---|---|"]
+    for one, other in permutations(rows, 2):
+        what = _changed(one, other)
+        if what:
+            told, mine = other.step_s / one.step_s - 1, found[other].step_s / found[one].step_s - 1
+            is_same = "yes" if (told < 0) == (mine < 0) else "**no**"
             lines.append(
-                f"| {one.release} {one.device} {one.model}, {what} | {published:+.0%} | {predicted:+.0%} "
-                f"| {'yes' if is_same else '**no**'} |"
+                f"| {one.release} {one.device} {one.model}, {what} | {told:+.0%} | {mine:+.0%} | {is_same} |"
             )
-    return lines
+    return [*lines, ""]
 
 
-def verl_lines(all_errors: list[float]) -> list[str]:
-    """The table of verl's steps."""
-    fit = tails.fit_verl()
+def _changed(one: nemo.Row, other: nemo.Row) -> str:
+    """What differs between two rows that differ in one thing: twice the devices, or a step ahead."""
+    alike: Callable[[nemo.Row], object] = lambda row: (row.release, row.device, row.model, row.limit)  # noqa: E731
+    if alike(one) != alike(other) or one.ahead:
+        return ""
+    if not other.ahead and other.devices == 2 * one.devices:
+        return f"{one.devices} to {other.devices} devices"
+    return f"ahead on {one.devices}" if other.ahead == 1 and other.devices == one.devices else ""
+
+
+def verl_lines(fit: dict) -> list[str]:  # type: ignore[type-arg]
+    """verl's steps."""
+    mean = fit["values"]["mean"]
+    found = {row: verl.predict(row, mean) for row in verl.ROWS}
+    ratios = [one.step_s / row.step_s for row, one in found.items()]
     lines = [
         "## verl, Qwen2.5-Math-7B on H20, up to 28k tokens: 6 steps",
         "",
-        "Fitted: the stages of 64 in step, the update of 128 in step and of 16 + 16: mean "
-        f"{fit.mean:.0f} tokens in step and {fit.ahead_mean:.0f} ahead, train_flops "
-        f"{fit.factors.train_flops:.2f}, score_flops {fit.factors.score_flops:.2f}, decode_launch_s "
-        f"{fit.factors.decode_launch_s:.2g}; sigma {fit.sigma:g} is assumed. Published: predicted by stage.",
+        f"One mean for all rows, {mean:.0f} tokens, fitted too; sigma {verl.SIGMA:g} is assumed.",
         "",
-        "| devices | published step | predicted | error | generate | score | update |",
-        "|---|---|---|---|---|---|---|",
+        *error_lines(fit, ratios, "verl"),
+        "| devices | published step | predicted | error |",
+        "|---|---|---|---|",
     ]
-    errors, steps = [], {}
-    for row in tails.VERL:
-        parts = tails.predict_verl(row, fit)
-        steps[row.training, row.is_ahead] = parts.step
-        error = parts.step / row.step_s - 1
-        is_fitted = row in (tails.VERL[1], tails.VERL[3])
-        if not is_fitted:
-            errors.append(abs(error))
+    for row, one in found.items():
         where = f"{row.training} + {row.training} ahead" if row.is_ahead else f"{row.training} in step"
-        exposed = f"({row.generate_s:g} exposed)" if row.is_ahead else f"{row.generate_s:g}"
-        mark = "**" if is_fitted else ""
-        lines.append(
-            f"| {mark}{where}{mark} | {row.step_s:g} | {parts.step:.0f} | {error:+.0%} "
-            f"| {exposed}: {parts.generate:.0f} | {row.score_s:g}: {parts.score:.0f} "
-            f"| {row.update_s:g}: {parts.update:.0f} |"
-        )
-    all_errors.extend(errors)
+        lines.append(f"| {where} | {row.step_s:g} | {one.step_s:.0f} | {one.step_s / row.step_s - 1:+.0%} |")
+    steps = {(row.training, row.is_ahead): one.step_s for row, one in found.items()}
     doubled = steps[128, False] / steps[64, False] - 1
     return [
         *lines,
         "",
-        _summary(errors),
-        "",
         "Doubling 64 to 128 in step: published -2% over the whole run (-17% over its first 100 steps), "
-        f"predicted {doubled:+.0%}. Half the devices ahead against all in step: faster in all three, "
-        "published and predicted.",
+        f"predicted {doubled:+.0%}.",
         "",
     ]
-
-
-def areal_lines() -> list[str]:
-    """The shape of throughput over the freshness bound."""
-    predicted = tails.predict_areal(Factors(decode_row_s=2e-5))
-    published = tails.AREAL_BOUNDS
-    return [
-        "## AReaL, 1.5B on 8 devices: throughput against bound 0, nothing fitted",
-        "",
-        "| bound | " + " | ".join(str(bound) for bound in published) + " |",
-        "|---|" + "---|" * len(published),
-        "| published | " + " | ".join(f"{rate / published[0]:.2f}" for rate in published.values()) + " |",
-        "| predicted | " + " | ".join(f"{gain:.2f}" for gain in predicted.values()) + " |",
-        "",
-    ]
-
-
-def rollpacker_lines(all_errors: list[float]) -> list[str]:
-    """The table of over-sampled rounds."""
-    fit = tails.fit_rollpacker()
-    lines = [
-        "## RollPacker, Qwen2.5-7B up to 8k on 16 H800: rollout",
-        "",
-        f"Fitted on 4 of 8: median {fit.response.median:g}, sigma {fit.response.sigma:g}, of which the "
-        f"prompt's part is {fit.shared:g}, decode_launch_s {fit.factors.decode_launch_s:.2g}.",
-        "",
-        "| prompts begun | answers begun | published | predicted | error |",
-        "|---|---|---|---|---|",
-    ]
-    errors = []
-    for row in tails.ROLLPACKER:
-        predicted = tails.predict_rollpacker(row, fit)
-        error = predicted / row.seconds - 1
-        if not row.is_fitted:
-            errors.append(abs(error))
-        mark = "**" if row.is_fitted else ""
-        lines.append(
-            f"| {mark}{row.prompts:g}{mark} | {mark}{row.answers:g}{mark} | {row.seconds:g} "
-            f"| {predicted:.1f} | {error:+.0%} |"
-        )
-    all_errors.extend(errors)
-    return [*lines, "", _summary(errors), ""]
 
 
 def mesh_lines() -> list[str]:
@@ -229,10 +216,10 @@ def placement_lines() -> list[str]:
     lines = [
         "## HybridFlow, PPO on machines of 8 A100: which placement wins",
         "",
-        "Seconds of the best plan of each placement: all together; split into actor + reference and critic "
-        "+ reward; each apart. Published: the best of these, as section 8.3 says in words; the last models "
-        "are those of its figure 13. That all are together on 64 was in view when the share of the links was "
-        "chosen; the last models were not.",
+        "Seconds of the best plan found of each placement: all together; split into actor + reference and "
+        "critic + reward; each apart. Published: the best of these, as section 8.3 says in words; the last "
+        "models are those of its figure 13. That all are together on 64 was in view when the share of the "
+        "links was chosen; the last models were not.",
         "",
         "| actor, critic | devices | published | of the three | together | split | apart | best of all | s |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -255,37 +242,8 @@ def placement_lines() -> list[str]:
     return [*lines, "", f"Of {asked} published, the same of the three wins in {hits}.", ""]
 
 
-def speed_lines() -> list[str]:
-    """What the cost model itself takes."""
-    lines = [
-        "## What asking takes",
-        "",
-        "| devices | pools asked for | options found | all, s | one, ms |",
-        "|---|---|---|---|---|",
-    ]
-    for devices in (128, 1024):
-        step = hybridflow.problem("Llama-7B", devices)
-        costs, begun = CostModel(step), time.process_time()
-        sizes = step.hardware.fleets[0].sizes
-        found = [len(costs.options(unit, "a100", size)) for unit in step.units for size in sizes]
-        took = time.process_time() - begun
-        lines.append(
-            f"| {devices} | {len(found)} | {sum(found)} | {took:.2f} | {1e3 * took / len(found):.2f} |"
-        )
-    return [*lines, ""]
-
-
 def _seconds(value: float) -> str:
     return f"{value:.1f}" if value < float("inf") else "-"
-
-
-def _summary(errors: Iterable[float]) -> str:
-    found = sorted(errors)
-    near, far = (sum(error <= bound for error in found) for bound in WITHIN)
-    return (
-        f"{len(found)} predicted: median error {statistics.median(found):.0%}, worst {found[-1]:.0%}; within "
-        f"{WITHIN[0]:.0%}: {near}, within {WITHIN[1]:.0%}: {far}."
-    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
     python benchmarks/processor.py                              # some minutes, one thread
 
 One run of a recipe has too few sizes to tell products from what surrounds them; its fit starts from the
-factors found here (``rillflow.assembly.observed.CPU_FACTORS``, ``clusters/laptop.toml``). Sizes take turns,
+factors found here (``rillflow`` of ``rillflow/planner/stacks.toml``). Sizes take turns,
 so that a machine whose speed drifts is as fast for one as for the other; seconds are medians of the rounds.
 """
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 from published.models import shape
-from published.nemo import NETWORK
 
 from rillflow.assembly.drawing import graphs
 from rillflow.assembly.recipe import load_recipe
@@ -36,6 +35,7 @@ from rillflow.planner.simulator.settings import Settings
 from rillflow.planner.simulator.simulate import simulate
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
+NETWORK = 50e9
 COMMAND = "python benchmarks/simulator.py --write benchmarks/results/simulator.md"
 BOUNDS = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
 """AReaL: thousand tokens a second by freshness bound."""

@@ -1,4 +1,4 @@
-"""Draw the graphs of docs/algorithms anew, each by the command above it; ``make docs`` runs this.
+"""Draw the graphs of docs/algorithms and of the planner anew; ``make docs`` runs this.
 
 page ─ `rillflow graph RECIPE ...` draws it: ─> the command ─> the mermaid block below
 """
@@ -6,6 +6,7 @@ page ─ `rillflow graph RECIPE ...` draws it: ─> the command ─> the mermaid
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
 from contextlib import redirect_stdout
@@ -32,6 +33,25 @@ def drawn(command: str) -> str:
     return printed.getvalue()
 
 
+def graphs_of_recipes() -> dict[str, object]:
+    """The step of every shipped algorithm that samples, as ``rillflow plan --algorithm`` has it."""
+    found: dict[str, object] = {}
+    for recipe in sorted((PAGES.parents[1] / "recipes").glob("*/run.toml")):
+        *_, step = json.loads(drawn(f"graph {recipe} --format json"))
+        if step["stages"][0]["endpoint"] == "generate" or step["name"] not in found:
+            stages = [[stage["role"], stage["endpoint"]] for stage in step["stages"]]
+            edges = [[edge["source"], edge["destination"], edge["fields"]] for edge in step["edges"]]
+            found.setdefault(step["name"], {"stages": stages, "edges": edges})
+    return found
+
+
+def write_graphs() -> None:
+    """Those, as the planner's data."""
+    text = json.dumps(graphs_of_recipes(), separators=(",", ":"))
+    (PAGES.parents[1] / "rillflow/planner/graphs.json").write_text(text + "\n", "utf-8")
+
+
 if __name__ == "__main__":
     for path in sorted(PAGES.glob("*.md")):
         path.write_text(redrawn(path.read_text("utf-8")), "utf-8")
+    write_graphs()

@@ -16,10 +16,9 @@ from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
-from rillflow.planner.mapping.ranking import Effort
-from rillflow.planner.mapping.search import search
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
+from rillflow.planner.search import search
 from rillflow.planner.workload import Lengths, Workload
 
 MODELS = (
@@ -161,9 +160,7 @@ def meshes(model: str) -> dict[int, float]:
 def placed(model: str, judge: str, devices: int) -> Placed | None:
     """The best placement of a cluster; none where nothing fits."""
     try:
-        ranking = search(
-            problem(model, devices, judge=judge), CostModel, effort=Effort(kept=20, explains=False)
-        )
+        ranking = search(problem(model, devices, judge=judge), CostModel, kept=20)
     except PlanError:
         return None
     values = {_pools(one.plan): one.value for one in ranking.best}

@@ -7,13 +7,14 @@ cluster, lengths ─ Statement ─┘
 from __future__ import annotations
 
 from rillflow.assembly.observed import plan_of
-from rillflow.assembly.planning import Statement, told
+from rillflow.assembly.planning import told
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.mapping.ranking import Ranked
 from rillflow.planner.plan import Plan
+from rillflow.planner.ranking import Ranked
+from rillflow.planner.statement import Statement
 
 
 def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:

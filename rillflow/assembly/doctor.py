@@ -119,7 +119,6 @@ def extras() -> list[Finding]:
         ("pyarrow", "parquet", "prompts in Parquet files"),
         ("reasoning-gym", "gym", "reasoning-gym tasks"),
         ("ray", "ray", "runs on several ranks"),
-        ("matplotlib", "plot", "plans drawn as .png"),
     ):
         version = _version(package)
         what = version or f"not installed; only {use} need it: pip install 'rillflow[{extra}]'"

@@ -36,28 +36,6 @@ from rillflow.view.run_data import PhaseSpan, RunData, load
 
 WARM_UP = 2
 """Steps of a phase that are not looked at: memory is first taken in them."""
-CPU_FACTORS = {
-    "train_flops": 1.0,
-    "score_flops": 0.55,
-    "decode_flops": 0.62,
-    "decode_bandwidth": 0.75,
-    "touches": 2.4,
-    "head_token_s": "280 ns",
-    "pass_s": "4.7 ms",
-    "launch_s": "1.2 ms",
-    "decode_launch_s": "600 us",
-    "decode_row_s": "8 us",
-    "row_s": "120 us",
-    "inside_links": 0.25,
-    "collective_s": "2 ms",
-    "call_s": "8 ms",
-    "hidden_reads": 0,
-    "hidden_gathers": 0,
-}
-"""Factors of a processor's core, from which a fit to one run starts (benchmarks/processor.py).
-
-Those of links are gloo's: 3 MiB added up over two ranks took 9 to 12 ms, copies included.
-"""
 
 
 def this_machine(ranks: int) -> Hardware:
@@ -203,6 +181,7 @@ def cluster_text(
     values = {
         name: f"{value:.6g} s" if name.endswith("_s") else float(f"{value:.6g}")
         for name, value in asdict(factors).items()
+        if value or not name.startswith("refit")
     }
     data = {**data, "calibrated": f"{run} by rillflow calibrate", "factors": values}
     return toml_text(data, comment=f"Factors fitted to {run} by rillflow calibrate.")
@@ -210,4 +189,4 @@ def cluster_text(
 
 def _cores(count: int) -> dict[str, Any]:
     fleet = {"name": "cores", "device": "cpu", "devices": count, "per_machine": count}
-    return {"name": "this machine", "fleet": [fleet], "factors": CPU_FACTORS}
+    return {"name": "this machine", "like": "rillflow", "fleet": [fleet]}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,39 +24,14 @@ from rillflow.config.load import read_toml
 from rillflow.errors import ModelError
 from rillflow.graph.graph import Graph
 from rillflow.models.config import NewModel
-from rillflow.planner.calibration import stages_by_name
-from rillflow.planner.factors import Factors
+from rillflow.planner.evaluate import stages_by_name
 from rillflow.planner.hardware import Hardware, read_hardware
-from rillflow.planner.mapping.ranking import Ranked
 from rillflow.planner.model_shape import ModelShape, read_shape
 from rillflow.planner.plan import Plan
-from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.problem import Problem
+from rillflow.planner.ranking import Ranked
+from rillflow.planner.statement import Statement
 from rillflow.planner.workload import Workload
-
-UNFITTED = (
-    "default factors, fitted to no run: with them 69 published steps of NeMo-RL have a median error of 45%, "
-    "the worst 81%, nearly always predicted too fast (dense models alone: 13%); "
-    "rillflow calibrate fits them to a run"
-)
-UNTOLD = "the cluster's file sets factors and does not say what they were fitted to (calibrated = ...)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statement:
-    """What is to be planned, and what the recipe left open."""
-
-    problem: Problem
-    """The step, its models and the devices."""
-    assumptions: tuple[str, ...]
-    """A sentence for each number that was assumed, with what would replace it."""
-
-    @property
-    def accuracy(self) -> str:
-        """What the factors were held against, and what came of it."""
-        hardware = self.problem.hardware
-        if hardware.calibrated:
-            return f"factors fitted to {hardware.calibrated}"
-        return UNFITTED if hardware.factors == Factors() else UNTOLD
 
 
 def open_cluster(file: Path) -> Hardware:
@@ -94,12 +69,8 @@ def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | Non
         hardware=hardware,
         recomputes=loaded.recipe.policy.gradient_checkpointing,
     )
-    return Statement(problem=problem, assumptions=tuple(_assumptions(problem, rows)))
-
-
-def problem_of_plan(problem: Problem, plan: Plan) -> Problem:
-    """The problem as a plan solves it: with a sampler where it has one, and its freshness bound."""
-    return replace(problem, samples_apart=SAMPLER in plan.units, freshness=plan.freshness)
+    steps = loaded.recipe.algorithm.steps
+    return Statement(problem=problem, assumptions=tuple(_assumptions(problem, rows)), steps=steps)
 
 
 def told(problem: Problem, best: Ranked) -> Plan:

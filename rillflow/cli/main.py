@@ -95,8 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a recipe's TOML file")
+def _recipe_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    count = {"nargs": "?"} if is_optional else {}
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a recipe's TOML file", **count)  # type: ignore[arg-type]
     parser.add_argument(
         "--set",
         action="append",
@@ -131,7 +132,7 @@ def _graph_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    _recipe_arguments(parser)
+    _recipe_arguments(parser, is_optional=True)
     planning.plan_arguments(parser)
 
 

@@ -16,66 +16,130 @@ import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rillflow.cli.commands import load
 from rillflow.cli.failure import DONE
 
 if TYPE_CHECKING:
-    from rillflow.assembly.planning import Statement
     from rillflow.assembly.recipe import LoadedRecipe
-    from rillflow.planner.mapping.doubling import ClusterSize
     from rillflow.planner.plan import Plan
     from rillflow.planner.problem import Problem
+    from rillflow.planner.search import ClusterSize
+    from rillflow.planner.statement import Statement
     from rillflow.view.chart import Series
     from rillflow.view.timeline import Bar
 
 SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
 """How much larger than the given one the clusters are that throughput is shown for."""
+SIMULATED, VARIED = 3, 5
+"""The best plans that are simulated, and evaluated with other lengths."""
+SIMULATED_ROWS = 8192
+"""Rows that are simulated of each, in one step or more, beside those that make rows flow."""
 SHOWN_STEPS = 4
 """Simulated steps that a timeline shows."""
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """``rillflow plan``: the best placements of a recipe on a cluster, and why the others lose."""
-    from rillflow.assembly.planning import open_cluster, state_problem, told
+    """``rillflow plan``: the best placements of a recipe on a cluster, and what each other is behind by."""
     from rillflow.planner.cost_model.costs import CostModel
-    from rillflow.planner.mapping.doubling import doubling
-    from rillflow.planner.mapping.search import search
     from rillflow.planner.objective import Goal, Objective
-    from rillflow.planner.plan_file import plan_text
-    from rillflow.view.growth import growth_data, growth_lines
-    from rillflow.view.ranked import ranking_data, ranking_lines
+    from rillflow.planner.search import explore
+    from rillflow.planner.sensitivity import prompts_that_pay, variations
+    from rillflow.view.plans import Decision, decision_data, decision_lines
 
     _require_picture(arguments.plot)
-    statement = state_problem(load(arguments), open_cluster(arguments.cluster), arguments.lengths)
+    statement = _stated(arguments)
     problem = statement.problem
     objective = Objective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
     bounds, apart = arguments.freshness, arguments.apart_in_step
-    found = search(problem, CostModel, objective=objective, freshness=bounds, apart_in_step=apart)
-    sizes = doubling(
+    explored = explore(
         problem, CostModel, objective=objective, freshness=bounds, apart_in_step=apart, times=SIZES
     )
-    best = told(problem, found.best[0])
-    lines = [*ranking_lines(problem, objective, found), "", *growth_lines(problem.hardware, sizes)]
-    lines += _assumed(statement)
+    ranking, sizes = explored.ranking, explored.sizes
+    plans = [one.plan for one in ranking.best]
+    found = Decision(
+        statement=statement,
+        objective=objective,
+        ranking=ranking,
+        sizes=sizes,
+        simulated_s=[_simulated_s(problem, one) for one in plans[:SIMULATED]],
+        variations=variations(problem, CostModel, plans[:VARIED], sizes),
+        pays_with=prompts_that_pay(problem, CostModel, sizes),
+    )
     if arguments.format == "json":
-        data = {**ranking_data(problem, objective, found), "sizes": growth_data(sizes)}
-        _print_json({**data, **_said_of(statement)})
+        _print_json(decision_data(found))
     else:
-        print(f"{best.name} on {problem.hardware.name}")
-        _print_lines(lines)
+        print(f"{plans[0].name} on {problem.hardware.name}")
+        _print_lines(decision_lines(found))
     if arguments.out is not None:
-        _write(arguments.out, plan_text(best))
+        from rillflow.planner.plan_file import plan_text
+
+        _write(arguments.out, plan_text(plans[0]))
     if arguments.plot is not None:
-        _plot_plan(arguments.plot, problem, best, sizes, lines)
+        _plot_plan(arguments.plot, problem, plans[0], sizes, decision_lines(found))
     return DONE
+
+
+def _stated(arguments: argparse.Namespace) -> Statement:
+    """The problem of a recipe on a cluster, or of the short form."""
+    from rillflow.errors import PlanError
+
+    short = ("model", "gpus", "algorithm", "response")
+    given = [name for name in short if getattr(arguments, name) is not None]
+    if arguments.recipe is not None:
+        if given or arguments.cluster is None:
+            raise PlanError(
+                f"a recipe and --{given[0]}" if given else "a recipe and no cluster",
+                why="a recipe has its own models and rows, and a cluster's file says what it runs on",
+                fix="rillflow plan RECIPE --cluster FILE, or the short form without a recipe",
+            )
+        from rillflow.assembly.planning import open_cluster, state_problem
+
+        return state_problem(load(arguments), open_cluster(arguments.cluster), arguments.lengths)
+    missing = next((name for name in short if name not in given), None)
+    if missing is not None or arguments.cluster is not None:
+        raise PlanError(
+            f"there is no --{missing}" if missing else "--cluster beside --gpus",
+            why="without a recipe the model, the devices, the algorithm and the lengths are words",
+            fix="--model config.json --gpus 64xH100 --algorithm NAME --response mean=2000,max=8192",
+        )
+    from rillflow.planner.request import Request, state_request
+
+    return state_request(
+        Request(
+            model=arguments.model,
+            gpus=arguments.gpus,
+            algorithm=arguments.algorithm,
+            response=arguments.response,
+            prompt=arguments.prompt,
+            prompts=arguments.prompts,
+            samples=arguments.samples,
+            minibatches=arguments.minibatches,
+            like=arguments.like,
+            between=arguments.between,
+            price=arguments.price,
+            reward_s=arguments.reward_seconds,
+            steps=arguments.steps,
+        )
+    )
+
+
+def _simulated_s(problem: Problem, plan: Plan) -> float:
+    """Seconds of a simulated step: the mean of some in step, what it comes to where rows flow."""
+    from rillflow.planner.cost_model.costs import CostModel
+    from rillflow.planner.simulator.simulate import simulate as run
+
+    step, enough = problem.of_plan(plan), max(1, min(4, SIMULATED_ROWS // problem.workload.rows))
+    steps = 2 * (plan.freshness + 1) + enough if plan.freshness else enough
+    found = run(step, CostModel(step), plan, steps=steps)
+    return found.settled_step_s if plan.freshness else found.mean_step_s
 
 
 def simulate(arguments: argparse.Namespace) -> int:
     """``rillflow simulate``: a plan, event by event."""
     from rillflow.assembly.planned import open_plan
-    from rillflow.assembly.planning import open_cluster, problem_of_plan, state_problem
+    from rillflow.assembly.planning import open_cluster, state_problem
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.simulator.settings import Settings
     from rillflow.planner.simulator.simulate import simulate as run
@@ -84,7 +148,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     _require_picture(arguments.plot)
     plan = _changed(open_plan(arguments.plan), arguments)
     statement = state_problem(load(arguments), open_cluster(arguments.cluster), arguments.lengths)
-    problem = problem_of_plan(statement.problem, plan)
+    problem = statement.problem.of_plan(plan)
     slow = arguments.stragglers or (0.0, 1.0)
     settings = Settings(straggler_share=slow[0], straggler_factor=slow[1], interrupts=arguments.interrupts)
     found = run(
@@ -176,14 +240,47 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
         help="this share of the devices takes so many times as long",
     )
     parser.add_argument(
-        "--interrupts", action="store_true", help="new weights interrupt rows, which go on under them"
+        "--interrupts",
+        action=argparse.BooleanOptionalAction,
+        help="new weights interrupt rows, which go on under them; as the cluster's engine does if left out",
     )
     _output_arguments(parser)
 
 
+class _Once(argparse.Action):
+    """A number that is said once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        """Keep it, unless there is one."""
+        said = vars(namespace).setdefault("said", {})
+        if self.dest in said:
+            parser.error(f"{option} is given twice: {said[self.dest]} and {values}")
+        said[self.dest] = values
+        setattr(namespace, self.dest, values)
+
+
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``plan``."""
-    _cluster_arguments(parser)
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster's TOML file")
+    _lengths_argument(parser)
+    short = parser.add_argument_group("without a recipe")
+    words: tuple[tuple[str, str, Any, Any, str], ...] = (
+        ("--model", "FILE", Path, None, "a config.json"),
+        ("--gpus", "NxKIND", str, None, "such as 64xH100"),
+        ("--algorithm", "NAME", str, None, "whose step: one that recipes/ has"),
+        ("--response", "LENGTHS", str, None, "mean=2000,max=8192; median, sigma, p90 too; or a file"),
+        ("--prompt", "LENGTHS", str, "256", "the same of prompts, or one number (256)"),
+        ("--prompts", "N", int, 512, "prompts of a step (512)"),
+        ("--samples", "N", int, 8, "rows of a prompt (8)"),
+        ("--minibatches", "N", int, 1, "optimiser steps of a step (1)"),
+        ("--like", "STACK", str, "nemo-rl", "whose factors: nemo-rl, verl, ... (nemo-rl)"),
+        ("--between", "RATE", str, "", "one device's share of the network (50 GB/s)"),
+        ("--price", "PRICE", str, "", 'of a device, such as "2.5 $/h"'),
+        ("--reward-seconds", "S", float, 0.0, "of the reward's function for a row (0)"),
+        ("--steps", "N", int, 0, "of the whole run, for its hours and price"),
+    )
+    for name, shown, kind, default, told in words:
+        short.add_argument(name, metavar=shown, type=kind, default=default, action=_Once, help=told)
     parser.add_argument(
         "--objective",
         choices=("step", "device-hours", "devices", "cost"),
@@ -233,7 +330,7 @@ def _lengths_argument(parser: argparse.ArgumentParser) -> None:
 
 def _output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (text)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .html")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .html")
 
 
 def _freshness_bounds(text: str) -> tuple[int, ...]:
@@ -248,16 +345,15 @@ def _plot_plan(
     file: Path, problem: Problem, best: Plan, sizes: Sequence[ClusterSize], lines: Sequence[str]
 ) -> None:
     """The best plan's first steps, simulated, and what other cluster sizes would come to."""
-    from rillflow.assembly.planning import problem_of_plan
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.simulator.simulate import simulate as run
-    from rillflow.view.growth import AXES, growth_curve
+    from rillflow.view.plans import AXES, growth_curves
     from rillflow.view.simulated import simulated_bars
 
-    planned = problem_of_plan(problem, best)
+    planned = problem.of_plan(best)
     found = run(planned, CostModel(planned), best, steps=SHOWN_STEPS)
     title = f"{best.name} on {problem.hardware.name}, freshness {best.freshness}"
-    _plot(file, title, simulated_bars(found, SHOWN_STEPS), [growth_curve(sizes)], AXES, lines)
+    _plot(file, title, simulated_bars(found, SHOWN_STEPS), growth_curves(sizes), AXES, lines)
 
 
 def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
@@ -278,15 +374,9 @@ def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
 def _plot(
     file: Path, title: str, bars: Sequence[Bar], curves: Sequence[Series], axes: str, lines: Sequence[str]
 ) -> None:
-    from rillflow.view.plan_page import plan_page, require_kind
+    from rillflow.view.plan_page import plan_page
 
-    if require_kind(file) == ".png":
-        from rillflow.view.timeline_image import save_png
-
-        save_png(file, title, bars, curves, axes)
-        _wrote(file)
-    else:
-        _write(file, plan_page(title, bars, curves, axes, lines))
+    _write(file, plan_page(title, bars, curves, axes, lines))
 
 
 def _require_picture(file: Path | None) -> None:

@@ -10,7 +10,6 @@ What a run says nothing of stays near the guess: a run on one device says nothin
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
-from rillflow.planner.evaluate import Evaluation, evaluate
+from rillflow.planner.evaluate import evaluate, stages_by_name
 from rillflow.planner.factors import Factors
 from rillflow.planner.option import Costs
 from rillflow.planner.plan import Plan
@@ -154,24 +153,7 @@ class _Fit:
 
     def best(self) -> NDArray[np.float64]:
         """Where the residuals are least."""
-        place, damping = np.clip(self._start, self._low, self._high), 1e-2
-        found = self._residuals(place)
-        for _ in range(ROUNDS):
-            slopes = self._slopes(place, found)
-            normal = slopes.T @ slopes
-            step = np.linalg.solve(normal + damping * np.eye(len(place)), -slopes.T @ found)
-            trial = np.clip(place + np.clip(step, -2.0, 2.0), self._low, self._high)
-            there = self._residuals(trial)
-            if there @ there < found @ found:
-                done = float(np.abs(trial - place).max()) < 1e-6
-                place, found, damping = trial, there, max(damping / 3, 1e-9)
-                if done:
-                    break
-            else:
-                damping *= 4
-                if damping > 1e6:
-                    break
-        return place
+        return least_squares(self._residuals, self._start, self._low, self._high)
 
     def _residuals(self, place: NDArray[np.float64]) -> NDArray[np.float64]:
         factors = self.factors(place)
@@ -182,23 +164,39 @@ class _Fit:
         ]
         return np.concatenate([found, PRIOR * (place - self._start)])
 
-    def _slopes(self, place: NDArray[np.float64], found: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How the residuals change with each factor, backwards where forward is out of bounds."""
+
+def least_squares(
+    residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    start: NDArray[np.float64],
+    low: NDArray[np.float64],
+    high: NDArray[np.float64],
+    enough: float = 1e-5,
+) -> NDArray[np.float64]:
+    """Where residuals are least within bounds, by damped Gauss-Newton steps (Levenberg, 1944)."""
+    place, damping = np.clip(start, low, high), 1e-2
+    found = residuals(place)
+    for _ in range(ROUNDS):
         columns = []
         for index in range(len(place)):
-            ahead = 1e-4 if place[index] + 1e-4 <= self._high[index] else -1e-4
+            ahead = 1e-4 if place[index] + 1e-4 <= high[index] else -1e-4
             moved = place.copy()
             moved[index] += ahead
-            columns.append((self._residuals(moved) - found) / ahead)
-        return np.stack(columns, axis=1)
-
-
-def stages_by_name(problem: Problem, evaluation: Evaluation) -> Mapping[str, float]:
-    """Predicted seconds of a step's stages, those of one name in sum, as a run's spans are."""
-    found: dict[str, float] = defaultdict(float)
-    for stage in problem.graph.stages:
-        found[stage.name] += evaluation.seconds[stage.index]
-    return dict(found)
+            columns.append((residuals(moved) - found) / ahead)
+        slopes = np.stack(columns, axis=1)
+        while damping < 1e6:
+            step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(place)), -slopes.T @ found)
+            trial = np.clip(place + np.clip(step, -2.0, 2.0), low, high)
+            there = residuals(trial)
+            if there @ there < found @ found:
+                break
+            damping *= 4
+        else:
+            return place
+        done = float(np.abs(trial - place).max()) < 1e-6 or there @ there > (1 - enough) * (found @ found)
+        place, found, damping = trial, there, max(damping / 3, 1e-9)
+        if done:
+            break
+    return place
 
 
 def _modelled(one: Observation) -> Mapping[str, float]:

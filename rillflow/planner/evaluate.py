@@ -7,6 +7,7 @@ Plan ─ seating ─> units on pools ─┬─ seconds of stages ─┬─ sched
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,16 @@ class Evaluation:
     """Where and how each unit lies, with a replica of what generates."""
     devices: int
     """Of all pools."""
+    names: Mapping[int, str]
+    """Of the stages."""
+    crossing_s: float
+    """Of the seconds, those in which weights travel to a sampler apart."""
+
+    @property
+    def idle_share(self) -> float:
+        """The share of device-seconds in which nothing is computed."""
+        sizes = {unit.seat.pool: unit.seat.devices for unit in self.units.values()}
+        return sum(sizes[pool.name] * pool.idle_share for pool in self.pools) / self.devices
 
 
 def evaluate(problem: Problem, costs: Costs, plan: Plan) -> Evaluation:
@@ -100,6 +111,8 @@ def evaluate(problem: Problem, costs: Costs, plan: Plan) -> Evaluation:
         pools=tuple(_use(pool, load, step, units) for pool, load in zip(plan.pools, loads, strict=True)),
         units=units,
         devices=devices,
+        names={stage.index: stage.name for stage in stages},
+        crossing_s=sum(seconds[stage.index] for stage in published(problem)) if SAMPLER in units else 0.0,
     )
 
 
@@ -166,6 +179,14 @@ def published(problem: Problem) -> tuple[Stage, ...]:
 def latency_s(problem: Problem, times: Schedule) -> float:
     """Seconds until the weights are published; of a step without that, until it ends."""
     return max((times.timings[stage.index].end_s for stage in published(problem)), default=times.step_s)
+
+
+def stages_by_name(problem: Problem, evaluation: Evaluation) -> Mapping[str, float]:
+    """Predicted seconds of a step's stages, those of one name in sum, as a run's spans are."""
+    found: dict[str, float] = defaultdict(float)
+    for stage in problem.graph.stages:
+        found[stage.name] += evaluation.seconds[stage.index]
+    return dict(found)
 
 
 def _use(pool: PlannedPool, load: float, step: float, units: Mapping[str, Seated]) -> PoolUse:

@@ -1,4 +1,7 @@
-"""Factors: how much of a device's numbers models reach; fitted on other steps than those predicted."""
+"""Factors: how much of a device's numbers models reach, and what an engine does; fitted on other steps.
+
+stacks.toml ─ like = "nemo-rl" ─> Stack: factors, engine, what they were fitted on, how far off they were
+"""
 
 from __future__ import annotations
 
@@ -57,3 +60,55 @@ class Factors:
     """Seconds of a step that belong to no stage."""
     step_row_s: float = 0.0
     """Such seconds for each row of a step: what is recorded of it."""
+    refit: float = 0.0
+    """Bytes a second at which whole tensors go to generation in place; 0: what is missing is gathered."""
+    refit_apart: float = 0.0
+    """Bytes a second at which they go to a sampler apart; 0: as fast as the links are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What a stack does that no number of a device says."""
+
+    zero1: bool = False
+    """Whether the optimiser's state is cut over the devices with other rows, weights and gradients whole."""
+    offloads: bool = False
+    """Whether a model that is not computing keeps its state on the host, unless a sampler is apart."""
+    interrupts: bool = True
+    """Whether new weights interrupt the rows of a sampler apart; else it ends what it runs before."""
+    holds_prompts: bool = False
+    """Whether a prompt counts as in flight until its longest answer has ended."""
+    cache: float = 1.0
+    """The share of a device's memory that weights and cache of generation may fill, beside training."""
+    cache_apart: float = 1.0
+    """The same of a sampler apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """How far off predictions were on steps that nothing was fitted on."""
+
+    median: float
+    """Of the absolute errors, as shares of what was measured."""
+    worst: float
+    """The largest of them."""
+    low: float
+    """Measured over predicted: nine in ten steps had more."""
+    high: float
+    """Nine in ten steps had less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Factors and engine of a training stack, with what they were fitted on."""
+
+    name: str
+    """What ``like`` calls it."""
+    fitted: str
+    """What on."""
+    factors: Factors
+    """The factors."""
+    engine: Engine
+    """What the stack does."""
+    accuracy: Accuracy | None
+    """On steps left out of the fit; none where none were published."""

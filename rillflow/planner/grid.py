@@ -19,16 +19,19 @@ class Grid:
     """Devices that have other layers."""
     tp: int = 1
     """Devices that have other parts of every layer."""
+    cp: int = 1
+    """Devices that have other parts of every row's tokens."""
     ep: int = 1
-    """Devices among those of dp x tp that have other experts; 1 of a dense model."""
+    """Devices among those of dp x cp x tp that have other experts; 1 of a dense model."""
     is_sharded: bool = False
     """Whether parameters, gradients and optimiser are cut over dp too (``fsdp``)."""
 
     @property
     def devices(self) -> int:
         """How many devices it takes; experts lie on devices that are counted already."""
-        return self.dp * self.pp * self.tp
+        return self.dp * self.pp * self.tp * self.cp
 
     def __str__(self) -> str:
         axes = f"{'fsdp' if self.is_sharded else 'dp'} {self.dp} x pp {self.pp} x tp {self.tp}"
+        axes += f" x cp {self.cp}" if self.cp > 1 else ""
         return axes if self.ep == 1 else f"{axes}, ep {self.ep}"

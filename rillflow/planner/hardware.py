@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rillflow.errors import PlanError, nearest
-from rillflow.planner.factors import Factors
+from rillflow.planner.factors import Accuracy, Engine, Factors, Stack
 from rillflow.planner.quantities import DURATION, FLOPS, MEMORY, PRICE, RATE
 
+_OVERHEADS = {"step_s", "step_row_s"}
 _COUNTS = ("devices", "machines", "per_machine")
 _MOST_TOUCHES = 1000.0
 _MOST_DEVICES = 1_000_000
+NO_ENGINE = Engine()
+UNFITTED = "default"
+"""The factor set of a cluster's file that names none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +80,17 @@ class Hardware:
     """Its machines by kind; a pool lies in one of them."""
     factors: Factors
     """The share of the devices' numbers that models reach."""
+    engine: Engine = NO_ENGINE
+    """What the stack on it does."""
     calibrated: str = ""
     """What the factors were fitted to; empty where the file does not say."""
+    accuracy: Accuracy | None = None
+    """How far off such factors were on steps left out of their fit; none where nobody measured it."""
+
+    @property
+    def devices(self) -> int:
+        """Of all fleets."""
+        return sum(fleet.devices for fleet in self.fleets)
 
     def fleet(self, name: str) -> Fleet:
         """The fleet of a name."""
@@ -88,6 +101,12 @@ def shipped_devices() -> dict[str, Device]:
     """The devices that come with the package, by name."""
     data = tomllib.loads((Path(__file__).parent / "devices.toml").read_text("utf-8"))
     return {name: _device(name, one, f"devices.toml, {name}") for name, one in data.items()}
+
+
+def shipped_stacks() -> dict[str, Stack]:
+    """The factor sets that come with the package, by the name that ``like`` has."""
+    data = tomllib.loads((Path(__file__).parent / "stacks.toml").read_text("utf-8"))
+    return {name: _stack(name, one) for name, one in data.items()}
 
 
 def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
@@ -101,7 +120,16 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     Raises:
         PlanError: unknown names, missing or contradictory numbers, numbers without a unit, absurd ones.
     """
-    _known(data, {"name", "fleet", "device", "factors", "calibrated"}, name)
+    _known(data, {"name", "fleet", "device", "like", "engine", "factors", "calibrated"}, name)
+    stacks, like = shipped_stacks(), data.get("like", UNFITTED)
+    if like not in stacks:
+        raise PlanError(
+            f"{name} is like {like!r}, which is no factor set",
+            why=f"shipped are {', '.join(stacks)}",
+            fix=nearest(str(like), stacks),
+        )
+    stack = stacks[like]
+    changed = bool(data.get("engine")) or bool(set(data.get("factors", {})) - _OVERHEADS)
     own = _table(data, "device", name)
     devices = shipped_devices() | {
         label: _device(label, _table(own, label, f"{name}, device"), f"{name}, device.{label}")
@@ -122,9 +150,34 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     return Hardware(
         name=str(data.get("name", name)),
         fleets=fleets,
-        factors=_factors(_table(data, "factors", name), name),
-        calibrated=str(data.get("calibrated", "")),
+        factors=replace(stack.factors, **_factors(_table(data, "factors", name), name)),
+        engine=replace(stack.engine, **_engine(_table(data, "engine", name), name)),
+        calibrated=str(data.get("calibrated", "" if changed else stack.fitted)),
+        accuracy=None if changed else stack.accuracy,
     )
+
+
+def _stack(name: str, data: Mapping[str, Any]) -> Stack:
+    accuracy = data.get("accuracy")
+    return Stack(
+        name=name,
+        fitted=str(data["fitted"]),
+        factors=Factors(**_factors(data.get("factors", {}), name)),
+        engine=Engine(**_engine(data.get("engine", {}), name)),
+        accuracy=None if accuracy is None else Accuracy(**accuracy),
+    )
+
+
+def _engine(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Settings of an engine: yes or no, and shares of the memory."""
+    known = {field.name: field.default for field in fields(Engine)}
+    _known(data, set(known), f"{name}, engine")
+    for key, value in data.items():
+        if isinstance(known[key], bool) and not isinstance(value, bool):
+            raise PlanError(f"{name}, engine.{key} is {value!r}", why="it is true or false")
+        if not isinstance(known[key], bool):
+            _share(value, f"{name}, engine.{key}")
+    return dict(data)
 
 
 def _device(name: str, data: Mapping[str, Any], where: str) -> Device:
@@ -134,14 +187,16 @@ def _device(name: str, data: Mapping[str, Any], where: str) -> Device:
     flops = _table(data, "flops", where)
     if not flops:
         raise PlanError(f"{where} has no flops", fix='flops = { bfloat16 = "312 TFLOP/s", float32 = ... }')
-    _known(flops, {"bfloat16", "float32"}, f"{where}, flops")
+    _known(flops, {"float8", "bfloat16", "float32"}, f"{where}, flops")
+    bandwidth, inside = (RATE.read(data[key], f"{where}, {key}") for key in ("memory_bandwidth", "inside"))
+    _slower(inside, bandwidth, f"{where}, inside")
     speeds = {dtype: FLOPS.read(value, f"{where}, flops.{dtype}") for dtype, value in flops.items()}
     return Device(
         name=name,
         memory_bytes=MEMORY.read(data["memory"], f"{where}, memory"),
         flops=speeds,
-        memory_bandwidth=RATE.read(data["memory_bandwidth"], f"{where}, memory_bandwidth"),
-        inside_bandwidth=RATE.read(data["inside"], f"{where}, inside"),
+        memory_bandwidth=bandwidth,
+        inside_bandwidth=inside,
         host_bandwidth=RATE.read(data["host"], f"{where}, host"),
         source=str(data["source"]) if "source" in data else "",
     )
@@ -149,6 +204,9 @@ def _device(name: str, data: Mapping[str, Any], where: str) -> Device:
 
 def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -> Fleet:
     keys = {"name", "device", "devices", "machines", "per_machine", "between", "between_machine", "price"}
+    wrong = next((key for key in data if "price" in key and key != "price"), None)
+    if wrong is not None:
+        raise PlanError(f"{where} has {wrong}", why="the key is price, of a device", fix='price = "2.5 $/h"')
     _known(data, keys, where)
     _required(data, {"device"}, where)
     label = data["device"]
@@ -174,6 +232,7 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
             f"{where} has {count // per_machine} machines and no link between them",
             fix='between = "50 GB/s" of one device, or between_machine = "400 GB/s" of one machine',
         )
+    _slower(between, devices[label].memory_bandwidth, f"{where}, the link between machines")
     return Fleet(
         name=str(data["name"]) if "name" in data else str(label).lower(),
         device=devices[label],
@@ -182,6 +241,15 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
         between_bandwidth=between,
         price_per_hour=PRICE.read(data["price"], f"{where}, price") if "price" in data else 0.0,
     )
+
+
+def _slower(link: float, memory: float, where: str) -> None:
+    if link > memory:
+        raise PlanError(
+            f"{where} is {link / 1e9:g} GB/s",
+            why=f"a device's memory moves {memory / 1e9:g} GB/s, where what a link brings is written",
+            fix="check the number and its unit",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +292,7 @@ def _count(value: object, where: str) -> int:
     return value
 
 
-def _factors(data: Mapping[str, Any], name: str) -> Factors:
+def _factors(data: Mapping[str, Any], name: str) -> dict[str, float]:
     known = {field.name: field.default for field in fields(Factors)}
     _known(data, set(known), f"{name}, factors")
     found: dict[str, float] = {}
@@ -234,13 +302,15 @@ def _factors(data: Mapping[str, Any], name: str) -> Factors:
             found[key] = DURATION.read(value, where)
             continue
         match key:
+            case "refit" | "refit_apart":
+                found[key] = RATE.read(value, where)
             case "touches":
                 found[key] = _touches(value, where)
             case "hidden_gathers" | "hidden_reads":
                 found[key] = 0.0 if value == 0 and not isinstance(value, bool) else _share(value, where)
             case _:
                 found[key] = _share(value, where)
-    return Factors(**found)
+    return found
 
 
 def _share(value: object, where: str) -> float:

@@ -14,6 +14,11 @@ from rillflow.errors import PlanError, nearest
 
 _MOST = 100_000_000
 """No size of a model is larger."""
+KNOWN = (
+    *("llama", "mistral", "qwen2", "qwen3", "gpt2", "phi3", "gemma", "gemma2", "olmo2", "smollm3"),
+    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"),
+)
+"""Types of models whose sizes have the names that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +187,13 @@ def read_shape(config: Mapping[str, Any], name: str, *, is_scalar: bool = False)
     Raises:
         PlanError: a needed field is missing, or holds zero or an absurd value.
     """
+    kind = config.get("model_type", "llama")
+    if kind not in KNOWN:
+        raise PlanError(
+            f"the config of {name} has model_type = {kind!r}",
+            why="nothing is known of what such a model computes; known are " + ", ".join(KNOWN),
+            fix=nearest(str(kind), KNOWN),
+        )
     sizes = _Sizes(config, name)
     hidden, heads = sizes.of("hidden_size", "n_embd", "d_model"), sizes.of("num_attention_heads", "n_head")
     latent, rotary = sizes.maybe(0, "kv_lora_rank"), sizes.maybe(0, "qk_rope_head_dim")

@@ -3,8 +3,8 @@
 sizes of pools ─┬─ whole machines ──────────────┐
                 └─ parts of one ─ least machines ┴─> machines a fleet must have
 
-Parts are divisors of a machine (``Fleet.sizes``). Where each divides the next, machines fill without waste;
-where they do not (3 and 2 of 6), the least number is searched: there are few parts.
+A pool of 12 on machines of 8 takes one whole and 4 of another. Where parts do not fill machines without waste
+(3 and 2 of 6), the least number is searched: there are few.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def machines_needed(fleet: Fleet, sizes: Sequence[int]) -> int:
         machines_needed(fleet_of_8, (4, 2, 16)) == 3
     """
     room = min(fleet.per_machine, fleet.devices)
-    whole = sum(size // room for size in sizes if size % room == 0)
-    parts = tuple(sorted((size for size in sizes if size % room), reverse=True))
+    whole = sum(size // room for size in sizes)
+    parts = tuple(sorted((size % room for size in sizes if size % room), reverse=True))
     return whole + _machines_of_parts(room, parts)
 
 

@@ -136,16 +136,19 @@ def contradictions(plan: Plan) -> Iterator[PlanError]:
 def _misfits(name: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[PlanError]:
     grid = unit.grid
     if grid.devices != pool.devices:
-        product = f"{grid.dp} x {grid.pp} x {grid.tp} = {grid.devices}"
+        product = (
+            " x ".join(map(str, (grid.dp, grid.pp, grid.tp, *([grid.cp] if grid.cp > 1 else []))))
+            + f" = {grid.devices}"
+        )
         yield PlanError(
             f"units.{name} is {grid} and the pool {pool.name} has {pool.devices} devices",
             why=f"every device has one place in the grid; {product}",
             fix="change an axis or the pool's size",
         )
-    if (grid.dp * grid.tp) % grid.ep:
+    if (grid.devices // grid.pp) % grid.ep:
         yield PlanError(
             f"units.{name}.ep is {grid.ep} with dp {grid.dp} x tp {grid.tp}",
-            why=f"experts lie on those devices; {grid.dp * grid.tp} / {grid.ep} is no whole number",
+            why=f"experts lie on those devices; {grid.devices // grid.pp} / {grid.ep} is no whole number",
         )
     if unit.generate_tp and pool.devices % unit.generate_tp:
         yield PlanError(
@@ -155,7 +158,7 @@ def _misfits(name: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[PlanEr
 
 
 _SHARES = ("oversample_prompts", "oversample_samples")
-_AXES = ("dp", "fsdp", "pp", "tp", "ep", "generate_tp")
+_AXES = ("dp", "fsdp", "pp", "tp", "cp", "ep", "generate_tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +224,7 @@ def _unit_table(unit: PlannedUnit) -> dict[str, Any]:
     grid = unit.grid
     table: dict[str, Any] = {"pool": unit.pool, "fsdp" if grid.is_sharded else "dp": grid.dp}
     table |= {"pp": grid.pp, "tp": grid.tp}
-    if grid.ep > 1:
-        table["ep"] = grid.ep
+    table |= {axis: size for axis, size in (("cp", grid.cp), ("ep", grid.ep)) if size > 1}
     if unit.generate_tp:
         table["generate_tp"] = unit.generate_tp
     return table
@@ -251,6 +253,7 @@ def _unit(table: _Table) -> PlannedUnit:
         dp=table.whole("fsdp" if is_sharded else "dp", 1, 1),
         pp=table.whole("pp", 1, 1),
         tp=table.whole("tp", 1, 1),
+        cp=table.whole("cp", 1, 1),
         ep=table.whole("ep", 1, 1),
         is_sharded=is_sharded,
     )

@@ -13,6 +13,7 @@ from rillflow.errors import PlanError
 from rillflow.graph.graph import Graph, Stage
 from rillflow.planner.hardware import Hardware
 from rillflow.planner.model_shape import ModelShape
+from rillflow.planner.plan import Plan
 from rillflow.planner.work import Work, work_of
 from rillflow.planner.workload import Workload
 
@@ -54,8 +55,6 @@ class Problem:
     """The devices there are, and how well they are used."""
     samples_apart: bool = False
     """Whether generation is a unit of its own, ``sampler``, with a second copy of the policy's weights."""
-    offloads: bool = False
-    """Whether a model that is not computing keeps its state in the host's memory."""
     recomputes: bool = True
     """Whether activations are recomputed in the backward pass."""
     freshness: int = 0
@@ -102,9 +101,18 @@ class Problem:
         factors = self.hardware.factors
         return factors.step_s + factors.step_row_s * self.workload.rows
 
+    @property
+    def offloads(self) -> bool:
+        """Whether a model that is not computing keeps its state in the host's memory."""
+        return self.hardware.engine.offloads and not self.samples_apart
+
     def apart(self, freshness: int = 0) -> Problem:
         """The same step with generation on devices of its own."""
         return replace(self, samples_apart=True, freshness=freshness)
+
+    def of_plan(self, plan: Plan) -> Problem:
+        """The same step as a plan has it: with a sampler where it has one, and its freshness bound."""
+        return replace(self, samples_apart=SAMPLER in plan.units, freshness=plan.freshness)
 
     def _is_sampled(self, index: int) -> bool:
         return self.work(self.graph.stages[index]) is Work.GENERATE

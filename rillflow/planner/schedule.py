@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from rillflow.errors import PlanError
 from rillflow.graph.graph import Graph
+from rillflow.planner.cost_model.numbers import Numbers
 
 BESIDE = ""
 """The pool of what runs beside the devices: formulas, functions."""
@@ -54,6 +57,16 @@ class Schedule:
         return sum(timing.end_s - timing.start_s for timing in self.timings if timing.pool == pool)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """When stages begin and end: a number each, or one of every plan."""
+
+    starts: Sequence[Numbers]
+    """By stage."""
+    ends: Sequence[Numbers]
+    """By stage."""
+
+
 def schedule(
     graph: Graph, *, seconds: Sequence[float], pools: Sequence[str], transfers: Sequence[float]
 ) -> Schedule:
@@ -65,25 +78,37 @@ def schedule(
         pools: whose devices every stage holds; ``BESIDE`` for none.
         transfers: seconds of every edge, in the order of ``graph.edges``.
     """
-    arrived = [0.0] * len(graph.stages)
-    ends = [0.0] * len(graph.stages)
-    free: dict[str, float] = {}
+    found = times(graph, seconds, pools, transfers)
+    return Schedule(
+        timings=tuple(
+            Timing(stage=index, pool=pools[index], start_s=float(start), end_s=float(end))
+            for index, (start, end) in enumerate(zip(found.starts, found.ends, strict=True))
+        )
+    )
+
+
+def times(
+    graph: Graph, seconds: Sequence[Numbers], pools: Sequence[str], transfers: Sequence[Numbers]
+) -> Times:
+    """The same of one plan, or of many at once whose stages lie on the same pools."""
     inward: list[list[int]] = [[] for _ in graph.stages]
     for number, edge in enumerate(graph.edges):
         inward[edge.destination].append(number)
-    timings = []
+    starts: list[Numbers] = []
+    ends: list[Numbers] = []
+    free: dict[str, Numbers] = {}
     for stage in graph.stages:
-        index, pool = stage.index, pools[stage.index]
-        for number in inward[index]:
+        pool = pools[stage.index]
+        start: Numbers = free.get(pool, 0.0)
+        for number in inward[stage.index]:
             source = graph.edges[number].source
             sent = ends[source] if source >= 0 else 0.0
-            arrived[index] = max(arrived[index], sent + transfers[number])
-        start = max(arrived[index], free.get(pool, 0.0))
-        ends[index] = start + seconds[index]
+            start = np.maximum(start, sent + transfers[number])
+        starts.append(start)
+        ends.append(start + seconds[stage.index])
         if pool != BESIDE:
-            free[pool] = ends[index]
-        timings.append(Timing(stage=index, pool=pool, start_s=start, end_s=ends[index]))
-    return Schedule(timings=tuple(timings))
+            free[pool] = ends[-1]
+    return Times(starts=starts, ends=ends)
 
 
 def period_s(loads: Iterable[float], *, latency_s: float, freshness: int) -> float:

@@ -138,10 +138,6 @@ def _seated_on(
 
 
 def _option(costs: Costs, unit: Unit, pool: PlannedPool, planned: PlannedUnit) -> Option:
-    """As planned: most plans have an option that the search knows already."""
-    for option in costs.options(unit, pool.fleet, pool.devices):
-        if (option.grid, option.generate_tp) == (planned.grid, planned.generate_tp):
-            return option
     return costs.option(unit, pool.fleet, pool.devices, planned.grid, planned.generate_tp)
 
 
@@ -187,13 +183,6 @@ def _require_devices(problem: Problem, plan: Plan) -> None:
 
 
 def _require_sizes(fleet: Fleet, sizes: Sequence[int]) -> None:
-    for size in sizes:
-        if size not in fleet.sizes:
-            raise PlanError(
-                f"a pool of {size} devices in fleet {fleet.name}",
-                why=f"a pool is a divisor of a machine of {fleet.per_machine}, or whole machines",
-                fix=f"one of {', '.join(map(str, fleet.sizes))}",
-            )
     if machines_needed(fleet, sizes) > machines_of(fleet):
         raise PlanError(
             f"pools of {', '.join(map(str, sizes))} devices in fleet {fleet.name}",

@@ -216,7 +216,7 @@ class Workload:
     """Most tokens of one forward and backward pass on a device."""
     function_s: float = 0.0
     """Seconds a programmed reward takes for one row on one device's host."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["float8", "bfloat16", "float32"] = "bfloat16"
     """Of weights while they compute; the optimiser keeps float32."""
     rows_at_once: int = 1024
     """Rows a replica that generates runs side by side at most."""

@@ -16,7 +16,7 @@ from rillflow.view.html import Html, el
 from rillflow.view.page import page, section
 from rillflow.view.timeline import Bar, draw_timeline
 
-KINDS = (".png", ".html")
+KINDS = (".html",)
 """What a picture may be, by how its file's name ends."""
 
 
@@ -28,7 +28,9 @@ def require_kind(file: Path) -> str:
     """
     if file.suffix not in KINDS:
         raise PlanError(
-            f"{file} names no kind of picture", why="it is drawn as .png or .html", fix=f"{file.stem}.html"
+            f"{file} names no kind of picture",
+            why="it is drawn as .html, which a browser prints",
+            fix=f"{file.stem}.html",
         )
     return file.suffix
 

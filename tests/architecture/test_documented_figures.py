@@ -1,16 +1,28 @@
-"""Figures of a page are those of its results: what was published, and what the planner predicts."""
+"""Figures of a page are those of its results: how far off each factor set is on steps left out of its fit."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+import numpy as np
 import pytest
+
+from rillflow.planner.hardware import shipped_stacks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/design/planner.md").read_text()
 RESULTS = (ROOT / "benchmarks/results/planner.md").read_text()
-_SUMMARY = r"(\d+) predicted: median error (\d+%), worst (\d+%); within 15%: (\d+), within 30%: (\d+)"
+FITS: dict[str, dict[str, Any]] = json.loads((ROOT / "benchmarks/results/fits.json").read_text())
+PARTS = [
+    (name, what)
+    for name, fit in FITS.items()
+    for what, part in fit.items()
+    if isinstance(part, dict) and "ratios" in part
+]
 
 
 def section(title: str) -> str:
@@ -18,42 +30,44 @@ def section(title: str) -> str:
     return next(part for part in RESULTS.split("\n## ") if part.startswith(title))
 
 
-def row(beginning: str) -> list[str]:
-    """The cells of a row of the page."""
-    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {beginning}")]
-    return [cell.strip() for cell in line.strip("|").split("|")]
+@pytest.mark.parametrize(("name", "what"), PARTS)
+def test_errors_of_rows_left_out_are_those_of_the_fits(name: str, what: str) -> None:
+    errors = [abs(ratio - 1) for ratio in FITS[name][what]["ratios"]]
+    told = f"| {len(errors)} | {median(errors):.0%} | {max(errors):.0%} |"
+    assert f"| `{name}` | {what} {told}" in PAGE
+    assert f"| {what} | {FITS[name][what]['fits']} {told}" in RESULTS
 
 
-@pytest.mark.parametrize("title", ["NeMo-RL", "verl", "RollPacker"])
-def test_errors_by_source(title: str) -> None:
-    found = re.search(_SUMMARY, section(title))
-    assert found is not None
-    assert row(title)[2:] == list(found.groups()[:3])
+@pytest.mark.parametrize("name", FITS)
+def test_a_stack_claims_the_errors_of_all_rows_left_out(name: str) -> None:
+    ratios = [ratio for one, what in PARTS if one == name for ratio in FITS[name][what]["ratios"]]
+    low, high = np.quantile([1 / ratio for ratio in ratios], [0.1, 0.9])
+    accuracy = shipped_stacks()[name].accuracy
+    assert accuracy is not None
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    assert (accuracy.median, accuracy.worst) == (round(median(errors), 2), round(errors[-1], 2))
+    assert (accuracy.low, accuracy.high) == (round(float(low), 2), round(float(high), 2))
 
 
-def test_errors_of_all() -> None:
-    found = re.search(r"together: " + _SUMMARY, RESULTS)
-    assert found is not None
-    count, median, worst, near, nearly = found.groups()
-    assert nearly == count
-    assert row("all three together")[2:] == [f"{count}: {near} within 15%, all within 30%", median, worst]
+@pytest.mark.parametrize("name", FITS)
+def test_shipped_factors_are_those_that_were_fitted(name: str) -> None:
+    values, factors = FITS[name]["values"], vars(shipped_stacks()[name].factors)
+    for key in set(values) & set(factors) - {"refit", "refit_apart"}:
+        assert factors[key] == pytest.approx(values[key], rel=5e-3), key
+    told = ", ".join(FITS[name]["at_bound"]) or "none"
+    assert f"`{name}`: {told}" in PAGE
 
 
-def test_the_last_rows_that_force_a_term_are_those_of_the_results() -> None:
-    found = re.search(_SUMMARY, section("NeMo-RL"))
-    assert found is not None
-    _, median, worst, near, nearly = found.groups()
-    assert row("and weights moved")[1:] == [median, worst, f"{near}, {nearly}"]
-
-
-def test_signs() -> None:
+def test_all_fitted_rows_and_signs() -> None:
+    for name, title in (("nemo-rl", "NeMo-RL"), ("verl", "verl")):
+        found = re.search(r"\| nothing: all fitted \| 1 \| (\d+) \| (\d+%) \| (\d+%)", section(title))
+        assert found is not None
+        assert f"| `{name}` | nothing: all fitted | {found[1]} | {found[2]} | {found[3]} |" in PAGE
     verdicts = re.findall(r"\| (yes|\*\*no\*\*) \|$", section("NeMo-RL"), flags=re.MULTILINE)
-    described, _, told, *_ = row('"doubling gains little"')
-    assert f"{len(verdicts)} pairs" in described
-    assert told == f"{verdicts.count('yes')} with the right sign"
+    assert f"{verdicts.count('yes')} of {len(verdicts)} signs" in PAGE
 
 
 def test_placements() -> None:
     found = re.search(r"Of (\d+) published, the same of the three wins in (\d+)", RESULTS)
     assert found is not None
-    assert row("HybridFlow: best of three")[2].startswith(f"{found[2]} of {found[1]}: ")
+    assert f"best of three placements: {found[2]} of {found[1]}" in PAGE

@@ -22,7 +22,6 @@ ADAPTERS = {
     "pyarrow": ("rillflow/tasks/",),
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
-    "matplotlib": ("rillflow/view/",),
     "ray": ("rillflow/cluster/ray.py", "rillflow/cluster/messages.py"),
     "vllm": (),
 }

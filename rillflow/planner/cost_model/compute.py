@@ -55,11 +55,13 @@ class Setting:
     """How well they are used."""
     recomputes: bool
     """Whether activations are recomputed in the backward pass."""
+    zero1: bool = False
+    """Whether the optimiser's state alone is cut over the devices with other rows."""
 
     @property
     def item_bytes(self) -> int:
         """Bytes of a number while it computes."""
-        return 2 if self.workload.dtype == "bfloat16" else 4
+        return {"float32": 4, "bfloat16": 2, "float8": 1}[self.workload.dtype]
 
     @property
     def links(self) -> Links:
@@ -97,12 +99,12 @@ class Load:
     """Forward and backward passes it takes them in."""
 
 
-def load_of(workload: Workload, dp: Numbers, parts: int, computed: float = 1.0) -> Load:
+def load_of(workload: Workload, dp: Numbers, parts: int, computed: float = 1.0, cp: Numbers = 1) -> Load:
     """The busiest of dp replicas in one of ``parts`` equal parts of a step's rows.
 
     Rows are shared out by their tokens, so that it has the mean, or the longest row where that is more, and
     attends to that; rows of one length can only be shared out whole. ``computed`` is the share of tokens that
-    everything but attention computes.
+    everything but attention computes; each of ``cp`` devices has as many of every row's.
     """
     rows = workload.rows / parts / np.asarray(dp, dtype=np.float64)
     mean, square = workload.row_tokens, workload.row_square
@@ -114,6 +116,7 @@ def load_of(workload: Workload, dp: Numbers, parts: int, computed: float = 1.0) 
         tokens = np.maximum(rows * mean, longest)
         beside = np.maximum(tokens - longest, 0.0) * (square / mean)
         squares = np.maximum(tokens * (square / mean), longest**2 + beside)
+    tokens, squares = np.divide(tokens, cp), np.divide(squares, cp)
     micro_batches = np.ceil(np.divide(tokens, workload.tokens_per_micro_batch) - 1e-9)
     return Load(
         tokens=tokens * computed,
@@ -193,6 +196,15 @@ def tensor_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbe
     return rounds * load.micro_batches * all_reduce_s(setting.links, sent, grids.tp)
 
 
+def context_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+    """Seconds of context parallelism: in each pass a layer gathers a row's other keys and values."""
+    shape = setting.shape
+    numbers = shape.cached_numbers / shape.layers / (1 if shape.latent else grids.tp)
+    gathered = load.tokens / load.micro_batches * grids.cp * numbers * setting.item_bytes
+    rounds = shape.layers / grids.pp * load.micro_batches * passes
+    return rounds * all_gather_s(setting.links, gathered, grids.cp, grids.tp)
+
+
 def experts_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
     """Seconds of expert parallelism: tokens go to their experts and back, 2 all-to-alls a layer and pass.
 
@@ -237,11 +249,11 @@ def gathers_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numb
     """
     each = np.ceil(setting.shape.layers / grids.pp) + 1
     weights = stage_parameters(setting.shape, grids) * setting.item_bytes / each
-    gather = all_gather_s(setting.links, weights, grids.dp, grids.dp_stride)
+    gather = all_gather_s(setting.links, weights, grids.copies, grids.dp_stride)
     if passes == FORWARD:
         return np.where(grids.sharded, load.micro_batches * each * gather, 0.0)
     gradients = weights / setting.item_bytes * GRADIENT_BYTES
-    scatter = reduce_scatter_s(setting.links, gradients, grids.dp, grids.dp_stride)
+    scatter = reduce_scatter_s(setting.links, gradients, grids.copies, grids.dp_stride)
     return np.where(grids.sharded, load.micro_batches * each * (2 * gather + scatter), 0.0)
 
 
@@ -252,13 +264,22 @@ def gradients_s(setting: Setting, grids: Grids) -> Numbers:
     """
     shape, links = setting.shape, setting.links
     dense = GRADIENT_BYTES * shape.shared_parameters / (grids.pp * grids.tp)
-    found = all_reduce_s(links, dense, grids.dp, grids.dp_stride)
+    found = all_reduce_s(links, dense, grids.copies, grids.dp_stride)
     if shape.is_mixture:
         routed = GRADIENT_BYTES * shape.routed_parameters / (grids.pp * grids.expert_ways)
-        copies = np.maximum(grids.dp * grids.tp / grids.expert_ways, 1)
+        copies = np.maximum(grids.copies * grids.tp / grids.expert_ways, 1)
         found = found + all_reduce_s(links, routed, copies, grids.expert_ways)
-    agreed = AGREEMENTS * all_gather_s(links, 0.0, grids.dp, grids.dp_stride)
+    agreed = AGREEMENTS * all_gather_s(links, 0.0, grids.copies, grids.dp_stride)
     return agreed + np.where(grids.sharded, 0.0, found)
+
+
+def optimized_parameters(setting: Setting, grids: Grids) -> Numbers:
+    """Parameters whose optimiser state a device keeps: all it holds, or its share of them (ZeRO-1)."""
+    shape = setting.shape
+    cut = np.where(np.logical_and(setting.zero1, ~grids.sharded), grids.copies, 1.0)
+    spread = np.where(cut > 1, np.maximum(grids.copies * grids.tp / grids.expert_ways, 1), 1.0)
+    dense = shape.shared_parameters / grids.dense_cuts / cut
+    return dense + shape.routed_parameters / grids.expert_cuts / spread
 
 
 def optimizer_s(setting: Setting, grids: Grids) -> Numbers:
@@ -266,8 +287,8 @@ def optimizer_s(setting: Setting, grids: Grids) -> Numbers:
 
     28 bytes a parameter, and the copy for computing where that has another dtype.
     """
-    shape, factors = setting.shape, setting.factors
-    held = shape.shared_parameters / grids.dense_cuts + shape.routed_parameters / grids.expert_cuts
+    factors = setting.factors
+    held = optimized_parameters(setting, grids)
     moved = 7 * GRADIENT_BYTES + (setting.item_bytes if setting.item_bytes < GRADIENT_BYTES else 0)
     return held * moved / (setting.fleet.device.memory_bandwidth * factors.decode_bandwidth)
 
@@ -284,6 +305,7 @@ def passes_s(setting: Setting, load: Load, grids: Grids, passes: float, share: f
         + launches_s(setting, load, grids, passes)
         + tensor_s(setting, load, grids, passes)
         + experts_s(setting, load, grids, passes)
+        + context_s(setting, load, grids, passes)
         + pipeline_s(setting, load, grids, passes)
     )
     drained = work * (1 + bubble(load, grids))
@@ -293,14 +315,14 @@ def passes_s(setting: Setting, load: Load, grids: Grids, passes: float, share: f
 
 def score_s(setting: Setting, grids: Grids) -> Numbers:
     """Seconds of one forward pass over a step's rows, [grids]."""
-    load = load_of(setting.workload, grids.dp, 1, setting.workload.packing.scored)
+    load = load_of(setting.workload, grids.dp, 1, setting.workload.packing.scored, grids.cp)
     return passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)
 
 
 def train_s(setting: Setting, grids: Grids) -> Numbers:
     """Seconds of all epochs and optimiser steps over a step's rows, [grids]."""
     workload = setting.workload
-    load = load_of(workload, grids.dp, workload.minibatches, workload.packing.trained)
+    load = load_of(workload, grids.dp, workload.minibatches, workload.packing.trained, grids.cp)
     passes, learnt = RECOMPUTED if setting.recomputes else TRAINING, workload.gradient_share
     once = (
         learnt * passes_s(setting, load, grids, passes, setting.factors.train_flops)

@@ -90,7 +90,10 @@ class CostModel:
             return free - working
         if not any(one.generate_tp for one in options.values()):
             return free - working
-        return free - sum(one.sampling_bytes for one in options.values())
+        copies = sum(one.sampling_bytes for one in options.values())
+        apart = sum(one.resident_bytes for one in options.values() if not one.seconds)
+        share = self._problem.hardware.engine.cache_apart if apart else self._problem.hardware.engine.cache
+        return min(free - copies, share * device.memory_bytes - copies - apart)
 
     def decoder(
         self, unit: Unit, option: Option, fleet: str, devices: int, room_bytes: float
@@ -104,11 +107,15 @@ class CostModel:
 
     def generate_s(self, stage: Stage, decoder: Decoder) -> float:
         """Seconds until the last of the stage's rows has ended."""
-        workload, rows = self._problem.workload, self._rows(stage)
+        return self._batch_s(self._rows(stage), decoder)
+
+    def _batch_s(self, rows: int, decoder: Decoder) -> float:
+        """Seconds until the last of so many rows has ended."""
+        workload = self._problem.workload
         lengths = self._lengths(rows, decoder.replicas)
         slots = at_once(workload, decoder, lengths)
         alike = replace(decoder, capacity_tokens=0) if isinstance(decoder, Replica) else decoder
-        key = (stage.index, alike, slots)
+        key = (rows, alike, slots)
         if key not in self._generated:
             read = prompt_tokens(workload, rows, decoder.replicas)
             drained = drain_s(workload, decoder, lengths, slots)
@@ -119,9 +126,13 @@ class CostModel:
         """Seconds of replicas that never run dry for as many rows: streamed generation.
 
         ``rows x mean tokens / (replicas x n / tau(n))``: n running rows of all ages, at most those that the
-        freshness bound k admits, (k + 1) steps' rows.
+        freshness bound k admits, (k + 1) steps' rows. Where new weights do not interrupt rows, a replica ends
+        what it has before it takes them, which it does every k steps: it then runs k steps' rows dry.
         """
-        workload, rows = self._problem.workload, self._rows(stage)
+        workload, rows, engine = self._problem.workload, self._rows(stage), self._problem.hardware.engine
+        if not engine.interrupts:
+            bound = max(self._problem.freshness, 1)
+            return self._batch_s(bound * rows, decoder) / bound
         admitted = max((self._problem.freshness + 1) * rows / decoder.replicas, 1.0)
         running = max(int(min(running_rows(workload, decoder), admitted)), 1)
         response = workload.response
@@ -129,7 +140,23 @@ class CostModel:
         token_s = decoder.advance_s(running, context - running / 2, 1.0)
         decoded_s = rows * response.mean / (decoder.replicas * running) * token_s
         entered_s = decoder.entry_s(rows / decoder.replicas)
-        return entered_s + decoded_s + decoder.prefill_s(prompt_tokens(workload, rows, decoder.replicas))
+        held_s = self._held_s(rows, decoder) if engine.holds_prompts else 0.0
+        read_s = decoder.prefill_s(prompt_tokens(workload, rows, decoder.replicas))
+        return entered_s + max(decoded_s, held_s) + read_s
+
+    def _held_s(self, rows: int, decoder: Decoder) -> float:
+        """Seconds of a step's rows if prompts hold their places until their longest answers have ended.
+
+        There are k steps' places. Each is held for the tokens that the longest of a prompt's answers has in
+        the median, while on average mean over longest of its rows run.
+        """
+        workload, bound = self._problem.workload, max(self._problem.freshness, 1)
+        response = workload.response
+        longest = response.quantile(0.5 ** (1.0 / workload.samples))
+        begun = bound * rows / decoder.replicas * response.mean / longest
+        running = max(int(min(begun, running_rows(workload, decoder))), 1)
+        context = running * (workload.prompt.mean + response.mean_square / (2 * response.mean))
+        return longest * decoder.advance_s(running, context, 1.0) / bound
 
     def function_s(self, stage: Stage, devices: int) -> float:
         """Seconds of a function, spread over the hosts of so many devices, or of a formula on one."""
@@ -181,6 +208,7 @@ class CostModel:
                 fleet=self._problem.hardware.fleet(fleet),
                 factors=self._problem.hardware.factors,
                 recomputes=self._problem.recomputes,
+                zero1=self._problem.hardware.engine.zero1,
             )
         return self._settings[key]
 

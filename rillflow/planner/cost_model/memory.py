@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from rillflow.planner.cost_model.activations import layer_numbers
-from rillflow.planner.cost_model.compute import GRADIENT_BYTES, Load, Setting, load_of
+from rillflow.planner.cost_model.compute import GRADIENT_BYTES, Load, Setting, load_of, optimized_parameters
 from rillflow.planner.cost_model.numbers import Grids, Numbers
 from rillflow.planner.model_shape import ModelShape
 
@@ -31,13 +31,15 @@ def optimizer_bytes(setting: Setting, grids: Grids) -> Numbers:
     Rajbhandari et al., arXiv 1910.02054, 3.1, with gradients in float32.
     """
     copy = GRADIENT_BYTES if setting.item_bytes < GRADIENT_BYTES else 0
-    return held_parameters(setting.shape, grids) * (GRADIENT_BYTES + 2 * GRADIENT_BYTES + copy)
+    gradients = held_parameters(setting.shape, grids) * GRADIENT_BYTES
+    return gradients + optimized_parameters(setting, grids) * (2 * GRADIENT_BYTES + copy)
 
 
-def micro_batch_tokens(setting: Setting, load: Load) -> Numbers:
+def micro_batch_tokens(setting: Setting, load: Load, grids: Grids) -> Numbers:
     """Tokens of one micro-batch: never less than the longest row, which cannot be cut."""
     workload = setting.workload
-    packed = np.maximum(workload.tokens_per_micro_batch, workload.prompt.limit + workload.response.limit)
+    longest = (workload.prompt.limit + workload.response.limit) / grids.cp
+    packed = np.maximum(workload.tokens_per_micro_batch, longest)
     return np.minimum(load.tokens, packed)
 
 
@@ -46,7 +48,7 @@ def activation_bytes(setting: Setting, load: Load, grids: Grids) -> Numbers:
 
     Recomputed: one hidden state a token and layer, and all of one layer; else all of every layer.
     """
-    shape, tokens = setting.shape, micro_batch_tokens(setting, load)
+    shape, tokens = setting.shape, micro_batch_tokens(setting, load, grids)
     layers = np.ceil(shape.layers / grids.pp)
     running = np.minimum(grids.pp, load.micro_batches)
     whole = layer_numbers(shape, grids.tp)
@@ -58,20 +60,22 @@ def logit_bytes(setting: Setting, load: Load, grids: Grids, copies: int) -> Numb
     """Of a micro-batch's logits in float32: one copy to score, and one of gradients to train."""
     shape = setting.shape
     width = 1 if shape.is_scalar else shape.vocabulary
-    return copies * GRADIENT_BYTES * micro_batch_tokens(setting, load) * width / grids.tp
+    return copies * GRADIENT_BYTES * micro_batch_tokens(setting, load, grids) * width / grids.tp
 
 
 def training_bytes(setting: Setting, grids: Grids) -> Numbers:
     """The most an optimiser step needs beside what is resident, [grids]."""
-    load = load_of(setting.workload, grids.dp, setting.workload.minibatches)
+    load = load_of(setting.workload, grids.dp, setting.workload.minibatches, cp=grids.cp)
     found = activation_bytes(setting, load, grids) + logit_bytes(setting, load, grids, 2)
     return found + _gathered(setting, grids)
 
 
 def scoring_bytes(setting: Setting, grids: Grids) -> Numbers:
     """The most a forward pass needs beside the weights, [grids]."""
-    load = load_of(setting.workload, grids.dp, 1)
-    one = micro_batch_tokens(setting, load) * layer_numbers(setting.shape, grids.tp) * setting.item_bytes
+    load = load_of(setting.workload, grids.dp, 1, cp=grids.cp)
+    one = (
+        micro_batch_tokens(setting, load, grids) * layer_numbers(setting.shape, grids.tp) * setting.item_bytes
+    )
     return one + logit_bytes(setting, load, grids, 1) + _gathered(setting, grids)
 
 

@@ -26,6 +26,8 @@ class Grids:
     """Devices that have other parts of every layer."""
     ep: NDArray[np.float64]
     """Devices that have other experts."""
+    cp: NDArray[np.float64]
+    """Devices that have other parts of every row."""
     sharded: NDArray[np.bool_]
     """Whether parameters are cut over dp too."""
 
@@ -37,6 +39,7 @@ class Grids:
             dp=int(self.dp[place]),
             pp=int(self.pp[place]),
             tp=int(self.tp[place]),
+            cp=int(self.cp[place]),
             ep=int(self.ep[place]),
             is_sharded=bool(self.sharded[place]),
         )
@@ -44,12 +47,17 @@ class Grids:
     @property
     def devices(self) -> NDArray[np.float64]:
         """Devices of each grid."""
-        return self.dp * self.pp * self.tp
+        return self.dp * self.pp * self.tp * self.cp
+
+    @property
+    def copies(self) -> NDArray[np.float64]:
+        """Devices that compute gradients of the same parameters: other rows, or other parts of them."""
+        return self.dp * self.cp
 
     @property
     def dense_cuts(self) -> NDArray[np.float64]:
         """Parts that parameters outside experts are cut into."""
-        return self.pp * self.tp * np.where(self.sharded, self.dp, 1.0)
+        return self.pp * self.tp * np.where(self.sharded, self.copies, 1.0)
 
     @property
     def expert_ways(self) -> NDArray[np.float64]:
@@ -59,7 +67,7 @@ class Grids:
     @property
     def expert_cuts(self) -> NDArray[np.float64]:
         """Parts that the experts' parameters are cut into."""
-        return self.pp * np.where(self.sharded, self.dp * self.tp, self.expert_ways)
+        return self.pp * np.where(self.sharded, self.copies * self.tp, self.expert_ways)
 
     @property
     def dp_stride(self) -> NDArray[np.float64]:
@@ -73,6 +81,7 @@ def grids_of(*grids: Grid) -> Grids:
         dp=np.array([grid.dp for grid in grids], dtype=np.float64),
         pp=np.array([grid.pp for grid in grids], dtype=np.float64),
         tp=np.array([grid.tp for grid in grids], dtype=np.float64),
+        cp=np.array([grid.cp for grid in grids], dtype=np.float64),
         ep=np.array([grid.ep for grid in grids], dtype=np.float64),
         sharded=np.array([grid.is_sharded for grid in grids], dtype=np.bool_),
     )

@@ -64,6 +64,8 @@ def in_place_s(setting: Setting, grids: Grids, generate_tp: Numbers) -> Numbers:
     One all-gather among the t p / t_g ranks of a micro-dp group, and over dp where parameters are cut there.
     """
     total = setting.shape.parameters * setting.item_bytes
+    if setting.factors.refit:
+        return np.full(len(grids), total / setting.factors.refit)
     ways = np.maximum(grids.dense_cuts / generate_tp, 1.0)
     missing = received_in_place(total, grids, generate_tp)
     gathered = np.where(ways > 1, missing * ways / np.maximum(ways - 1, 1e-9), 0.0)
@@ -77,6 +79,8 @@ def apart_s(setting: Setting, links: Links, source: Seat, destination: Seat, gen
     (a pipelined broadcast), from as many devices as hold different parts: the slower side counts.
     """
     total = setting.shape.parameters * setting.item_bytes
+    if setting.factors.refit_apart:
+        return total / setting.factors.refit_apart
     grid = source.grid
     senders = grid.pp * grid.tp * grid.dp if grid.is_sharded else grid.pp * grid.tp
     whole = source.devices + destination.devices <= links.per_machine

@@ -89,6 +89,12 @@ class Layout:
         """Prompts that begin in a round."""
         return _begun(self.problem.workload.prompts, self.plan.oversample_prompts)
 
+    @property
+    def interrupts(self) -> bool:
+        """Whether new weights interrupt rows."""
+        said = self.settings.interrupts
+        return self.problem.hardware.engine.interrupts if said is None else said
+
     def pool_of(self, stage: int) -> str:
         """Whose devices a stage holds; ``BESIDE`` for none."""
         return self._owners[stage].seat.pool if stage in self._owners else BESIDE

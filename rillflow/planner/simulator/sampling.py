@@ -87,7 +87,7 @@ class Sampling:
         """Take note of new weights; the groups complete at this very moment."""
         self.newest = version
         complete = []
-        if self._layout.settings.interrupts:
+        if self._layout.interrupts:
             for place, lane in enumerate(self._lanes):
                 complete += self._pass(place, now_s)
                 self._load(place, lane, now_s, reads_again=True)

@@ -16,9 +16,9 @@ class Settings:
         Settings(interrupts=True, crossing="hidden", straggler_share=0.05, straggler_factor=1.5)
     """
 
-    interrupts: bool = False
+    interrupts: bool | None = None
     """Whether new weights interrupt rows, which go on under them once their prefixes are read again; else a
-    replica ends what it runs first."""
+    replica ends what it runs first; None: as the engine of the cluster does."""
     crossing: Literal["exposed", "hidden"] = "exposed"
     """Whether both sides stand still while weights travel, or work on beside it."""
     shared_length: float = 0.0

@@ -8,11 +8,12 @@ import pytest
 
 from rillflow.assembly.as_placed import plan_as_placed
 from rillflow.assembly.planned import is_placed_by, settings_of
-from rillflow.assembly.planning import Statement, open_cluster, state_problem, told
+from rillflow.assembly.planning import open_cluster, state_problem, told
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.mapping.search import search
+from rillflow.planner.search import search
+from rillflow.planner.statement import Statement
 
 RECIPE = """
 [policy]

@@ -12,7 +12,6 @@ from rillflow.assembly.observed import plan_of
 from rillflow.assembly.planned import settings_of
 from rillflow.assembly.planning import (
     open_cluster,
-    problem_of_plan,
     shape_of_directory,
     shape_of_new,
     state_problem,
@@ -138,5 +137,5 @@ def test_a_sampler_apart_is_another_problem(folder: Path) -> None:
     problem = state_problem(loaded(folder), open_cluster(folder / "cluster.toml")).problem
     units = {unit.name: None for unit in problem.apart().units}
     plan = Plan(name="ppo", pools=(), units=dict.fromkeys(units), freshness=2)  # type: ignore[arg-type]
-    apart = problem_of_plan(problem, plan)
+    apart = problem.of_plan(plan)
     assert apart.samples_apart and apart.freshness == 2

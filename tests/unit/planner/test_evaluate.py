@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.mapping.search import Effort, search
 from rillflow.planner.packing import machines_needed
 from rillflow.planner.plan import Plan, PlannedPool
 from rillflow.planner.problem import SAMPLER, Problem
-from tests.unit.planner.mapping.toys import ToyCosts, toy_fleet, toy_problem
+from rillflow.planner.search import search
+from tests.unit.planner.toys import ToyCosts, toy_fleet, toy_problem
 
 PROBLEM = toy_problem(1, roles=3, fleets=[toy_fleet()])
 
@@ -26,7 +26,7 @@ def costs(problem: Problem, memory: float = 400.0) -> ToyCosts:
 
 def best_plan(problem: Problem, *, pools: int) -> Plan:
     """The best plan of those with so many pools."""
-    ranking = search(problem, costs, freshness=(problem.freshness,), effort=Effort(kept=100))
+    ranking = search(problem, costs, freshness=(problem.freshness,), kept=100)
     return next(one.plan for one in ranking.best if len(one.plan.pools) == pools)
 
 
@@ -75,7 +75,7 @@ class _NeverFits(ToyCosts):
         (lambda plan: replace(plan, units={**plan.units, "crytic": plan.units["critic"]}), "crytic"),
         (lambda plan: replace(plan, freshness=1), "freshness is 1"),
         (lambda plan: replace(plan, pools=(replace(plan.pools[0], fleet="her"),)), "fleet 'her'"),
-        (lambda plan: replace(plan, pools=(replace(plan.pools[0], devices=3),)), "a pool of 3 devices"),
+        (lambda plan: replace(plan, pools=(replace(plan.pools[0], devices=5),)), "pools of 5 devices"),
         (
             lambda plan: replace(plan, pools=(*plan.pools, PlannedPool(name="x", fleet="here", devices=1))),
             "no unit is on pool x",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow.planner.hardware import read_hardware, shipped_devices
+from rillflow.planner.hardware import read_hardware, shipped_devices, shipped_stacks
 from rillflow.planner.quantities import DURATION, FLOPS, MEMORY, PRICE, RATE
 
 FLEET: dict[str, Any] = {"device": "H100", "devices": 16, "per_machine": 8, "between": "50 GB/s"}
@@ -61,7 +62,7 @@ def test_reading_scales_with_the_number(number: float, unit: str) -> None:
 def test_devices_are_shipped_with_their_sources() -> None:
     devices = shipped_devices()
     assert set(devices) >= {"A100-40", "A100-80", "H100", "H200", "H800", "H20", "GB200", "cpu"}
-    assert all(device.source and set(device.flops) == {"bfloat16", "float32"} for device in devices.values())
+    assert all(device.source and set(device.flops) >= {"bfloat16", "float32"} for device in devices.values())
     assert devices["H100"].flops["bfloat16"] == pytest.approx(989e12)
     assert devices["A100-80"].memory_bandwidth == pytest.approx(2.039e12)
 
@@ -149,3 +150,41 @@ def test_a_contradictory_cluster_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as caught:
         read_hardware(data, "bad")
     assert caught.value.what
+
+
+def test_a_cluster_is_like_a_shipped_stack_but_for_what_it_says_itself() -> None:
+    stack = shipped_stacks()["nemo-rl"]
+    plain = read_hardware({"fleet": [FLEET], "like": "nemo-rl"}, "x")
+    assert (plain.factors, plain.engine, plain.accuracy) == (stack.factors, stack.engine, stack.accuracy)
+    assert plain.calibrated == stack.fitted
+    own = read_hardware({"fleet": [FLEET], "like": "nemo-rl", "factors": {"train_flops": 0.3}}, "x")
+    assert own.factors == replace(stack.factors, train_flops=0.3)
+    assert (own.accuracy, own.calibrated) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"like": "nemo"}, "like 'nemo', which is no factor set"),
+        ({"engine": {"zero2": True}}, "zero2"),
+        ({"engine": {"zero1": 1}}, "engine.zero1 is 1"),
+        ({"engine": {"cache": 2}}, "engine.cache is 2"),
+        ({"factors": {"refit": 18e9}}, "factors.refit"),
+        ({"fleet": [{**FLEET, "price_per_hour": "2.5 $/h"}]}, "price_per_hour"),
+        ({"fleet": [{**FLEET, "between": "200 TB/s"}]}, "the link between machines is 200000 GB/s"),
+    ],
+)
+def test_what_a_cluster_says_wrong_of_its_stack_is_named(data: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        read_hardware({"fleet": [FLEET], **data}, "x")
+    assert said in caught.value.what
+
+
+def test_every_shipped_stack_says_what_it_was_fitted_on_and_how_far_off_it_is() -> None:
+    stacks = shipped_stacks()
+    assert set(stacks) >= {"default", "nemo-rl", "nemo-rl-0.6", "verl", "rillflow"}
+    for name, stack in stacks.items():
+        if name != "default":
+            assert stack.fitted and stack.accuracy is not None
+            assert 0 < stack.accuracy.low < 1 < stack.accuracy.high
+            assert stack.accuracy.median < stack.accuracy.worst

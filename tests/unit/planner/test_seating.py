@@ -11,7 +11,7 @@ from rillflow.planner.option import Option
 from rillflow.planner.problem import Unit
 from rillflow.planner.seating import least_devices
 from tests.unit.planner.fakes import SHAPE, FakeCosts
-from tests.unit.planner.mapping.toys import WORKLOAD, toy_fleet
+from tests.unit.planner.toys import WORKLOAD, toy_fleet
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.errors import PlanError
-from rillflow.view.chart import Point, Series
 from rillflow.view.html import markup
 from rillflow.view.report import write_report
 from rillflow.view.run_data import load
@@ -29,7 +26,6 @@ from rillflow.view.timeline import (
     draw_timeline,
     merged,
 )
-from rillflow.view.timeline_image import save_png
 
 MakeRun = Callable[..., Path]
 BAR = Bar(pool="main", lane="policy", stage="policy.update", start_s=10.0, end_s=12.0, step=1)
@@ -112,20 +108,3 @@ def test_a_runs_last_steps_are_drawn_as_they_were_measured(make_run: MakeRun) ->
 
 def test_a_run_without_a_step_has_no_bars(make_run: MakeRun) -> None:
     assert bars_of_run(load(make_run(steps=0))) == []
-
-
-def test_a_picture_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
-    curve = Series(label="", points=[Point(x=8, y=1.0), Point(x=16, y=1.8)])
-    file = tmp_path / "a.png"
-    save_png(file, "A plan", [BAR], [curve], axes="devices; samples/s")
-    assert file.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(PlanError, match="would be empty"):
-        save_png(file, "A plan", [])
-
-
-def test_without_matplotlib_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(PlanError, match="cannot be drawn") as caught:
-        save_png(tmp_path / "a.png", "A plan", [BAR])
-    assert "rillflow[plot]" in caught.value.fix

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rillflow.graph.graph import Graph, Stage
 from rillflow.planner.cost_model.compute import Setting
-from rillflow.planner.factors import Factors
+from rillflow.planner.factors import Engine, Factors
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.problem import Problem
@@ -88,8 +88,12 @@ def problem(
         graph=graph(),
         shapes={"policy": shape, "reference": shape, "critic": replace(shape, is_scalar=True)},
         workload=workload,
-        hardware=Hardware(name="toys", fleets=(fleet,), factors=factors or Factors()),
+        hardware=Hardware(
+            name="toys",
+            fleets=(fleet,),
+            factors=factors or Factors(),
+            engine=Engine(offloads=offloads),
+        ),
         samples_apart=samples_apart,
-        offloads=offloads,
         freshness=freshness,
     )

@@ -14,6 +14,7 @@ from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.cost_model.options import cuts_heads, divisors, grids, undominated
+from rillflow.planner.factors import Engine
 from rillflow.planner.grid import Grid
 from rillflow.planner.option import Option, Seat
 from rillflow.planner.problem import SAMPLER, Problem, Unit
@@ -196,3 +197,66 @@ def test_a_grid_of_other_devices_is_refused(grid: Grid, size: int) -> None:
     step = problem()
     with pytest.raises(PlanError):
         CostModel(step).option(unit(step, "policy"), "toys", 8, grid, size)
+
+
+def with_engine(step: Problem, **settings: object) -> Problem:
+    hardware = replace(step.hardware, engine=Engine(**settings))  # type: ignore[arg-type]
+    return replace(step, hardware=hardware)
+
+
+def with_factors(step: Problem, **values: float) -> Problem:
+    hardware = replace(step.hardware, factors=replace(step.hardware.factors, **values))
+    return replace(step, hardware=hardware)
+
+
+def test_zero_1_cuts_the_state_of_the_optimiser_and_nothing_else() -> None:
+    whole, cut = problem(), with_engine(problem(), zero1=True)
+    one, other = (
+        CostModel(step).option(unit(step, "policy"), "toys", 8, Grid(dp=8), 1) for step in (whole, cut)
+    )
+    assert one.resident_bytes == pytest.approx(SHAPE.parameters * (2 + 4 + 12))
+    assert other.resident_bytes == pytest.approx(SHAPE.parameters * (2 + 4 + 12 / 8))
+    assert other.working_bytes == one.working_bytes
+
+
+def test_context_parallelism_cuts_rows_and_not_parameters() -> None:
+    step = problem()
+    costs = CostModel(step)
+    alone, shared = (
+        costs.option(unit(step, "policy"), "toys", devices, Grid(cp=devices), 1) for devices in (1, 4)
+    )
+    assert shared.resident_bytes == alone.resident_bytes
+    assert shared.seconds[3] < alone.seconds[3] and shared.seconds[7] < alone.seconds[7]
+
+
+def test_whole_tensors_are_moved_at_the_rates_of_the_stack() -> None:
+    step = with_factors(problem(), refit=1e9, refit_apart=4e9)
+    total = 2 * SHAPE.parameters
+    costs = CostModel(step)
+    option = costs.option(unit(step, "policy"), "toys", 8, Grid(dp=8), 1)
+    publish = next(stage.index for stage in step.graph.stages if stage.endpoint == "publish")
+    assert option.seconds[publish] == pytest.approx(total / 1e9)
+    apart = CostModel(step.apart(1))
+    here = Seat(pool="a", fleet="toys", devices=8, grid=Grid(dp=8))
+    assert apart.crossing_s(here, replace(here, pool="b"), 1) == pytest.approx(total / 4e9)
+
+
+def test_a_share_for_the_cache_leaves_weights_and_cache_no_more() -> None:
+    step = with_engine(problem(), cache=0.25)
+    option = CostModel(step).option(unit(step, "policy"), "toys", 8, Grid(dp=8), 1)
+    room = CostModel(step).room_bytes("toys", {"policy": option})
+    assert room == pytest.approx(0.25 * DEVICE.memory_bytes - option.sampling_bytes)
+
+
+def test_rows_that_wait_for_weights_or_for_their_prompts_stream_slower() -> None:
+    def steady_s(step: Problem) -> float:
+        costs, sampler = CostModel(step), unit(step, SAMPLER)
+        option = costs.option(sampler, "toys", 8, Grid(dp=8), 1)
+        decoder = costs.decoder(sampler, option, "toys", 8, costs.room_bytes("toys", {SAMPLER: option}))
+        assert decoder is not None
+        return costs.steady_s(step.graph.stages[0], decoder)
+
+    step = problem(samples_apart=True, freshness=1)
+    free = steady_s(step)
+    assert steady_s(with_engine(step, holds_prompts=True)) > free
+    assert steady_s(with_engine(step, interrupts=False)) > free

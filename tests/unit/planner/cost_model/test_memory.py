@@ -70,4 +70,7 @@ def test_training_needs_more_than_scoring() -> None:
 def test_a_micro_batch_is_never_cut_within_a_row() -> None:
     tiny = setting(workload=replace(WORKLOAD, tokens_per_micro_batch=16))
     load = load_of(tiny.workload, 1, 1)
-    assert memory.micro_batch_tokens(tiny, load) == 128 + 2048
+    assert memory.micro_batch_tokens(tiny, load, ONE) == 128 + 2048
+    halves = grids_of(Grid(cp=2))
+    shared = load_of(tiny.workload, 1, 1, cp=2)
+    assert memory.micro_batch_tokens(tiny, shared, halves) == (128 + 2048) / 2

@@ -1,1 +1,0 @@
-"""Mapping: the search for the best plan."""

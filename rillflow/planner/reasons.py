@@ -1,0 +1,165 @@
+"""Reasons: what a placement is behind the best by; what is missing where no plan fits.
+
+a ranked plan ─┬─ as good ────────────────────────────────────────────────> tie
+               ├─ as fast, on more devices ───────────────────────────────> devices
+               ├─ half of what is lost is on the way between pools ───────> transfer
+               ├─ its devices wait for 5 points more of the step ─────────> idle
+               ├─ its stages take longer, by half of it ──────────────────> slower stages
+               └─ they do not, but wait for each other ───────────────────> turns
+no plan ─ what is missing on which role, and the least cluster
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import TypedDict
+
+from rillflow.errors import PlanError
+from rillflow.planner.evaluate import Evaluation
+from rillflow.planner.objective import Objective
+from rillflow.planner.option import Costs
+from rillflow.planner.partitions import partitions
+from rillflow.planner.plan import Plan
+from rillflow.planner.problem import SAMPLER, Problem, Unit
+from rillflow.planner.ranking import Cause, Ranked
+from rillflow.planner.seating import bytes_text, least_devices, smallest_option
+
+MOST_UNITS_FOR_EVERY_SET = 4
+"""Of more units, only all together and each apart are tried for the least cluster that would do."""
+
+
+class Reason(TypedDict):
+    """Why a placement is behind."""
+
+    cause: Cause
+    why: str
+
+
+def why_it_is_behind(found: Ranked, winner: Ranked) -> Reason:
+    """Why the best plan of a placement is no better than the best of all."""
+    mine, best = found.evaluation, winner.evaluation
+    late = mine.step_s - best.step_s
+    if late <= 1e-9 * best.step_s:
+        if (found.value, mine.devices) == (winner.value, best.devices):
+            return Reason(cause=Cause.TIE, why=f"as good; {_preferred(found.plan, winner.plan)}")
+        why = (
+            f"{mine.step_s:.4g} s on {mine.devices} devices; the best takes {best.step_s:.4g} s on "
+            f"{best.devices}"
+        )
+        return Reason(cause=Cause.DEVICES, why=why)
+    said = f"{mine.step_s:.4g} s, {late:.3g} s more: "
+    moved = sum(mine.transfers_s) + mine.crossing_s
+    if moved >= late / 2:
+        return Reason(cause=Cause.TRANSFER, why=f"{said}{moved:.3g} s on the way between pools")
+    if mine.idle_share - best.idle_share >= 0.05:
+        pools = zip(found.plan.pools, mine.pools, strict=True)
+        pool, use = max(pools, key=lambda one: one[0].devices * one[1].idle_share)
+        why = f"the {pool.devices} devices of pool {pool.name} idle {use.idle_share:.0%} of a step"
+        return Reason(cause=Cause.IDLE, why=said + why)
+    return _slower(mine, best, said)
+
+
+def no_plan_fits(
+    problem: Problem, costs: Callable[[Problem], Costs], objective: Objective, variants: Sequence[Problem]
+) -> PlanError:
+    """What to say where there is no plan: what is missing on which role, and the least cluster to do."""
+    name, cluster = problem.graph.name, problem.hardware.name
+    tables = [(one, costs(one)) for one in variants]
+    if math.isfinite(objective.deadline_s) and any(
+        all(_fits(one, own, [unit]) for unit in one.units) for one, own in tables
+    ):
+        return PlanError(
+            f"no plan of {name} keeps the deadline of {objective.deadline_s:g} s",
+            why=f"on {cluster} none is so fast",
+            fix="allow more seconds, more devices, or a freshness bound; goal step shows the fastest",
+        )
+    step, own = min(tables, key=lambda one: len(one[0].units))
+    alone = [[unit] for unit in step.units if not _fits(step, own, [unit])]
+    return PlanError(
+        f"no plan of {name} fits into {cluster}",
+        why=_missing(step, own, alone[0] if alone else step.units),
+        fix=_least_cluster(step, own),
+    )
+
+
+def _preferred(plan: Plan, winner: Plan) -> str:
+    """Which of two equal plans comes first, and why: the order of ``search``."""
+    if len(winner.pools) < len(plan.pools):
+        return "the best has fewer pools"
+    if winner.freshness < plan.freshness:
+        return "the best trains on fresher tokens"
+    return "the best comes first by its names"
+
+
+def _slower(mine: Evaluation, best: Evaluation, said: str) -> Reason:
+    """The stage that takes most seconds more than in the best plan, where such stages make up half of it."""
+    more = {index: spent - best.seconds[index] for index, spent in mine.seconds.items()}
+    if sum(max(0.0, one) for one in more.values()) < (mine.step_s - best.step_s) / 2:
+        work, least = sum(mine.seconds.values()), sum(best.seconds.values())
+        why = f"{said}its stages take {work:.3g} s in sum, in the best plan {least:.3g} s side by side"
+        return Reason(cause=Cause.TURNS, why=why)
+    index = max(more, key=lambda one: more[one])
+    spent, less, name = mine.seconds[index], best.seconds[index], mine.names[index]
+    return Reason(cause=Cause.SLOWER, why=f"{said}{name} takes {spent:.3g} s, in the best plan {less:.3g} s")
+
+
+def _fits(problem: Problem, costs: Costs, units: Sequence[Unit]) -> bool:
+    """Whether units fit together on some number of devices of the cluster."""
+    found = [least_devices(costs, units, fleet) for fleet in problem.hardware.fleets]
+    return any(
+        size is not None and size <= fleet.devices
+        for size, fleet in zip(found, problem.hardware.fleets, strict=True)
+    )
+
+
+def _missing(problem: Problem, costs: Costs, units: Sequence[Unit]) -> str:
+    """By how many bytes units are too large for the place where least is missing, and which takes most."""
+    found: list[tuple[float, str]] = []
+    for fleet in problem.hardware.fleets:
+        for devices in fleet.sizes:
+            options = {}
+            for unit in units:
+                smallest = smallest_option(costs.options(unit, fleet.name, devices))
+                if smallest is None:
+                    short = costs.shortfall_bytes(unit, fleet.name, devices)
+                    found.append((short, f"{unit.name} on {devices} of {fleet.name}"))
+                else:
+                    options[unit.name] = smallest
+            if len(options) == len(units):
+                room = costs.room_bytes(fleet.name, options)
+                largest = max(
+                    options, key=lambda one: options[one].resident_bytes + options[one].working_bytes
+                )
+                text = f"{' + '.join(options)} on {devices} of {fleet.name}, {largest} the largest"
+                found.append((max(-room, 0.0), text))
+    short, where = min(found)
+    if not math.isfinite(short):
+        return f"no grid cuts {where} evenly"
+    if short == 0.0:
+        return f"no room is left to generate a single row: {where}"
+    return f"{bytes_text(short)} are missing on every device: {where}"
+
+
+def _least_cluster(problem: Problem, costs: Costs) -> str:
+    """The least devices of each fleet's kind that would hold a plan."""
+    every = tuple(range(len(problem.units)))
+    sizes = every if len(every) <= MOST_UNITS_FOR_EVERY_SET else (0, len(every) - 1)
+    sets = [found for size in sizes for found in combinations(every, size + 1)]
+    names = [unit.name for unit in problem.units]
+    told = []
+    for fleet in problem.hardware.fleets:
+        least = {one: least_devices(costs, [problem.units[unit] for unit in one], fleet) for one in sets}
+        totals = [
+            sum(least[pool] or 0 for pool in partition)
+            for partition in partitions(names, fixed=problem.fixed, alone=SAMPLER)
+            if all(least.get(pool) for pool in partition)
+        ]
+        if totals:
+            told.append(
+                f"{min(totals)} {fleet.device.name} like those of {fleet.name}, here are {fleet.devices}"
+            )
+    if not told:
+        return "smaller models, shorter rows or devices with more memory: no number of these would do"
+    return f"the least cluster that would do has {' or '.join(told)}"

@@ -1,0 +1,242 @@
+"""Request: the short form of a problem, some words instead of a recipe and a cluster's file; without torch.
+
+--model config.json --gpus 64xH100 --algorithm grpo --response mean=2000,max=8192 ─> Statement
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from rillflow.errors import PlanError, nearest
+from rillflow.graph.graph import Edge, Graph, Stage
+from rillflow.planner.hardware import Hardware, read_hardware, shipped_devices
+from rillflow.planner.model_shape import read_shape
+from rillflow.planner.problem import Problem
+from rillflow.planner.statement import Statement
+from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
+
+SIGMA = 0.9
+"""The spread of lengths of which only the mean or the median is said: answers that reason have about that."""
+LINK = "50 GB/s"
+"""One device's share of the network where nobody says: a card of 400 Gb/s each."""
+MACHINE = 8
+"""Devices of a machine."""
+_GRAPHS = Path(__file__).parent / "graphs.json"
+_PERCENTILE = re.compile(r"p([1-9][0-9]?)")
+_TRAINED = ("critic", "cost_critic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the words say; see ``rillflow plan --help``."""
+
+    model: Path
+    """A config.json."""
+    gpus: str
+    """Such as ``64xH100``."""
+    algorithm: str
+    """Whose graph."""
+    response: str
+    """Lengths of answers, as ``lengths`` reads them."""
+    prompt: str
+    """Lengths of prompts."""
+    prompts: int
+    """Of a step."""
+    samples: int
+    """Rows for each."""
+    minibatches: int
+    """Optimiser steps of a step."""
+    like: str
+    """A shipped factor set."""
+    between: str
+    """One device's share of the network; empty: ``LINK``."""
+    price: str
+    """Of a device an hour; empty: none."""
+    reward_s: float
+    """Seconds of a reward's function for a row."""
+    steps: int
+    """Of the whole run; 0: nobody said."""
+
+
+def state_request(request: Request) -> Statement:
+    """The problem, and what was assumed.
+
+    Raises:
+        PlanError: what the words say cannot be.
+    """
+    graph = graph_of(request.algorithm)
+    shape = read_shape(_config(request.model), request.model.parent.name or request.model.name)
+    models = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
+    response = lengths(request.response, "--response")
+    workload = Workload(
+        prompts=request.prompts,
+        samples=request.samples,
+        prompt=lengths(request.prompt, "--prompt"),
+        response=response,
+        minibatches=request.minibatches,
+        function_s=request.reward_s,
+    )
+    problem = Problem(
+        graph=graph,
+        shapes={role: replace(shape, is_scalar=role in _TRAINED) for role in models},
+        workload=workload,
+        hardware=cluster(request),
+    )
+    assumed = [f"{' and '.join(models)}: models of this one shape; the reward is a function"]
+    if not request.reward_s:
+        assumed.append("the reward takes no time; --reward-seconds says how much for a row")
+    if response.kind == "lognormal" and "sigma" not in request.response:
+        assumed.append(
+            f"answers: log-normal, median {response.median:,.0f}, sigma {response.sigma:.2g}, clipped at "
+            f"{response.limit:,}; sigma=... or p90=... in --response says otherwise"
+        )
+    if not request.between and problem.hardware.devices > MACHINE:
+        assumed.append(f"{LINK} from one device to other machines; --between says otherwise")
+    return Statement(problem=problem, assumptions=tuple(assumed), steps=request.steps)
+
+
+def graph_of(algorithm: str) -> Graph:
+    """The step of a shipped algorithm, as its recipe is traced.
+
+    Raises:
+        PlanError: none is called so.
+    """
+    known = json.loads(_GRAPHS.read_text("utf-8"))
+    if algorithm not in known:
+        raise PlanError(
+            f"--algorithm is {algorithm!r}",
+            why=f"shipped are {', '.join(known)}",
+            fix=nearest(algorithm, known),
+        )
+    stages = tuple(
+        Stage(index=index, role=role, endpoint=endpoint, reads=(), writes=())
+        for index, (role, endpoint) in enumerate(known[algorithm]["stages"])
+    )
+    edges = tuple(
+        Edge(source=source, destination=destination, fields=tuple(fields))
+        for source, destination, fields in known[algorithm]["edges"]
+    )
+    return Graph(name=algorithm, stages=stages, edges=edges)
+
+
+def cluster(request: Request) -> Hardware:
+    """So many devices of a shipped kind on machines of eight.
+
+    Raises:
+        PlanError: no number, or no such kind.
+    """
+    found = re.fullmatch(r"\s*([0-9]+)\s*[x*]\s*(\S+)\s*", request.gpus)
+    if found is None or int(found[1]) < 1:
+        raise PlanError(
+            f"--gpus is {request.gpus!r}",
+            why="it is a number of devices and their kind, and somebody has to work",
+            fix="--gpus 64xH100",
+        )
+    count, kind = int(found[1]), found[2]
+    if kind not in shipped_devices():
+        raise PlanError(
+            f"--gpus is {request.gpus!r}, and {kind} is not known",
+            why=f"shipped are {', '.join(shipped_devices())}",
+            fix=nearest(kind, shipped_devices()),
+        )
+    per_machine = min(count, MACHINE)
+    fleet: dict[str, Any] = {"device": kind, "devices": count, "per_machine": per_machine}
+    fleet["between"] = request.between or LINK
+    if request.price:
+        fleet["price"] = request.price
+    return read_hardware({"name": f"{count} x {kind}", "like": request.like, "fleet": [fleet]}, "--gpus")
+
+
+def lengths(text: str, where: str) -> Lengths:
+    """Lengths from ``mean=2000,max=8192`` (``median``, ``sigma``, ``p90`` too), one number, or a file.
+
+    A file has a length a line, as a number or as ``{"length": ...}``.
+
+    Raises:
+        PlanError: what is said contradicts itself.
+    """
+    if text.strip().isdecimal():
+        return Lengths(kind="fixed", limit=int(text))
+    if "=" not in text:
+        return _measured(Path(text), where)
+    said: dict[str, float] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        key = key.strip()
+        if key not in ("mean", "median", "max", "sigma") and not _PERCENTILE.fullmatch(key):
+            fix = nearest(key, ("mean", "median", "max", "sigma", "p90"))
+            raise PlanError(f"{where} has {key!r}", why="it has mean, median, max, sigma, p1 to p99", fix=fix)
+        if key in said:
+            raise PlanError(f"{where} says {key} twice", why=f"{said[key]:g} and {value.strip()}")
+        try:
+            said[key] = float(value)
+        except ValueError:
+            raise PlanError(f"{where} has {key} = {value!r}", why="it is a number") from None
+        if not 0 < said[key] < math.inf:
+            raise PlanError(f"{where} has {key} = {value.strip()}", why="it lies above 0")
+    return _lognormal(said, where)
+
+
+def _lognormal(said: Mapping[str, float], where: str) -> Lengths:
+    """The clipped log-normal of a middle, a limit, and a spread or a percentile."""
+    if "max" not in said:
+        raise PlanError(f"{where} has no max", why="the longest answers decide a step", fix="max=8192")
+    limit = int(said["max"])
+    middles = [key for key in ("mean", "median") if key in said]
+    percentiles = [key for key in said if key.startswith("p")]
+    if not middles or len(middles) + len(percentiles) + ("sigma" in said) > 2:
+        raise PlanError(
+            f"{where} has {', '.join(key for key in said if key != 'max') or 'nothing'} beside max",
+            why="two numbers settle a log-normal: mean or median, and sigma or one percentile",
+            fix="mean=2000,sigma=0.9,max=8192",
+        )
+    for key in (*middles, *percentiles):
+        if said[key] > limit:
+            raise PlanError(f"{where} has {key} {said[key]:g} and max {limit}", why="none is longer than max")
+    if len(middles) == 2 and said["mean"] < said["median"]:
+        raise PlanError(
+            f"{where} has mean {said['mean']:g} below median {said['median']:g}",
+            why="a log-normal's mean is the larger one",
+        )
+    sigma = said.get("sigma", SIGMA)
+    if len(middles) == 2:
+        sigma = math.sqrt(2 * math.log(said["mean"] / said["median"]))
+    for key in percentiles:
+        middle, share = said[middles[0]], NormalDist().inv_cdf(int(key[1:]) / 100)
+        sigma = math.log(said[key] / middle) / share if share and said[key] != middle else 0.0
+        if not 0.0 <= sigma <= 5.0:
+            raise PlanError(f"{where} has {key} {said[key]:g} and {middles[0]} {middle:g}", why="they cross")
+    if "median" in said:
+        return Lengths(kind="lognormal", limit=limit, median=said["median"], sigma=sigma)
+    return lengths_of_mean(said["mean"], limit, sigma)
+
+
+def _measured(file: Path, where: str) -> Lengths:
+    try:
+        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
+        found = sorted(int(row["length"] if isinstance(row, Mapping) else row) for row in rows)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{where} is {str(file)!r}",
+            why=f"no file with a length a line: {error}",
+            fix='mean=2000,max=8192, or a file with a number or {"length": ...} a line',
+        ) from None
+    return Lengths(kind="measured", limit=max(found, default=0), values=tuple(found))
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(f"--model is {str(file)!r}", why=str(error), fix="name a config.json") from None
+    if not isinstance(found, Mapping):
+        raise PlanError(f"{file} is no config.json", why="it holds no table")
+    return found

@@ -1,0 +1,173 @@
+"""Search: the best plan of every way to share a cluster, and why each is behind the best.
+
+units ─> placements: set partitions, in step or with a freshness bound ─ least bound first ──────────────────┐
+  ┌──────────────────────────────────────────────────────────────────────────────────────────────────────────┘
+  ├─> ways: the units of a pool at every fleet and size, grid by grid until no change of one is faster
+  └─> allocations of sizes to pools, those with the least bounds kept ─ evaluate the best few ─> Ranked
+
+A heuristic: grids are chosen pool by pool, by the seconds that the pool is busy, and few allocations are
+evaluated. What that loses against an exact search: docs/log.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rillflow.errors import PlanError
+from rillflow.planner.hardware import Hardware
+from rillflow.planner.objective import Goal, Objective
+from rillflow.planner.option import Costs
+from rillflow.planner.problem import Problem
+from rillflow.planner.ranking import Ranked, Ranking
+from rillflow.planner.reasons import no_plan_fits, why_it_is_behind
+from rillflow.planner.variant import Variant, preference
+
+CostsOf = Callable[[Problem], Costs]
+"""A cost model's class, or what makes one."""
+KEPT = 8
+"""Placements that are ranked."""
+LITTLE = 0.10
+"""A gain that is not worth doubling a cluster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSize:
+    """The best plan on one size of a cluster."""
+
+    devices: int
+    """That there are."""
+    best: Ranked | None
+    """Its best plan; none where none fits."""
+    rows_per_s: float
+    """What it trains on in a second; 0 where nothing fits."""
+    gain: float | None
+    """Rows a second over those of the size before, less 1; none of the first that fits anything."""
+
+    @property
+    def gains_little(self) -> bool:
+        """Whether it brings less than ``LITTLE`` over the size before."""
+        return self.gain is not None and self.gain < LITTLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explored:
+    """The best plans on a cluster, and the best one on smaller and larger ones."""
+
+    ranking: Ranking
+    """On the cluster itself."""
+    sizes: tuple[ClusterSize, ...]
+    """Ascending."""
+
+
+def search(problem: Problem, costs: CostsOf, **how: Any) -> Ranking:
+    """The best plans of a problem, one of each placement; options and errors are those of ``explore``."""
+    return explore(problem, costs, **how).ranking
+
+
+def explore(
+    problem: Problem,
+    costs: CostsOf,
+    *,
+    objective: Objective | None = None,
+    freshness: Sequence[int] = (0,),
+    apart_in_step: bool = False,
+    kept: int = KEPT,
+    times: Sequence[Fraction | int] = (),
+) -> Explored:
+    """The best plans of a problem, one of each placement, and the best on other sizes of the cluster.
+
+    Args:
+        problem: the step; whether it samples apart is decided here.
+        costs: makes the cost model of a problem.
+        objective: what is to be least; the step's seconds if nothing is said.
+        freshness: bounds to try; 0 is in step, with generation where the policy is trained, more is a sampler
+            apart.
+        apart_in_step: whether bound 0 is tried with a sampler apart too, which waits while the policy trains.
+        kept: placements that are ranked.
+        times: how many times the machines other sizes have; those that would cut a machine are left out.
+
+    Raises:
+        PlanError: no plan fits, or none keeps the deadline.
+    """
+    objective = objective or Objective()
+    _require_prices(problem, objective)
+    scaled = [_scaled(problem.hardware, Fraction(factor)) for factor in sorted(times)]
+    clusters = [hardware for hardware in scaled if hardware is not None]
+    largest = max([problem.hardware, *clusters], key=lambda hardware: hardware.devices)
+    made = [
+        Variant(one, costs(one), objective)
+        for bound in sorted(set(freshness))
+        for one in _variants(replace(problem, hardware=largest), bound, apart_in_step)
+    ]
+    ranking = _search(made, _room(problem.hardware), kept)
+    if not ranking.best:
+        own = [replace(one.problem, hardware=problem.hardware) for one in made]
+        raise no_plan_fits(problem, costs, objective, own)
+    sizes: list[ClusterSize] = []
+    for hardware in clusters:
+        is_own = hardware.devices == problem.hardware.devices
+        found = ranking if is_own else _search(made, _room(hardware), 1)
+        best = next(iter(found.best), None)
+        rows = problem.workload.rows / best.evaluation.step_s if best else 0.0
+        before = sizes[-1].rows_per_s if sizes else 0.0
+        gain = rows / before - 1 if before and best else None
+        sizes.append(ClusterSize(devices=hardware.devices, best=best, rows_per_s=rows, gain=gain))
+    return Explored(ranking=ranking, sizes=tuple(sizes))
+
+
+def _room(hardware: Hardware) -> NDArray[np.int64]:
+    return np.array([fleet.devices for fleet in hardware.fleets])
+
+
+def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> Ranking:
+    """The best plans on so many devices of each fleet."""
+    every = [(variant, partition) for variant in variants for partition in variant.partitions()]
+    bounds = [variant.bound(partition, room) for variant, partition in every]
+    found: list[Ranked] = []
+    nowhere = 0
+    for place in np.argsort(bounds, kind="stable"):
+        variant, partition = every[place]
+        if len(found) >= kept and bounds[place] > found[kept - 1].value:
+            break
+        best = variant.best(partition, room) if np.isfinite(bounds[place]) else None
+        nowhere += best is None
+        found = sorted([*found, *([] if best is None else [best])], key=preference)
+    ranked = [
+        one if one is found[0] else replace(one, **why_it_is_behind(one, found[0])) for one in found[:kept]
+    ]
+    return Ranking(best=tuple(ranked), placements=len(every), nowhere=nowhere)
+
+
+def _variants(problem: Problem, freshness: int, apart_in_step: bool) -> list[Problem]:
+    """The problem under a bound: in step with generation where the policy is trained, or a sampler apart."""
+    together = replace(problem, samples_apart=False, freshness=0)
+    if freshness == 0:
+        return [together, together.apart()] if apart_in_step else [together]
+    return [problem.apart(freshness)]
+
+
+def _scaled(hardware: Hardware, factor: Fraction) -> Hardware | None:
+    """So many times the machines; none where that is no whole number of each kind."""
+    fleets = []
+    for fleet in hardware.fleets:
+        machines = Fraction(fleet.devices, fleet.per_machine) * factor
+        if machines.denominator != 1 or machines < 1:
+            return None
+        fleets.append(replace(fleet, devices=int(machines) * fleet.per_machine))
+    return replace(hardware, fleets=tuple(fleets))
+
+
+def _require_prices(problem: Problem, objective: Objective) -> None:
+    free = [fleet.name for fleet in problem.hardware.fleets if not fleet.price_per_hour]
+    if objective.goal is Goal.COST and free:
+        raise PlanError(
+            f"the least cost is asked for, and fleet {free[0]} has no price",
+            why="what costs nothing would always win",
+            fix='give every fleet a price, as in price = "2.5 $/h"',
+        )

@@ -1,0 +1,128 @@
+"""The short form: lengths that can be said, devices by number and kind, and what contradicts itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rillflow.assembly.drawing import graphs
+from rillflow.assembly.recipe import load_recipe
+from rillflow.errors import PlanError
+from rillflow.planner.request import Request, graph_of, lengths, state_request
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "examples/planning/qwen2.5-7b/config.json"
+
+
+def request(**changes: Any) -> Request:
+    words: dict[str, Any] = {
+        "model": MODEL,
+        "gpus": "64xH100",
+        "algorithm": "grpo",
+        "response": "mean=2000,max=8192",
+        "prompt": "256",
+        "prompts": 512,
+        "samples": 16,
+        "minibatches": 1,
+        "like": "nemo-rl",
+        "between": "",
+        "price": "",
+        "reward_s": 0.0,
+        "steps": 0,
+    }
+    return Request(**{**words, **changes})
+
+
+def test_a_mean_and_a_limit_are_kept() -> None:
+    found = lengths("mean=2000,max=8192", "here")
+    assert (found.kind, found.limit) == ("lognormal", 8192)
+    assert found.mean == pytest.approx(2000, rel=1e-6)
+
+
+def test_a_percentile_or_both_middles_settle_the_spread() -> None:
+    by_percentile = lengths("median=800,p90=2534.64,max=100000", "here")
+    assert by_percentile.sigma == pytest.approx(0.9, abs=1e-3)
+    assert by_percentile.quantile(0.9) == pytest.approx(2534.64, rel=1e-3)
+    assert lengths("median=1000,mean=2000,max=9000", "here").sigma == pytest.approx(1.1774, abs=1e-3)
+
+
+def test_one_number_and_a_file_of_lengths_are_lengths_too(tmp_path: Path) -> None:
+    assert lengths("256", "here").mean == 256
+    (tmp_path / "lengths.jsonl").write_text('30\n{"length": 10}\n20\n')
+    found = lengths(str(tmp_path / "lengths.jsonl"), "here")
+    assert (found.kind, found.values, found.limit) == ("measured", (10, 20, 30), 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mean=9000,max=8192", "mean 9000 and max 8192"),
+        ("median=9000,max=8192", "median 9000 and max 8192"),
+        ("mean=2000", "no max"),
+        ("max=2000", "has nothing beside max"),
+        ("mean=1000,median=2000,max=8192", "mean 1000 below median 2000"),
+        ("mean=1000,mean=2000,max=8192", "says mean twice"),
+        ("mean=1000,sigma=1,p90=2000,max=8192", "mean, sigma, p90 beside max"),
+        ("maen=1000,max=8192", "has 'maen'"),
+        ("mean=long,max=8192", "mean = 'long'"),
+        ("mean=-1,max=8192", "mean = -1"),
+        ("mean=1e400,max=8192", "mean = 1e400"),
+        ("nowhere.jsonl", "is 'nowhere.jsonl'"),
+    ],
+)
+def test_lengths_that_contradict_themselves_are_refused(text: str, said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        lengths(text, "--response")
+    assert "--response" in caught.value.what and said in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpus": "0xH100"}, "'0xH100'"),
+        ({"gpus": "0"}, "'0'"),
+        ({"gpus": "64xH10"}, "H10 is not known"),
+        ({"gpus": "12xH100"}, "12 devices, 8 a machine"),
+        ({"algorithm": "grop"}, "'grop'"),
+        ({"like": "nemo"}, "like 'nemo'"),
+        ({"model": Path("nowhere.json")}, "nowhere.json"),
+        ({"prompts": 0}, "prompts is 0"),
+        ({"price": "2.5"}, "price"),
+        ({"between": "200 TB/s"}, "link between machines is 200000 GB/s"),
+    ],
+)
+def test_words_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        state_request(request(**changes))
+    assert said in caught.value.what
+
+
+def test_a_type_of_model_that_nobody_can_size_is_refused(tmp_path: Path) -> None:
+    config = json.loads(MODEL.read_text()) | {"model_type": "mamba2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match="model_type = 'mamba2'"):
+        state_request(request(model=tmp_path))
+
+
+def test_what_was_assumed_is_said_and_what_was_given_is_not() -> None:
+    assumed = " ".join(state_request(request()).assumptions)
+    assert "sigma 0.9" in assumed and "--between" in assumed and "--reward-seconds" in assumed
+    told = state_request(
+        request(response="mean=2000,sigma=1.1,max=8192", between="25 GB/s", reward_s=0.5, price="2 $/h")
+    )
+    assert len(told.assumptions) == 1
+    assert told.problem.workload.function_s == 0.5
+    assert told.problem.hardware.fleets[0].price_per_hour == 2.0
+
+
+@pytest.mark.parametrize("recipe", ["arithmetic", "ppo", "dapo", "safe_rlhf"])
+def test_shipped_steps_are_those_that_recipes_are_traced_to(recipe: str) -> None:
+    traced = graphs(load_recipe(ROOT / f"recipes/{recipe}/run.toml").recipe)[-1]
+    shipped = graph_of(traced.name)
+    assert [stage.name for stage in shipped.stages] == [stage.name for stage in traced.stages]
+    assert [(edge.source, edge.destination, edge.fields) for edge in shipped.edges] == [
+        (edge.source, edge.destination, edge.fields) for edge in traced.edges
+    ], "python docs/draw_graphs.py writes them anew"
