@@ -29,10 +29,7 @@ def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor
     Raises:
         OSError: the directory cannot be written; what was there before still is.
     """
-    draft, old = (
-        directory.with_name(f".{directory.name}.draft"),
-        directory.with_name(f".{directory.name}.old"),
-    )
+    draft, old = (directory.with_name(f".{directory.name}.{kind}") for kind in ("draft", "old"))
     directory.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(draft, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)

@@ -184,8 +184,17 @@ class Tokenizer:
         return min((token for _, token in mine ^ theirs), default=None)
 
     def save(self, directory: Path) -> None:
-        """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
-        self._library.save_pretrained(directory)
+        """Write the files that ``AutoTokenizer.from_pretrained`` reads.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        try:
+            self._library.save_pretrained(directory)
+        except Exception as error:  # the library of tokens has no type of its own for what a disk refuses
+            if (refused := re.search(r"os error (\d+)", str(error))) is None:
+                raise
+            raise OSError(int(refused[1]), str(error)) from error
 
     @property
     def _library(self) -> PreTrainedTokenizerBase:
@@ -209,11 +218,11 @@ class Tokenizer:
         for text, tokens, special in zip(
             texts, found["input_ids"], found["special_tokens_mask"], strict=True
         ):
-            start, length = 0, len(tokens)
+            length = len(tokens)
             while length and special[length - 1]:
                 length -= 1  # an end token the tokeniser adds is no part of a prompt
-            if is_rendered and special[:1] == [1] and tokens[:1] == tokens[1:2]:
-                start = 1  # the text spells the begin token that the tokeniser adds
+            # Does the text spell the begin token that the tokeniser adds?
+            start = int(is_rendered and special[:1] == [1] and tokens[:1] == tokens[1:2])
             if text and not length:
                 raise _lost(text)
             rows.append(tokens[start:length])
