@@ -21,10 +21,10 @@ SAMPLED = sorted(ALGORITHMS.keys() - {"sft", "preference"})
 WHERE = ("inline", "together", "apart")
 """One process; Ray with every role on one pool of two ranks; Ray with a pool of one rank for each role."""
 EVERY_DAY = {("dapo", "inline"), ("ppo", "inline"), ("remax", "inline")}
-STEPS, RISE = 14, 0.04
-LONGER, HIGHER = 24, 0.07
+STEPS, LONGER = 14, 24
 BOUND, BOUND_STEPS = "safe_rlhf", 44
-"""Held back by its limit it rises more slowly: on five seeds by 0.05 to 0.11 in 24 steps, 0.17 on in 44."""
+"""Held back by its limit it rises more slowly."""
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "learning.md"
 FEW = ("algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2")
 
 Lines = list[dict[str, Any]]
@@ -99,6 +99,15 @@ def rise(lines: Sequence[dict[str, Any]]) -> float:
     return mean(seen[-3:]) - mean(seen[:4])
 
 
+def expected_rise(name: str, steps: int) -> float:
+    """Three deviations below the mean of five seeds, after as many steps or the next fewer measured."""
+    until = max(each for each in (STEPS, LONGER) if each <= steps)
+    table = MEASURED.read_text().split(f"## After {until} steps")[1].split("##")[0]
+    (row,) = (line for line in table.splitlines() if line.startswith(f"| {name} |"))
+    middle, deviation = (float(cell) for cell in row.split("|")[3:5])
+    return middle - 3 * deviation
+
+
 def test_every_algorithm_that_samples_has_a_recipe() -> None:
     for name in SAMPLED:
         assert recipe_of(name).is_file(), name
@@ -109,7 +118,7 @@ def test_every_algorithm_that_samples_has_a_recipe() -> None:
 def test_the_reward_rises(name: str, where: str, ran: Callable[[str, str], Lines]) -> None:
     lines = ran(name, where)
     assert len(lines) == steps_of(name)
-    assert rise(lines) > (RISE if steps_of(name) == STEPS else HIGHER)
+    assert rise(lines) > max(0.0, expected_rise(name, steps_of(name)))
 
 
 @pytest.mark.parametrize(("name", "where"), cases(["apart"]))
