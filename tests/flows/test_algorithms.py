@@ -208,4 +208,4 @@ def test_groups_that_agree_are_replaced_from_further_prompts_and_a_resume_draws_
         for name in ("whole", "cut")
     ]
     drawn = sum(line["refill/groups/sum"]["sum"] for line in whole)
-    assert states[0] == states[1] and states[0] == {"epoch": drawn // 60, "offset": drawn % 60}
+    assert states[0] == states[1] and states[0] == {"epoch": drawn // 60, "offset": drawn % 60, "rows": 60}

@@ -160,7 +160,7 @@ def test_a_resumed_run_is_shown_what_the_uninterrupted_one_was(folder: Path) -> 
     assert ran(folder, "cut", setting, *often) == whole
     assert same(folder / "whole", folder / "cut")
     state = json.loads((folder / "cut/checkpoints/step-000013/state.json").read_text())
-    assert state["beside"] == state["stream"] == {"epoch": 0, "offset": 15}
+    assert state["beside"] == state["stream"] == {"epoch": 0, "offset": 15, "rows": 70}
 
 
 @pytest.mark.parametrize("name", [pytest.param("safe_rlhf", marks=pytest.mark.slow), "ppo"])
