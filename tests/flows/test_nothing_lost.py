@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ problems = 4
 """
 REWARD = """
 from pathlib import Path
+
 FAILS_AT = Path(__file__).with_name("fails_at")
 FAILS_ON = Path(__file__).with_name("fails_on")
 calls = 0
@@ -84,10 +86,8 @@ def test_an_outage_in_an_evaluation_loses_neither_the_step_nor_the_evaluation(ti
     assert [step for step, _ in seen[0]] == [0, 2, 4, 6]
 
 
-BOTH = (
-    *("placement.pools={main=2}", "placement.train={main={dp=2}}"),
-    *("placement.backend=inline", "reward.max_failures=0"),
-)
+APART = ("reward.max_failures=0", "placement.pools={main=2}", "placement.train={main={dp=2}}")
+BOTH = (*APART, "placement.backend=inline")
 
 
 def prompt_of(tiny: Tiny, name: str, step: int) -> str:
@@ -131,6 +131,20 @@ def test_an_error_of_one_rank_in_the_update_saves_the_step_before_it(
     assert "a bit of this rank fell over" in said.err
     assert "step 2 is saved: the same command goes on from there" in said.out
     assert tiny.run("late", *BOTH) == 0
+    tiny.assert_same("whole", "late")
+
+
+@pytest.mark.slow
+def test_an_outage_at_one_rank_on_ray_loses_no_step(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    where = (*APART, "placement.backend=ray", "run.checkpoint_every=2")
+    assert tiny.run("whole", *BOTH, "run.checkpoint_every=2") == 0
+    (tiny.folder / "fails_on").write_text(prompt_of(tiny, "whole", 4))
+    assert tiny.run("late", *where) == 1
+    assert "step 3 is saved: the same command goes on from there" in capsys.readouterr().out
+    (tiny.folder / "fails_on").unlink()
+    assert tiny.run("late", *where) == 0
     tiny.assert_same("whole", "late")
 
 
