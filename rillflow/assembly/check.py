@@ -5,7 +5,7 @@
                   └─ run directory ──────────────── new, resumes, finished
                             └─> Report: topics to read, notes to think about, problems that stop a run
 
-Imports no torch, and transformers only to render conversations: the answer is there in about a second.
+Imports no torch, and transformers only to render conversations: the answer is there in one to two seconds.
 Nothing is written.
 """
 

@@ -7,7 +7,7 @@
             └─ reward ──── called on two rows ──────────── in a child that can be killed
                   └─> Report: topics to read, notes to think about, problems that stop a run
 
-Imports no torch, but for an algorithm that is not shipped: the answer is there in about a second. Nothing is
+Imports no torch, but for an algorithm that is not shipped: the answer is there in 1 to 2 seconds. Nothing is
 written.
 """
 
