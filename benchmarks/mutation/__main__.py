@@ -8,8 +8,9 @@
            └─ all passed ─> test files whose ranks are processes, which coverage does not see (WIDER)
 
 Every run is a fork of one process that has torch loaded; it ends at the first failure or at its time limit.
-A failure counts only if the same test passes without the mutant. What was found stands in results.jsonl of
-the folder, a line a mutant, and a second command goes on from there; the table goes to results/mutation.md.
+A failure counts only if the same tests pass without the mutant, and running out of time or dying only where
+they do neither without it. Processes share the mutants (--processes). What was found stands in results.jsonl
+of the folder, a line a mutant; a second command goes on from there. The table goes to results/mutation.md.
 Equivalent mutants are argued in results/mutation_equivalent.toml, and leave the count.
 """
 
@@ -204,7 +205,7 @@ def collected(copy: Path, folder: Path) -> Coverage:
 
 
 def tried(mutant: Mutant, copy: Path, coverage: Coverage, sound: set[str]) -> str:
-    """The test that failed, or nothing: in a copy with the mutant, and not in one without it."""
+    """The test that failed, or how all ended; nothing where the same happens in a copy without the mutant."""
     file, tests = copy / mutant.path, coverage.tests(mutant)
     text = file.read_text()
     rounds = [(tests, 60 + PATIENCE * sum(coverage.seconds[test] for test in tests))] if tests else []
@@ -217,10 +218,11 @@ def tried(mutant: Mutant, copy: Path, coverage: Coverage, sound: set[str]) -> st
             failed = str(forked(copy, chosen, limit_s)["failed"])
         finally:
             file.write_text(text)
-        if failed and ("::" not in failed or failed in sound):
+        if failed in sound:
             return failed
-        if failed and not forked(copy, [failed], limit_s)["failed"]:
-            sound.add(failed)
+        alone = [failed] if "::" in failed else chosen
+        if failed and not forked(copy, alone, limit_s)["failed"]:
+            sound |= {failed} & set(alone)
             return failed
     return ""
 
@@ -269,41 +271,64 @@ def main() -> None:
         "--folder", type=Path, default=ROOT / "runs" / "mutation", help="what was found so far"
     )
     parser.add_argument("--again", action="store_true", help="try those once more that nothing saw")
+    parser.add_argument("--processes", type=int, default=1, help="that try mutants side by side")
     given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    folder, copy = given.folder.resolve(), given.folder.resolve() / "copy"
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, copy / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        else:
-            shutil.copy2(ROOT / name, copy / name)
+    folder = given.folder.resolve()
+    copies = [_copied(folder / f"copy-{number}") for number in range(given.processes)]
     for module in ("torch", "transformers", "safetensors.torch", "hypothesis", "pytest", "pydantic"):
         __import__(module)
     files = sorted(path for package in TRUNK for path in (ROOT / "rillflow" / package).rglob("*.py"))
     every = [m for file in files for m in mutants_of(str(file.relative_to(ROOT)), file.read_text())]
     drawn = random.Random(given.seed).sample(every, len(every))[: given.mutants]  # more begin with the same
-    results, coverage, sound = folder / "results.jsonl", collected(copy, folder), set[str]()
-    kept = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    known = {each["name"]: each for each in kept}
-    for number, mutant in enumerate(drawn, 1):
-        before = known.get(mutant.name)
-        if before is None or (given.again and not before["failed"]):
-            begun = time.monotonic()
-            failed = tried(mutant, copy, coverage, sound)
-            known[mutant.name] = {**asdict(mutant), "name": mutant.name, "failed": failed}
-            with results.open("a") as lines:
-                lines.write(json.dumps(known[mutant.name]) + "\n")
-            verdict = failed or "UNSEEN"
-            print(
-                f"{number} {mutant.path}:{mutant.line} {verdict} {time.monotonic() - begun:.0f} s", flush=True
-            )
+    results, coverage = folder / "results.jsonl", collected(copies[0], folder)
+    known = _known(results)
+    left = [m for m in drawn if m.name not in known or (given.again and not known[m.name]["failed"])]
+    children = []
+    for number, copy in enumerate(copies):
+        if not (child := os.fork()):
+            _try_all(left[number :: len(copies)], copy, coverage, results)
+            os._exit(0)
+        children.append(child)
+    ended = [os.waitpid(child, 0)[1] for child in children]
+    known = _known(results)
+    if any(ended) or any(mutant.name not in known for mutant in drawn):
+        raise SystemExit(f"processes ended with {ended}; the same command goes on from {results}")
     argued = RESULTS / "mutation_equivalent.toml"
     equivalent = tomllib.loads(argued.read_text()) if argued.exists() else {}
     page = table([known[mutant.name] for mutant in drawn], equivalent, given.seed)
     (RESULTS / "mutation.md").write_text(page)
     print(page)
+
+
+def _copied(copy: Path) -> Path:
+    """A copy of what tests need, as it is now."""
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir(parents=True)
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+def _known(results: Path) -> dict[str, dict[str, Any]]:
+    """What was found so far, by mutant; of one tried again the last."""
+    kept = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    return {each["name"]: each for each in kept}
+
+
+def _try_all(mutants: Sequence[Mutant], copy: Path, coverage: Coverage, results: Path) -> None:
+    """A process's life: one mutant after the other, each a line at once."""
+    sound = set(coverage.seconds)
+    for number, mutant in enumerate(mutants, 1):
+        begun = time.monotonic()
+        failed = tried(mutant, copy, coverage, sound)
+        with results.open("a") as lines:
+            lines.write(json.dumps({**asdict(mutant), "name": mutant.name, "failed": failed}) + "\n")
+        taken = f"{time.monotonic() - begun:.0f} s"
+        said = f"{number}/{len(mutants)} {mutant.path}:{mutant.line} {failed or 'UNSEEN'} {taken}"
+        print(said, flush=True)
 
 
 if __name__ == "__main__":
