@@ -225,7 +225,7 @@ def _losses(batch: Tensors) -> Tensors:
         add(
             f"value loss, clip {bound:g}",
             "token_mean",
-            lambda now: formulas.clipped_value_loss(now, *values, clip=bound),  # noqa: B023
+            lambda now: formulas.value_loss(now, values[1], clip=bound, old_values=values[0]).losses,  # noqa: B023
         )
     return found
 

@@ -1,6 +1,6 @@
 """Best of n: sample n answers, imitate the best one of each prompt (RAFT; Dong et al., arXiv 2304.06767).
 
-prompts ─ generate ─> rollouts ─ score ─> rewards ─ is_best ─> best ─ filter ─> rollouts ─ imitate ─> publish
+prompts ─ generate ─> rollouts ─ score ─> rewards ─ is_best ─> best ─ filter ─> rollouts ─ update ─> publish
 
 An algorithm that Rillflow does not know, in this one file: its settings, its formula, its step.
 
@@ -22,6 +22,7 @@ from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.cli.main import main
 from rillflow.dataflow.flow import Flow
+from rillflow.formulas import cross_entropy
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metrics
 
@@ -55,7 +56,7 @@ def step(flow: Flow, prompts: Batch, config: BestOfNConfig) -> Metrics:
     rewards = flow.reward.score(rollouts)
     judged = flow.compute(is_best, rewards, into="best")
     best = flow.filter(rollouts, "best", by=judged)
-    report: Metrics = flow.policy.imitate(best, passes=config)
+    report: Metrics = flow.policy.update(best, loss=cross_entropy, name="supervised", passes=config)
     flow.publish(flow.policy)
     return report
 

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.grpo import GroupScaleConfig, roles, step
-from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.config import ClipHigh, ClipLow, PolicyLossConfig, SurrogateSetting
 
 
 class CISPOLoss(PolicyLossConfig):
     """The bounded weight."""
 
-    surrogate: Literal["clip", "weight"] = Field(
-        "weight",
-        description="Bounds on the ratio: no gradient beyond them, or log pi weighed by the bounded ratio.",
-    )
-    clip_low: float = Field(1.0, ge=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(4.0, ge=0, description="The ratio is clipped above at 1 + clip_high.")
+    surrogate: SurrogateSetting = "weight"
+    clip_low: ClipLow = 1.0
+    clip_high: ClipHigh = 4.0
 
 
 class CISPOConfig(GroupScaleConfig):

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.config import PaidIn, PolicyLossConfig
 from rillflow.train.config import PassesConfig, ScheduleConfig, UpdateConfig
 
 
@@ -76,7 +76,7 @@ class GroupConfig(OnlineConfig):
 class TokenLossConfig(PolicyLossConfig):
     """The loss of algorithms whose tokens earn rewards of their own: there the divergence is paid."""
 
-    kl_in: Literal["loss", "reward"] = Field("reward", description="Where the divergence is paid.")
+    kl_in: PaidIn = "reward"
 
 
 class TokenConfig(OnlineConfig):

@@ -15,7 +15,7 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.grpo import GroupScaleConfig, roles
 from rillflow.algorithms.steps import compare, improve, look_back
-from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.config import ClipHigh, PolicyLossConfig
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class DAPOLoss(PolicyLossConfig):
     """The upper clip is the higher one."""
 
-    clip_high: float = Field(0.28, ge=0, description="The ratio is clipped above at 1 + clip_high.")
+    clip_high: ClipHigh = 0.28
 
 
 class DAPOConfig(GroupScaleConfig):

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from rillflow.algorithms.algorithm import Algorithm, Data
-from rillflow.algorithms.grpo import GroupScaleConfig, roles, step
-from rillflow.formulas.config import PolicyLossConfig
+from rillflow.algorithms.grpo import GroupScaleConfig, ScaleSetting, roles, step
+from rillflow.formulas.config import AggregationSetting, PolicyLossConfig
 
 
 class DrGRPOLoss(PolicyLossConfig):
     """A row's sum over one constant."""
 
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
-        "constant",
-        description="Mean over tokens; mean over rows of each row's token mean; sum over rows x constant.",
-    )
+    aggregation: AggregationSetting = "constant"
 
 
 class DrGRPOConfig(GroupScaleConfig):
     """GRPO's settings with other defaults."""
 
     name: Literal["dr_grpo"]
-    scale: Literal["std", "off"] = Field(
-        "off", description="Whether advantages are divided by the group's deviation."
-    )
+    scale: ScaleSetting = "off"
     loss: DrGRPOLoss = DrGRPOLoss()
 
 

@@ -6,7 +6,7 @@ prompts ─ generate ─> rollouts ─ score ─> rewards ─ group_advantages �
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from rillflow.records.metrics import Metrics
 
 
+ScaleSetting = Annotated[
+    Literal["std", "off"], Field(description="Whether advantages are divided by the group's deviation.")
+]
+
+
 class GroupScaleConfig(GroupConfig):
     """What GRPO and the algorithms that are GRPO with other settings share."""
 
-    scale: Literal["std", "off"] = Field(
-        "std", description="Whether advantages are divided by the group's deviation."
-    )
+    scale: ScaleSetting = "std"
 
 
 class GRPOConfig(GroupScaleConfig):

@@ -8,26 +8,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.grpo import GroupScaleConfig, roles, step
-from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.config import AggregationSetting, ClipHigh, ClipLow, PolicyLossConfig, RatioSetting
 
 
 class GSPOLoss(PolicyLossConfig):
     """The ratio of rows, and its bounds."""
 
-    ratio: Literal["token", "sequence"] = Field(
-        "sequence",
-        description="Ratio to the old policy: each token's own, or the geometric mean of its row's.",
-    )
-    clip_low: float = Field(3e-4, ge=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(4e-4, ge=0, description="The ratio is clipped above at 1 + clip_high.")
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
-        "sequence_mean",
-        description="Mean over tokens; mean over rows of each row's token mean; sum over rows x constant.",
-    )
+    ratio: RatioSetting = "sequence"
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+    aggregation: AggregationSetting = "sequence_mean"
 
 
 class GSPOConfig(GroupScaleConfig):

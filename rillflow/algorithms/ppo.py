@@ -19,7 +19,8 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import TokenConfig
 from rillflow.algorithms.steps import bootstrap, earn, improve, learnt_from, look_back, reference_roles
-from rillflow.train.config import ValueLossConfig
+from rillflow.formulas.config import ValueLossConfig
+from rillflow.graph.loss import over
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
@@ -90,7 +91,7 @@ def step(
     returns = flow.compute(formulas.value_targets, estimates, values, rollouts, into="returns")
     advantages = flow.compute(formulas.whitened, estimates, rollouts, into="advantages")
     judged = learnt_from(flow, [rollouts, values, returns], config)
-    critic = flow.critic.update(*judged, loss=config.value_loss, reuse=config)
+    critic = flow.critic.update(*judged, loss=config.value_loss, passes=config)
     return critic, learn(flow, [*known, advantages], config, demonstrations)
 
 
@@ -98,9 +99,10 @@ def learn(flow: Flow, known: list[Any], config: CriticTrainedConfig, demonstrati
     """``improve``, in the same optimiser steps beside demonstrations where they count (PPO-ptx)."""
     if demonstrations is None:
         return improve(flow, known, config)
-    counts = {"loss": config.loss, "reuse": config, "weight": config.pretrain_weight}
-    rows = learnt_from(flow, known, config)
-    report: Metrics = flow.policy.update_and_imitate(*rows, demonstrations, **counts)
+    improving = over(*learnt_from(flow, known, config), loss=config.loss)
+    weight, imitated = config.pretrain_weight, formulas.cross_entropy
+    imitating = over(demonstrations, loss=imitated, weight=weight, name="supervised")
+    report: Metrics = flow.policy.update(improving, imitating, passes=config)
     flow.publish(flow.policy)
     return report
 

@@ -1,12 +1,13 @@
 """Preference: a reward or cost model learns from pairs of answers which is the better one.
 
-pairs ─ prefer ─> report            -log sigmoid(s_chosen - s_rejected): Bradley and Terry, 1952
+pairs ─ update ─> report            -log sigmoid(s_chosen - s_rejected): Bradley and Terry, 1952
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import AlgorithmConfig
 
@@ -24,7 +25,7 @@ class PreferenceConfig(AlgorithmConfig):
 
 def step(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Metrics:
     """One iteration: raise the chosen answers' scores above the rejected ones'."""
-    report: Metrics = flow.reward_model.prefer(pairs, passes=config)
+    report: Metrics = flow.reward_model.update(pairs, loss=formulas.preference_loss, passes=config)
     return report
 
 

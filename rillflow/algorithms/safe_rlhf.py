@@ -70,7 +70,7 @@ def step(
     log_price = flow.recall("log_multiplier", log(config.first_multiplier))
     price = flow.number(formulas.multiplier, log_multiplier=log_price)
     mixed = flow.compute(formulas.lagrangian_advantages, gains, harms, into="advantages", multiplier=price)
-    use = {"loss": config.value_loss, "reuse": config}
+    use = {"loss": config.value_loss, "passes": config}
     critic = flow.critic.update(*learnt_from(flow, [rollouts, values, earnings], config), **use)
     judged = learnt_from(flow, [rollouts, cost_values, expenses], config)
     cost_critic = flow.cost_critic.update(*judged, **use)

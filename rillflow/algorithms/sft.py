@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import AlgorithmConfig
 
@@ -24,7 +25,9 @@ class SFTConfig(AlgorithmConfig):
 
 def step(flow: Flow, demonstrations: Batch, config: SFTConfig) -> Metrics:
     """One iteration: raise the probability of the demonstrated answers."""
-    report: Metrics = flow.policy.imitate(demonstrations, passes=config)
+    report: Metrics = flow.policy.update(
+        demonstrations, loss=formulas.cross_entropy, name="supervised", passes=config
+    )
     flow.publish(flow.policy)
     return report
 

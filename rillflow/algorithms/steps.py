@@ -95,7 +95,7 @@ def learnt_from(flow: Flow, known: list[Any], config: OnlineConfig) -> list[Any]
 
 def improve(flow: Flow, known: list[Any], config: OnlineConfig) -> Metrics:
     """Train the policy on what is known of rows, their advantages among it, and publish it."""
-    report: Metrics = flow.policy.update(*learnt_from(flow, known, config), loss=config.loss, reuse=config)
+    report: Metrics = flow.policy.update(*learnt_from(flow, known, config), loss=config.loss, passes=config)
     flow.publish(flow.policy)
     return report
 

@@ -19,19 +19,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rillflow.errors import NotFiniteError, RunDirectoryError, TrainingError
-from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model
 from rillflow.models.scalar_model import load_scalar_model
 from rillflow.observe import layout
 from rillflow.records.batch import Batch, Field, concatenate
 from rillflow.records.ragged import Ragged
-from rillflow.train.config import TrainConfig, ValueLossConfig
+from rillflow.train.config import TrainConfig
 from rillflow.train.guards import describe_token, loss_tokens
 from rillflow.train.learner import Aim, Learner
-from rillflow.train.loss import PolicyLoss, SupervisedLoss
-from rillflow.train.scalar_loss import PreferenceLoss, ValueLoss
-from rillflow.train.scalar_trainer import ScalarTrainer
+from rillflow.train.loss import PairLoss, PolicyLoss, SupervisedLoss, ValueLoss
+from rillflow.train.scorer import one_pass
 from rillflow.train.skipping import ABOUT
 from rillflow.train.trainer import Trainer
 
@@ -100,28 +99,26 @@ def bundled_rows(folder: Path, aim: int) -> Batch:
     return concatenate(parts)
 
 
-def _learner(folder: Path, loss: str, config: Mapping[str, Any]) -> tuple[Learner, nn.Module]:
+def _learner(folder: Path, loss: str, config: Mapping[str, Any]) -> tuple[Trainer, nn.Module]:
     """A trainer of the role's weights; at a rate of 0 an update that is finite leaves them as they are."""
     given = {name: config["policy"][name] for name in TrainConfig.model_fields}
     train = TrainConfig.model_validate(given).model_copy(update={"lr": 0.0})
     path, dtype = str((folder / folder.name).absolute()), config["policy"]["model"]["dtype"]
     model, where = ModelConfig(path=path, dtype=dtype), {"device": torch.device("cpu"), "base": Path()}
-    if loss in (ValueLoss.name, PreferenceLoss.name):
+    if loss in (ValueLoss.name, PairLoss.name):
         scalar = load_scalar_model(model, seed=0, section="bundle", **where)  # type: ignore[arg-type]
-        return ScalarTrainer(scalar.module, train, total_steps=1), scalar.module
+        return Trainer(scalar.module, train, total_steps=1), scalar.module
     language = load_model(model, seed=0, **where)  # type: ignore[arg-type]
     return Trainer(language.module, train, total_steps=1), language.module
 
 
-def _aim(learner: Learner, rows: Batch, loss: str, weight: float, config: Mapping[str, Any]) -> Aim[Any]:
+def _aim(learner: Trainer, rows: Batch, loss: str, weight: float, config: Mapping[str, Any]) -> Aim:
     """What was minimised, as the run's settings have it."""
     algorithm: Mapping[str, Any] = {"loss": {}, "value_loss": {}, **config["algorithm"]}
-    if isinstance(learner, ScalarTrainer):
-        value = ValueLoss(ValueLossConfig.model_validate(algorithm["value_loss"]))
-        return learner.aim(rows, value if loss == ValueLoss.name else PreferenceLoss())
-    assert isinstance(learner, Trainer)
-    if loss == SupervisedLoss.name:
-        return learner.aim(rows, SupervisedLoss(), weight=weight)
+    if loss == ValueLoss.name:
+        return learner.aim(rows, ValueLoss(ValueLossConfig.model_validate(algorithm["value_loss"])))
+    if loss in (PairLoss.name, SupervisedLoss.name):
+        return learner.aim(rows, PairLoss() if loss == PairLoss.name else SupervisedLoss(), weight=weight)
     settings, rollout = PolicyLossConfig.model_validate(algorithm["loss"]), config["rollout"]
     objective = PolicyLoss(settings, max_tokens=rollout["max_tokens"])
     return learner.aim(rows, objective, rollout["temperature"], weight=weight)
@@ -137,11 +134,11 @@ def _odd_weight(folder: Path) -> str | None:
     return None
 
 
-def _first(learner: Learner, module: nn.Module, aims: list[Aim[Any]]) -> str | None:
+def _first(learner: Learner, module: nn.Module, aims: list[Aim]) -> str | None:
     """The first tensor that is not finite when every row, or pair, is gone through alone."""
     for look in (_forward, _backward):
         for aim in aims:
-            step = 2 if aim.loss.name == PreferenceLoss.name else 1
+            step = 2 if aim.loss.name == PairLoss.name else 1
             for start in range(0, len(aim.rows), step):
                 rows = aim.rows.slice(start, start + step)
                 try:
@@ -155,23 +152,23 @@ def _first(learner: Learner, module: nn.Module, aims: list[Aim[Any]]) -> str | N
     return None
 
 
-def _forward(_: Learner, module: nn.Module, aim: Aim[Any], rows: Batch) -> str | None:
+def _forward(_: Learner, module: nn.Module, aim: Aim, rows: Batch) -> str | None:
     """What is not finite up to the terms of the loss, if anything is."""
     part = aim.loss.prepare(rows)
     tokens, seen = loss_tokens(part), list[str]()
     with ExitStack() as stack, torch.no_grad():
         for name, each in module.named_modules():
             stack.callback(each.register_forward_hook(_look(name, rows, seen)).remove)
-        read = aim.forward(part, tokens)
+        read = aim.reader.read(tokens, one_pass(module, part, aim.reader, tokens.ids.device))
     odd = (~aim.loss(read, tokens).terms.isfinite()).nonzero()
     if not len(odd) or seen:
         return seen[0] if seen else None
     index = int(odd[0])
-    return f"the loss at {describe_token(tokens, index)}: {aim.forward.describe(read, index)}"
+    return f"the loss at {describe_token(tokens, index)}: {aim.reader.describe(read, index)}"
 
 
-def _backward(learner: Learner, _: nn.Module, aim: Aim[Any], rows: Batch) -> None:
-    learner.step(Aim(rows=rows, loss=aim.loss, forward=aim.forward, weight=aim.weight))
+def _backward(learner: Learner, _: nn.Module, aim: Aim, rows: Batch) -> None:
+    learner.step(Aim(rows=rows, loss=aim.loss, reader=aim.reader, weight=aim.weight))
 
 
 def _look(name: str, rows: Batch, seen: list[str]) -> Callable[[nn.Module, Any, Any], None]:

@@ -14,7 +14,8 @@ import torch
 from rillflow.cluster.backend import Backend
 from rillflow.cluster.pool import Place
 from rillflow.errors import RecordError, nearest
-from rillflow.graph.trace import ROW_FIELDS, field_parameters
+from rillflow.graph.loss import field_parameters
+from rillflow.graph.trace import ROW_FIELDS
 from rillflow.records.batch import Batch, Field, concatenate
 from rillflow.workers import program
 from rillflow.workers.group import Group

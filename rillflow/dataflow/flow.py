@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from rillflow.errors import GraphError, nearest
 from rillflow.graph.graph import CONTROLLER
+from rillflow.graph.loss import laid_flat
 from rillflow.records.metrics import Mean, Metric, Sum
 from rillflow.workers.pending import wait_for
 
@@ -132,6 +133,7 @@ class Flow:
                 why=f"it has {', '.join(sorted(known))}",
                 fix=nearest(endpoint, known),
             )
+        args, options = laid_flat(f"{role}.{endpoint}", args, options)
         return self._noted(f"{role}.{endpoint}", self._executor.call(role, endpoint, args, options))
 
     def compute(self, formula: Callable[..., Any], *batches: Any, into: str, **options: Any) -> Any:

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from rillflow.formulas.kl import divergence as divergence
     from rillflow.formulas.logprobs import TokenLogprobs as TokenLogprobs
     from rillflow.formulas.logprobs import token_logprobs as token_logprobs
+    from rillflow.formulas.losses import TokenLosses as TokenLosses
+    from rillflow.formulas.losses import clipped_policy_loss as clipped_policy_loss
+    from rillflow.formulas.losses import cross_entropy as cross_entropy
+    from rillflow.formulas.losses import importance_weights as importance_weights
+    from rillflow.formulas.losses import policy_loss as policy_loss
+    from rillflow.formulas.losses import preference_loss as preference_loss
+    from rillflow.formulas.losses import sequence_log_ratio as sequence_log_ratio
+    from rillflow.formulas.losses import value_loss as value_loss
     from rillflow.formulas.penalty import ended as ended
     from rillflow.formulas.penalty import mean_cost as mean_cost
     from rillflow.formulas.penalty import mean_divergence as mean_divergence
@@ -42,11 +50,6 @@ if TYPE_CHECKING:
     from rillflow.formulas.penalty import penalised_token_rewards as penalised_token_rewards
     from rillflow.formulas.penalty import token_costs as token_costs
     from rillflow.formulas.penalty import token_rewards as token_rewards
-    from rillflow.formulas.policy_loss import clipped_policy_loss as clipped_policy_loss
-    from rillflow.formulas.policy_loss import importance_weights as importance_weights
-    from rillflow.formulas.policy_loss import sequence_log_ratio as sequence_log_ratio
-    from rillflow.formulas.preference import bradley_terry as bradley_terry
-    from rillflow.formulas.preference import preference_accuracy as preference_accuracy
     from rillflow.formulas.token_advantages import bootstrapped_rewards as bootstrapped_rewards
     from rillflow.formulas.token_advantages import explained_variance as explained_variance
     from rillflow.formulas.token_advantages import gae as gae
@@ -55,52 +58,33 @@ if TYPE_CHECKING:
     from rillflow.formulas.token_advantages import value_targets as value_targets
     from rillflow.formulas.token_advantages import whitened as whitened
     from rillflow.formulas.token_advantages import whitened_returns as whitened_returns
-    from rillflow.formulas.value_loss import clipped_value_loss as clipped_value_loss
 
-_HOMES = {
-    "greedy_baseline": "advantages",
-    "group_advantages": "advantages",
-    "lagrangian_advantages": "advantages",
-    "leave_one_out": "advantages",
-    "over_greedy": "advantages",
-    "penalised_group_advantages": "advantages",
-    "varied_groups": "advantages",
-    "LossWeights": "aggregation",
-    "loss_weights": "aggregation",
-    "multiplier": "controllers",
-    "next_kl_weight": "controllers",
-    "next_log_multiplier": "controllers",
-    "wilson": "interval",
-    "divergence": "kl",
-    "TokenLogprobs": "logprobs",
-    "token_logprobs": "logprobs",
-    "ended": "penalty",
-    "mean_cost": "penalty",
-    "mean_divergence": "penalty",
-    "missing_end_rewards": "penalty",
-    "overlong_penalty": "penalty",
-    "overlong_rewards": "penalty",
-    "penalised_rewards": "penalty",
-    "penalised_token_costs": "penalty",
-    "penalised_token_rewards": "penalty",
-    "token_costs": "penalty",
-    "token_rewards": "penalty",
-    "clipped_policy_loss": "policy_loss",
-    "importance_weights": "policy_loss",
-    "sequence_log_ratio": "policy_loss",
-    "bradley_terry": "preference",
-    "preference_accuracy": "preference",
-    "bootstrapped_rewards": "token_advantages",
-    "explained_variance": "token_advantages",
-    "gae": "token_advantages",
-    "lambda_returns": "token_advantages",
-    "returns_to_go": "token_advantages",
-    "value_targets": "token_advantages",
-    "whitened": "token_advantages",
-    "whitened_returns": "token_advantages",
-    "clipped_value_loss": "value_loss",
+_NAMES = {
+    "advantages": (
+        "greedy_baseline group_advantages lagrangian_advantages leave_one_out over_greedy "
+        "penalised_group_advantages varied_groups"
+    ),
+    "aggregation": "LossWeights loss_weights",
+    "controllers": "multiplier next_kl_weight next_log_multiplier",
+    "interval": "wilson",
+    "kl": "divergence",
+    "logprobs": "TokenLogprobs token_logprobs",
+    "losses": (
+        "clipped_policy_loss cross_entropy importance_weights policy_loss "
+        "preference_loss sequence_log_ratio TokenLosses value_loss"
+    ),
+    "penalty": (
+        "ended mean_cost mean_divergence missing_end_rewards overlong_penalty overlong_rewards "
+        "penalised_rewards penalised_token_costs penalised_token_rewards token_costs "
+        "token_rewards"
+    ),
+    "token_advantages": (
+        "bootstrapped_rewards explained_variance gae lambda_returns returns_to_go value_targets "
+        "whitened whitened_returns"
+    ),
 }
-"""The module each public name is defined in."""
+"""The public names of each module."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rillflow.config.section import Section
+from rillflow.graph.loss import LossSection
+
+RatioSetting = Annotated[
+    Literal["token", "sequence"],
+    Field(description="Ratio to the old policy: each token's own, or the geometric mean of its row's."),
+]
+SurrogateSetting = Annotated[
+    Literal["clip", "weight"],
+    Field(description="Bounds on the ratio: no gradient beyond them, or log pi weighed by the held ratio."),
+]
+ClipLow = Annotated[float, Field(ge=0, le=1, description="The ratio is clipped below at 1 - clip_low.")]
+ClipHigh = Annotated[float, Field(ge=0, description="The ratio is clipped above at 1 + clip_high.")]
+AggregationSetting = Annotated[
+    Literal["token_mean", "sequence_mean", "constant"],
+    Field(description="Mean over tokens; mean over rows of each row's token mean; sum over rows x constant."),
+]
+PaidIn = Annotated[Literal["loss", "reward"], Field(description="Where the divergence is paid.")]
 
 
-class PolicyLossConfig(Section):
+class PolicyLossConfig(LossSection):
     """The clipped policy loss and its companions; see docs/algorithms/grpo.md for the equation."""
 
-    ratio: Literal["token", "sequence"] = Field(
-        "token", description="Ratio to the old policy: each token's own, or the geometric mean of its row's."
-    )
-    surrogate: Literal["clip", "weight"] = Field(
-        "clip",
-        description="Bounds on the ratio: no gradient beyond them, or log pi weighed by the bounded ratio.",
-    )
-    clip_low: float = Field(0.2, ge=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + clip_high.")
+    ratio: RatioSetting = "token"
+    surrogate: SurrogateSetting = "clip"
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
     dual_clip: float = Field(
         3.0,
         ge=0,
         description="Bound c, above 1, on the clip surrogate's loss of negative advantages; 0 for none.",
     )
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
-        "token_mean",
-        description="Mean over tokens; mean over rows of each row's token mean; sum over rows x constant.",
-    )
+    aggregation: AggregationSetting = "token_mean"
     constant: int = Field(
         0, ge=0, description="Divisor a row of the constant aggregation; 0 means max_tokens."
     )
@@ -39,11 +47,17 @@ class PolicyLossConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
         None, description="Estimator of the divergence; none: k1 in the reward, k3 in the loss."
     )
-    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the divergence is paid.")
+    kl_in: PaidIn = "loss"
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     importance_cap: float = Field(
         0.0, ge=0, description="Truncated importance sampling, trainer over sampler, up to this; 0 for none."
     )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields that it is computed from."""
+        near = ("reference_logprobs",) if self.kl_paid == "loss" else ()
+        return ("sampler_logprobs", "advantages", *near)
 
     @property
     def kl_paid(self) -> Literal["loss", "reward"] | None:
@@ -77,3 +91,18 @@ class PolicyLossConfig(Section):
                 f"{value:g} would bound even an unchanged policy's loss: more than 1, or 0 for none"
             )
         return value
+
+
+class ValueLossConfig(LossSection):
+    """The loss of a critic."""
+
+    clip: float = Field(
+        0.2,
+        ge=0,
+        description="How far a value may move from the one at sampling until its loss is clipped; 0: never.",
+    )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields that it is computed from."""
+        return ("returns",)

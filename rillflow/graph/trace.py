@@ -10,8 +10,7 @@ a model is loaded. A step that looks at a value cannot be traced, and is told so
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 from rillflow.errors import GraphError, nearest
 from rillflow.graph.graph import CONTROLLER, DATA, WEIGHTS, Edge, Graph, Stage
 from rillflow.graph.handle import Handle, reports_of
+from rillflow.graph.loss import field_parameters, loss_terms
 
 ROW_FIELDS = ("ids", "groups")
 """What a formula may read of any batch: its rows' ids [B, 3], and a number [B] that a prompt's rows share."""
@@ -38,6 +38,8 @@ class Signature:
     """Fields of the result; empty where it is no batch."""
     transfer: str
     """The name of how arguments and results travel."""
+    says: tuple[str, ...] = ()
+    """What a loss among its options is given by the model, beside fields."""
 
 
 class Symbol(Handle):
@@ -65,8 +67,10 @@ class Tracer:
         """A role's stage."""
         signature = self.endpoints[role][endpoint]
         before = [stage.index for stage in self.stages if stage.role == role]
-        index = self._stage(role, endpoint, signature.reads, signature.writes, signature.transfer)
-        self._connect(index, signature.reads, [*args, *options.values()])
+        asked = [name for term in loss_terms(options, len(args)) for name in term.reads]
+        reads = (*signature.reads, *(name for name in dict.fromkeys(asked) if name not in signature.says))
+        index = self._stage(role, endpoint, reads, signature.writes, signature.transfer)
+        self._connect(index, reads, [*args, *options.values()])
         if before and not any(edge.destination == index for edge in self.edges):
             self.edges.append(Edge(source=before[-1], destination=index, fields=(WEIGHTS,)))
         return Symbol(self.stages[index].name, index, signature.writes)
@@ -127,15 +131,6 @@ class Tracer:
 
     def _fields(self, value: Any) -> tuple[str, ...]:
         return value.fields if isinstance(value, Symbol) else ()
-
-
-def field_parameters(formula: Callable[..., Any], options: Collection[str]) -> tuple[str, ...]:
-    """The fields a formula reads: its parameters without a default that are not given as options."""
-    return tuple(
-        name
-        for name, parameter in inspect.signature(formula).parameters.items()
-        if name not in options and parameter.default is inspect.Parameter.empty
-    )
 
 
 def trace(

@@ -37,9 +37,6 @@ ENDPOINTS: Mapping[str, Work] = {
     "final_values": Work.SCORE,
     "score": Work.SCORE,
     "update": Work.TRAIN,
-    "update_and_imitate": Work.TRAIN,
-    "imitate": Work.TRAIN,
-    "prefer": Work.TRAIN,
     "publish": Work.PUBLISH,
 }
 """What a model's endpoint asks for; a role without a model computes a function."""

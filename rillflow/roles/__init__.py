@@ -1,6 +1,6 @@
 """Roles: an engine given a name and endpoints the controller may call.
 
-    policy        generate, greedy, logprobs, update, imitate, publish
+    policy        generate, greedy, logprobs, update, publish
     reference     logprobs
     critic        values, update
     reward        score

@@ -7,12 +7,14 @@ rollouts + values + returns ─ update ─> metrics
 
 from __future__ import annotations
 
+from typing import Any
+
+from rillflow.graph.loss import LossTerm
 from rillflow.records.batch import Batch, joined
-from rillflow.records.metrics import Metric, merge_metrics
+from rillflow.records.metrics import Metric
 from rillflow.roles.scalar_role import ScalarRole
-from rillflow.train.config import PassesConfig, ValueLossConfig
-from rillflow.train.minibatches import minibatches
-from rillflow.train.scalar_loss import ValueLoss
+from rillflow.train.config import PassesConfig
+from rillflow.train.loss import loss_of
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TRAIN
 
@@ -32,20 +34,23 @@ class Critic(ScalarRole):
         """The field ``final_values`` [B]: what the state after each row's last token is worth."""
         return Batch(ids=rollouts.ids, fields={"final_values": self._scorer.scores(rollouts)})
 
-    @endpoint(TRAIN, reads=("tokens", "loss_mask", "values", "returns"))
-    def update(self, *known: Batch, loss: ValueLossConfig, reuse: PassesConfig) -> dict[str, Metric]:
+    @endpoint(TRAIN, reads=("tokens", "loss_mask", "values"), says=("values", "old_values", "row_lengths"))
+    def update(self, /, *known: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
         """Optimiser steps on rows joined from ``known``: rollouts, the ``values`` they had, and ``returns``.
 
         Both are aligned to ``tokens`` and count at the sampled tokens. Metrics are named after the role.
+
+        Args:
+            known: rows, with what the loss reads.
+            loss: a function (see ``formulas.losses``), or ``config.value_loss``.
+            passes: how often rows are gone through, and in how many steps.
+            options: arguments of the loss that are no fields.
 
         Raises:
             TrainingError: a number is not finite.
         """
         rows = joined(known)
         rows = rows.with_fields(old_values=rows.ragged("values"))
-        cut = minibatches(
-            rows, reuse.epochs, reuse.minibatches, self._seed, self.version, ranks=self._share.rows
-        )
-        metrics = merge_metrics([self.trainer.update(part, ValueLoss(loss)) for part in cut])
-        self.version += 1
+        term = LossTerm(loss=loss, count=len(known), options=options)
+        metrics = self._trained(rows, loss_of(term, ("values",), self._name), passes)
         return {f"{self._name}/{name.partition('/')[2]}": metric for name, metric in metrics.items()}

@@ -2,8 +2,7 @@
 
     prompts ─ generate, greedy ─> rollouts         (rollout engine)
     rollouts ─ logprobs ─> old_logprobs            (training engine)
-    rollouts + advantages ─ update ─> metrics      (training engine)
-    the same + demonstrations ─ update_and_imitate ─> metrics, both losses in each optimiser step
+    rollouts + advantages, demonstrations ─ update ─> metrics, by any losses (training engine)
     publish: what was trained is what is sampled next, under the next version
     begin, save: a phase of training, and what it goes on from
 
@@ -12,14 +11,14 @@ Both engines work on the same parameters, so publishing moves no byte here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rillflow.errors import TrainingError
-from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.logprobs import TokenLogprobs
+from rillflow.graph.loss import LossTerm, loss_terms
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Metric, merge_metrics
@@ -29,7 +28,7 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.train.learner import Aim
-from rillflow.train.loss import PolicyLoss, SupervisedLoss
+from rillflow.train.loss import SAMPLED, loss_of
 from rillflow.train.minibatches import minibatches
 from rillflow.train.trainer import Trainer
 from rillflow.workers.endpoint import endpoint
@@ -37,6 +36,8 @@ from rillflow.workers.transfer import ALL_MICRO_DP, THREE_D, TOGETHER, TRAIN
 
 ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish", "columns", "limits")
 """What ``records.rollout.rollout_batch`` makes, and the most tokens that each row could have sampled."""
+SAYS = ("logprobs", "entropy", "likeliest", "old_logprobs", "row_lengths")
+"""What a loss is given beside fields."""
 GREEDY_SAMPLE = -1
 """The sample in the row ids of greedy answers: they are no sample of their prompt."""
 
@@ -137,56 +138,44 @@ class Policy:
     def logprobs(self, rollouts: Batch) -> Batch:
         """The field ``old_logprobs``: what the present weights give every sampled token."""
         self._sampler.turn_to_training()
-        found = self.trainer.logprobs(rollouts, temperature=self._temperature)
+        found = self.trainer.logprobs(rollouts, temperature=self._rollout.temperature)
         return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
 
-    @endpoint(TRAIN, reads=("tokens", "loss_mask", "sampler_logprobs", "advantages"))
-    def update(self, *known: Batch, loss: PolicyLossConfig, reuse: UpdateConfig) -> dict[str, Metric]:
-        """Optimiser steps on rows joined from ``known``: rollouts, advantages and what the loss asks for.
-
-        Raises:
-            TrainingError: a number is not finite, or the first minibatch is not on-policy.
-        """
-        self._sampler.turn_to_training()
-        return merge_metrics([self.trainer.step(aim) for aim in self._aims(known, loss, reuse)])
-
-    @endpoint(TRAIN, reads=("tokens", "loss_mask", "sampler_logprobs", "advantages"))
-    def update_and_imitate(
-        self, *batches: Batch, loss: PolicyLossConfig, reuse: UpdateConfig, weight: float
+    @endpoint(TRAIN, reads=("tokens", "loss_mask"), says=SAYS)
+    def update(
+        self, /, *batches: Batch, loss: Any, passes: PassesConfig, name: str = "", **options: Any
     ) -> dict[str, Metric]:
-        """Optimiser steps that minimise what ``update`` does plus ``weight`` times what ``imitate`` does.
+        """Optimiser steps on rows joined from ``batches``: rollouts, advantages and what the loss reads.
 
         Args:
-            batches: what ``update`` is given, and last the demonstrations; both are cut into equally many
-                minibatches, and an optimiser step takes one of each. Without a rollout the demonstrations
-                are imitated alone.
-            loss: of the rollouts.
-            reuse: how often both are gone through.
-            weight: of the demonstrations' loss.
+            batches: rows; of several losses those of each, one after the other.
+            loss: a function (see ``formulas.losses``), ``config.loss``, or what ``over`` says of several: an
+                optimiser step then takes a minibatch of each, and one over no row is left out.
+            passes: how often rows are gone through, and in how many steps.
+            name: the area of the loss's metrics; policy if left out.
+            options: arguments of the loss that are no fields.
 
         Raises:
-            TrainingError: as ``update``; there are fewer demonstrations than minibatches.
+            TrainingError: a number is not finite, the first minibatch is not on-policy, or losses are over
+                unequal numbers of minibatches.
         """
         self._sampler.turn_to_training()
-        *known, demonstrations = batches
-        improving = list(self._aims(known, loss, reuse))
-        shown = list(self._minibatches(demonstrations, reuse))
-        if improving and len(shown) != len(improving):
+        terms = loss_terms({"loss": loss, "name": name, **options}, len(batches))
+        left, cut = list(batches), []
+        for term in terms:
+            rows, left = joined(left[: term.count]), left[term.count :]
+            cut.append(self._aims(rows, term, passes))
+        if len(cut) == 1:
+            return merge_metrics([self.trainer.step(aim) for aim in cut[0]])
+        whole = [aims for aims in map(list, cut) if aims]
+        if len({len(aims) for aims in whole}) > 1:
+            counts = [f"{len(aims)} of {aims[0].loss.name}" for aims in whole]
             raise TrainingError(
-                f"demonstrations make {len(shown)} minibatches and rollouts make {len(improving)}",
+                f"the losses of an update are over unequal numbers of minibatches: {', '.join(counts)}",
                 why="every optimiser step takes one of each",
                 fix="lower algorithm.minibatches, or raise algorithm.prompts_per_step",
             )
-        imitating = [self.trainer.aim(part, SupervisedLoss(), weight=weight) for part in shown]
-        both = zip(improving, imitating, strict=True) if improving else zip(imitating, strict=True)
-        return merge_metrics([self.trainer.step(*aims) for aims in both])
-
-    @endpoint(TRAIN, reads=("tokens", "loss_mask"))
-    def imitate(self, demonstrations: Batch, passes: PassesConfig) -> dict[str, Metric]:
-        """Optimiser steps that raise the probability of the demonstrations' loss tokens."""
-        self._sampler.turn_to_training()
-        cut = self._minibatches(demonstrations, passes)
-        return merge_metrics([self.trainer.update(part, SupervisedLoss()) for part in cut])
+        return merge_metrics([self.trainer.step(*aims) for aims in zip(*whole, strict=True)])
 
     @endpoint(TOGETHER)
     def publish(self) -> int:
@@ -202,25 +191,27 @@ class Policy:
         limit = (sampling or self._rollout).max_tokens
         return rollouts.with_fields(limits=torch.full((len(rollouts),), limit))
 
-    def _aims(
-        self, known: Sequence[Batch], loss: PolicyLossConfig, reuse: UpdateConfig
-    ) -> Iterator[Aim[TokenLogprobs]]:
-        """What each optimiser step on rows joined from ``known`` minimises; the first is on-policy."""
-        rows = joined(known)
-        if reuse.reuses_rows and reuse.old_logprobs == "sampler":
-            rows = rows.with_fields(old_logprobs=rows.ragged("sampler_logprobs"))
-        objective = PolicyLoss(loss, max_tokens=self._rollout.max_tokens)
-        ratio, gap = (reuse.ratio_tolerance, None) if self._exact else (None, reuse.gap_tolerance)
-        for minibatch in self._minibatches(rows, reuse):
+    def _aims(self, rows: Batch, term: LossTerm, passes: PassesConfig) -> Iterator[Aim]:
+        """What each optimiser step minimises of one loss; rows that were sampled begin on-policy."""
+        objective = loss_of(term, SAYS[:3], "policy", self._rollout.max_tokens)
+        sampled, ratio, gap = _are_sampled(rows), None, None
+        temperature = self._rollout.temperature if sampled else 1.0
+        if sampled and isinstance(passes, UpdateConfig):
+            ratio, gap = (passes.ratio_tolerance, None) if self._exact else (None, passes.gap_tolerance)
+            if passes.reuses_rows and passes.old_logprobs == "sampler":
+                rows = rows.with_fields(old_logprobs=rows.ragged(SAMPLED))
+        for minibatch in minibatches(
+            rows, passes.epochs, passes.minibatches, self._seed, self.version, ranks=self._share.rows
+        ):
             yield self.trainer.aim(
-                minibatch, objective, self._temperature, ratio_tolerance=ratio, gap_tolerance=gap
+                minibatch,
+                objective,
+                temperature,
+                ratio_tolerance=ratio,
+                gap_tolerance=gap,
+                weight=term.weight,
             )
             ratio = gap = None
-
-    def _minibatches(self, rows: Batch, passes: PassesConfig) -> Iterator[Batch]:
-        return minibatches(
-            rows, passes.epochs, passes.minibatches, self._seed, self.version, ranks=self._share.rows
-        )
 
     def _new_trainer(self, train: TrainConfig, updates: int) -> Trainer:
         share = self._share
@@ -229,10 +220,13 @@ class Policy:
         )
 
     @property
-    def _temperature(self) -> float:
-        return self._rollout.temperature
-
-    @property
     def _exact(self) -> bool:
         """Whether the weights are wide enough for the on-policy contract token by token, not in the mean."""
         return bool(self.model.module.dtype.itemsize >= 4)
+
+
+def _are_sampled(rows: Batch) -> bool:
+    """Whether a policy sampled these rows; demonstrations have loss tokens of no version."""
+    if "versions" not in rows.fields:
+        return SAMPLED in rows.fields
+    return bool((rows.ragged("versions").values[rows.ragged("loss_mask").values] >= 0).any())

@@ -1,25 +1,27 @@
 """The reward model: a score for every rollout, learned from pairs of answers; and, by another name, a cost.
 
     rollouts ─ score ─> rewards (or costs), with the fields of the reward role
-    pairs ─ prefer ─> metrics                                     chosen above rejected
+    pairs ─ update ─> metrics                                     chosen above rejected
 
 A rollout is scored at its last token, prompt and answer read as the policy's tokens.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rillflow.errors import RewardError
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Metric, merge_metrics
+from rillflow.records.metrics import Metric
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.roles.reward import SCORE_FIELDS, scored_rows
 from rillflow.roles.scalar_role import ScalarRole
 from rillflow.train.config import PassesConfig
-from rillflow.train.minibatches import minibatches, prompt_units
-from rillflow.train.scalar_loss import PreferenceLoss
+from rillflow.train.loss import PairLoss
+from rillflow.train.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TRAIN_PAIRS
 
@@ -47,30 +49,21 @@ class RewardModel(ScalarRole):
         """
         return self._scored(rollouts)
 
-    @endpoint(TRAIN_PAIRS, reads=("tokens",))
-    def prefer(self, pairs: Batch, passes: PassesConfig) -> dict[str, Metric]:
-        """Optimiser steps that raise the chosen answers' scores above the rejected ones'.
+    @endpoint(TRAIN_PAIRS, reads=("tokens",), says=("chosen", "rejected"))
+    def update(self, /, pairs: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
+        """Optimiser steps over pairs of answers, one better than the other.
 
         Args:
             pairs: two rows a pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
                 For costs the chosen answer is the one that costs more.
+            loss: a function of the scores ``chosen`` and ``rejected`` [P], as ``formulas.preference_loss``.
             passes: how often the pairs are gone through, and in how many steps.
+            options: further arguments of the loss.
 
         Raises:
             TrainingError: a row has no partner, or a number is not finite.
         """
-        cut = minibatches(
-            pairs,
-            passes.epochs,
-            passes.minibatches,
-            self._seed,
-            self.version,
-            prompt_units(pairs),
-            self._share.rows,
-        )
-        metrics = merge_metrics([self.trainer.update(part, PreferenceLoss()) for part in cut])
-        self.version += 1
-        return metrics
+        return self._trained(pairs, PairLoss(loss, options), passes, prompt_units(pairs))
 
     def _scored(self, rollouts: Batch) -> Batch:
         values = self._scorer.scores(rollouts)

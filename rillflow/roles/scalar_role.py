@@ -8,12 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from torch import Tensor
+
 from rillflow.models.scalar_model import ScalarModel, require_same_tokens
 from rillflow.models.tokenizer import Tokenizer
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.roles.share import Share
-from rillflow.train.config import TrainConfig
-from rillflow.train.scalar_scorer import ScalarScorer
-from rillflow.train.scalar_trainer import ScalarTrainer
+from rillflow.train.config import PassesConfig, TrainConfig
+from rillflow.train.loss import PairLoss, TokenLoss
+from rillflow.train.minibatches import minibatches
+from rillflow.train.scorer import Scorer
+from rillflow.train.trainer import Trainer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import TOGETHER
 
@@ -54,19 +60,19 @@ class ScalarRole:
         self.model = model
         self.version = version
         self._name = name.replace(" ", "_")
-        self._scorer = ScalarScorer(model.module, train, parallel=share.parallel)
+        self._scorer = Scorer(model.module, train, parallel=share.parallel)
         self._tokenizer = tokenizer
         self._train = train
         self._seed = seed
         self._updates = updates
         self._share = share
-        self._trainer: ScalarTrainer | None = None
+        self._trainer: Trainer | None = None
 
     @property
-    def trainer(self) -> ScalarTrainer:
+    def trainer(self) -> Trainer:
         """Made when it is first asked for: a model that only scores needs no optimiser's memory."""
         if self._trainer is None:
-            self._trainer = ScalarTrainer(
+            self._trainer = Trainer(
                 self.model.module,
                 self._train,
                 total_steps=self._updates,
@@ -99,6 +105,17 @@ class ScalarRole:
     def updates(self) -> int:
         """Optimiser steps made in this phase."""
         return self.trainer.updates
+
+    def _trained(
+        self, rows: Batch, loss: TokenLoss | PairLoss, passes: PassesConfig, units: Tensor | None = None
+    ) -> dict[str, Metric]:
+        """Optimiser steps over rows, those of one unit together."""
+        cut = minibatches(
+            rows, passes.epochs, passes.minibatches, self._seed, self.version, units, self._share.rows
+        )
+        metrics = merge_metrics([self.trainer.update(part, loss) for part in cut])
+        self.version += 1
+        return metrics
 
     def save(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory of the role's name, the optimiser beside it."""

@@ -59,16 +59,6 @@ class PassesConfig(Section):
         return self.epochs * self.minibatches > 1
 
 
-class ValueLossConfig(Section):
-    """The loss of a critic."""
-
-    clip: float = Field(
-        0.2,
-        ge=0,
-        description="How far a value may move from the one at sampling until its loss is clipped; 0: never.",
-    )
-
-
 class UpdateConfig(PassesConfig):
     """How sampled rows are used: what the ratio is taken against, and how exact it has to be."""
 

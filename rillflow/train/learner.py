@@ -1,16 +1,16 @@
 """Learner: one optimiser step a minibatch, whatever is read from the module and whatever the loss.
 
-    minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ forward ─> what is read [N] ─ loss ─> terms
+    minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ Reader ─> what is read [N] ─ loss ─> terms
                                                      └ guards: finite?         weight │ sum / denominator
                       weights <─ Optimizer.step <─ gradients, added up <─ backward <──┘
 
 A step may minimise several losses, each over rows of its own: an ``Aim`` each, with its own denominator.
 The gradients of all are added up before the one clip and the one step.
 
-What is read is one type for the forward pass and the loss: log probabilities (``Trainer``) or numbers of a
-scalar head (``ScalarTrainer``). Rows whose terms have no gradient (groups of equal rewards) are measured and
-not trained on: no backward pass. Where no row has one, the weights stay and the step is counted. Any error
-leaves weights, moments and step count as they were.
+What is read is one type for the reader and the loss: log probabilities, or numbers of a scalar head. Rows
+whose terms have no gradient (groups of equal rewards) are measured and not trained on: no backward pass.
+Where no row has one, the weights stay and the step is counted. Any error leaves weights, moments and step
+count as they were.
 
 Over several ranks each has a part of the minibatch's rows, perhaps none: the denominator and the
 gradients are summed over them, in the order of ranks, so all take the same step. Where the module itself
@@ -23,7 +23,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,12 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import describe_token, loss_tokens
-from rillflow.train.loss import LossPart
+from rillflow.train.loss import PairLoss, TokenLoss
 from rillflow.train.optimizer import Optimizer, TrainerState
 from rillflow.train.passes import Passes, first_said
-from rillflow.train.reading import Reading
+from rillflow.train.reading import lay_out
 from rillflow.train.recompute import Recompute
-from rillflow.train.scorer import micro_batches
+from rillflow.train.scorer import Reader, micro_batches, one_pass
 from rillflow.train.skipping import Skip, Skipped
 
 _Measured = tuple[float, Mapping[str, Metric]]
@@ -48,69 +49,20 @@ _Measured = tuple[float, Mapping[str, Metric]]
 
 _ELSEWHERE = "a number is not finite on another rank"
 
-Read = TypeVar("Read")
-ReadByLoss = TypeVar("ReadByLoss", contravariant=True)
-
-
-class Forward(Protocol[Read]):
-    """A forward pass over one part."""
-
-    def __call__(self, part: Batch, tokens: Batch) -> Read:
-        """What the module says about the part's N loss tokens, guarded.
-
-        Args:
-            part: rows as ``prepare`` gave them.
-            tokens: the part at its loss tokens alone.
-        """
-        ...
-
-    def lay_out(self, part: Batch) -> Reading:
-        """The pass, for a mesh to make."""
-        ...
-
-    def read(self, part: Batch, tokens: Batch, output: Tensor) -> Read:
-        """What the module says, from the pass's output."""
-        ...
-
-    def describe(self, read: Read, index: int) -> str:
-        """What was read for loss token ``index``, in words, for an error."""
-        ...
-
-
-class Objective(Protocol[ReadByLoss]):
-    """A loss over what a forward pass reads; ``train.loss.Loss`` is the one over log probabilities."""
-
-    @property
-    def name(self) -> str:
-        """The area of its metrics."""
-        ...
-
-    def prepare(self, minibatch: Batch) -> Batch:
-        """The fields the loss reads, checked, with three more as in ``train.loss.Loss``.
-
-        A fourth is optional: ``loss_units`` [B] int64. Rows that share a number there, and are alike in
-        ``loss_active``, come in one part.
-        """
-        ...
-
-    def __call__(self, read: ReadByLoss, part: Batch, /) -> LossPart:
-        """The terms of one part; ``part`` holds the prepared fields at the loss tokens alone."""
-        ...
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Aim(Generic[Read]):
+class Aim:
     """One loss over some rows, and what it counts among those of a step.
 
     Example:
-        learner.step(Aim(rows=rows, loss=loss, forward=forward))
+        learner.step(Aim(rows=rows, loss=loss, reader=reader))
     """
 
     rows: Batch
     """This rank's part of the minibatch; perhaps none."""
-    loss: Objective[Read]
+    loss: TokenLoss | PairLoss
     """What is minimised."""
-    forward: Forward[Read]
+    reader: Reader[Any]
     """Reads of the module what the loss is over."""
     weight: float = 1.0
     """What its gradient is multiplied by; metrics are those of the loss itself."""
@@ -141,14 +93,15 @@ class Learner:
         self._budget = config.tokens_per_micro_batch
         self.skipped: Skipped | None = None
         """What is done with a step that is not finite; None: it is an error."""
-        self._device = next(module.eval().parameters()).device
+        self._module = module.eval()
+        self._device = next(module.parameters()).device
         gradients = parallel.gradients if parallel is not None else None
         self._optimizer = Optimizer(module, config, total_steps=total_steps, gradients=gradients)
         self._recompute: AbstractContextManager[None] = (
             Recompute(module, whole=parallel is None) if config.gradient_checkpointing else nullcontext()
         )
 
-    def step(self, *aims: Aim[Any]) -> dict[str, Metric]:
+    def step(self, *aims: Aim) -> dict[str, Metric]:
         """Make one optimiser step along the weighted sum of the aims' gradients.
 
         Returns:
@@ -170,7 +123,7 @@ class Learner:
             self._optimizer.discard()
         return metrics if self._parallel is None or self._parallel.seat.speaks else {}
 
-    def _attempt(self, aims: Sequence[Aim[Any]]) -> dict[str, Metric]:
+    def _attempt(self, aims: Sequence[Aim]) -> dict[str, Metric]:
         """The step, or the same error on all ranks where one met a number that is not finite."""
         problem: NotFiniteError | None = None
         metrics: dict[str, Metric] = {}
@@ -197,7 +150,7 @@ class Learner:
             "train/lr/mean": Mean(total=lr, count=1),
         }
 
-    def _skip(self, skipped: Skipped, aims: Sequence[Aim[Any]], error: NotFiniteError) -> dict[str, Metric]:
+    def _skip(self, skipped: Skipped, aims: Sequence[Aim], error: NotFiniteError) -> dict[str, Metric]:
         """Note the step that was not made; every rank does."""
         everyone = self._ranks if self._parallel is None else self._parallel.seat.everyone
         reason = first_said(everyone, "" if error.what == _ELSEWHERE else error.what)
@@ -241,7 +194,7 @@ class Learner:
                 if bool(part.ragged("loss_mask").values.any()):
                     yield part
 
-    def _gather(self, aim: Aim[Any], rows: Batch | None, denominator: float) -> dict[str, Metric]:
+    def _gather(self, aim: Aim, rows: Batch | None, denominator: float) -> dict[str, Metric]:
         """Add up one aim's gradient; its metrics."""
         parts = self._parts(rows) if rows is not None else iter(())
         total, metrics = 0.0, []
@@ -256,60 +209,55 @@ class Learner:
         return {**merge_metrics(metrics), f"{aim.loss.name}/loss/mean": mean}
 
     def _over_mesh(
-        self, parallel: Parallel, parts: list[Batch], aim: Aim[Any], denominator: float
+        self, parallel: Parallel, parts: list[Batch], aim: Aim, denominator: float
     ) -> list[_Measured]:
         """As ``_accumulate``, for all parts and together with the other ranks."""
         found: list[_Measured] = []
 
         def finish(part: Batch, output: Tensor) -> Tensor:
             tokens = loss_tokens(part).to(self._device)
-            share, measured = _share(tokens, aim.forward.read(part, tokens, output), aim, denominator)
+            share, measured = _share(tokens, aim.reader.read(tokens, output), aim, denominator)
             found.append((float(share.detach()), measured))
             return share * aim.weight
 
-        passes = Passes(parallel)
+        passes, lay = Passes(parallel), partial(lay_out, device=self._device, back=aim.reader.back)
         learning = [part for part in parts if bool(part.dense("loss_active")[0])]
         resting = [part for part in parts if not bool(part.dense("loss_active")[0])]
         with self._recompute:
-            passes.run(learning, aim.forward.lay_out, finish, self._optimizer.collect)
-        passes.run(resting, aim.forward.lay_out, finish)
+            passes.run(learning, lay, finish, self._optimizer.collect)
+        passes.run(resting, lay, finish)
         passes.agree()
         return found
 
-    def _accumulate(self, part: Batch, aim: Aim[Any], denominator: float) -> _Measured:
+    def _accumulate(self, part: Batch, aim: Aim, denominator: float) -> _Measured:
         """Add one micro-batch's gradient, if it has any; return its share of the loss and its metrics."""
         tokens = loss_tokens(part).to(self._device)
         learns = bool(part.dense("loss_active")[0])
         with self._recompute if learns else torch.no_grad():
-            share, metrics = _share(tokens, aim.forward(part, tokens), aim, denominator)
+            read = aim.reader.read(tokens, one_pass(self._module, part, aim.reader, self._device))
+            share, metrics = _share(tokens, read, aim, denominator)
             if learns:
                 (share * aim.weight).backward()  # type: ignore[no-untyped-call]
         self._optimizer.collect()
         return float(share.detach()), metrics
 
 
-def _share(
-    tokens: Batch, read: Any, aim: Aim[Any], denominator: float
-) -> tuple[Tensor, Mapping[str, Metric]]:
+def _share(tokens: Batch, read: Any, aim: Aim, denominator: float) -> tuple[Tensor, Mapping[str, Metric]]:
     """A part's share of the loss, finite, and its metrics."""
     found = aim.loss(read, tokens)
     share = found.terms.sum() / denominator
     value = float(share.detach())
     if not math.isfinite(value):
-        raise _not_finite(tokens, found.terms.detach(), read, aim.forward, value)
+        raise _not_finite(tokens, found.terms.detach(), read, aim.reader, value)
     return share, found.metrics
 
 
-def _not_finite(
-    tokens: Batch, terms: Tensor, read: Read, forward: Forward[Read], value: float
-) -> NotFiniteError:
+def _not_finite(tokens: Batch, terms: Tensor, read: Any, reader: Reader[Any], value: float) -> NotFiniteError:
     odd = (~torch.isfinite(terms)).nonzero()
     where = "the sum of finite terms overflows"
     if len(odd):
         index = int(odd[0])
-        where = (
-            f"{describe_token(tokens, index)} costs {float(terms[index])}, {forward.describe(read, index)}"
-        )
+        where = f"{describe_token(tokens, index)} costs {float(terms[index])}, {reader.describe(read, index)}"
     return NotFiniteError(
         f"the loss is {value}: {where}",
         why="the step was not applied; the weights are unchanged",

@@ -1,31 +1,39 @@
-"""Losses: what a minibatch's tokens cost, as terms that any partition adds up alike.
+"""Losses: a function of loss tokens made into terms that any partition adds up alike.
 
     minibatch ── prepare ──> checked fields, loss_weights, loss_denominator (one for all rows), loss_active
-    [N] log probabilities + the part's fields at its loss tokens ── call ──> terms [N] ── sum / denominator
+    what the model says [N], the part's fields at its loss tokens ── function ──> losses x weights: terms [N]
 
-A loss sees loss tokens alone, laid end to end, and knows neither modules nor micro-batches.
-Legend: N loss tokens of one micro-batch.
+The function is of ``formulas.losses`` or of one's own: its parameters name what it reads. It sees loss tokens
+alone, laid end to end, and knows neither modules nor micro-batches.
+Legend: B rows, N loss tokens of one micro-batch, P pairs of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rillflow.errors import TrainingError
+from rillflow.errors import TrainingError, nearest
 from rillflow.formulas.aggregation import Aggregation, loss_weights
-from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.kl import LARGEST_LOG_RATIO, divergence
+from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
-from rillflow.formulas.policy_loss import clipped_policy_loss, held, importance_weights, sequence_log_ratio
+from rillflow.formulas.losses import TokenLosses, cross_entropy, policy_loss, preference_loss, value_loss
+from rillflow.graph.loss import LossTerm, field_parameters
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Max, Mean, Metric
+from rillflow.records.metrics import Max, Mean, Metric, Variance
 from rillflow.records.ragged import Ragged
 from rillflow.train.guards import check_finite, loss_tokens
+from rillflow.train.minibatches import prompt_units
+from rillflow.train.reading import last_tokens
+
+LENGTHS = "row_lengths"
+"""The parameter for how many loss tokens each row has."""
+SAMPLED = "sampler_logprobs"
+"""The field of rows that a policy sampled; it is kept beside what a loss reads, for the guards."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,11 +46,46 @@ class LossPart:
     """Measurements of these tokens."""
 
 
-class Loss(Protocol):
-    """What the trainer asks of a loss."""
+class TokenLoss:
+    """A loss of each loss token, aggregated.
 
-    name: str
-    """The area of its metrics."""
+    Args:
+        function: the losses [N] of tokens, or ``TokenLosses``.
+        says: what the model says, of the function's parameters.
+        name: the area of its metrics.
+        options: arguments that are no fields.
+        also: fields for parameters that have a default.
+        aggregation: how tokens add up to one loss.
+        constant: the divisor of a row, for the constant aggregation.
+        resting: a field whose rows of nothing but 0 have no gradient; empty where every row may have one.
+
+    Example:
+        TokenLoss(cross_entropy, says=("logprobs", "likeliest"), name="supervised")
+    """
+
+    back = 1
+    """How many tokens before a loss token the module is read."""
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor | TokenLosses],
+        *,
+        says: Collection[str],
+        name: str,
+        options: Mapping[str, Any] | None = None,
+        also: tuple[str, ...] = (),
+        aggregation: Aggregation = "token_mean",
+        constant: int = 0,
+        resting: str = "",
+    ) -> None:
+        self.name = name
+        self.function = function
+        self._options = dict(options or {})
+        self._given = (*field_parameters(function, self._options), *also)
+        self._says, self._resting = says, resting
+        self.is_scalar = "values" in says
+        self._aggregation: Aggregation = aggregation
+        self._constant = constant
 
     def prepare(self, minibatch: Batch) -> Batch:
         """The fields the loss reads, checked, with three more.
@@ -51,40 +94,60 @@ class Loss(Protocol):
         ``loss_active`` [B] bool, False where a row's terms have no gradient and it is only measured.
 
         Raises:
-            TrainingError: a number is not finite, or there is no loss token.
+            NotFiniteError: a number is not finite.
+            TrainingError: the rows lack a field that the function reads, or there is no loss token.
         """
-        ...
+        there = minibatch.fields
+        old = {f"old_{name}" for name in self._says} - there.keys()
+        names = [each for each in self._given if each not in {*self._says, *old, LENGTHS}]
+        names += [SAMPLED] if SAMPLED in there and SAMPLED not in names else []
+        missing = [each for each in names if each not in there]
+        if missing:
+            raise TrainingError(
+                f"the loss {self.function.__name__} reads the field {missing[0]!r}, which no row has",
+                why=f"rows have {', '.join(there)}; the model says {', '.join(self._says)}",
+                fix=nearest(missing[0], {*there, *self._says, LENGTHS}),
+            )
+        rows = minibatch.only("tokens", "loss_mask", *names)
+        check_finite(loss_tokens(rows), *names)
+        active = torch.ones(len(rows), dtype=torch.bool)
+        if self._resting:
+            active = _not_zero(rows, self._resting)
+        weights = loss_weights(rows.ragged("loss_mask"), self._aggregation, self._constant)
+        if not weights.denominator:
+            raise TrainingError(
+                f"a minibatch of {len(rows)} rows has no loss token",
+                why="there is nothing to learn from prompts alone",
+                fix="check that answers are not empty and fit into the context",
+            )
+        return _prepared(rows, weights.values, weights.denominator, active)
 
-    def __call__(self, model: TokenLogprobs, part: Batch) -> LossPart:
-        """The terms of one part; ``part`` holds the prepared fields at the loss tokens alone."""
-        ...
+    def __call__(self, read: TokenLogprobs | Tensor, part: Batch, /) -> LossPart:
+        """The terms of one part: ``read`` is what the model says of the N tokens, ``part`` their fields."""
+        says = vars(read) if isinstance(read, TokenLogprobs) else {"values": read}
+        weights = part.ragged("loss_weights")
+        dtype = says[next(iter(says))].dtype
+        known: dict[str, Tensor] = {**says, LENGTHS: weights.lengths}
+        for name in self._given:
+            if name not in known:
+                field = part.fields.get(name)
+                known[name] = says[name[4:]].detach() if field is None else _of_tokens(field, weights, dtype)
+        given = {name: known[name] for name in self._given}
+        found = _checked(self.function(**given, **self._options), self.function, len(weights.values))
+        return LossPart(terms=found.losses * weights.values.to(dtype), metrics=_measured(found))
 
 
-class SupervisedLoss:
-    """Cross entropy of the loss tokens, their mean: -log pi."""
+class SupervisedLoss(TokenLoss):
+    """Cross entropy of the loss tokens, their mean."""
 
     name = "supervised"
 
-    def prepare(self, minibatch: Batch) -> Batch:
-        """See Loss."""
-        rows = minibatch.only("tokens", "loss_mask")
-        return _weighted(rows, torch.ones(len(rows), dtype=torch.bool), "token_mean")
-
-    def __call__(self, model: TokenLogprobs, part: Batch) -> LossPart:
-        """See Loss."""
-        measured = {"supervised/nll/mean": -model.logprobs, "supervised/accuracy/mean": model.likeliest}
-        weights = part.ragged("loss_weights").values.to(model.logprobs.dtype)
-        return LossPart(terms=-model.logprobs * weights, metrics=_measure(measured, {}))
+    def __init__(self) -> None:
+        super().__init__(cross_entropy, says=("logprobs", "likeliest"), name=self.name)
 
 
-class PolicyLoss:
-    """The clipped policy loss with its companions.
-
-    term = w (min(old / mu, cap) clip_loss(log pi - log old, A) + kl k(log pi - log ref) - entropy H)
-
-    Rows carry ``advantages`` [B] or aligned to the tokens and, aligned to the tokens, ``sampler_logprobs``
-    (mu), ``reference_logprobs`` (where the divergence is in the loss) and optionally ``old_logprobs``.
-    Without those, old is pi itself: the ratio is 1, its gradient that of log pi.
+class PolicyLoss(TokenLoss):
+    """The clipped policy loss with its companions, as a recipe's section has it.
 
     Args:
         config: the loss family's options.
@@ -94,121 +157,178 @@ class PolicyLoss:
     name = "policy"
 
     def __init__(self, config: PolicyLossConfig, max_tokens: int = 0) -> None:
-        self._config = config
-        self._constant = config.constant or max_tokens
-        self._with_reference = config.kl_paid == "loss"
+        near = config.kl_paid == "loss"
+        super().__init__(
+            policy_loss,
+            says=("logprobs", "entropy"),
+            name=self.name,
+            options={"config": config},
+            also=("reference_logprobs",) if near else (),
+            aggregation=config.aggregation,
+            constant=config.constant or max_tokens,
+            resting="" if near or config.entropy else "advantages",
+        )
+
+
+class ValueLoss(TokenLoss):
+    """The clipped value loss, its mean over the loss tokens, as a recipe's section has it.
+
+    Args:
+        config: the clip; where it is 0, ``old_values`` are not read.
+    """
+
+    name = "critic"
+
+    def __init__(self, config: ValueLossConfig) -> None:
+        also = ("old_values",) if config.clip else ()
+        super().__init__(
+            value_loss, says=("values",), name=self.name, options={"clip": config.clip}, also=also
+        )
+
+
+class PairLoss:
+    """A loss of pairs, their mean: of the scores of the better answers and of the others.
+
+    The rows of one (epoch, prompt) are a pair: sample 0 is chosen, sample 1 rejected. Each is scored at its
+    last token and carries half of the pair's loss; a pair is never parted.
+
+    Args:
+        function: the losses [P] of ``chosen`` and ``rejected`` [P], or ``TokenLosses``.
+        options: further arguments.
+    """
+
+    name = "preference"
+    back = 0
+    is_scalar = True
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor | TokenLosses] = preference_loss,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.function = function
+        self._options = dict(options or {})
 
     def prepare(self, minibatch: Batch) -> Batch:
-        """See Loss."""
-        names = ["advantages", "sampler_logprobs"]
-        names += ["reference_logprobs"] if self._with_reference else []
-        names += ["old_logprobs"] if "old_logprobs" in minibatch.fields else []
-        rows = minibatch.only("tokens", "loss_mask", *names)
-        check_finite(loss_tokens(rows), *names)
-        active = _with_advantage(rows)
-        if self._with_reference or self._config.entropy:
-            active = torch.ones_like(active)
-        return _weighted(rows, active, self._config.aggregation, self._constant)
+        """As ``TokenLoss.prepare``, and ``loss_units`` [B] int64: rows that share a number come in one part.
 
-    def __call__(self, model: TokenLogprobs, part: Batch) -> LossPart:
-        """See Loss."""
-        config, now = self._config, model.logprobs
-        sampler = part.ragged("sampler_logprobs").values.to(now.dtype)
-        old = now.detach()
-        if "old_logprobs" in part.fields:
-            old = part.ragged("old_logprobs").values.to(now.dtype)
-        weights = part.ragged("loss_weights")
-        advantages = _of_tokens(part, "advantages").to(now.dtype)
-        log_ratio = now - old
-        if config.ratio == "sequence":
-            log_ratio = sequence_log_ratio(weights.with_values(log_ratio))
-        losses = clipped_policy_loss(
-            log_ratio,
-            advantages,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-            surrogate=config.surrogate,
-        )
-        means = _policy_means(log_ratio.detach(), advantages, sampler - old, config)
-        means["policy/entropy/mean"] = model.entropy.detach()
-        clamped = _beyond(log_ratio) | _beyond(sampler - old)
-        if config.importance_cap:
-            correction = importance_weights(old, sampler, cap=config.importance_cap)
-            means["mismatch/capped/share"] = correction >= config.importance_cap
-            losses = losses * correction
-        if self._with_reference:
-            apart = now - part.ragged("reference_logprobs").values.to(now.dtype)
-            distance, clamped = divergence(apart, config.estimator), clamped | _beyond(apart)
-            means["policy/kl/mean"] = distance.detach()
-            losses = losses + config.kl * distance
-        if config.entropy:
-            losses = losses - config.entropy * model.entropy
-        means["policy/clamped/share"] = clamped
-        largest = {
-            "policy/ratio/max": means["policy/ratio/mean"],
-            "mismatch/logprob_gap/max": (sampler - old).abs(),
-        }
-        return LossPart(terms=losses * weights.values.to(now.dtype), metrics=_measure(means, largest))
+        Raises:
+            TrainingError: a row has no partner, or is neither sample 0 nor 1; a row is empty.
+        """
+        units = prompt_units(minibatch)
+        _check_pairs(minibatch, units)
+        rows = last_tokens(minibatch)
+        halves = rows.ragged("loss_mask").with_values(rows.ragged("loss_mask").values.double() / 2)
+        active = torch.ones(len(rows), dtype=torch.bool)
+        return _prepared(rows, halves, len(rows) / 2, active).with_fields(loss_units=units)
+
+    def __call__(self, read: Tensor, part: Batch, /) -> LossPart:
+        """The terms of one part: ``read`` [2P] are the scores, one a row."""
+        order = torch.argsort(part.dense("loss_units") * 2 + part.ids[:, 2])
+        chosen, rejected = read[order].view(-1, 2).unbind(1)
+        found = self.function(chosen=chosen, rejected=rejected, **self._options)
+        found = _checked(found, self.function, len(chosen))
+        losses = found.losses.repeat_interleave(2)[torch.argsort(order)]
+        weights = part.ragged("loss_weights").values.to(read.dtype)
+        return LossPart(terms=losses * weights, metrics=_measured(found))
 
 
-def _policy_means(
-    log_ratio: Tensor, advantages: Tensor, mismatch: Tensor, config: PolicyLossConfig
-) -> dict[str, Tensor]:
-    """What is averaged over tokens; ``mismatch`` [N] is log mu - log old."""
-    ratio, weighs = held(log_ratio).exp(), config.surrogate == "weight"
-    low = ((advantages < 0) | weighs) & (ratio < 1 - config.clip_low)
-    high = ((advantages > 0) | weighs) & (ratio > 1 + config.clip_high)
-    return {
-        "policy/ratio/mean": ratio,
-        "policy/clipped/share": low | high,
-        "policy/clipped_low/share": low,
-        "policy/clipped_high/share": high,
-        "policy/advantage/mean": advantages,
-        "mismatch/kl/mean": divergence(mismatch, "k3"),
-    }
+def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 0) -> TokenLoss:
+    """The loss that a step asked for: a recipe's section, or a function.
+
+    Args:
+        term: what was asked for.
+        says: what the model says.
+        name: the area of a function's metrics, if it was given none.
+        max_tokens: longest answer.
+    """
+    match term.loss:
+        case PolicyLossConfig():
+            return PolicyLoss(term.loss, max_tokens)
+        case ValueLossConfig():
+            return ValueLoss(term.loss)
+    return TokenLoss(term.loss, says=says, name=term.name or name, options=term.options)
 
 
-def _beyond(log_ratio: Tensor) -> Tensor:
-    """[N] bool, True where a log ratio is held at its bound before it is an exponent."""
-    return log_ratio.detach().abs() > LARGEST_LOG_RATIO
+def _not_zero(rows: Batch, name: str) -> Tensor:
+    """[B] bool, True where the field is other than 0 at a loss token of the row."""
+    field = rows.field(name)
+    if not isinstance(field, Ragged):
+        return field != 0
+    teaches = (field.values != 0) & rows.ragged("loss_mask").values
+    return field.with_values(teaches).sums() > 0
 
 
-def _with_advantage(rows: Batch) -> Tensor:
-    """[B] bool, True where a loss token of the row has an advantage other than 0."""
-    advantages = rows.field("advantages")
-    if not isinstance(advantages, Ragged):
-        return advantages != 0
-    teaches = (advantages.values != 0) & rows.ragged("loss_mask").values
-    return advantages.with_values(teaches).sums() > 0
-
-
-def _of_tokens(part: Batch, name: str) -> Tensor:
+def _of_tokens(field: Tensor | Ragged, rows: Ragged, dtype: torch.dtype) -> Tensor:
     """[N] a field of the loss tokens, or of their rows and the same for all tokens of one."""
-    field = part.field(name)
-    return field.values if isinstance(field, Ragged) else part.ragged("loss_weights").expand(field)
+    values: Tensor = field.values if isinstance(field, Ragged) else rows.expand(field)
+    return values.to(dtype) if values.is_floating_point() else values
 
 
-def _weighted(rows: Batch, active: Tensor, aggregation: Aggregation, constant: int = 0) -> Batch:
-    weights = loss_weights(rows.ragged("loss_mask"), aggregation, constant)
-    if not weights.denominator:
+def _prepared(rows: Batch, weights: Ragged, denominator: float, active: Tensor) -> Batch:
+    """The rows with one denominator for all."""
+    each = torch.full((len(rows),), denominator, dtype=torch.float64)
+    return rows.with_fields(loss_weights=weights, loss_denominator=each, loss_active=active)
+
+
+def _checked(found: Any, function: Callable[..., Any], count: int) -> TokenLosses:
+    """What a loss returned: as many numbers as it was to judge."""
+    losses = found if isinstance(found, TokenLosses) else TokenLosses(losses=found)
+    made = losses.losses
+    if not isinstance(made, Tensor) or made.shape != (count,):
+        what = f"shape {list(made.shape)}" if isinstance(made, Tensor) else repr(made)
         raise TrainingError(
-            f"a minibatch of {len(rows)} rows has no loss token",
-            why="there is nothing to learn from prompts alone",
-            fix="check that answers are not empty and fit into the context",
+            f"the loss {function.__name__} returned {what}",
+            why=f"there is one loss a token or pair, and there are {count}",
+            fix="return a tensor [N], not its mean, or TokenLosses",
         )
-    denominator = torch.full((len(rows),), weights.denominator, dtype=torch.float64)
-    return rows.with_fields(loss_weights=weights.values, loss_denominator=denominator, loss_active=active)
+    return losses
 
 
-def _measure(means: Mapping[str, Tensor], largest: Mapping[str, Tensor]) -> dict[str, Metric]:
-    """Metrics of [N] values, fetched from the device at once."""
-    count = float(next(iter(means.values())).numel())
-    totals = [values.sum(dtype=torch.float64) for values in means.values()]
-    tops = [values.max().double() for values in largest.values()]
-    numbers = torch.stack(totals + tops).tolist()
-    found: dict[str, Metric] = {
-        name: Mean(total=total, count=count) for name, total in zip(means, numbers, strict=False)
+def _check_pairs(rows: Batch, units: Tensor) -> None:
+    """Refuse rows that do not come as sample 0 and sample 1 of their prompt."""
+    samples = rows.ids[:, 2]
+    if not len(rows):
+        raise TrainingError("a minibatch of 0 rows has no pair", why="there is nothing to learn from")
+    odd = ((samples != 0) & (samples != 1)).nonzero()
+    if len(odd):
+        raise TrainingError(
+            f"row ({rows.row_id(int(odd[0]))}) belongs to no pair",
+            why="sample 0 is the chosen answer and sample 1 the rejected one",
+            fix="make pairs with tasks.prompts.answered_batch",
+        )
+    count = torch.zeros(int(units.max()) + 1, 2, dtype=torch.int64)
+    count.index_put_((units, samples), torch.ones_like(samples), accumulate=True)
+    alone = (count[units] != 1).any(1).nonzero()
+    if len(alone):
+        row = int(alone[0])
+        chosen, rejected = count[units[row]].tolist()
+        raise TrainingError(
+            f"row ({rows.row_id(row)}) is not one of a pair",
+            why=f"its prompt has {chosen} chosen and {rejected} rejected answers here, not one of each",
+            fix="keep the two rows of a pair in one batch, and each pair under a prompt number of its own",
+        )
+
+
+def _measured(found: TokenLosses) -> dict[str, Metric]:
+    """Metrics of [N] or [P] values, fetched from the device at once."""
+    totals = [values.sum(dtype=torch.float64) for values in found.means.values()]
+    tops = [values.detach().max().double() for values in found.largest.values()]
+    spreads = [part for values in found.variances.values() for part in _squares(values)]
+    if not (every := totals + tops + spreads):
+        return {}
+    numbers = iter(torch.stack(every).tolist())
+    means = {name: Mean(total=next(numbers), count=float(each.numel())) for name, each in found.means.items()}
+    largest = {name: Max(value=next(numbers)) for name in found.largest}
+    variances = {
+        name: Variance(squares=next(numbers), mean=next(numbers), count=float(each.numel()))
+        for name, each in found.variances.items()
     }
-    found |= {name: Max(value=top) for name, top in zip(largest, numbers[len(means) :], strict=True)}
-    return found
+    return {**means, **largest, **variances}
+
+
+def _squares(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The squares about the mean, and the mean, of values [N], one at least."""
+    wide = values.detach().double()
+    mean = wide.mean()
+    return (wide - mean).square().sum(), mean

@@ -1,35 +1,117 @@
 """Scorer: what a module says about the loss tokens of a batch.
 
-    rows ── cut after what the last loss token needs ── pack ──> [1, U] ── module ──> logits [N, V]
-         [N] log probability, entropy <── token_logprobs (only positions that predict a loss token) ──┘
+    rows ── lay_out ──> [1, U] ── module ──> logits [N, V] ── LogprobReader ──> log probability, entropy [N]
+                                  body, head ──> numbers [N] ── ScalarReader ──> the same numbers
+
+    logprobs  what the state one token before each loss token makes of that token
+    values    the scalar head there: the worth of the state the token was chosen in
+    scores    the scalar head at a row's last token: the worth of the whole row
 
 Legend: B rows, T tokens, U packed tokens, N loss tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rillflow.formulas.logprobs import TokenLogprobs, token_logprobs
+from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged, concatenate_ragged
 from rillflow.train.config import TrainConfig
-from rillflow.train.guards import loss_tokens
+from rillflow.train.guards import check_gap, check_ratio, loss_tokens
 from rillflow.train.minibatches import gathered
 from rillflow.train.passes import Passes
-from rillflow.train.reading import Reading, lay_out
+from rillflow.train.reading import Reading, last_tokens, lay_out
+
+Read = TypeVar("Read")
+
+
+class Reader(Protocol[Read]):
+    """What is read of a module: log probabilities, or the numbers of a scalar head."""
+
+    @property
+    def back(self) -> int:
+        """How many tokens before a loss token the module is read."""
+        ...
+
+    def output(self, module: Any, reading: Reading) -> Tensor:
+        """[N, ...] where the reading wants it; one pass of the whole module."""
+        ...
+
+    def read(self, tokens: Batch, output: Tensor) -> Read:
+        """What the output says about the loss tokens, guarded; ``tokens`` are the rows at these alone."""
+        ...
+
+    def describe(self, read: Read, index: int) -> str:
+        """What was read for loss token ``index``, in words, for an error."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobReader:
+    """Log probabilities of a language model."""
+
+    temperature: float = 1.0
+    """The one the tokens were sampled at."""
+    ratio_tolerance: float | None = None
+    """Where rows are on-policy, how far trainer and sampler may differ at a token."""
+    gap_tolerance: float | None = None
+    """Where they are and rounding is rough, how far they may differ in the mean."""
+    back = 1
+
+    def output(self, module: Any, reading: Reading) -> Tensor:
+        """See Reader."""
+        logits: Tensor = module(**reading.inputs, logits_to_keep=reading.wanted).logits[0]
+        return logits
+
+    def read(self, tokens: Batch, output: Tensor) -> TokenLogprobs:
+        """See Reader."""
+        found = token_logprobs(output, tokens.ragged("tokens").values, self.temperature)
+        if self.ratio_tolerance is not None:
+            check_ratio(tokens, found.logprobs, self.ratio_tolerance)
+        if self.gap_tolerance is not None:
+            check_gap(tokens, found.logprobs, self.gap_tolerance)
+        return found
+
+    def describe(self, read: TokenLogprobs, index: int) -> str:
+        """See Reader."""
+        return f"its log probability is {float(read.logprobs[index].detach())}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalarReader:
+    """Numbers of a scalar head."""
+
+    back: int
+    """1 for values, 0 for scores."""
+
+    def output(self, module: Any, reading: Reading) -> Tensor:
+        """See Reader."""
+        return token_scores(module.base_model, head_of(module), reading.inputs)[reading.wanted]
+
+    def read(self, tokens: Batch, output: Tensor) -> Tensor:
+        """See Reader."""
+        del tokens  # there is nothing that the numbers could be compared with
+        return output
+
+    def describe(self, read: Tensor, index: int) -> str:
+        """See Reader."""
+        return f"the head gives it {float(read[index].detach())}"
 
 
 class Scorer:
     """Runs a module over batches, a micro-batch at a time.
 
     Args:
-        module: a causal language model with Rillflow's attention; it is put in evaluation mode.
+        module: a decoder with Rillflow's attention; it is put in evaluation mode.
         config: how a batch is cut into micro-batches.
         parallel: where the module is a rank's part of one, that part.
     """
@@ -57,95 +139,87 @@ class Scorer:
         """
         rows = batch.only("tokens", "loss_mask")
         loss_tokens(rows)
-        if self._parallel is None:
-            return in_micro_batches(rows, self._budget, lambda part: self.forward(part, temperature).logprobs)
-        return over_mesh(
-            rows,
-            self._budget,
-            self._parallel,
-            self.lay_out,
-            lambda part, output: self.read(part, output, temperature).logprobs,
-        )
+        return self._aligned(rows, LogprobReader(temperature=temperature), lambda read: read.logprobs)
 
-    def forward(self, part: Batch, temperature: float = 1.0) -> TokenLogprobs:
-        """Log probability and entropy of the part's N loss tokens, in row order; one pass of the module.
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Ragged:
+        """The value of the state before each loss token; otherwise as ``logprobs``."""
+        rows = batch.only("tokens", "loss_mask")
+        loss_tokens(rows)
+        return self._aligned(rows, ScalarReader(back=1), lambda read: read)
+
+    @torch.no_grad()
+    def scores(self, batch: Batch) -> Tensor:
+        """[B] float32 the score of each row, read at its last token; over stages as ``logprobs``.
+
+        Args:
+            batch: rows with ``tokens``.
+
+        Raises:
+            TrainingError: a row is empty.
+        """
+        return self._aligned(last_tokens(batch), ScalarReader(back=0), lambda read: read).sums()
+
+    def forward(self, part: Batch, reader: Reader[Read]) -> Read:
+        """What the module says about the part's N loss tokens, in row order; one pass of the module.
 
         Args:
             part: rows with ``tokens`` and ``loss_mask``, at least one loss token among them.
-            temperature: the one the tokens were sampled at.
+            reader: what is read.
         """
-        reading = self.lay_out(part)
-        logits = self._module(**reading.inputs, logits_to_keep=reading.wanted).logits[0]
-        reading.check(self._module)
-        return self.read(part, logits, temperature)
+        tokens = _loss_tokens_alone(part).to(self.device)
+        return reader.read(tokens, one_pass(self._module, part, reader, self.device))
 
-    def lay_out(self, part: Batch) -> Reading:
-        """The pass that ``forward`` makes."""
-        return lay_out(part, self.device, back=1)
+    def _aligned(self, rows: Batch, reader: Reader[Read], number: Callable[[Read], Tensor]) -> Ragged:
+        """A number of each loss token, aligned to ``tokens``, in the rows' own order."""
+        index = micro_batches(rows, self._budget)
+        parts = [rows.select(each) for each in index]
+        masks = [part.ragged("loss_mask") for part in parts]
+        taught = [part for part, mask in zip(parts, masks, strict=True) if bool(mask.values.any())]
+        numbers = iter(self._numbers(taught, reader, number))  # over a mesh all ranks meet, with rows or not
+        if not index:
+            return rows.ragged("tokens").with_values(torch.zeros(0))
+        found = [mask.with_values(torch.zeros(mask.values.shape[0])) for mask in masks]
+        for mask, column in zip(masks, found, strict=True):
+            if bool(mask.values.any()):
+                column.values[mask.values] = next(numbers).float().cpu()
+        return concatenate_ragged(found).select(torch.argsort(torch.cat(index)))
 
-    def read(self, part: Batch, logits: Tensor, temperature: float = 1.0) -> TokenLogprobs:
-        """What ``forward`` gives, from the logits [N, V] of its pass."""
-        chosen = part.ragged("tokens").values[part.ragged("loss_mask").values]
-        return token_logprobs(logits, chosen.to(self.device), temperature)
+    def _numbers(
+        self, parts: Sequence[Batch], reader: Reader[Read], number: Callable[[Read], Tensor]
+    ) -> list[Tensor]:
+        """[N] of each part; zeros on the stages before the last."""
+        if self._parallel is None:
+            return [number(self.forward(part, reader)) for part in parts]
+        found: list[Tensor] = []
+
+        def finish(part: Batch, output: Tensor) -> Tensor:
+            found.append(number(reader.read(_loss_tokens_alone(part).to(self.device), output)))
+            return found[-1].sum()
+
+        passes = Passes(self._parallel)
+        passes.run(parts, partial(lay_out, device=self.device, back=reader.back), finish)
+        passes.agree()
+        return found or [torch.zeros(int(part.ragged("loss_mask").values.sum())) for part in parts]
 
 
-def in_micro_batches(rows: Batch, budget: int, read: Callable[[Batch], Tensor]) -> Ragged:
-    """What ``read`` gives the loss tokens [N] of every micro-batch, in the rows' own order.
+def one_pass(module: Any, part: Batch, reader: Reader[Any], device: torch.device) -> Tensor:
+    """[N, ...] what a whole module puts out where a reader wants it.
 
-    Args:
-        rows: with ``tokens`` and ``loss_mask``.
-        budget: tokens of a micro-batch.
-        read: called with micro-batches that have a loss token.
-
-    Returns:
-        float32, aligned to ``tokens``; 0 where the loss mask is False.
+    Raises:
+        TrainingError: the module has an attention of its own.
     """
-
-    def aligned(part: Batch) -> Ragged:
-        mask = part.ragged("loss_mask")
-        values = torch.zeros(mask.values.shape[0])
-        if bool(mask.values.any()):
-            values[mask.values] = read(part).float().cpu()
-        return mask.with_values(values)
-
-    parts = micro_batches(rows, budget)
-    if not parts:
-        return rows.ragged("tokens").with_values(torch.zeros(0))
-    found = concatenate_ragged([aligned(rows.select(part)) for part in parts])
-    return found.select(torch.argsort(torch.cat(parts)))
+    reading = lay_out(part, device, back=reader.back)
+    output = reader.output(module, reading)
+    reading.check(module)
+    return output
 
 
-def over_mesh(
-    rows: Batch,
-    budget: int,
-    parallel: Parallel,
-    lay_out: Callable[[Batch], Reading],
-    read: Callable[[Batch, Tensor], Tensor],
-) -> Ragged:
-    """As ``in_micro_batches``, over a mesh; zeros on the stages before the last.
-
-    Args:
-        rows: with ``tokens`` and ``loss_mask``.
-        budget: tokens of a micro-batch.
-        parallel: this rank's part of the module.
-        lay_out: a micro-batch as the module reads it.
-        read: what a micro-batch's output says of its loss tokens [N].
-    """
-    parts = [rows.select(part) for part in micro_batches(rows, budget)]
-    parts = [part for part in parts if bool(part.ragged("loss_mask").values.any())]
-    found: list[Tensor] = []
-
-    def finish(part: Batch, output: Tensor) -> Tensor:
-        found.append(read(part, output))
-        return found[-1].sum()
-
-    passes = Passes(parallel)
-    passes.run(parts, lay_out, finish)
-    passes.agree()
-    given = iter(found)
-    return in_micro_batches(
-        rows, budget, lambda part: next(given, torch.zeros(int(part.ragged("loss_mask").values.sum())))
-    )
+def _loss_tokens_alone(part: Batch) -> Batch:
+    """The rows with the ids of their loss tokens, and no other field."""
+    mask = part.ragged("loss_mask")
+    chosen = Ragged(values=part.ragged("tokens").values[mask.values], lengths=mask.sums())
+    return Batch(ids=part.ids, fields={"tokens": chosen})
 
 
 def micro_batches(batch: Batch, budget: int, units: Tensor | None = None) -> list[Tensor]:

@@ -33,11 +33,13 @@ class Endpoint:
     """Fields its batches must have between them."""
     writes: tuple[str, ...]
     """Fields of the batch it returns; empty where it returns none."""
+    says: tuple[str, ...] = ()
+    """What a loss among its options is given by the model, beside fields."""
 
     @property
     def signature(self) -> Signature:
         """For a traced step."""
-        return Signature(reads=self.reads, writes=self.writes, transfer=self.transfer.name)
+        return Signature(reads=self.reads, writes=self.writes, transfer=self.transfer.name, says=self.says)
 
 
 class Marked(Generic[_P, _T]):
@@ -51,7 +53,7 @@ class Marked(Generic[_P, _T]):
     ) -> None:
         self.method = method
         self.transfer = transfer
-        self.reads, self.writes = fields
+        self.reads, self.writes, self.says = fields
         self.__doc__ = method.__doc__
 
     def __get__(self, instance: object, owner: type) -> Callable[_P, _T]:
@@ -59,7 +61,11 @@ class Marked(Generic[_P, _T]):
 
 
 def endpoint(
-    transfer: Transfer, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+    transfer: Transfer,
+    *,
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    says: tuple[str, ...] = (),
 ) -> Callable[[Callable[Concatenate[Any, _P], _T]], Marked[_P, _T]]:
     """Mark a method as an endpoint.
 
@@ -67,14 +73,17 @@ def endpoint(
         transfer: how arguments and results travel.
         reads: fields its batches must have between them.
         writes: fields of the batch it returns.
+        says: what a loss among its options is given by the model, beside fields.
     """
-    return lambda method: Marked(method, transfer, (reads, writes))
+    return lambda method: Marked(method, transfer, (reads, writes, says))
 
 
 def endpoints_of(role: type) -> dict[str, Endpoint]:
     """The endpoints of a class and of those it inherits from, by name."""
     return {
-        name: Endpoint(name=name, transfer=marked.transfer, reads=marked.reads, writes=marked.writes)
+        name: Endpoint(
+            name=name, transfer=marked.transfer, reads=marked.reads, writes=marked.writes, says=marked.says
+        )
         for owner in reversed(role.__mro__)
         for name, marked in vars(owner).items()
         if isinstance(marked, Marked)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rillflow.cluster.ranks import Ranks
-from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.models.attention import ATTENTION, register
 from rillflow.parallel.mesh import Seat, seat
 from rillflow.parallel.module import Parallel
@@ -19,10 +19,8 @@ from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig, ValueLossConfig
-from rillflow.train.loss import PolicyLoss
-from rillflow.train.scalar_loss import ValueLoss
-from rillflow.train.scalar_trainer import ScalarTrainer
+from rillflow.train.config import TrainConfig
+from rillflow.train.loss import PolicyLoss, ValueLoss
 from rillflow.train.trainer import Trainer
 
 NUM_ROWS = 8
@@ -111,7 +109,7 @@ def rows() -> Batch:
     )
 
 
-def trainer(case: Case, module: nn.Module, parallel: Parallel | None) -> Trainer | ScalarTrainer:
+def trainer(case: Case, module: nn.Module, parallel: Parallel | None) -> Trainer:
     config = TrainConfig(
         lr=1e-3,
         beta1=0.0,  # the first moment is then the clipped gradient itself
@@ -119,28 +117,27 @@ def trainer(case: Case, module: nn.Module, parallel: Parallel | None) -> Trainer
         tokens_per_micro_batch=case.budget,
         gradient_checkpointing=case.checkpointing,
     )
-    kind = ScalarTrainer if case.scalar else Trainer
-    return kind(module, config, total_steps=2, parallel=parallel)
+    return Trainer(module, config, total_steps=2, parallel=parallel)
 
 
-def scores(made: Trainer | ScalarTrainer, batch: Batch) -> Ragged:
-    return made.logprobs(batch) if isinstance(made, Trainer) else made.values(batch)
+def scores(case: Case, made: Trainer, batch: Batch) -> Ragged:
+    return made.scorer.values(batch) if case.scalar else made.scorer.logprobs(batch)
 
 
-def update(made: Trainer | ScalarTrainer, batch: Batch) -> dict[str, Any]:
-    if isinstance(made, Trainer):
-        return made.update(batch, PolicyLoss(PolicyLossConfig(), max_tokens=16))
-    return made.update(batch, ValueLoss(ValueLossConfig(clip=0)))
+def update(case: Case, made: Trainer, batch: Batch) -> dict[str, Any]:
+    if case.scalar:
+        return made.update(batch, ValueLoss(ValueLossConfig(clip=0)))
+    return made.update(batch, PolicyLoss(PolicyLossConfig(), max_tokens=16))
 
 
 def trained(case: Case, module: nn.Module, batch: Batch, parallel: Parallel | None = None) -> dict[str, Any]:
     """Two steps: scores before, metrics of both, the first gradient as clipped, the weights at the end."""
     made = trainer(case, module, parallel)
-    before = scores(made, batch)
-    metrics = [update(made, batch)]
+    before = scores(case, made, batch)
+    metrics = [update(case, made, batch)]
     state = made.state().tensors
     gradients = {name: state[f"exp_avg/{name}"].clone() for name, _ in module.named_parameters()}
-    metrics.append(update(made, batch))
+    metrics.append(update(case, made, batch))
     weights = dict(module.named_parameters())
     return {
         "scores": {batch.row_id(place): row.numpy() for place, row in enumerate(before.rows())},

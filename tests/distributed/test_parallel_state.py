@@ -123,18 +123,18 @@ def gone_on(ranks: Ranks, case: Case) -> list[bool]:
     batch = own_rows(case, place)
     parallel = Parallel(decoder(case), place, shard=case.shard)
     straight = trainer(case, parallel.module, parallel)
-    update(straight, batch)
+    update(case, straight, batch)
     saved = {name: tensor.clone() for name, tensor in straight.state().tensors.items()}
     weights = {name: held.clone() for name, held in parallel.local_weights().items()}
     counters = straight.state().counters
-    update(straight, batch)
+    update(case, straight, batch)
     again = Parallel(decoder(case), place, shard=case.shard)
     with torch.no_grad():
         for name, held in again.local_weights().items():
             held.copy_(weights[name])
     resumed = trainer(case, again.module, again)
     resumed.load_state(saved, counters)
-    update(resumed, batch)
+    update(case, resumed, batch)
     one, other = parallel.local_weights(), again.local_weights()
     tensors = straight.state().tensors
     return [

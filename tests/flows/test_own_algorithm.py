@@ -109,24 +109,27 @@ def test_its_settings_and_its_graph_are_checked_like_any(
 
 
 @pytest.mark.parametrize("backend", [pytest.param("inline", marks=pytest.mark.slow), "ray"])
-def test_a_file_run_as_a_script_updates_by_its_own_settings(backend: str, tmp_path: Path) -> None:
-    """Classes of __main__ travel to ranks whose __main__ is another file."""
+def test_a_file_run_as_a_script_updates_by_its_own_loss_and_settings(backend: str, tmp_path: Path) -> None:
+    """Classes and functions of __main__ travel to ranks whose __main__ is another file."""
     if backend == "ray" and find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     small = ["algorithm.name=ranked", "algorithm.steps=2", "algorithm.prompts_per_step=4", "warm_start=none"]
-    small += ["algorithm.strength=0.5", "evaluate.problems=2", f"placement.backend={backend}"]
+    small += ["algorithm.strength=0.5", "algorithm.minibatches=2", "evaluate.problems=2"]
+    small += [f"placement.backend={backend}"]
     words = [word for setting in small for word in ("--set", setting)]
-    command = [sys.executable, str(EXAMPLES / "ranked.py"), "run", str(RECIPE), "--dir", "run", *words]
+    command = [sys.executable, str(EXAMPLES / "own_loss.py"), "run", str(RECIPE), "--dir", "run", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"train longer:    python {EXAMPLES / 'ranked.py'} run {RECIPE} --set" in done.stdout
+    assert f"train longer:    python {EXAMPLES / 'own_loss.py'} run {RECIPE} --set" in done.stdout
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["metrics"]["policy/version/max"]["max"] for line in lines] == [1, 2]
+    metrics = [json.loads(line)["metrics"] for line in lines]
+    assert [each["policy/version/max"]["max"] for each in metrics] == [1, 2]
+    assert all(0.5 < each["policy/soft_gate/mean"]["mean"] < 1 for each in metrics), "a ratio is off 1"
 
 
 def test_advantages_by_rank_are_as_by_hand() -> None:
     """Of three answers the best beats two, ties beat nobody, and a row without a reward is left out."""
-    ranked = loaded("ranked")
+    ranked = loaded("own_loss")
     found = ranked.rank_advantages(
         torch.tensor([5.0, 90.0, 6.0, 1.0, 1.0, 0.0, 0.0]),
         torch.tensor([True, True, True, True, True, False, True]),
@@ -154,14 +157,14 @@ def looks(flow: Flow, scores: Any) -> Any:
 
 
 def own_step(
-    *, advance: Callable[[Flow, Any], Any], publishes: bool = True, returns: bool = True
+    *, advance: Callable[[Flow, Any], Any], publishes: bool = True, returns: bool = True, loss: Any = None
 ) -> Callable[..., Any]:
     """GRPO's lines with a slip in one of them."""
 
     def step(flow: Flow, prompts: Batch, config: GroupConfig) -> Any:
         rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
         advantages = advance(flow, flow.reward.score(rollouts))
-        report = flow.policy.update(rollouts, advantages, loss=config.loss, reuse=config)
+        report = flow.policy.update(rollouts, advantages, loss=loss or config.loss, passes=config)
         if publishes:
             flow.publish(flow.policy)
         return report if returns else None
@@ -171,6 +174,10 @@ def own_step(
 
 def sound(flow: Flow, scores: Any) -> Any:
     return flow.compute(spread, scores, into="advantages")
+
+
+def reads_more(logprobs: Tensor, advantage: Tensor) -> Tensor:
+    return -logprobs * advantage
 
 
 class OwnConfig(GroupConfig):
@@ -196,6 +203,9 @@ SLIPS = {
     "endpoint": (own_step(advance=lambda flow, scores: flow.policy.logprob(scores)), "no endpoint 'logprob'"),
     "looks": (own_step(advance=looks), "the step asks the result of reward.score for 'dense'"),
     "returns": (own_step(advance=sound, returns=False), "the step returned None"),
+    "loss reads": (own_step(advance=sound, loss=reads_more), "policy.update reads the field 'advantage'"),
+    "loss unnamed": (own_step(advance=sound, loss=lambda logprobs: -logprobs), "<lambda> of "),
+    "loss a word": (own_step(advance=sound, loss="ppo"), "the loss of policy.update is 'ppo'"),
 }
 
 

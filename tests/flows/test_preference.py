@@ -110,7 +110,7 @@ def test_a_run_without_a_policy_leaves_what_every_run_leaves(recipe: Path) -> No
     assert len(steps) == 6
     assert all(line["preference/accuracy/mean"]["count"] == 42 for line in steps), "21 pairs, twice"
     assert not any(name.startswith("policy/") for line in steps for name in line)
-    assert {line["stage"] for line in lines(run, "spans.jsonl")} <= {"reward_model.prefer"}
+    assert {line["stage"] for line in lines(run, "spans.jsonl")} <= {"reward_model.update"}
     assert [step for step, *_ in judged(run)] == [0, 3, 6]
     first, last = judged(run)[0], judged(run)[-1]
     assert first[1:] == (0, 20, 0.0), "a new head scores all alike"

@@ -178,7 +178,7 @@ def test_the_graph_shows_the_second_edge(folder: Path) -> None:
     *_, graph = graphs(load_recipe(folder / "run.toml", ["algorithm.pretrain_weight=0.5"]).recipe)
     assert graph.given == ("data", "demonstrations")
     (edge,) = (edge for edge in graph.edges if graph.source_name(edge) == "demonstrations")
-    assert graph.stages[edge.destination].name == "policy.update_and_imitate"
+    assert graph.stages[edge.destination].name == "policy.update"
     assert edge.fields == ("tokens", "loss_mask")
     *_, alone = graphs(load_recipe(folder / "run.toml").recipe)
     assert alone.given == ("data",)

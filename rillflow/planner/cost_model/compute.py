@@ -9,7 +9,6 @@ after the last: gradients over dp, the optimiser's bytes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -59,12 +58,12 @@ class Setting:
     zero1: bool = False
     """Whether the optimiser's state alone is cut over the devices with other rows."""
 
-    @cached_property
+    @property
     def item_bytes(self) -> int:
         """Bytes of a number while it computes."""
         return {"float32": 4, "bfloat16": 2, "float8": 1}[self.workload.dtype]
 
-    @cached_property
+    @property
     def links(self) -> Links:
         """The fleet's links as models find them."""
         return links_of(self.fleet, self.factors)

@@ -77,7 +77,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
 def _step(run: RunDirectory, clock: Clock, step: int) -> None:
     """The first steps of each phase take ten times as long."""
     slow = 10 if step in (1, 2, 7, 8) else 1
-    for stage, seconds in (STAGES if step > 6 else {"policy.imitate": 0.2}).items():
+    for stage, seconds in (STAGES if step > 6 else {"policy.update": 0.2}).items():
         with run.spans.span(stage, step=step, rows=8):
             clock.now += slow * seconds
     taken = slow * (1.0 if step > 6 else 0.25)
@@ -114,7 +114,7 @@ def test_steps_of_an_earlier_placement_are_not_looked_at(make_run: Callable[...,
 def test_each_phase_is_observed_by_its_later_steps(make_run: Callable[..., Path]) -> None:
     learn, improve = observe(make_run())
     assert (learn.name, improve.name) == ("warm_start", "grpo")
-    assert learn.stages_s == {"policy.imitate": pytest.approx(0.2)}
+    assert learn.stages_s == {"policy.update": pytest.approx(0.2)}
     assert improve.stages_s == {name: pytest.approx(seconds) for name, seconds in STAGES.items()}
     assert (learn.step_s, improve.step_s) == (0.25, 1.0)
     assert (learn.is_recorded, improve.is_recorded) == (False, True)
@@ -163,7 +163,7 @@ def test_a_run_is_calibrated_from_the_command_line(
     out = tmp_path / "calibrated.toml"
     assert main(["calibrate", str(make_run()), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "policy.imitate" in shown and "decode_launch_s" in shown
+    assert "policy.update" in shown and "decode_launch_s" in shown
     plan = ["plan", str(tmp_path / "run.toml"), "--cluster", str(out), "--lengths", str(make_run())]
     assert main(plan) == 0
     assert "assumed" not in capsys.readouterr().out

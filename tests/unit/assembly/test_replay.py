@@ -10,7 +10,7 @@ import torch
 
 from rillflow.assembly.replay import replay
 from rillflow.errors import RunDirectoryError
-from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
@@ -18,10 +18,8 @@ from rillflow.models.scalar_model import load_scalar_model
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig, ValueLossConfig
-from rillflow.train.loss import PolicyLoss
-from rillflow.train.scalar_loss import ValueLoss
-from rillflow.train.scalar_trainer import ScalarTrainer
+from rillflow.train.config import TrainConfig
+from rillflow.train.loss import PolicyLoss, ValueLoss
 from rillflow.train.skipping import Skipped
 from rillflow.train.trainer import Trainer
 
@@ -97,7 +95,7 @@ def test_a_critics_update_is_made_again(model: LanguageModel, tmp_path: Path) ->
     save_model(model, tmp_path / "base")
     config = ModelConfig(path=str(tmp_path / "base"))
     critic = load_scalar_model(config, seed=0, device=torch.device("cpu"), base=Path(), section="critic")
-    trainer = ScalarTrainer(critic.module, TrainConfig(), total_steps=2)
+    trainer = Trainer(critic.module, TrainConfig(), total_steps=2)
     folder = tmp_path / "x" / "critic"
     trainer.skipped = Skipped(folder, lambda at: save_model(critic, at / "critic"))
     tokens = rows().ragged("tokens")

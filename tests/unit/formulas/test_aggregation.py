@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.aggregation import AGGREGATIONS, Aggregation, loss_weights
-from rillflow.formulas.policy_loss import clipped_policy_loss
+from rillflow.formulas.losses import clipped_policy_loss
 from rillflow.records.ragged import Ragged
 
 MASKS = st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=8)

@@ -12,6 +12,7 @@ from rillflow.dataflow.flow import Flow
 from rillflow.errors import GraphError
 from rillflow.graph.draw import as_json, as_mermaid, as_text
 from rillflow.graph.graph import Graph
+from rillflow.graph.loss import over
 from rillflow.graph.trace import Signature, Symbol, Tracer, trace
 
 ENDPOINTS = {
@@ -162,3 +163,40 @@ def test_phases_drawn_together_are_one_diagram_whose_names_differ() -> None:
     assert sum(line.strip().startswith("subgraph") for line in lines) == lines.count("    end") == 2
     boxes = [re.split(r"[\[(]", line.strip())[0] for line in lines if "-->" not in line and "s0" in line]
     assert boxes == ["p1_s0", "p2_s0"]
+
+
+def first(logprobs: Any, advantages: Any, old_logprobs: Any, *, clip: float) -> Any:
+    raise AssertionError("a loss is not called while its step is traced")
+
+
+def second(logprobs: Any, costs: Any) -> Any:
+    raise AssertionError("a loss is not called while its step is traced")
+
+
+def test_an_update_reads_what_the_parameters_of_its_losses_name() -> None:
+    says = ("logprobs", "old_logprobs")
+    ENDPOINTS["learner"] = {"update": Signature(reads=("tokens",), writes=(), transfer="TRAIN", says=says)}
+
+    def both(flow: Flow, prompts: Any, _: Any) -> Any:
+        rollouts = flow.policy.generate(prompts)
+        scored = flow.compute(centred, flow.reward.score(rollouts), into="advantages")
+        priced = flow.compute(centred, flow.reward.score(rollouts), into="costs")
+        one = over(rollouts, scored, loss=first, clip=0.2)
+        return flow.learner.update(one, over(priced, loss=second, weight=0.5), passes=None)
+
+    def alone(flow: Flow, prompts: Any, _: Any) -> Any:
+        rollouts = flow.policy.generate(prompts)
+        scored = flow.compute(centred, flow.reward.score(rollouts), into="advantages")
+        return flow.learner.update(rollouts, scored, loss=first, clip=0.2, passes=None)
+
+    assert traced(both).stages[-1].reads == ("tokens", "advantages", "costs")
+    assert traced(alone).stages[-1].reads == ("tokens", "advantages")
+
+
+def test_a_loss_beside_those_that_say_their_rows_is_refused() -> None:
+    def mixed(flow: Flow, prompts: Any, _: Any) -> Any:
+        rollouts = flow.policy.generate(prompts)
+        return flow.policy.update(over(rollouts, loss=second), rollouts)
+
+    with pytest.raises(GraphError, match=r"policy\.update is given batches or a loss outside of over"):
+        traced(mixed)

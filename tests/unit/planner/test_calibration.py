@@ -46,7 +46,7 @@ def graph(*names: str) -> Graph:
     return Graph(name="toy", stages=stages, edges=edges)
 
 
-LEARN = graph("policy.imitate")
+LEARN = graph("policy.update")
 IMPROVE = graph(
     "policy.generate",
     "reward.score",
@@ -99,10 +99,9 @@ def run(factors: Factors) -> list[Observation]:
 def test_every_stage_is_met(factors: Factors) -> None:
     found = calibrate(run(factors), CostModel)
     assert {stage.stage for stage in found.stages} == {
-        "policy.imitate",
+        "policy.update",
         "policy.generate",
         "policy.logprobs",
-        "policy.update",
     }
     for stage in found.stages:
         assert stage.error == pytest.approx(0, abs=0.05), stage

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import ModelError, RecordError, TrainingError
+from rillflow.formulas.config import ValueLossConfig
 from rillflow.models.characters import character_tokenizer
 from rillflow.models.scalar_model import ScalarModel
 from rillflow.models.tokenizer import Tokenizer
@@ -16,7 +17,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.roles.critic import Critic
 from rillflow.roles.share import Share
-from rillflow.train.config import PassesConfig, TrainConfig, ValueLossConfig
+from rillflow.train.config import PassesConfig, TrainConfig
 
 MakeModel = Callable[..., ScalarModel]
 MakeRollouts = Callable[[ScalarModel, Sequence[str]], Batch]
@@ -54,7 +55,11 @@ def test_a_critic_fits_its_returns(make_model: MakeModel, make_rollouts: MakeRol
     assert first.ragged("values").values.tolist() == [0.0] * len(rollouts.ragged("tokens").values)
     for _ in range(25):
         metrics = critic.update(
-            rollouts, critic.values(rollouts), returns, loss=loss, reuse=PassesConfig(epochs=2, minibatches=2)
+            rollouts,
+            critic.values(rollouts),
+            returns,
+            loss=loss,
+            passes=PassesConfig(epochs=2, minibatches=2),
         )
     assert critic.version == 25 and critic.trainer.state().counters == {"step": 100}
     mask = rollouts.ragged("loss_mask").values
@@ -71,7 +76,7 @@ def test_known_batches_may_be_in_any_order(make_model: MakeModel, make_rollouts:
         model = make_model()
         critic, rollouts = critic_of(model), make_rollouts(model, ANSWERS)
         values, returns = critic.values(rollouts).select(order), returns_of(rollouts).select(order)
-        critic.update(rollouts, values, returns, loss=ValueLossConfig(), reuse=PassesConfig(minibatches=2))
+        critic.update(rollouts, values, returns, loss=ValueLossConfig(), passes=PassesConfig(minibatches=2))
         found.append(weights(model))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -81,7 +86,7 @@ def test_the_cut_depends_on_seed_and_version(make_model: MakeModel, make_rollout
         model = make_model()
         critic, rollouts = critic_of(model, seed=seed, version=version), make_rollouts(model, ANSWERS)
         known = (rollouts, critic.values(rollouts), returns_of(rollouts))
-        critic.update(*known, loss=ValueLossConfig(), reuse=PassesConfig(minibatches=5))
+        critic.update(*known, loss=ValueLossConfig(), passes=PassesConfig(minibatches=5))
         assert critic.version == version + 1
         return torch.cat([weight.flatten() for weight in weights(model)])
 
@@ -94,10 +99,10 @@ def test_what_is_missing_or_not_finite_is_named(make_model: MakeModel, make_roll
     model = make_model()
     critic, rollouts = critic_of(model), make_rollouts(model, ANSWERS)
     values, returns = critic.values(rollouts), returns_of(rollouts)
-    once: dict = {"loss": ValueLossConfig(), "reuse": PassesConfig()}
+    once: dict = {"loss": ValueLossConfig(), "passes": PassesConfig()}
     with pytest.raises(RecordError, match="no field 'values'"):
         critic.update(rollouts, returns, **once)
-    with pytest.raises(RecordError, match="no field 'returns'"):
+    with pytest.raises(TrainingError, match="value_loss reads the field 'returns', which no row has"):
         critic.update(rollouts, values, **once)
     column = returns.ragged("returns")
     broken = returns.with_fields(returns=column.with_values(torch.full_like(column.values, torch.nan)))

@@ -61,8 +61,8 @@ def test_rows_of_other_arithmetic_are_not_trained_on_in_any_type(dtype: str) -> 
     sampler = rows.ragged("sampler_logprobs")
     flatter = sampler.with_values(sampler.values * 0.95)  # much as a higher temperature would have it
     with pytest.raises(TrainingError, match="not on-policy"):
-        policy.update(rows.with_fields(sampler_logprobs=flatter), loss=loss, reuse=reuse)
-    metrics = policy.update(rows, loss=loss, reuse=reuse)
+        policy.update(rows.with_fields(sampler_logprobs=flatter), loss=loss, passes=reuse)
+    metrics = policy.update(rows, loss=loss, passes=reuse)
     assert metrics["mismatch/logprob_gap/max"].value < (1e-4 if dtype == "float32" else 0.3)
 
 
@@ -74,4 +74,4 @@ def test_a_single_token_that_rounding_sends_astray_stops_no_bfloat16_run() -> No
     values[4] += 1.0  # the first row's first sampled token
     astray = rows.with_fields(sampler_logprobs=sampler.with_values(values))
     assert bool(rows.ragged("loss_mask").values[4])
-    policy.update(astray, loss=PolicyLossConfig(), reuse=UpdateConfig())
+    policy.update(astray, loss=PolicyLossConfig(), passes=UpdateConfig())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import ModelError, RewardError, TrainingError
+from rillflow.formulas.losses import preference_loss
 from rillflow.models.characters import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.scalar_model import ScalarModel, load_scalar_model
@@ -55,10 +56,10 @@ def test_accuracy_rises_on_200_arithmetic_pairs(make_model: MakeModel) -> None:
     reward, pairs = role(model), pairs_for(model)
     assert len(pairs) == 400
     assert accuracy(reward, pairs) == 0.0, "a new head scores all alike"
-    first = reward.prefer(pairs, PassesConfig())
+    first = reward.update(pairs, preference_loss, PassesConfig())
     assert first["preference/loss/mean"].value == pytest.approx(0.6931, abs=1e-3)
     assert first["preference/accuracy/mean"].count == 200
-    last = reward.prefer(pairs, PassesConfig(epochs=30, minibatches=4))
+    last = reward.update(pairs, preference_loss, PassesConfig(epochs=30, minibatches=4))
     assert reward.version == 2 and reward.trainer.state().counters == {"step": 121}
     assert accuracy(reward, pairs) > 0.8
     assert last["preference/margin/mean"].value > 0 and last["preference/accuracy/mean"].value > 0.5
@@ -91,7 +92,7 @@ def test_a_saved_role_goes_on_bit_for_bit(
     model, name = make_model(), {RewardModel: "reward_model", CostModel: "cost_model"}[kind]
     given: dict = {"tokenizer": model.tokenizer, "train": TrainConfig(lr=1e-3), "seed": 0, "updates": 9}
     first, pairs, twice = kind(Share.whole(model), **given), pairs_for(model, 20), PassesConfig(minibatches=3)
-    first.prefer(pairs, twice)
+    first.update(pairs, preference_loss, twice)
     first.save(tmp_path)
     again = load_scalar_model(ModelConfig(path=name), seed=5, device=torch.device("cpu"), base=tmp_path)
     second = kind(Share.whole(again), **given, version=first.version)
@@ -100,7 +101,7 @@ def test_a_saved_role_goes_on_bit_for_bit(
         assert one[0] == other[0]
         if isinstance(one[1], Tensor) and isinstance(other[1], Tensor):
             assert torch.equal(one[1], other[1])
-    assert first.prefer(pairs, twice) == second.prefer(pairs, twice)
+    assert first.update(pairs, preference_loss, twice) == second.update(pairs, preference_loss, twice)
     assert all(torch.equal(one, two) for one, two in zip(weights(model), weights(again), strict=True))
     second.begin(given["train"], 9)
     assert second.trainer.state().counters == {"step": 0}, "a new phase begins afresh"
@@ -108,7 +109,7 @@ def test_a_saved_role_goes_on_bit_for_bit(
 
 def test_endpoints_say_what_they_read_and_write() -> None:
     reward, cost = endpoints_of(RewardModel), endpoints_of(CostModel)
-    assert set(reward) == set(cost) == {"begin", "score", "prefer"}
+    assert set(reward) == set(cost) == {"begin", "score", "update"}
     assert reward["score"].writes[0] == "rewards" and cost["score"].writes[0] == "costs"
     assert reward["score"].writes[1:] == cost["score"].writes[1:]
 
@@ -119,7 +120,7 @@ def test_a_model_that_only_scores_may_be_frozen(make_model: MakeModel, make_roll
     reward = role(model)
     reward.score(make_rollouts(model, ["7"]))
     with pytest.raises(TrainingError, match="no parameter that requires a gradient"):
-        reward.prefer(pairs_for(model, 4), PassesConfig())
+        reward.update(pairs_for(model, 4), preference_loss, PassesConfig())
 
 
 def test_a_pair_without_its_partner_is_refused_and_changes_nothing(make_model: MakeModel) -> None:
@@ -127,7 +128,7 @@ def test_a_pair_without_its_partner_is_refused_and_changes_nothing(make_model: M
     reward, pairs = role(model), pairs_for(model, 4)
     before = weights(model)
     with pytest.raises(TrainingError, match="is not one of a pair") as caught:
-        reward.prefer(pairs.slice(0, 7), PassesConfig(minibatches=1))
+        reward.update(pairs.slice(0, 7), preference_loss, PassesConfig(minibatches=1))
     assert f"({pairs.row_id(6)})" in caught.value.what
     assert reward.version == 0
     assert all(torch.equal(one, two) for one, two in zip(before, weights(model), strict=True))

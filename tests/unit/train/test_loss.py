@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rillflow.errors import TrainingError
+from rillflow.errors import NotFiniteError, TrainingError
 from rillflow.formulas.aggregation import AGGREGATIONS
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
+from rillflow.formulas.losses import TokenLosses
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import loss_tokens
-from rillflow.train.loss import Loss, LossPart, PolicyLoss, SupervisedLoss
-from rillflow.train.scorer import Scorer, micro_batches
+from rillflow.train.loss import LossPart, PolicyLoss, SupervisedLoss, TokenLoss
+from rillflow.train.scorer import LogprobReader, Scorer, micro_batches
+from rillflow.train.trainer import Trainer
 
 MakeRows = Callable[..., Batch]
 
@@ -36,12 +38,12 @@ def sampled(module: PreTrainedModel, rows: Batch, drift: float = 0.0) -> Batch:
     return rows.with_fields(**fields)
 
 
-def gradient(module: PreTrainedModel, rows: Batch, loss: Loss, budget: int = 16384) -> dict[str, Tensor]:
+def gradient(module: PreTrainedModel, rows: Batch, loss: TokenLoss, budget: int = 16384) -> dict[str, Tensor]:
     module.zero_grad()
     prepared, scorer = loss.prepare(rows), Scorer(module, TrainConfig())
     for index in micro_batches(prepared, budget):
         part = prepared.select(index)
-        terms = loss(scorer.forward(part), loss_tokens(part)).terms
+        terms = loss(scorer.forward(part, LogprobReader()), loss_tokens(part)).terms
         (terms.sum() / float(part.dense("loss_denominator")[0])).backward()
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
@@ -104,19 +106,85 @@ def by_token(rows: Batch) -> Batch:
     return rows.with_fields(advantages=mask.with_values(spread))
 
 
-class Unclipped(PolicyLoss):
-    """A loss of one's own, as docs/design/training.md shows it."""
-
-    def __call__(self, model: TokenLogprobs, part: Batch) -> LossPart:
-        weights = part.ragged("loss_weights")
-        advantages = weights.expand(part.dense("advantages"))
-        return LossPart(terms=-model.logprobs * advantages * weights.values.float(), metrics={})
+def unclipped(logprobs: Tensor, advantages: Tensor, *, scale: float) -> Tensor:
+    """A loss of one's own."""
+    return -scale * logprobs * advantages
 
 
-def test_a_loss_of_ones_own_takes_one_method(module: PreTrainedModel, make_rows: MakeRows) -> None:
+OWN = {"says": ("logprobs", "entropy"), "name": "policy"}
+
+
+def test_a_loss_of_ones_own_is_a_function(module: PreTrainedModel, make_rows: MakeRows) -> None:
     rows = sampled(module, make_rows(samples=4))
     expected = gradient(module, rows, PolicyLoss(PolicyLossConfig()))
-    assert_close(gradient(module, rows, Unclipped(PolicyLossConfig()), budget=30), expected)
+    loss = TokenLoss(unclipped, options={"scale": 1.0}, **OWN)
+    assert_close(gradient(module, rows, loss, budget=30), expected)
+    assert_close(gradient(module, by_token(rows), loss), expected)
+
+
+def ratio_of(old_logprobs: Tensor, logprobs: Tensor, row_lengths: Tensor) -> TokenLosses:
+    """Reads what has no field, and measures."""
+    longest = torch.repeat_interleave(row_lengths, row_lengths)
+    ratio = (logprobs - old_logprobs).exp()
+    return TokenLosses(losses=ratio, means={"own/ratio/mean": ratio}, largest={"own/length/max": longest})
+
+
+def test_a_loss_is_given_the_old_policy_and_the_lengths_of_rows(
+    module: PreTrainedModel, make_rows: MakeRows
+) -> None:
+    rows = sampled(module, make_rows(samples=4), drift=0.5)
+    mask = rows.ragged("loss_mask")
+    now = Scorer(module, TrainConfig()).logprobs(rows).values
+    drifted = float((now - rows.ragged("old_logprobs").values)[mask.values].exp().mean())
+    for known, mean in ((rows, drifted), (rows.only("tokens", "loss_mask"), 1.0)):
+        loss = TokenLoss(ratio_of, **OWN)
+        prepared = loss.prepare(known)
+        found = loss(Scorer(module, TrainConfig()).forward(prepared, LogprobReader()), loss_tokens(prepared))
+        assert found.metrics["own/ratio/mean"].value == pytest.approx(mean, rel=1e-5)
+        assert found.metrics["own/length/max"].value == int(mask.sums().max())
+
+
+def mean_of_all(logprobs: Tensor) -> Tensor:
+    return -logprobs.mean()
+
+
+def nothing(logprobs: Tensor) -> None:
+    del logprobs
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (mean_of_all, r"the loss mean_of_all returned shape \[\].*there is one loss a token"),
+        (nothing, r"the loss nothing returned None"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_refused(
+    module: PreTrainedModel, make_rows: MakeRows, function: Callable[..., Tensor], match: str
+) -> None:
+    loss, rows = TokenLoss(function, **OWN), make_rows()
+    with pytest.raises(TrainingError, match="(?s)" + match):
+        gradient(module, rows, loss)
+
+
+def root(logprobs: Tensor) -> Tensor:
+    return (logprobs + 2).sqrt()
+
+
+def test_a_loss_that_is_not_finite_is_told_by_its_token(module: PreTrainedModel, make_rows: MakeRows) -> None:
+    with pytest.raises(NotFiniteError, match=r"the loss is nan: token \d+ \(id \d+\) of row .* costs nan"):
+        Trainer(module, TrainConfig(), total_steps=1).update(make_rows(), TokenLoss(root, **OWN))
+
+
+def reads_more(logprobs: Tensor, advantage: Tensor) -> Tensor:
+    return -logprobs * advantage
+
+
+def test_a_loss_that_reads_a_field_nobody_made_is_refused(
+    module: PreTrainedModel, make_rows: MakeRows
+) -> None:
+    with pytest.raises(TrainingError, match=r"(?s)reads_more reads the field 'advantage'.*'advantages'"):
+        gradient(module, sampled(module, make_rows()), TokenLoss(reads_more, **OWN))
 
 
 @pytest.mark.parametrize("form", [{}, {"ratio": "sequence"}, {"surrogate": "weight"}])
@@ -139,7 +207,7 @@ def test_dapo_with_equal_clips_is_grpo_with_token_mean(module: PreTrainedModel, 
     advantages = rows.ragged("tokens").expand(rows.dense("advantages"))
     mask = rows.ragged("loss_mask").values
     own = Scorer(module, TrainConfig())
-    now = own.forward(rows).logprobs
+    now = own.forward(rows, LogprobReader()).logprobs
     ratio = (now - rows.ragged("old_logprobs").values[mask]).exp()
     a = advantages[mask]
     by_hand = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
@@ -304,7 +372,7 @@ def test_a_group_of_equal_rewards_has_no_gradient(module: PreTrainedModel, make_
 
 
 @pytest.mark.parametrize("loss", [SupervisedLoss(), PolicyLoss(PolicyLossConfig(), max_tokens=4)])
-def test_a_minibatch_without_loss_tokens_is_refused(make_rows: MakeRows, loss: Loss) -> None:
+def test_a_minibatch_without_loss_tokens_is_refused(make_rows: MakeRows, loss: TokenLoss) -> None:
     rows = make_rows()
     mask = rows.ragged("loss_mask")
     nothing = mask.with_values(torch.zeros_like(mask.values))

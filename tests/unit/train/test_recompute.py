@@ -24,7 +24,7 @@ from rillflow.records.batch import Batch
 from rillflow.train.config import TrainConfig
 from rillflow.train.loss import PolicyLoss
 from rillflow.train.recompute import Recompute
-from rillflow.train.scorer import Scorer
+from rillflow.train.scorer import LogprobReader, Scorer
 from rillflow.train.trainer import Trainer
 
 MakeModule = Callable[..., PreTrainedModel]
@@ -54,7 +54,7 @@ def outputs_and_gradients(
     """Of one pass; gradients are taken away again."""
     scorer = Scorer(module, TrainConfig())
     with recompute or nullcontext():
-        found = scorer.forward(rows)
+        found = scorer.forward(rows, LogprobReader())
         (found.logprobs.sum() + found.entropy.sum()).backward()
     gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
     module.zero_grad()

@@ -14,15 +14,15 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from rillflow.errors import TrainingError
+from rillflow.formulas.config import ValueLossConfig
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import merge_metrics
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig, ValueLossConfig
+from rillflow.train.config import TrainConfig
 from rillflow.train.guards import loss_tokens
-from rillflow.train.scalar_loss import PreferenceLoss, ScalarLoss, ValueLoss
-from rillflow.train.scalar_scorer import ScalarScorer
-from rillflow.train.scorer import micro_batches
+from rillflow.train.loss import PairLoss, TokenLoss, ValueLoss
+from rillflow.train.scorer import ScalarReader, Scorer, micro_batches
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]
@@ -34,14 +34,16 @@ def with_returns(rows: Batch, seed: int = 0) -> Batch:
     return rows.with_fields(returns=column.with_values(drawn[0]), old_values=column.with_values(drawn[1]))
 
 
-def gradient(module: PreTrainedModel, rows: Batch, loss: ScalarLoss, budget: int) -> dict[str, Tensor]:
+def gradient(
+    module: PreTrainedModel, rows: Batch, loss: TokenLoss | PairLoss, budget: int
+) -> dict[str, Tensor]:
     """Added up over the parts of a cut, as the learner cuts."""
     module.zero_grad()
-    prepared, scorer = loss.prepare(rows), ScalarScorer(module, TrainConfig())
+    prepared, scorer = loss.prepare(rows), Scorer(module, TrainConfig())
     units = prepared.dense("loss_units") if "loss_units" in prepared.fields else None
     for index in micro_batches(prepared, budget, units):
         part = prepared.select(index)
-        terms = loss(scorer.forward(part, back=loss.back), loss_tokens(part)).terms
+        terms = loss(scorer.forward(part, ScalarReader(back=loss.back)), loss_tokens(part)).terms
         (terms.sum() / float(part.dense("loss_denominator")[0])).backward()
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
@@ -54,12 +56,12 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], relative: flo
     assert float(size) > 1e-3
 
 
-LOSSES = [ValueLoss(ValueLossConfig()), ValueLoss(ValueLossConfig(clip=0)), PreferenceLoss()]
+LOSSES = [ValueLoss(ValueLossConfig()), ValueLoss(ValueLossConfig(clip=0)), PairLoss()]
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=["clipped", "plain", "preference"])
 def test_any_cut_gives_the_same_gradient_in_float64(
-    make_exact: MakeModule, make_rows: MakeRows, loss: ScalarLoss
+    make_exact: MakeModule, make_rows: MakeRows, loss: TokenLoss | PairLoss
 ) -> None:
     module = make_exact()
     rows = with_returns(make_rows(prompts=(5, 3, 8, 4, 6), samples=2))
@@ -92,7 +94,7 @@ def test_the_value_loss_is_its_formula(make_exact: MakeModule, make_rows: MakeRo
 
 def test_the_preference_loss_is_its_formula(make_exact: MakeModule, make_rows: MakeRows) -> None:
     module, rows = make_exact(), make_rows(prompts=(5, 3, 8), samples=2)
-    found = gradient(module, rows, PreferenceLoss(), 1 << 20)
+    found = gradient(module, rows, PairLoss(), 1 << 20)
     module.zero_grad()
     scores = torch.cat([module(input_ids=row[None]).logits[:, 0] for row in rows.ragged("tokens").rows()])
     (-logsigmoid(scores[0::2] - scores[1::2])).mean().backward()
@@ -151,7 +153,7 @@ def pair_rows(*ids: tuple[int, int, int]) -> Batch:
 
 def test_preference_metrics_say_what_they_are_named_for() -> None:
     rows = pair_rows((0, 7, 1), (0, 3, 0), (1, 3, 1), (0, 7, 0), (0, 3, 1), (1, 3, 0))
-    loss = PreferenceLoss()
+    loss = PairLoss()
     found = loss(torch.tensor([4.0, 1.0, 5.0, 5.0, 3.0, 5.0]), loss_tokens(loss.prepare(rows)))
     margins = torch.tensor([1.0, -2.0, 0.0])  # prompt 7, prompt 3, prompt 3 of epoch 1
     each = -logsigmoid(margins) / 2
@@ -178,7 +180,7 @@ def test_no_cut_parts_a_pair_and_metrics_add_up(
     generator = torch.Generator().manual_seed(seed)
     rows = rows.select(torch.randperm(len(rows), generator=generator))
     scores = torch.randn(len(rows), generator=generator)
-    loss = PreferenceLoss()
+    loss = PairLoss()
     prepared = loss.prepare(rows.with_fields(scores=scores)).with_fields(scores=scores)
     parts = micro_batches(prepared, budget, prepared.dense("loss_units"))
     assert sorted(torch.cat(parts).tolist()) == list(range(len(rows)))
@@ -211,7 +213,7 @@ def test_no_cut_parts_a_pair_and_metrics_add_up(
 )
 def test_rows_that_are_no_pairs_are_named(ids: list[tuple[int, int, int]], says: str, why: str) -> None:
     with pytest.raises(TrainingError) as caught:
-        PreferenceLoss().prepare(pair_rows(*ids))
+        PairLoss().prepare(pair_rows(*ids))
     assert says in caught.value.what and why in caught.value.why
 
 
@@ -219,9 +221,9 @@ def test_an_empty_row_and_no_row_are_refused() -> None:
     rows = pair_rows((0, 0, 0), (0, 0, 1))
     empty = rows.with_fields(tokens=Ragged.from_rows([[1, 2], []]))
     with pytest.raises(TrainingError, match=r"row \(epoch 0 prompt 0 sample 1\) is empty"):
-        PreferenceLoss().prepare(empty)
+        PairLoss().prepare(empty)
     with pytest.raises(TrainingError, match="0 rows has no pair"):
-        PreferenceLoss().prepare(rows.slice(0, 0))
+        PairLoss().prepare(rows.slice(0, 0))
 
 
 def test_a_minibatch_without_loss_tokens_is_refused(make_rows: MakeRows) -> None:

@@ -15,7 +15,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.train.config import TrainConfig
 from rillflow.train.packed import pack
-from rillflow.train.scalar_scorer import ScalarScorer
+from rillflow.train.scorer import Scorer
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]
@@ -39,7 +39,7 @@ def test_values_and_scores_are_those_of_each_row_alone(
     make_scalar: MakeModule, make_rows: MakeRows, budget: int
 ) -> None:
     batch = shuffled(make_rows(prompts=(5, 3, 20), samples=4))
-    scorer = ScalarScorer(make_scalar(), TrainConfig(tokens_per_micro_batch=budget))
+    scorer = Scorer(make_scalar(), TrainConfig(tokens_per_micro_batch=budget))
     own = heads(make_scalar(attention="sdpa"), batch)
     before = torch.cat([torch.cat([torch.zeros(1), row[:-1]]) for row in own])
     values, scores = scorer.values(batch), scorer.scores(batch)
@@ -58,7 +58,7 @@ def test_shared_beginnings_are_read_where_they_are_shared(
     """Every first value of a group is read at the one packed copy of the prompt's last token."""
     batch = make_rows(prompts=(6,), samples=5)
     assert len(pack(batch.ragged("tokens")).tokens) < len(batch.ragged("tokens").values) - 3 * 5
-    values = ScalarScorer(make_scalar(), TrainConfig()).values(batch)
+    values = Scorer(make_scalar(), TrainConfig()).values(batch)
     first = values.values[values.starts + 6]
     assert len(set(first.tolist())) == 1 and float(first[0]) != 0
     own = heads(make_scalar(attention="sdpa"), batch)
@@ -79,7 +79,7 @@ def test_loss_tokens_in_the_middle_and_rows_without_any(make_scalar: MakeModule)
         [9, 10, 11],
         masks=[[False, True, False, False, True, False], [False], [False, False, True]],
     )
-    scorer = ScalarScorer(make_scalar(), TrainConfig())
+    scorer = Scorer(make_scalar(), TrainConfig())
     own = heads(make_scalar(attention="sdpa"), batch)
     expected = [0, own[0][0], 0, 0, own[0][3], 0, 0, 0, 0, own[2][1]]
     assert scorer.values(batch).values.tolist() == pytest.approx([float(x) for x in expected], abs=3e-6)
@@ -90,7 +90,7 @@ def test_loss_tokens_in_the_middle_and_rows_without_any(make_scalar: MakeModule)
 
 
 def test_an_empty_row_has_no_score_and_a_first_token_no_value(make_scalar: MakeModule) -> None:
-    scorer = ScalarScorer(make_scalar(), TrainConfig())
+    scorer = Scorer(make_scalar(), TrainConfig())
     with pytest.raises(TrainingError, match=r"row \(epoch 0 prompt 1 sample 0\) is empty"):
         scorer.scores(rows_of([1, 2], [], masks=[[False, True], []]))
     with pytest.raises(TrainingError, match=r"first token of row .*prompt 1"):
@@ -101,16 +101,16 @@ def test_a_module_without_a_scalar_head_or_with_another_attention_is_refused(
     make_module: MakeModule, make_scalar: MakeModule, make_rows: MakeRows
 ) -> None:
     with pytest.raises(ModelError, match="Qwen2ForCausalLM has no scalar head"):
-        ScalarScorer(make_module(), TrainConfig())
+        Scorer(make_module(), TrainConfig()).scores(make_rows())
     with pytest.raises(ModelError, match="32 to 2"):
-        ScalarScorer(make_scalar(num_labels=2), TrainConfig())
+        Scorer(make_scalar(num_labels=2), TrainConfig()).scores(make_rows())
     with pytest.raises(TrainingError, match="ForSequenceClassification does not use Rillflow's attention"):
-        ScalarScorer(make_scalar(attention="sdpa"), TrainConfig()).scores(make_rows())
+        Scorer(make_scalar(attention="sdpa"), TrainConfig()).scores(make_rows())
 
 
 def test_bfloat16_numbers_are_wide(make_scalar: MakeModule, make_rows: MakeRows) -> None:
     batch = make_rows()
-    narrow = ScalarScorer(make_scalar(dtype=torch.bfloat16), TrainConfig()).scores(batch)
-    wide = ScalarScorer(make_scalar(), TrainConfig()).scores(batch)
+    narrow = Scorer(make_scalar(dtype=torch.bfloat16), TrainConfig()).scores(batch)
+    wide = Scorer(make_scalar(), TrainConfig()).scores(batch)
     torch.testing.assert_close(narrow, wide, rtol=0.2, atol=0.2)
     assert not torch.equal(narrow, narrow.bfloat16().float())

@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rillflow.errors import TrainingError
+from rillflow.formulas.config import ValueLossConfig
 from rillflow.records.batch import Batch
-from rillflow.train.config import TrainConfig, ValueLossConfig
-from rillflow.train.scalar_loss import PreferenceLoss, ScalarLoss, ValueLoss
-from rillflow.train.scalar_trainer import ScalarTrainer
+from rillflow.train.config import TrainConfig
+from rillflow.train.loss import PairLoss, TokenLoss, ValueLoss
+from rillflow.train.trainer import Trainer
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]
@@ -40,7 +41,7 @@ def with_returns(rows: Batch) -> Batch:
 
 def test_values_fit_their_returns(make_scalar: MakeModule, make_rows: MakeRows) -> None:
     """Answers that begin alike have one value there, so each row has a prompt of its own here."""
-    trainer = ScalarTrainer(make_scalar(), TrainConfig(lr=1e-2), total_steps=80)
+    trainer = Trainer(make_scalar(), TrainConfig(lr=1e-2), total_steps=80)
     rows = with_returns(make_rows(prompts=(5, 3, 4, 6), samples=1))
     plain = ValueLoss(ValueLossConfig(clip=0))
     found = [trainer.update(rows, plain) for _ in range(80)]
@@ -49,28 +50,28 @@ def test_values_fit_their_returns(make_scalar: MakeModule, make_rows: MakeRows) 
     assert last["critic/squared_error/mean"].value < 0.02 * last["critic/return/variance"].value
     assert last["critic/loss/mean"].value == pytest.approx(last["critic/squared_error/mean"].value / 2)
     mask = rows.ragged("loss_mask").values
-    gap = (trainer.values(rows).values - rows.ragged("returns").values)[mask]
+    gap = (trainer.scorer.values(rows).values - rows.ragged("returns").values)[mask]
     assert float(gap.abs().mean()) < 0.2
 
 
 def test_preferred_rows_rise_above_their_partners(make_scalar: MakeModule, make_rows: MakeRows) -> None:
-    trainer = ScalarTrainer(make_scalar(), TrainConfig(lr=1e-3), total_steps=30)
+    trainer = Trainer(make_scalar(), TrainConfig(lr=1e-3), total_steps=30)
     rows = make_rows(prompts=(5, 3, 4, 6), samples=2)
-    losses = [trainer.update(rows, PreferenceLoss())["preference/loss/mean"].value for _ in range(30)]
+    losses = [trainer.update(rows, PairLoss())["preference/loss/mean"].value for _ in range(30)]
     assert losses[-1] < 0.2 * losses[0]
-    scores = trainer.scores(rows)
+    scores = trainer.scorer.scores(rows)
     assert bool((scores[0::2] > scores[1::2]).all())
 
 
-@pytest.mark.parametrize("loss", [VALUE, PreferenceLoss()], ids=["value", "preference"])
+@pytest.mark.parametrize("loss", [VALUE, PairLoss()], ids=["value", "preference"])
 @pytest.mark.parametrize("budget", [1, 30])
 def test_micro_batches_change_nothing_in_float64(
-    make_exact: MakeModule, make_rows: MakeRows, loss: ScalarLoss, budget: int
+    make_exact: MakeModule, make_rows: MakeRows, loss: TokenLoss | PairLoss, budget: int
 ) -> None:
     found = []
     for tokens in (budget, 16384):
         module = make_exact()
-        trainer = ScalarTrainer(module, TrainConfig(lr=1e-3, tokens_per_micro_batch=tokens), total_steps=9)
+        trainer = Trainer(module, TrainConfig(lr=1e-3, tokens_per_micro_batch=tokens), total_steps=9)
         metrics = trainer.update(with_returns(make_rows(prompts=(5, 3, 7), samples=2)), loss)
         moments = {n: m for n, m in trainer.state().tensors.items() if n.startswith("exp_avg/")}
         found.append((moments, {name: metric.value for name, metric in metrics.items()}))
@@ -83,7 +84,7 @@ def test_a_head_that_overflows_names_the_token_and_what_the_head_says(
     make_scalar: MakeModule, make_rows: MakeRows
 ) -> None:
     module = make_scalar()
-    trainer = ScalarTrainer(module, TrainConfig(), total_steps=1)
+    trainer = Trainer(module, TrainConfig(), total_steps=1)
     rows = with_returns(make_rows())
     before = weights(module)
     with torch.no_grad():
@@ -91,7 +92,7 @@ def test_a_head_that_overflows_names_the_token_and_what_the_head_says(
     with pytest.raises(TrainingError, match=r"token 5 \(id \d+\) of row .*costs nan, the head gives it nan"):
         trainer.update(rows, VALUE)
     with pytest.raises(TrainingError, match="costs nan, the head gives it nan"):
-        trainer.update(make_rows(samples=2), PreferenceLoss())
+        trainer.update(make_rows(samples=2), PairLoss())
     assert trainer.state().counters == {"step": 0} and trainer.state().tensors == {}
     with torch.no_grad():
         module.score.weight.copy_(before["score.weight"])
@@ -105,21 +106,21 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(
 ) -> None:
     config = TrainConfig(lr=1e-3, schedule="cosine")
     module = make_scalar(dtype=dtype)
-    trainer = ScalarTrainer(module, config, total_steps=4)
+    trainer = Trainer(module, config, total_steps=4)
     for seed in range(2):
-        trainer.update(make_rows(samples=2, seed=seed), PreferenceLoss())
+        trainer.update(make_rows(samples=2, seed=seed), PairLoss())
     save_file(
         {name: t.contiguous() for name, t in trainer.state().tensors.items()}, tmp_path / "state.safetensors"
     )
     save_file(weights(module), tmp_path / "weights.safetensors")
     counters = dict(trainer.state().counters)
     other = make_scalar(seed=9, dtype=dtype)
-    resumed = ScalarTrainer(other, config, total_steps=4)
+    resumed = Trainer(other, config, total_steps=4)
     other.load_state_dict(load_file(tmp_path / "weights.safetensors"), strict=False)
     resumed.load_state(load_file(tmp_path / "state.safetensors"), counters)
     for seed in range(2, 4):
         rows = make_rows(samples=2, seed=seed)
-        assert trainer.update(rows, PreferenceLoss()) == resumed.update(rows, PreferenceLoss())
+        assert trainer.update(rows, PairLoss()) == resumed.update(rows, PairLoss())
     assert same(weights(module), weights(other))
     assert same(trainer.state().tensors, resumed.state().tensors)
 
@@ -128,7 +129,7 @@ def test_recomputed_activations_give_the_same_step(make_scalar: MakeModule, make
     found = []
     for recompute in (False, True):
         module = make_scalar()
-        trainer = ScalarTrainer(module, TrainConfig(lr=1e-3, gradient_checkpointing=recompute), total_steps=1)
+        trainer = Trainer(module, TrainConfig(lr=1e-3, gradient_checkpointing=recompute), total_steps=1)
         trainer.update(with_returns(make_rows()), VALUE)
         assert not module.training
         found.append(weights(module))

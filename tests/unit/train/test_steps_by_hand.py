@@ -29,7 +29,7 @@ from rillflow.records.rollout import Finish
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import loss_tokens
 from rillflow.train.loss import PolicyLoss
-from rillflow.train.scorer import Scorer, micro_batches
+from rillflow.train.scorer import LogprobReader, Scorer, micro_batches
 
 MakeRows = Callable[..., Batch]
 GROUP, WEIGHT, PENALTY, GAMMA, LAM = 4, 0.3, 0.25, 0.9, 0.8
@@ -115,7 +115,7 @@ def found(module: PreTrainedModel, answers: Mapping[str, Any], config: OnlineCon
     module.zero_grad()
     for index in micro_batches(rows, 25):
         part = rows.select(index)
-        terms = loss(scorer.forward(part), loss_tokens(part)).terms
+        terms = loss(scorer.forward(part, LogprobReader()), loss_tokens(part)).terms
         (terms.sum() / float(part.dense("loss_denominator")[0])).backward()
     return gradients(module)
 

@@ -114,7 +114,7 @@ def write_run(path: Path, *, steps: int = 60, final: float = 0.9) -> Path:
             stages = (
                 {"policy.generate": 0.5, "reward.score": 0.08, "policy.update": 0.7}
                 if step > 20
-                else {"policy.imitate": 0.1}
+                else {"policy.update": 0.1}
             )
             if step == 21:
                 clock.now += 0.6

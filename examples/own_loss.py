@@ -1,12 +1,12 @@
-"""Ranked: an answer's advantage is its rank among the answers to its prompt, whatever the rewards' scale.
+"""An advantage and a loss of one's own: ranks within a group, and a ratio that is bounded softly.
 
 prompts ─ generate ─> rollouts ─ score ─> rewards ─ rank_advantages ─> advantages ─┐
-                         └──────────────────────────────────────────────────────── update ─> publish
+                         └──────────────────────────────── update, by soft_loss ───┴─> publish
 
-Settings of its own, a loss's among them, and an update of the policy, on one rank or on several:
+An algorithm that Rillflow does not know, in this one file, on one rank or on several:
 
-    python examples/ranked.py run examples/best_of_n.toml --set algorithm.name=ranked --dir runs/ranked
-    python examples/ranked.py run examples/best_of_n.toml --set algorithm.name=ranked --dir runs/by_two \
+    python examples/own_loss.py run examples/best_of_n.toml --set algorithm.name=ranked --dir runs/ranked
+    python examples/own_loss.py run examples/best_of_n.toml --set algorithm.name=ranked --dir runs/by_two \
         --set placement.pools.main=2
 """
 
@@ -14,30 +14,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
+from rillflow.algorithms.steps import look_back
 from rillflow.cli.main import main
 from rillflow.dataflow.flow import Flow
-from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas import TokenLosses
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metrics
-
-
-class RankedLossConfig(PolicyLossConfig):
-    """The policy's loss; good answers may gain more than bad ones lose."""
-
-    clip_high: float = Field(0.28, ge=0, description="The ratio is clipped above at 1 + clip_high.")
-
-    @model_validator(mode="after")
-    def _wider_above(self) -> RankedLossConfig:
-        if self.clip_high < self.clip_low:
-            raise ValueError(
-                f"clip_high is {self.clip_high:g}, and clip_low is {self.clip_low:g}: at least as much"
-            )
-        return self
 
 
 class RankedConfig(GroupConfig):
@@ -45,7 +32,7 @@ class RankedConfig(GroupConfig):
 
     name: Literal["ranked"]
     strength: float = Field(1.0, gt=0, description="Advantage of an answer that beats all others.")
-    loss: RankedLossConfig = RankedLossConfig()
+    steepness: float = Field(4.0, gt=0, description="How soon a ratio that leaves 1 stops to count.")
 
 
 def rank_advantages(rewards: Tensor, valid: Tensor, groups: Tensor, *, strength: float) -> Tensor:
@@ -62,12 +49,30 @@ def rank_advantages(rewards: Tensor, valid: Tensor, groups: Tensor, *, strength:
     return strength * beaten / (fellows.sum(1) - 1).clamp(min=1)
 
 
+def soft_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, steepness: float) -> TokenLosses:
+    """[N] -(4 / s) sigmoid(s (r - 1)) A: at r = 1 the gradient of -r A, and less and less of it away from 1.
+
+    Args:
+        logprobs: [N] of the tokens, which gradients flow into.
+        old_logprobs: [N] before the update.
+        advantages: [N] of their rows.
+        steepness: s.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    gate = (steepness * (ratio - 1)).sigmoid()
+    counts = (4 * gate * (1 - gate)).detach()
+    return TokenLosses(losses=-4 / steepness * gate * advantages, means={"policy/soft_gate/mean": counts})
+
+
 def step(flow: Flow, prompts: Batch, config: RankedConfig) -> Metrics:
     """One iteration: sample, score, prefer what beat its fellows."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
+    known = look_back(flow, rollouts, config)
     advantages = flow.compute(rank_advantages, rewards, into="advantages", strength=config.strength)
-    report: Metrics = flow.policy.update(rollouts, advantages, loss=config.loss, reuse=config)
+    report: Metrics = flow.policy.update(
+        *known, advantages, loss=soft_loss, passes=config, steepness=config.steepness
+    )
     flow.publish(flow.policy)
     return report
 

@@ -1,0 +1,270 @@
+"""Losses: what an update minimises, as functions whose parameters name what they read.
+
+    what the model says ──────────────┐
+    fields of the rows, at the tokens ┴─ loss(logprobs, advantages, ..., clip=0.2) ─> [N] losses
+
+| parameter | what a loss is given for it |
+|---|---|
+| ``logprobs``, ``entropy``, ``likeliest`` | what a language model says of a loss token: ``TokenLogprobs`` |
+| ``values`` | what a critic says of the state before each loss token |
+| ``chosen``, ``rejected`` | what a model that learns from pairs gives the two answers, by pair |
+| ``old_logprobs``, ``old_values`` | the field; where no batch has it what the model says, no gradient |
+| ``row_lengths`` | [B] int64 how many loss tokens each row has |
+| any other without a default | the field of that name: of tokens, or of rows and alike for all their tokens |
+
+A log ratio is held within +-20 before its exponential: a ratio beyond e^20 is finite and has no gradient.
+
+Legend: N loss tokens of one micro-batch (pairs, where the model learns from pairs), B its rows;
+r = pi / old the probability ratio, A the advantage, sg[] no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rillflow.errors import FormulaError, nearest
+from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.kl import LARGEST_LOG_RATIO, divergence
+from rillflow.formulas.shapes import same_length
+from rillflow.records.ragged import Ragged
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenLosses:
+    """Losses, and what is measured beside them; a loss that measures nothing returns the tensor alone."""
+
+    losses: Tensor
+    """[N] with a gradient."""
+    means: Mapping[str, Tensor] = field(default_factory=dict)
+    """By metric, [N] numbers of which the run shows the mean."""
+    largest: Mapping[str, Tensor] = field(default_factory=dict)
+    """By metric, [N] numbers of which the run shows the largest."""
+    variances: Mapping[str, Tensor] = field(default_factory=dict)
+    """By metric, [N] numbers of which the run shows the variance."""
+
+
+def policy_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    sampler_logprobs: Tensor,
+    old_logprobs: Tensor,
+    row_lengths: Tensor,
+    *,
+    config: PolicyLossConfig,
+    reference_logprobs: Tensor | None = None,
+) -> TokenLosses:
+    """[N] min(old / mu, cap) clip_loss(log pi - log old, A) - entropy H; see ``clipped_policy_loss``.
+
+    Args:
+        logprobs: [N] log pi.
+        entropy: [N] H.
+        advantages: [N] A.
+        sampler_logprobs: [N] log mu, of the policy that sampled the tokens.
+        old_logprobs: [N] log old, of the policy before the update.
+        row_lengths: [B].
+        config: the family's options.
+        reference_logprobs: [N] log ref, where the divergence is paid in the loss: + kl k(log pi - log ref).
+    """
+    log_ratio, mismatch = logprobs - old_logprobs, sampler_logprobs - old_logprobs
+    if config.ratio == "sequence":
+        log_ratio = sequence_log_ratio(Ragged(values=log_ratio, lengths=row_lengths))
+    losses = clipped_policy_loss(
+        log_ratio,
+        advantages,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        surrogate=config.surrogate,
+    )
+    means = _policy_means(log_ratio.detach(), advantages, mismatch, config)
+    means["policy/entropy/mean"] = entropy.detach()
+    clamped = _beyond(log_ratio) | _beyond(mismatch)
+    if config.importance_cap:
+        correction = importance_weights(old_logprobs, sampler_logprobs, cap=config.importance_cap)
+        means["mismatch/capped/share"] = correction >= config.importance_cap
+        losses = losses * correction
+    if reference_logprobs is not None:
+        apart = logprobs - reference_logprobs
+        distance, clamped = divergence(apart, config.estimator), clamped | _beyond(apart)
+        means["policy/kl/mean"] = distance.detach()
+        losses = losses + config.kl * distance
+    if config.entropy:
+        losses = losses - config.entropy * entropy
+    means["policy/clamped/share"] = clamped
+    largest = {"policy/ratio/max": means["policy/ratio/mean"], "mismatch/logprob_gap/max": mismatch.abs()}
+    return TokenLosses(losses=losses, means=means, largest=largest)
+
+
+def clipped_policy_loss(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+    surrogate: Literal["clip", "weight"] = "clip",
+) -> Tensor:
+    """[N] minus the clipped objective of each token.
+
+    clip: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv 1707.06347; two bounds: DAPO,
+    arXiv 2503.14476). Where A < 0, dual clip bounds the objective below by c A (arXiv 1912.09729).
+    weight: -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log r, which is -sg[clip(r)] A log pi up to a
+    constant (CISPO, arXiv 2506.13585): a token beyond a bound keeps a gradient, by the bound's weight.
+    At r = 1 the gradient of either is that of -A log pi.
+
+    Args:
+        log_ratio: [N] log pi - log old, or ``sequence_log_ratio``.
+        advantages: [N] no gradient flows into them.
+        clip_low: distance of the lower bound from 1.
+        clip_high: distance of the upper bound from 1.
+        dual_clip: c, above 1; 0 for none; of the clip surrogate alone.
+        surrogate: what the bounds are put on, the objective or the weight of log pi.
+
+    Raises:
+        FormulaError: shapes differ, or the surrogate is unknown.
+    """
+    same_length("clipped_policy_loss", log_ratio=log_ratio, advantages=advantages)
+    if surrogate not in ("clip", "weight"):
+        fix = nearest(surrogate, ("clip", "weight"))
+        raise FormulaError(f"clipped_policy_loss: surrogate is {surrogate!r}", fix=fix)
+    advantages, ratio = advantages.detach(), held(log_ratio).exp()
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if surrogate == "weight":
+        return -bounded.detach() * advantages * log_ratio
+    objective = torch.minimum(ratio * advantages, bounded * advantages)
+    if dual_clip:
+        floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
+        objective = torch.maximum(objective, floor)
+    return -objective
+
+
+def held(log_ratio: Tensor) -> Tensor:
+    """[N] the log ratio within +-20 nats; beyond them it has no gradient."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def sequence_log_ratio(log_ratio: Ragged) -> Tensor:
+    """[N] the mean log ratio of each token's row, with the gradient of the token's own.
+
+    log s + log pi - sg[log pi], s = exp(mean over the row's loss tokens of log r): every token of a row
+    has the ratio s, and s A summed over its tokens, each by 1 / |o|, has the gradient of s A with A the
+    row's (GSPO and GSPO-token, arXiv 2507.18071).
+
+    Args:
+        log_ratio: log pi - log old of the loss tokens alone, by row.
+    """
+    fixed = log_ratio.values.detach()
+    mean = log_ratio.with_values(fixed).sums() / log_ratio.lengths.clamp_min(1)
+    return log_ratio.expand(mean) + (log_ratio.values - fixed)
+
+
+def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, *, cap: float) -> Tensor:
+    """[N] min(old / mu, cap), truncated importance sampling from the sampler mu; it carries no gradient.
+
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
+
+    Args:
+        old_logprobs: [N] the trainer's, before the update.
+        sampler_logprobs: [N] those of the policy that sampled the tokens.
+        cap: the largest weight.
+
+    Raises:
+        FormulaError: shapes differ.
+    """
+    same_length("importance_weights", old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
+    return held((old_logprobs - sampler_logprobs).detach()).exp().clamp_max(cap)
+
+
+def cross_entropy(logprobs: Tensor, likeliest: Tensor) -> TokenLosses:
+    """[N] -log pi: what demonstrations cost.
+
+    Args:
+        logprobs: [N] log pi.
+        likeliest: [N] bool, where no token is likelier.
+    """
+    means = {"supervised/nll/mean": -logprobs.detach(), "supervised/accuracy/mean": likeliest}
+    return TokenLosses(losses=-logprobs, means=means)
+
+
+def value_loss(
+    values: Tensor, returns: Tensor, *, clip: float = 0.0, old_values: Tensor | None = None
+) -> TokenLosses:
+    """[N] half the squared error of each value, the larger of the value's and the clipped value's.
+
+    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 (PPO's value loss: arXiv 2005.12729,
+    section 3; halved, so that at V = V_old the gradient is V - R). A value that moved further
+    than ``clip`` and is nearer to its return than the bound has no gradient.
+
+    Args:
+        values: [N] V, the critic's, which gradients flow into.
+        returns: [N] R, what the values should be; no gradient flows into them.
+        clip: how far a value may move from the old one; 0 for no bound.
+        old_values: [N] V_old, before the update, where there is a bound; no gradient flows into them.
+
+    Raises:
+        FormulaError: shapes differ.
+    """
+    old = (values if old_values is None else old_values).detach()
+    same_length("value_loss", values=values, old_values=old, returns=returns)
+    returns = returns.detach()
+    losses = (values - returns).square()
+    if clip:
+        bounded = old + (values - old).clamp(-clip, clip)
+        losses = torch.maximum(losses, (bounded - returns).square())
+    losses, errors = losses / 2, (values.detach() - returns).square()
+    means = {
+        "critic/value/mean": values.detach(),
+        "critic/return/mean": returns,
+        "critic/squared_error/mean": errors,
+        "critic/clipped/share": losses.detach() > errors / 2,
+    }
+    return TokenLosses(losses=losses, means=means, variances={"critic/return/variance": returns})
+
+
+def preference_loss(chosen: Tensor, rejected: Tensor) -> TokenLosses:
+    """[N] minus the log probability that the preferred answer of each pair is preferred, in nats.
+
+    -log sigmoid(s_chosen - s_rejected); R. A. Bradley and M. E. Terry, Biometrika 1952; as a reward model's
+    loss: InstructGPT, arXiv 2203.02155, equation 1. Measured is how often the preferred answer has the
+    higher score, and by how much.
+
+    Args:
+        chosen: [N] scores of the preferred answers.
+        rejected: [N] scores of the others.
+
+    Raises:
+        FormulaError: shapes differ.
+    """
+    same_length("preference_loss", chosen=chosen, rejected=rejected)
+    margin = chosen - rejected
+    means = {"preference/accuracy/mean": chosen > rejected, "preference/margin/mean": margin.detach()}
+    return TokenLosses(losses=-logsigmoid(margin), means=means)
+
+
+def _policy_means(
+    log_ratio: Tensor, advantages: Tensor, mismatch: Tensor, config: PolicyLossConfig
+) -> dict[str, Tensor]:
+    """What is averaged over tokens; ``mismatch`` [N] is log mu - log old."""
+    ratio, weighs = held(log_ratio).exp(), config.surrogate == "weight"
+    low = ((advantages < 0) | weighs) & (ratio < 1 - config.clip_low)
+    high = ((advantages > 0) | weighs) & (ratio > 1 + config.clip_high)
+    return {
+        "policy/ratio/mean": ratio,
+        "policy/clipped/share": low | high,
+        "policy/clipped_low/share": low,
+        "policy/clipped_high/share": high,
+        "policy/advantage/mean": advantages,
+        "mismatch/kl/mean": divergence(mismatch, "k3"),
+    }
+
+
+def _beyond(log_ratio: Tensor) -> Tensor:
+    """[N] bool, True where a log ratio is held at its bound before it is an exponent."""
+    return log_ratio.detach().abs() > LARGEST_LOG_RATIO
