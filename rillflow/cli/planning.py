@@ -34,8 +34,8 @@ SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
 """How much larger than the given one the clusters are that throughput is shown for."""
 SIMULATED, VARIED = 3, 5
 """The best plans that are simulated, and evaluated with other lengths."""
-SIMULATED_ROWS = 8192
-"""Rows that are simulated of each, in one step or more, beside those that make rows flow."""
+SIMULATED_ROWS = 4096
+"""Rows that are simulated of each, in one step or more; twice as many where rows flow, once they do."""
 SHOWN_STEPS = 4
 """Simulated steps that a timeline shows."""
 
@@ -130,8 +130,9 @@ def _simulated_s(problem: Problem, plan: Plan) -> float:
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.simulator.simulate import simulate as run
 
-    step, enough = problem.of_plan(plan), max(1, min(4, SIMULATED_ROWS // problem.workload.rows))
-    steps = 2 * (plan.freshness + 1) + enough if plan.freshness else enough
+    step, rows = problem.of_plan(plan), (2 if plan.freshness else 1) * SIMULATED_ROWS
+    steps = max(1, min(4, rows // problem.workload.rows))
+    steps += 2 * (plan.freshness + 1) if plan.freshness else 0
     found = run(step, CostModel(step), plan, steps=steps)
     return found.settled_step_s if plan.freshness else found.mean_step_s
 

@@ -8,6 +8,7 @@ Until a pool's way at a place is found, it counts as its units alone there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -79,7 +80,7 @@ class Variant:
         self._units = problem.units
         self._fleets = problem.hardware.fleets
         self._found: dict[Pool, _Ways] = {}
-        self._single: dict[tuple[int, str, int], tuple[Option, ...]] = {}
+        self._single: dict[tuple[int, str, int], tuple[_Way, ...]] = {}
         stages = problem.graph.stages
         self._stages = len(stages)
         self._works = [problem.work(stage) for stage in stages]
@@ -123,9 +124,14 @@ class Variant:
                 self._find(pool, place)
             if not guessed:
                 break
-        found = [self._ranked(self._plan(partition, rows[row])) for row in likely[:EVALUATED]]
-        kept = [one for one in found if np.isfinite(one.value)]
-        return min(kept, key=preference, default=None)
+        best: Ranked | None = None
+        for row in likely[:EVALUATED]:
+            if best is not None and values[row] > best.value:
+                break
+            found = self._ranked(self._plan(partition, rows[row]))
+            if np.isfinite(found.value) and (best is None or preference(found) < preference(best)):
+                best = found
+        return best
 
     def _ranked(self, plan: Plan) -> Ranked:
         evaluation = evaluate(self.problem, self._costs, plan)
@@ -291,46 +297,51 @@ class Variant:
 
     def _way(self, pool: Pool, fleet: str, devices: int) -> _Way | None:
         """Grids of a pool's units: from the fastest and from the smallest of each, one changed at a time."""
-        choices = [self._options(unit, fleet, devices) for unit in pool]
+        choices = [self._alone(unit, fleet, devices) for unit in pool]
         if not all(choices):
             return None
-        starts = [[options[0] for options in choices], [min(options, key=_size) for options in choices]]
-        found = [self._descended(pool, fleet, devices, choices, start) for start in starts[: len(pool)]]
+        if len(pool) == 1:
+            return min(choices[0], key=lambda way: way.score)
+        starts = [[ways[0] for ways in choices], [min(ways, key=_way_bytes) for ways in choices]]
+        found = [self._descended(pool, fleet, devices, choices, start) for start in starts]
         return min((one for one in found if one is not None), key=lambda way: way.score, default=None)
 
     def _descended(
-        self,
-        pool: Pool,
-        fleet: str,
-        devices: int,
-        choices: Sequence[Sequence[Option]],
-        picked: Sequence[Option],
+        self, pool: Pool, fleet: str, devices: int, choices: Sequence[Sequence[_Way]], picked: Sequence[_Way]
     ) -> _Way | None:
-        """The way that no change of one option makes faster, from a start; none where it never fits."""
-        best = self._laid(pool, fleet, devices, picked)
+        """The way that no change of one option makes faster, from a start; none where it never fits.
+
+        Units that share a pool have less room to generate in than each alone, so that their loads alone bound
+        the score from below.
+        """
+        best = self._laid(pool, fleet, devices, [way.options[0] for way in picked])
         while True:
             before = best
-            for place, options in enumerate(choices):
-                for option in options:
-                    tried = [*picked[:place], option, *picked[place + 1 :]]
-                    way = self._laid(pool, fleet, devices, tried) if option is not picked[place] else None
-                    if way is not None and (best is None or way.score < best.score * (1 - 1e-9)):
-                        picked, best = tried, way
+            for place, ways in enumerate(choices):
+                for way in ways:
+                    tried = [*picked[:place], way, *picked[place + 1 :]]
+                    most = math.inf if best is None else best.score * (1 - 1e-9)
+                    if way is picked[place] or sum(one.load_s for one in tried) >= most:
+                        continue
+                    laid = self._laid(pool, fleet, devices, [one.options[0] for one in tried])
+                    if laid is not None and laid.score < most:
+                        picked, best = tried, laid
             if best is before:
                 return best
 
-    def _options(self, unit: int, fleet: str, devices: int) -> tuple[Option, ...]:
-        """Of a unit's options those that none beats in seconds and in bytes, the fastest first."""
+    def _alone(self, unit: int, fleet: str, devices: int) -> tuple[_Way, ...]:
+        """A unit by itself on those options that none beats in seconds and in bytes, the fastest first."""
         key = (unit, fleet, devices)
         if key not in self._single:
             options = self._costs.options(self._units[unit], fleet, devices)
-            ordered = sorted(options, key=lambda one: (sum(one.seconds.values()), _size(one)))
+            ordered = sorted(options, key=lambda one: (sum(one.seconds.values()), _bytes(one)))
             kept: list[Option] = []
             for one in ordered:
                 alike = [other for other in kept if other.generate_tp == one.generate_tp]
                 if not any(_is_smaller(other, one) for other in alike):
                     kept.append(one)
-            self._single[key] = tuple(kept)
+            ways = [self._laid((unit,), fleet, devices, [one]) for one in kept]
+            self._single[key] = tuple(way for way in ways if way is not None)
         return self._single[key]
 
     def _laid(self, pool: Pool, fleet: str, devices: int, options: Sequence[Option]) -> _Way | None:
@@ -366,7 +377,11 @@ class Variant:
         return _Way(options=tuple(options), seconds=seconds, load_s=load, score=score)
 
 
-def _size(option: Option) -> float:
+def _way_bytes(way: _Way) -> float:
+    return _bytes(way.options[0])
+
+
+def _bytes(option: Option) -> float:
     return option.resident_bytes + option.working_bytes + option.sampling_bytes
 
 

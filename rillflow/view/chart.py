@@ -12,10 +12,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from rillflow.observe.wording import number
 from rillflow.view.html import Html, el
-from rillflow.view.run_data import PhaseSpan
+
+if TYPE_CHECKING:
+    from rillflow.view.run_data import PhaseSpan
 
 WIDTH, HEIGHT = 480, 240
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 20, 26

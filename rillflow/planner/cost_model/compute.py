@@ -9,6 +9,7 @@ after the last: gradients over dp, the optimiser's bytes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -58,12 +59,12 @@ class Setting:
     zero1: bool = False
     """Whether the optimiser's state alone is cut over the devices with other rows."""
 
-    @property
+    @cached_property
     def item_bytes(self) -> int:
         """Bytes of a number while it computes."""
         return {"float32": 4, "bfloat16": 2, "float8": 1}[self.workload.dtype]
 
-    @property
+    @cached_property
     def links(self) -> Links:
         """The fleet's links as models find them."""
         return links_of(self.fleet, self.factors)

@@ -7,7 +7,7 @@ edge, seats ──────────> seconds of a transfer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,6 +43,7 @@ class CostModel:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._options: dict[_Place, tuple[Option, ...]] = {}
+        self._single: dict[tuple[str, str, int, Grid, int], Option] = {}
         self._shortfalls: dict[_Place, float] = {}
         self._settings: dict[tuple[str, str], Setting] = {}
         self._generated: dict[tuple[int, Decoder, int], float] = {}
@@ -78,8 +79,13 @@ class CostModel:
                 f"{unit.name} generates with tp {generate_tp} on {devices} devices",
                 why=f"{devices} / {generate_tp} leaves {devices % generate_tp}",
             )
-        laid = _Laid(self._problem, self._setting(unit, fleet), unit, grids_of(grid), np.array([generate_tp]))
-        return laid.option(0)
+        key = (unit.name, fleet, devices, grid, generate_tp)
+        if key not in self._single:
+            laid = _Laid(
+                self._problem, self._setting(unit, fleet), unit, grids_of(grid), np.array([generate_tp])
+            )
+            self._single[key] = laid.option(0)
+        return self._single[key]
 
     def room_bytes(self, fleet: str, options: Mapping[str, Option]) -> float:
         """What a device has left for a cache with these units on it; negative by what is missing."""
@@ -213,21 +219,24 @@ class CostModel:
         return self._settings[key]
 
     def _search(self, unit: Unit, fleet: str, devices: int) -> None:
-        """Fill in the options and the shortfall of one place."""
-        laid = _all_laid(self._problem, self._setting(unit, fleet), unit, devices)
-        place = (unit.name, fleet, devices)
-        if laid is None:
-            self._options[place], self._shortfalls[place] = (), float("inf")
-            return
-        room = laid.alone_room()
-        fitting = np.flatnonzero(room >= 0)
-        self._shortfalls[place] = float(max(-np.max(room), 0.0))
-        kept: list[int] = []
-        judged = laid.costs()
-        for size in np.unique(laid.generate_tp[fitting]):
-            alike = fitting[laid.generate_tp[fitting] == size]
-            kept.extend(alike[undominated(judged[alike])].tolist())
-        self._options[place] = tuple(laid.option(index) for index in kept)
+        """Fill in the options and the shortfalls of a place, and those of all sizes of the fleet at once."""
+        known = self._problem.hardware.fleet(fleet).sizes
+        sizes = (
+            known if devices in known and (unit.name, fleet, known[0]) not in self._options else (devices,)
+        )
+        laid = _all_laid(self._problem, self._setting(unit, fleet), unit, sizes)
+        taken, room, judged = laid.devices, laid.alone_room(), laid.costs()
+        for size in sizes:
+            place, own = (unit.name, fleet, size), np.flatnonzero(taken == size)
+            fitting = own[room[own] >= 0]
+            self._shortfalls[place] = float(max(-np.max(room[own], initial=-np.inf), 0.0))
+            kept: list[int] = []
+            for copies in sorted({*laid.generate_tp[fitting].tolist()}):
+                alike = fitting[laid.generate_tp[fitting] == copies]
+                kept.extend(alike[undominated(judged[alike])].tolist())
+            self._options[place] = tuple(laid.option(index) for index in kept)
+            for option in self._options[place]:
+                self._single[*place, option.grid, option.generate_tp] = option
 
 
 _Place = tuple[str, str, int]
@@ -281,6 +290,11 @@ class _Laid:
             return transfers.in_place_s(self._setting, self._grids, np.maximum(self.generate_tp, 1))
         return np.zeros(len(self._grids))
 
+    @property
+    def devices(self) -> np.ndarray:
+        """Devices of each, [grids]."""
+        return self._grids.devices
+
     def costs(self) -> np.ndarray:
         """All that an option is judged by, [grids, costs]."""
         return np.stack([*self.seconds.values(), self.resident, self.working, self.sampling], axis=1)
@@ -307,24 +321,18 @@ class _Laid:
         )
 
 
-def _all_laid(problem: Problem, setting: Setting, unit: Unit, devices: int) -> _Laid | None:
-    """The unit on every grid and size of its sampling copies; none where nothing cuts it so."""
-    per_machine = min(setting.fleet.per_machine, devices)
+def _all_laid(problem: Problem, setting: Setting, unit: Unit, sizes: Sequence[int]) -> _Laid:
+    """The unit on every grid of so many devices, and every size of its sampling copies; perhaps on none."""
     generates = any(problem.work(problem.graph.stages[index]) is Work.GENERATE for index in unit.stages)
-    if unit.name == SAMPLER:
-        sizes = sampling_sizes(unit.shape, devices)
-        found = [(Grid(dp=devices // tp, tp=tp), tp) for tp in sizes]
-    else:
-        found = [
-            (grid, tp)
-            for grid in grids(unit.shape, devices, per_machine)
-            for tp in (_in_place_sizes(grid) if generates else [0])
-        ]
-    if not found:
-        return None
-    return _Laid(
-        problem, setting, unit, grids_of(*(grid for grid, _ in found)), np.array([tp for _, tp in found])
-    )
+    found: list[tuple[Grid, int]] = []
+    for devices in sizes:
+        if unit.name == SAMPLER:
+            found += [(Grid(dp=devices // tp, tp=tp), tp) for tp in sampling_sizes(unit.shape, devices)]
+            continue
+        for grid in grids(unit.shape, devices, min(setting.fleet.per_machine, devices)):
+            found += [(grid, tp) for tp in (_in_place_sizes(grid) if generates else [0])]
+    laid = grids_of(*(grid for grid, _ in found))
+    return _Laid(problem, setting, unit, laid, np.array([tp for _, tp in found], dtype=np.int64))
 
 
 def _in_place_sizes(grid: Grid) -> list[int]:

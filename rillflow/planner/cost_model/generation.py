@@ -15,6 +15,7 @@ import heapq
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -224,36 +225,36 @@ def _equal_waves_s(workload: Workload, decoder: Decoder, count: int, slots: int)
 
 def _waves_s(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int) -> float:
     """Seconds of rows that take turns in so many places."""
-    ends = _ends_in_turn(lengths, slots)
-    full = float(ends[-slots - 1])
+    full, *ends = _ends_in_turn(lengths.tobytes(), slots)
     mean = workload.prompt.mean + workload.response.mean_square / (2 * workload.response.mean)
     filled_s = decoder.advance_s(slots, slots * (mean - full / 2), full)
-    return filled_s + _drain_all_s(workload, decoder, ends[-slots:] - full, mean - workload.prompt.mean)
+    return filled_s + _drain_all_s(workload, decoder, np.array(ends) - full, mean - workload.prompt.mean)
 
 
-def _ends_in_turn(lengths: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
-    """When rows end, ascending, in tokens decoded, if each begins as soon as one of the slots is free.
+@lru_cache(maxsize=1024)
+def _ends_in_turn(lengths: bytes, slots: int) -> tuple[float, ...]:
+    """When the last rows end, ascending, in tokens decoded, if each begins as soon as a slot is free.
 
-    Rows begin in an order that mixes long and short ones: strides of the golden section.
+    Those that run when no row waits any more, and before them the one whose place the last of them took. Rows
+    begin in an order that mixes long and short ones: strides of the golden section.
     """
-    count = len(lengths)
-    order = np.argsort((np.arange(count) * 0.6180339887498949) % 1.0, kind="stable")
-    free = [0.0] * min(slots, count)
-    ends: list[float] = []
-    for length in lengths[order].tolist():
-        end = heapq.heappop(free) + length
-        ends.append(end)
-        heapq.heappush(free, end)
-    return np.sort(np.asarray(ends))
+    known = np.frombuffer(lengths)
+    order = np.argsort((np.arange(len(known)) * 0.6180339887498949) % 1.0, kind="stable")
+    mixed = known[order].tolist()
+    running, last = mixed[:slots], 0.0
+    heapq.heapify(running)
+    for length in mixed[slots:]:
+        last = heapq.heapreplace(running, running[0] + length)
+    return (last, *sorted(running))
 
 
 def _drain_all_s(workload: Workload, decoder: Decoder, ends: NDArray[Any], begun: float) -> float:
     """Seconds until rows that all run have ended, after so many tokens each, ascending; no more come."""
     count = len(ends)
-    apart = np.arange(max(count - SEGMENTS // 2, 0), count)
-    grouped = np.linspace(0, count - 1, SEGMENTS // 2).round().astype(int)
+    apart = range(max(count - SEGMENTS // 2, 0), count)
+    grouped = np.linspace(0, count - 1, SEGMENTS // 2).round().astype(int).tolist()
     seconds, before, done = 0.0, 0.0, 0
-    for place in np.union1d(grouped, apart).tolist():
+    for place in sorted({*grouped, *apart}):
         end = float(ends[place])
         running = count - (done + place) / 2
         context = running * (workload.prompt.mean + begun + before)
