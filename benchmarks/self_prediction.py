@@ -28,8 +28,8 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 from rillflow.assembly.launch import launch
-from rillflow.assembly.observed import observe, plan_of, this_machine
-from rillflow.assembly.planning import state_problem
+from rillflow.assembly.observed import observe, this_machine
+from rillflow.assembly.planning import plan_of, state_problem
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.planner.calibration import MODELLED, Calibration, Observation, calibrate, stages_by_name
 from rillflow.planner.cost_model.costs import CostModel
@@ -143,7 +143,7 @@ def compared(name: str, one: Round, sides: Sequence[Factors], drift: float) -> R
     """A run beside what the factors of either side expect of it; its rows' lengths are given."""
     loaded = one.loaded
     problem = state_problem(loaded, this_machine(2), Path(str(loaded.recipe.run.dir))).problem
-    plan = plan_of(loaded.recipe, problem.graph, problem.hardware.fleets[0].name)
+    plan = plan_of(loaded.recipe, problem.graph, problem.hardware.fleets[0])
     problems = [replace(problem, hardware=replace(problem.hardware, factors=side)) for side in sides]
     found = [evaluate(side, CostModel(side), plan) for side in problems]
     seconds = [stages_by_name(side, paper) for side, paper in zip(problems, found, strict=True)]

@@ -10,13 +10,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rillflow.algorithms.algorithm import Algorithm, Data
-from rillflow.assembly.meshes import model_roles
 from rillflow.assembly.phases import PhasePlan, phase_plans
-from rillflow.assembly.planning import shapes_of, workload_of
+from rillflow.assembly.planning import plan_of, shapes_of, workload_of
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, recipe_class
 from rillflow.assembly.resume import BESIDE_SETTINGS
 from rillflow.assembly.rows import learnt_rows, measured_rows
@@ -26,12 +24,9 @@ from rillflow.errors import PlanError
 from rillflow.graph.graph import Graph
 from rillflow.planner.calibration import Observation
 from rillflow.planner.factors import Factors
-from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Hardware, read_hardware
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem
-from rillflow.records.metrics import Mean
-from rillflow.view.predicted import stage_medians
+from rillflow.view.predicted import stage_medians, usual_step_s
 from rillflow.view.run_data import PhaseSpan, RunData, load
 
 WARM_UP = 2
@@ -90,22 +85,6 @@ def recipe_of(data: RunData, algorithms: Sequence[Algorithm] = ()) -> Recipe:
     return validate(recipe_class(algorithms), kept, str(data.path))
 
 
-def plan_of(recipe: Recipe, graph: Graph, fleet: str) -> Plan:
-    """The placement of a recipe as a plan for the models of a graph."""
-    placement, roles = recipe.placement, model_roles(recipe, graph.roles)
-    used = dict.fromkeys(placement.pool_of(role) for role in roles)
-    units = {}
-    for role in roles:
-        mesh = placement.mesh_of(role)
-        units[role] = PlannedUnit(
-            pool=placement.pool_of(role),
-            grid=Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, is_sharded=mesh.is_sharded),
-            generate_tp=placement.generate_tp if role == "policy" else 0,
-        )
-    pools = tuple(PlannedPool(name=pool, fleet=fleet, devices=placement.pools[pool]) for pool in used)
-    return Plan(name=graph.name, pools=pools, units=units)
-
-
 def _observation(
     data: RunData, loaded: LoadedRecipe, plan: PhasePlan, graph: Graph, hardware: Hardware
 ) -> Observation:
@@ -136,9 +115,9 @@ def _observation(
     return Observation(
         name=plan.name,
         problem=problem,
-        plan=plan_of(recipe, graph, hardware.fleets[0].name),
+        plan=plan_of(recipe, graph, hardware.fleets[0]),
         stages_s=stage_medians(data, first, phase.last),
-        step_s=_usual_step_s(data, phase, first),
+        step_s=usual_step_s(data, first, phase.last),
         is_recorded=is_sampled,
     )
 
@@ -146,15 +125,6 @@ def _observation(
 def _first(data: RunData, phase: PhaseSpan) -> int:
     """The first step of a phase that is looked at: the run lies as now, and has warmed up."""
     return max(phase.first, data.placed_from) + WARM_UP
-
-
-def _usual_step_s(data: RunData, phase: PhaseSpan, first: int) -> float:
-    seconds = []
-    for record in data.steps:
-        taken = record.metrics.get("run/step_seconds/mean")
-        if isinstance(taken, Mean) and taken.count and first <= record.step <= phase.last:
-            seconds.append(taken.total / taken.count)
-    return median(seconds) if seconds else 0.0
 
 
 def _base(data: RunData) -> Path:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rillflow.assembly.planning import grid_of
 from rillflow.assembly.recipe import LoadedRecipe
-from rillflow.cluster.config import MeshSizes, PlacementConfig
+from rillflow.cluster.config import PlacementConfig
 from rillflow.config.overrides import parse_override
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError, PlanError, nearest
@@ -109,7 +110,7 @@ def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
     alike = len(pairs) == len(names) == len(set(names.values()))
     return (
         alike
-        and all(_grid(placement.mesh_of(name)) == unit.grid for name, unit in plan.units.items())
+        and all(grid_of(placement.mesh_of(name)) == unit.grid for name, unit in plan.units.items())
         and all(unit.generate_tp in (0, placement.generate_tp) for unit in plan.units.values())
     )
 
@@ -196,10 +197,6 @@ def _require_alone(overrides: Sequence[str]) -> None:
 def _pool_names(plan: Plan) -> Mapping[str, str]:
     """What the plan's pools are called in a run: a pool named as a unit would hide that unit's own grid."""
     return {pool.name: f"pool_{pool.name}" if pool.name in plan.units else pool.name for pool in plan.pools}
-
-
-def _grid(mesh: MeshSizes) -> Grid:
-    return Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, is_sharded=mesh.is_sharded)
 
 
 def _axes(grid: Grid) -> Mapping[str, int]:

@@ -3,7 +3,8 @@
 recipe ─┬─ last phase ─ drawing ──────────────> graph
         ├─ models: new or config.json ────────> shapes
         ├─ prompts, samples, passes, lengths ─> workload     lengths: the data's, a run's, or assumed
-        └─ with the cluster's hardware ───────> Statement: Problem and the assumptions in it
+        ├─ with the cluster's hardware ───────> Statement: Problem and the assumptions in it
+        └─ its own placement ─ evaluate ──────> Plan that a run is compared with; nothing is searched
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from rillflow.assembly.meshes import model_roles
 from rillflow.assembly.preflight import model_source, scorer_sources
 from rillflow.assembly.recipe import LoadedRecipe, Recipe
 from rillflow.assembly.rows import Rows, assumed_rows, measured_rows
+from rillflow.cluster.config import MeshSizes
 from rillflow.config.load import read_toml
-from rillflow.errors import ModelError
+from rillflow.errors import ModelError, PlanError
 from rillflow.graph.graph import Graph
 from rillflow.models.config import NewModel
-from rillflow.planner.evaluate import stages_by_name
-from rillflow.planner.hardware import Hardware, read_hardware
+from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.evaluate import evaluate, stages_by_name
+from rillflow.planner.grid import Grid
+from rillflow.planner.hardware import Fleet, Hardware, read_hardware
 from rillflow.planner.model_shape import ModelShape, read_shape
-from rillflow.planner.plan import Plan
+from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem
-from rillflow.planner.ranking import Ranked
 from rillflow.planner.statement import Statement
 from rillflow.planner.workload import Workload
 
@@ -73,16 +76,47 @@ def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | Non
     return Statement(problem=problem, assumptions=tuple(_assumptions(problem, rows)), steps=steps)
 
 
-def told(problem: Problem, best: Ranked) -> Plan:
-    """The best plan, with what is expected of its stages and what its devices are, as its file keeps them."""
-    plan = best.plan
-    pools = tuple(replace(pool, device=problem.hardware.fleet(pool.fleet).device.name) for pool in plan.pools)
-    return replace(
-        plan,
-        pools=pools,
-        predicted_step_s=best.evaluation.step_s,
-        predicted_stages_s=stages_by_name(problem, best.evaluation),
+def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
+    """The placement of a recipe on the one fleet of a cluster, with the seconds that are expected of it.
+
+    Raises:
+        PlanError: the cluster has several fleets, fewer devices than the recipe ranks, or too little memory.
+    """
+    problem = statement.problem
+    fleets = problem.hardware.fleets
+    if len(fleets) > 1:
+        raise PlanError(
+            f"the cluster has the fleets {' and '.join(fleet.name for fleet in fleets)}",
+            why="a recipe does not say on which of them its ranks are",
+            fix="give a cluster's file with the one that the run is on",
+        )
+    plan = plan_of(recipe, problem.graph, fleets[0])
+    found = evaluate(problem, CostModel(problem), plan)
+    stages = stages_by_name(problem, found)
+    return replace(plan, predicted_step_s=found.step_s, predicted_stages_s=stages)
+
+
+def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
+    """The placement of a recipe as a plan for the models of a graph."""
+    placement, roles = recipe.placement, model_roles(recipe, graph.roles)
+    units = {
+        role: PlannedUnit(
+            pool=placement.pool_of(role),
+            grid=grid_of(placement.mesh_of(role)),
+            generate_tp=placement.generate_tp if role == "policy" else 0,
+        )
+        for role in roles
+    }
+    pools = tuple(
+        PlannedPool(name=pool, fleet=fleet.name, devices=placement.pools[pool], device=fleet.device.name)
+        for pool in dict.fromkeys(unit.pool for unit in units.values())
     )
+    return Plan(name=graph.name, pools=pools, units=units)
+
+
+def grid_of(mesh: MeshSizes) -> Grid:
+    """The grid of a recipe's mesh."""
+    return Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, is_sharded=mesh.is_sharded)
 
 
 def workload_of(recipe: Recipe, rows: Rows) -> Workload:

@@ -11,6 +11,7 @@ As in ``commands``, every import stands in the function that needs it.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
     from rillflow.assembly.recipe import LoadedRecipe
     from rillflow.planner.plan import Plan
     from rillflow.planner.problem import Problem
-    from rillflow.planner.search import ClusterSize
+    from rillflow.planner.simulator.result import Simulation
     from rillflow.planner.statement import Statement
-    from rillflow.view.chart import Series
-    from rillflow.view.timeline import Bar
 
 SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
 """How much larger than the given one the clusters are that throughput is shown for."""
@@ -38,6 +37,9 @@ SIMULATED_ROWS = 4096
 """Rows that are simulated of each, in one step or more; twice as many where rows flow, once they do."""
 SHOWN_STEPS = 4
 """Simulated steps that a timeline shows."""
+SHORT = ("model", "gpus", "algorithm", "response")
+"""Words that a plan without a recipe cannot do without."""
+Words = tuple[tuple[str, dict[str, Any]], ...]
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -48,7 +50,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from rillflow.planner.sensitivity import prompts_that_pay, variations
     from rillflow.view.plans import Decision, decision_data, decision_lines
 
-    _require_picture(arguments.plot)
+    _require_page(arguments)
     statement = _stated(arguments)
     problem = statement.problem
     objective = Objective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
@@ -67,26 +69,29 @@ def plan(arguments: argparse.Namespace) -> int:
         variations=variations(problem, CostModel, plans[:VARIED], sizes),
         pays_with=prompts_that_pay(problem, CostModel, sizes),
     )
-    if arguments.format == "json":
-        _print_json(decision_data(found))
-    else:
-        print(f"{plans[0].name} on {problem.hardware.name}")
-        _print_lines(decision_lines(found))
+    lines = decision_lines(found)
+    _print(arguments, [f"{plans[0].name} on {problem.hardware.name}", *lines], decision_data(found))
     if arguments.out is not None:
         from rillflow.planner.plan_file import plan_text
 
         _write(arguments.out, plan_text(plans[0]))
     if arguments.plot is not None:
-        _plot_plan(arguments.plot, problem, plans[0], sizes, decision_lines(found))
+        from rillflow.view.plan_page import plan_page
+
+        simulated = _simulated(problem, plans[0], SHOWN_STEPS)
+        title = f"{plans[0].name} on {problem.hardware.name}, freshness {plans[0].freshness}"
+        _write(arguments.plot, plan_page(title, simulated, SHOWN_STEPS, lines, sizes))
     return DONE
 
 
 def _stated(arguments: argparse.Namespace) -> Statement:
     """The problem of a recipe on a cluster, or of the short form."""
+    from dataclasses import fields
+
     from rillflow.errors import PlanError
 
-    short = ("model", "gpus", "algorithm", "response")
-    given = [name for name in short if getattr(arguments, name) is not None]
+    words = vars(arguments)
+    given = [name for name in SHORT if words[name] is not None]
     if arguments.recipe is not None:
         if given or arguments.cluster is None:
             raise PlanError(
@@ -94,10 +99,8 @@ def _stated(arguments: argparse.Namespace) -> Statement:
                 why="a recipe has its own models and rows, and a cluster's file says what it runs on",
                 fix="rillflow plan RECIPE --cluster FILE, or the short form without a recipe",
             )
-        from rillflow.assembly.planning import open_cluster, state_problem
-
-        return state_problem(load(arguments), open_cluster(arguments.cluster), arguments.lengths)
-    missing = next((name for name in short if name not in given), None)
+        return _stated_recipe(load(arguments), arguments)
+    missing = next((name for name in SHORT if name not in given), None)
     if missing is not None or arguments.cluster is not None:
         raise PlanError(
             f"there is no --{missing}" if missing else "--cluster beside --gpus",
@@ -106,64 +109,51 @@ def _stated(arguments: argparse.Namespace) -> Statement:
         )
     from rillflow.planner.request import Request, state_request
 
-    return state_request(
-        Request(
-            model=arguments.model,
-            gpus=arguments.gpus,
-            algorithm=arguments.algorithm,
-            response=arguments.response,
-            prompt=arguments.prompt,
-            prompts=arguments.prompts,
-            samples=arguments.samples,
-            minibatches=arguments.minibatches,
-            like=arguments.like,
-            between=arguments.between,
-            price=arguments.price,
-            reward_s=arguments.reward_seconds,
-            steps=arguments.steps,
-        )
-    )
+    return state_request(Request(**{field.name: words[field.name] for field in fields(Request)}))
+
+
+def _stated_recipe(loaded: LoadedRecipe, arguments: argparse.Namespace) -> Statement:
+    from rillflow.assembly.planning import open_cluster, state_problem
+
+    return state_problem(loaded, open_cluster(arguments.cluster), arguments.lengths)
 
 
 def _simulated_s(problem: Problem, plan: Plan) -> float:
     """Seconds of a simulated step: the mean of some in step, what it comes to where rows flow."""
+    rows = (2 if plan.freshness else 1) * SIMULATED_ROWS
+    steps = max(1, min(4, rows // problem.workload.rows))
+    found = _simulated(problem, plan, steps + (2 * (plan.freshness + 1) if plan.freshness else 0))
+    return found.settled_step_s if plan.freshness else found.mean_step_s
+
+
+def _simulated(problem: Problem, plan: Plan, steps: int, **how: Any) -> Simulation:
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.simulator.simulate import simulate as run
 
-    step, rows = problem.of_plan(plan), (2 if plan.freshness else 1) * SIMULATED_ROWS
-    steps = max(1, min(4, rows // problem.workload.rows))
-    steps += 2 * (plan.freshness + 1) if plan.freshness else 0
-    found = run(step, CostModel(step), plan, steps=steps)
-    return found.settled_step_s if plan.freshness else found.mean_step_s
+    planned = problem.of_plan(plan)
+    return run(planned, CostModel(planned), plan, steps=steps, **how)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
     """``rillflow simulate``: a plan, event by event."""
     from rillflow.assembly.planned import open_plan
-    from rillflow.assembly.planning import open_cluster, state_problem
-    from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.simulator.settings import Settings
-    from rillflow.planner.simulator.simulate import simulate as run
-    from rillflow.view.simulated import simulated_bars, simulation_data, simulation_lines
+    from rillflow.view.plans import simulation_data, simulation_lines
 
-    _require_picture(arguments.plot)
+    _require_page(arguments)
     plan = _changed(open_plan(arguments.plan), arguments)
-    statement = state_problem(load(arguments), open_cluster(arguments.cluster), arguments.lengths)
-    problem = statement.problem.of_plan(plan)
+    statement = _stated_recipe(load(arguments), arguments)
     slow = arguments.stragglers or (0.0, 1.0)
     settings = Settings(straggler_share=slow[0], straggler_factor=slow[1], interrupts=arguments.interrupts)
-    found = run(
-        problem, CostModel(problem), plan, steps=arguments.steps, seed=arguments.seed, settings=settings
-    )
-    title = f"{plan.name} on {problem.hardware.name}, freshness {plan.freshness}, seed {arguments.seed}"
-    if arguments.format == "json":
-        _print_json({**simulation_data(plan, found), **_said_of(statement)})
-    else:
-        print(f"{title}: {arguments.steps} steps simulated")
-        _print_lines([*simulation_lines(plan, found), *_assumed(statement)])
+    steps, seed = arguments.steps, arguments.seed
+    found = _simulated(statement.problem, plan, steps, seed=seed, settings=settings)
+    title = f"{plan.name} on {statement.problem.hardware.name}, freshness {plan.freshness}, seed {seed}"
+    lines = simulation_lines(plan, found, statement)
+    _print(arguments, [f"{title}: {steps} steps simulated", *lines], simulation_data(plan, found, statement))
     if arguments.plot is not None:
-        bars = simulated_bars(found, min(SHOWN_STEPS, arguments.steps))
-        _plot(arguments.plot, title, bars, [], "", simulation_lines(plan, found))
+        from rillflow.view.plan_page import plan_page
+
+        _write(arguments.plot, plan_page(title, found, min(SHOWN_STEPS, steps), lines))
     return DONE
 
 
@@ -173,15 +163,12 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from rillflow.assembly.planning import open_cluster
     from rillflow.planner.calibration import calibrate as fit
     from rillflow.planner.cost_model.costs import CostModel
-    from rillflow.view.calibrated import calibration_data, calibration_lines
+    from rillflow.view.plans import calibration_data, calibration_lines
 
     hardware = None if arguments.cluster is None else open_cluster(arguments.cluster)
     observations = observe(arguments.run, hardware, arguments.algorithms)
     found = fit(observations, CostModel)
-    if arguments.format == "json":
-        _print_json(calibration_data(found))
-    else:
-        _print_lines(calibration_lines(found))
+    _print(arguments, calibration_lines(found), calibration_data(found))
     if arguments.out is not None:
         text = cluster_text(found.factors, observations, arguments.cluster, arguments.run)
         _write(arguments.out, text)
@@ -190,62 +177,16 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 def expected(loaded: LoadedRecipe, arguments: argparse.Namespace) -> Plan:
     """What a cluster's file says of the recipe as it is placed, for ``rillflow run --cluster``."""
-    from rillflow.assembly.as_placed import plan_as_placed
     from rillflow.assembly.planned import require_for
-    from rillflow.assembly.planning import open_cluster, state_problem
+    from rillflow.assembly.planning import plan_as_placed
+    from rillflow.view.plans import said_lines
 
-    statement = state_problem(loaded, open_cluster(arguments.cluster), arguments.lengths)
+    statement = _stated_recipe(loaded, arguments)
     plan = plan_as_placed(loaded.recipe, statement)
     require_for(plan, loaded)
     if not arguments.quiet:
-        _print_lines(_assumed(statement)[1:])
+        print("\n".join(said_lines(statement)[1:]))
     return plan
-
-
-def run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``run`` by which predicted seconds stand beside those measured."""
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument(
-        "--plan", type=Path, metavar="FILE", help="place roles as a plan of rillflow plan does"
-    )
-    either.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="predict the recipe's own placement by a cluster's file"
-    )
-    _lengths_argument(parser)
-
-
-def simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``simulate``."""
-    parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="a plan of rillflow plan")
-    _cluster_arguments(parser)
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps to simulate (20)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths and slow devices (0)")
-    parser.add_argument(
-        "--freshness",
-        type=int,
-        metavar="K",
-        help="versions a trained token may be old, instead of the plan's",
-    )
-    parser.add_argument(
-        "--oversample",
-        type=float,
-        nargs=2,
-        metavar=("PROMPTS", "SAMPLES"),
-        help="begin so many times the prompts and the samples, and leave the longest for later",
-    )
-    parser.add_argument(
-        "--stragglers",
-        type=float,
-        nargs=2,
-        metavar=("SHARE", "FACTOR"),
-        help="this share of the devices takes so many times as long",
-    )
-    parser.add_argument(
-        "--interrupts",
-        action=argparse.BooleanOptionalAction,
-        help="new weights interrupt rows, which go on under them; as the cluster's engine does if left out",
-    )
-    _output_arguments(parser)
 
 
 class _Once(argparse.Action):
@@ -260,78 +201,112 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def _word(metavar: str | tuple[str, ...] | None, told: str, kind: Any = Path, **more: Any) -> dict[str, Any]:
+    return {"metavar": metavar, "help": told, "type": kind, **more}
+
+
+CLUSTER = ("--cluster", _word("FILE", "a cluster's TOML file"))
+LENGTHS = ("--lengths", _word("RUN", "a run whose rows say how long rows are; else assumed"))
+PLAN = ("--plan", _word("FILE", "place roles as a plan of rillflow plan does"))
+OUT = ("--out", _word("FILE", "where to write what was found: the best plan, or the cluster's file"))
+FORMAT = ("--format", {"choices": ("text", "json"), "default": "text", "help": "what is printed (text)"})
+PLOT = ("--plot", _word("FILE", "a picture, .html"))
+TWO: dict[str, Any] = {"kind": float, "nargs": 2}
+
+
+def run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of ``run`` by which predicted seconds stand beside those measured."""
+    _add(parser.add_mutually_exclusive_group(), (PLAN, CLUSTER))
+    _add(parser, (LENGTHS,))
+
+
+def simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of ``simulate``."""
+    words: Words = (
+        (PLAN[0], {**PLAN[1], "required": True}),
+        (CLUSTER[0], {**CLUSTER[1], "required": True}),
+        LENGTHS,
+        ("--steps", _word("N", "steps to simulate (20)", int, default=20)),
+        ("--seed", _word("N", "of lengths and slow devices (0)", int, default=0)),
+        ("--freshness", _word("K", "versions a trained token may be old, instead of the plan's", int)),
+        (
+            "--oversample",
+            _word(
+                ("PROMPTS", "SAMPLES"),
+                "begin so many times the prompts and the samples, and leave the longest for later",
+                **TWO,
+            ),
+        ),
+        (
+            "--stragglers",
+            _word(("SHARE", "FACTOR"), "this share of the devices takes so many times as long", **TWO),
+        ),
+        FORMAT,
+        PLOT,
+    )
+    _add(parser, words)
+    parser.add_argument(
+        "--interrupts",
+        action=argparse.BooleanOptionalAction,
+        help="new weights interrupt rows, which go on under them; as the cluster's engine does if left out",
+    )
+
+
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``plan``."""
-    parser.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster's TOML file")
-    _lengths_argument(parser)
+    words: Words = (
+        ("--model", _word("FILE", "a config.json")),
+        ("--gpus", _word("NxKIND", "such as 64xH100", str)),
+        ("--algorithm", _word("NAME", "whose step: one that recipes/ has", str)),
+        ("--response", _word("LENGTHS", "mean=2000,max=8192; median, sigma, p90 too; or a file", str)),
+        ("--prompt", _word("LENGTHS", "the same of prompts, or one number (256)", str, default="256")),
+        ("--prompts", _word("N", "prompts of a step (512)", int, default=512)),
+        ("--samples", _word("N", "rows of a prompt (8)", int, default=8)),
+        ("--minibatches", _word("N", "optimiser steps of a step (1)", int, default=1)),
+        ("--like", _word("STACK", "whose factors: nemo-rl, verl, ... (nemo-rl)", str, default="nemo-rl")),
+        ("--between", _word("RATE", "one device's share of the network (50 GB/s)", str, default="")),
+        ("--price", _word("PRICE", 'of a device, such as "2.5 $/h"', str, default="")),
+        (
+            "--reward-seconds",
+            _word("S", "of the reward's function for a row (0)", float, default=0.0, dest="reward_s"),
+        ),
+        ("--steps", _word("N", "of the whole run, for its hours and price", int, default=0)),
+    )
     short = parser.add_argument_group("without a recipe")
-    words: tuple[tuple[str, str, Any, Any, str], ...] = (
-        ("--model", "FILE", Path, None, "a config.json"),
-        ("--gpus", "NxKIND", str, None, "such as 64xH100"),
-        ("--algorithm", "NAME", str, None, "whose step: one that recipes/ has"),
-        ("--response", "LENGTHS", str, None, "mean=2000,max=8192; median, sigma, p90 too; or a file"),
-        ("--prompt", "LENGTHS", str, "256", "the same of prompts, or one number (256)"),
-        ("--prompts", "N", int, 512, "prompts of a step (512)"),
-        ("--samples", "N", int, 8, "rows of a prompt (8)"),
-        ("--minibatches", "N", int, 1, "optimiser steps of a step (1)"),
-        ("--like", "STACK", str, "nemo-rl", "whose factors: nemo-rl, verl, ... (nemo-rl)"),
-        ("--between", "RATE", str, "", "one device's share of the network (50 GB/s)"),
-        ("--price", "PRICE", str, "", 'of a device, such as "2.5 $/h"'),
-        ("--reward-seconds", "S", float, 0.0, "of the reward's function for a row (0)"),
-        ("--steps", "N", int, 0, "of the whole run, for its hours and price"),
+    _add(short, tuple((name, {**how, "action": _Once}) for name, how in words))
+    goals = (
+        "what is to be least: seconds of a step (step), device-hours of a step, devices under a "
+        "deadline, or the cost of a step at the cluster's prices"
     )
-    for name, shown, kind, default, told in words:
-        short.add_argument(name, metavar=shown, type=kind, default=default, action=_Once, help=told)
-    parser.add_argument(
-        "--objective",
-        choices=("step", "device-hours", "devices", "cost"),
-        default="step",
-        help="what is to be least: seconds of a step (step), device-hours of a step, devices under a "
-        "deadline, or the cost of a step at the cluster's prices",
+    choices = ("step", "device-hours", "devices", "cost")
+    bounds = "freshness bounds to try: 0 in step (0), more with generation on devices of its own"
+    rest: Words = (
+        CLUSTER,
+        LENGTHS,
+        ("--objective", {"choices": choices, "default": "step", "help": goals}),
+        ("--deadline", _word("S", "most seconds a step may take", float, default=math.inf)),
+        ("--freshness", _word("K,K", bounds, _freshness_bounds, default=(0,))),
+        OUT,
+        FORMAT,
+        PLOT,
     )
-    parser.add_argument(
-        "--deadline", type=float, default=math.inf, metavar="S", help="most seconds a step may take"
-    )
-    parser.add_argument(
-        "--freshness",
-        type=_freshness_bounds,
-        default=(0,),
-        metavar="K,K",
-        help="freshness bounds to try: 0 in step (0), more with generation on devices of its own",
-    )
+    _add(parser, rest)
     parser.add_argument(
         "--apart-in-step",
         action="store_true",
         help="try bound 0 with generation on devices of its own too, which wait while the policy trains",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the best plan")
-    _output_arguments(parser)
 
 
 def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``calibrate``."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="what it ran on; this machine's cores if left out"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it with the factors")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (text)")
+    machine = _word("FILE", "what it ran on; this machine's cores if left out")
+    _add(parser, (("run", _word("RUN", "a run directory")), ("--cluster", machine), OUT, FORMAT))
 
 
-def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="a cluster's TOML file")
-    _lengths_argument(parser)
-
-
-def _lengths_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lengths", type=Path, metavar="RUN", help="a run whose rows say how long rows are; else assumed"
-    )
-
-
-def _output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (text)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .html")
+def _add(parser: Any, words: Words) -> None:
+    for name, how in words:
+        parser.add_argument(name, **how)
 
 
 def _freshness_bounds(text: str) -> tuple[int, ...]:
@@ -340,21 +315,6 @@ def _freshness_bounds(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and part.isascii() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 0 on, such as 0,1,4")
     return tuple(map(int, parts))
-
-
-def _plot_plan(
-    file: Path, problem: Problem, best: Plan, sizes: Sequence[ClusterSize], lines: Sequence[str]
-) -> None:
-    """The best plan's first steps, simulated, and what other cluster sizes would come to."""
-    from rillflow.planner.cost_model.costs import CostModel
-    from rillflow.planner.simulator.simulate import simulate as run
-    from rillflow.view.plans import AXES, growth_curves
-    from rillflow.view.simulated import simulated_bars
-
-    planned = problem.of_plan(best)
-    found = run(planned, CostModel(planned), best, steps=SHOWN_STEPS)
-    title = f"{best.name} on {problem.hardware.name}, freshness {best.freshness}"
-    _plot(file, title, simulated_bars(found, SHOWN_STEPS), growth_curves(sizes), AXES, lines)
 
 
 def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
@@ -372,49 +332,21 @@ def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def _plot(
-    file: Path, title: str, bars: Sequence[Bar], curves: Sequence[Series], axes: str, lines: Sequence[str]
-) -> None:
-    from rillflow.view.plan_page import plan_page
-
-    _write(file, plan_page(title, bars, curves, axes, lines))
-
-
-def _require_picture(file: Path | None) -> None:
+def _require_page(arguments: argparse.Namespace) -> None:
     """Find a wrong name before anything is searched."""
-    if file is not None:
-        from rillflow.view.plan_page import require_kind
+    if arguments.plot is not None:
+        from rillflow.view.plan_page import require_page
 
-        require_kind(file)
+        require_page(arguments.plot)
 
 
 def _write(file: Path, text: str) -> None:
     from rillflow.observe.durable import replace
 
     replace(file, [text.encode("utf-8", "replace")])
-    _wrote(file)
-
-
-def _wrote(file: Path) -> None:
     # Beside the output, which may be JSON for a machine.
     print(f"wrote {file}", file=sys.stderr)
 
 
-def _assumed(statement: Statement) -> list[str]:
-    sentences = (f"assumed: {sentence}" for sentence in statement.assumptions)
-    return ["", f"how exact: {statement.accuracy}", *sentences]
-
-
-def _said_of(statement: Statement) -> dict[str, object]:
-    return {"accuracy": statement.accuracy, "assumptions": list(statement.assumptions)}
-
-
-def _print_lines(lines: Sequence[str]) -> None:
-    for line in lines:
-        print(line)
-
-
-def _print_json(data: object) -> None:
-    import json
-
-    print(json.dumps(data, indent=1))
+def _print(arguments: argparse.Namespace, lines: Sequence[str], data: object) -> None:
+    print(json.dumps(data, indent=1) if arguments.format == "json" else "\n".join(lines))

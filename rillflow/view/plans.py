@@ -1,32 +1,36 @@
-"""Plans: the result of a search as lines of text and as data, the decision first.
+"""Plans: what a search, a simulation or a calibration found, as lines of text and as data.
 
 Statement, Ranking, sizes, simulated steps ─> Decision ─┬─ decision_lines ─> text: first what to do, then why
                                                         └─ decision_data ──> JSON
+Simulation, Calibration ─ likewise
+
+Every second that is shown has its range: between which eight of ten steps predicted so were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rillflow.observe.wording import number, size
-from rillflow.planner.evaluate import PoolUse
 from rillflow.planner.objective import Goal, Objective
 from rillflow.planner.plan import Plan
 from rillflow.planner.ranking import Ranked, Ranking
 from rillflow.planner.search import LITTLE, ClusterSize
 from rillflow.planner.sensitivity import Variation
 from rillflow.planner.statement import Statement
-from rillflow.view.chart import Point, Series
 from rillflow.view.columns import columns, seconds
 
-AXES = "devices; rows a second"
-"""What the curves' axes are."""
+if TYPE_CHECKING:
+    from rillflow.planner.calibration import Calibration
+    from rillflow.planner.simulator.result import Simulation
+
 TOLD = 0.1
 """Simulated and computed steps that differ by more, where nobody measured the error, are told."""
 HOUR_S = 3600.0
+Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,27 +60,27 @@ class Decision:
 
 def decision_lines(found: Decision) -> list[str]:
     """What to do and what it takes, then how sure that is, then the rest."""
-    best, statement = found.best, found.statement
-    nowhere = f", {found.ranking.nowhere:,} fit nowhere" if found.ranking.nowhere else ""
+    best, statement, ranking = found.best, found.statement, found.ranking
+    nowhere = f", {ranking.nowhere:,} fit nowhere" if ranking.nowhere else ""
     return [
         *_head(found),
         f"how exact: {statement.accuracy}",
         *_sensitivity(found),
+        *_warnings(found),
         "",
-        f"{found.ranking.placements:,} placements{nowhere}; the best {len(found.ranking.best)}",
+        f"{ranking.placements:,} placements{nowhere}; the best {len(ranking.best)}",
         *columns(_best_rows(found), left=2, text=2),
         *_simulated_notes(found),
         "",
         "the best one",
         *columns(_unit_rows(best.plan)),
         "",
-        *columns(_stage_rows(best), left=2),
+        *columns(_stage_rows(statement, best), left=2),
         "",
-        *columns(_pool_rows(best)),
+        *columns(_pool_rows(statement, best)),
         "",
         "throughput against the size of the cluster",
-        *columns(_size_rows(found.sizes)),
-        *_warnings(found),
+        *columns(_size_rows(found)),
         "",
         *(f"assumed: {sentence}" for sentence in statement.assumptions),
         *_placement(best.plan),
@@ -86,10 +90,10 @@ def decision_lines(found: Decision) -> list[str]:
 def decision_data(found: Decision) -> dict[str, Any]:
     """The same as JSON has it: seconds, bytes, devices."""
     return {
-        "objective": found.objective.goal.value,
+        "objective": found.objective.goal,
         "placements": found.ranking.placements,
         "nowhere": found.ranking.nowhere,
-        "best": [_ranked_data(found, one) for one in found.ranking.best],
+        "best": [_ranked_data(found.statement, one) for one in found.ranking.best],
         "simulated_s": list(found.simulated_s),
         "sizes": [
             {
@@ -102,16 +106,79 @@ def decision_data(found: Decision) -> dict[str, Any]:
             for one in found.sizes
         ],
         "variations": [asdict(one) for one in found.variations],
-        "accuracy": found.statement.accuracy,
-        "assumptions": list(found.statement.assumptions),
+        **_said_of(found.statement),
     }
 
 
-def growth_curves(sizes: Sequence[ClusterSize]) -> list[Series]:
-    """Rows a second by devices, and what they would be if the smallest size were multiplied."""
-    points = [Point(x=one.devices, y=one.rows_per_s) for one in sizes if one.best is not None]
-    ideal = [Point(x=one.x, y=points[0].y * one.x / points[0].x) for one in points]
-    return [Series(label="best plan", points=points), Series(label="ideal", points=ideal)]
+def simulation_lines(plan: Plan, found: Simulation, statement: Statement) -> list[str]:
+    """What a person wants to know of a simulation."""
+    rows: Rows = [("pool", "devices", "busy", "idle", "idle because of", "most memory a device")]
+    for pool in found.pools:
+        causes = sorted(pool.idle_s.items(), key=lambda entry: -entry[1])
+        shares = {cause: idle_s / found.wall_s for cause, idle_s in causes}
+        told = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share > 0.005)
+        busy, idle = f"{1 - pool.idle_share:.0%}", f"{pool.idle_share:.0%}"
+        devices = str(plan.pool(pool.pool).devices)
+        rows.append((pool.pool, devices, busy, idle, told, size(pool.peak_bytes)))
+    ages = ", ".join(f"{age} old: {count / found.trained:.0%}" for age, count in sorted(found.ages.items()))
+    median_s, settled_s = (ranged(statement, one) for one in (found.median_step_s, found.settled_step_s))
+    age = [f"age      versions between a row's oldest token and its training: {ages}"]
+    return [
+        f"a step   {median_s} (median), {settled_s} once settled",
+        f"rate     {number(found.rows_per_s)} rows/s, {number(found.tokens_per_s)} tokens/s",
+        f"rows     {found.begun:,} begun, {found.trained:,} trained, {found.unfinished:,} under way"
+        + "".join(f", {count:,} dropped: {reason}" for reason, count in found.dropped.items()),
+        *(age if plan.freshness else []),
+        *_unused(statement, sum(pool.devices for pool in plan.pools)),
+        "",
+        *columns(rows),
+        *said_lines(statement),
+    ]
+
+
+def simulation_data(plan: Plan, found: Simulation, statement: Statement) -> dict[str, Any]:
+    """The same as JSON has it, seconds and bytes; the timeline too."""
+    return {
+        "plan": plan.name,
+        "freshness": plan.freshness,
+        "median_step_s": found.median_step_s,
+        "settled_step_s": found.settled_step_s,
+        "range_s": statement.range_s(found.settled_step_s),
+        "rows_per_s": found.rows_per_s,
+        "tokens_per_s": found.tokens_per_s,
+        **asdict(found),
+        **_said_of(statement),
+    }
+
+
+def calibration_lines(found: Calibration) -> list[str]:
+    """What a person wants to know of a calibration: every stage, measured and fitted; the factors."""
+    rows: Rows = [("stage", "phase", "measured", "fitted", "error")]
+    rows += [
+        (one.stage, one.phase, seconds(one.measured_s), seconds(one.fitted_s), f"{one.error:+.1%}")
+        for one in found.stages
+    ]
+    factors: Rows = [("factor", "value")]
+    factors += [
+        (name, f"{number(value)} s" if name.endswith("_s") else number(value))
+        for name, value in asdict(found.factors).items()
+    ]
+    limits = [
+        f"note: {name} came out at 1: the device does as much as its description says, or more"
+        for name in found.at_limit
+    ]
+    return [*columns(rows, left=2), "", *columns(factors), *limits]
+
+
+def calibration_data(found: Calibration) -> dict[str, Any]:
+    """The same as JSON has it."""
+    return {**asdict(found), "stages": [{**asdict(one), "error": one.error} for one in found.stages]}
+
+
+def said_lines(statement: Statement) -> list[str]:
+    """How exact predictions are, and what was assumed."""
+    sentences = (f"assumed: {sentence}" for sentence in statement.assumptions)
+    return ["", f"how exact: {statement.accuracy}", *sentences]
 
 
 def pools_text(plan: Plan) -> str:
@@ -121,24 +188,32 @@ def pools_text(plan: Plan) -> str:
     )
 
 
-def _range(statement: Statement, spent: float) -> str:
-    found = statement.range_s(spent)
-    return "" if found is None else f" ({seconds(found[0])} to {seconds(found[1])})"
+def ranged(statement: Statement, spent: float) -> str:
+    """Seconds with their range. Example: ``76.1 s (61.6 s to 96.6 s)``."""
+    found = statement.range_s(spent) if spent else None
+    return seconds(spent) + ("" if found is None else f" ({seconds(found[0])} to {seconds(found[1])})")
+
+
+def _said_of(statement: Statement) -> Mapping[str, Any]:
+    return {"accuracy": statement.accuracy, "assumptions": list(statement.assumptions)}
+
+
+def _unused(statement: Statement, devices: int) -> list[str]:
+    there = statement.problem.hardware.devices
+    return [f"unused: {there - devices} of {there} devices"] if there > devices else []
 
 
 def _head(found: Decision) -> Iterator[str]:
     """The step, the devices, the whole run, and what running ahead changes."""
     best, statement = found.best, found.statement
-    step_s, hardware = best.evaluation.step_s, statement.problem.hardware
-    yield f"a step: {seconds(step_s)}{_range(statement, step_s)} on {best.evaluation.devices} devices"
-    unused = hardware.devices - best.evaluation.devices
-    if unused:
-        yield f"unused: {unused} of {hardware.devices} devices, which would not make it better"
+    step_s, hardware, devices = best.evaluation.step_s, statement.problem.hardware, best.evaluation.devices
+    yield f"a step: {ranged(statement, step_s)} on {devices} devices"
+    for line in _unused(statement, devices):
+        yield f"{line}, which would not make it better"
     price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
     steps = statement.steps or 100
-    hours = steps * step_s / HOUR_S
-    cost = f", {number(hours * price)} at the cluster's prices" if price else ""
-    yield f"{steps:,} steps: {number(hours)} hours{cost}"
+    cost = f", {number(steps * step_s / HOUR_S * price)} at the cluster's prices" if price else ""
+    yield f"{steps:,} steps: {ranged(statement, steps * step_s)}{cost}"
     if best.plan.freshness:
         yield (
             f"freshness {best.plan.freshness}: rows are trained on up to {best.plan.freshness} updates after "
@@ -148,27 +223,25 @@ def _head(found: Decision) -> Iterator[str]:
 
 def _sensitivity(found: Decision) -> Iterator[str]:
     for one in found.variations:
-        step = seconds(one.step_s) if one.step_s < float("inf") else "no room"
+        step = ranged(found.statement, one.step_s) if one.step_s < float("inf") else "no room"
         flips = f"; then {pools_text(found.ranking.best[one.best].plan)} is better" if one.best else ""
         gain = "" if one.gain is None else f"; doubling then gains {one.gain:+.0%}"
         yield f"with {one.what}: {step}{flips}{gain}"
 
 
-def _best_rows(found: Decision) -> list[tuple[str, ...]]:
+def _best_rows(found: Decision) -> Rows:
     goal = found.objective.goal.value if found.objective.goal is not Goal.STEP else ""
-    rows: list[tuple[str, ...]] = [
-        ("", "pools", "devices", "freshness", "step", "simulated", goal, "behind by", "")
-    ]
+    rows: Rows = [("", "pools", "devices", "freshness", "step", "simulated", goal, "behind by", "")]
     for place, one in enumerate(found.ranking.best):
-        simulated = seconds(found.simulated_s[place]) if place < len(found.simulated_s) else ""
+        simulated = found.simulated_s[place : place + 1]
         rows.append(
             (
                 f"{place + 1}.",
                 pools_text(one.plan),
                 " + ".join(str(pool.devices) for pool in one.plan.pools),
                 str(one.plan.freshness),
-                seconds(one.evaluation.step_s),
-                simulated,
+                ranged(found.statement, one.evaluation.step_s),
+                "".join(ranged(found.statement, step_s) for step_s in simulated),
                 _value(found.objective, one) if goal else "",
                 "" if one.cause is None else one.cause.value,
                 one.why,
@@ -197,8 +270,8 @@ def _simulated_notes(found: Decision) -> Iterator[str]:
             yield f"note: {place}. takes {more:+.0%} when simulated row by row; trust the simulated step"
 
 
-def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("model", "pool", "devices", "trains and scores on", "generates with")]
+def _unit_rows(plan: Plan) -> Rows:
+    rows: Rows = [("model", "pool", "devices", "trains and scores on", "generates with")]
     for name, unit in plan.units.items():
         tp = f"tp {unit.generate_tp}" if unit.generate_tp else ""
         pool = plan.pool(unit.pool)
@@ -206,9 +279,9 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _stage_rows(one: Ranked) -> list[tuple[str, ...]]:
+def _stage_rows(statement: Statement, one: Ranked) -> Rows:
     """What each stage takes, and its share of what its pool does; generation that streams until it is dry."""
-    rows: list[tuple[str, ...]] = [("stage", "pool", "takes", "share of its pool's work")]
+    rows: Rows = [("stage", "pool", "takes", "share of its pool's work")]
     spent = one.evaluation.seconds
     pools = {timing.stage: timing.pool for timing in one.evaluation.schedule.timings}
     whole = {
@@ -217,40 +290,33 @@ def _stage_rows(one: Ranked) -> list[tuple[str, ...]]:
     for stage, name in one.evaluation.names.items():
         pool = pools[stage]
         share = f"{spent[stage] / whole[pool]:.0%}" if pool and whole[pool] else ""
-        rows.append((name, pool or "beside", seconds(spent[stage]), share))
+        rows.append((name, pool or "beside", ranged(statement, spent[stage]), share))
     return rows
 
 
-def _pool_rows(one: Ranked) -> list[tuple[str, ...]]:
-    head = ("pool", "busy", "idle", "kept a device", "a stage's beside", "left for cache")
-    return [head, *map(_pool_row, one.evaluation.pools)]
+def _pool_rows(statement: Statement, one: Ranked) -> Rows:
+    rows: Rows = [("pool", "busy", "idle", "kept a device", "a stage's beside", "left for cache")]
+    for pool in one.evaluation.pools:
+        kept = (size(max(0.0, one)) for one in (pool.resident_bytes, pool.working_bytes, pool.room_bytes))
+        rows.append((pool.name, ranged(statement, pool.busy_s), f"{pool.idle_share:.0%}", *kept))
+    return rows
 
 
-def _pool_row(pool: PoolUse) -> tuple[str, ...]:
-    return (
-        pool.name,
-        seconds(pool.busy_s),
-        f"{pool.idle_share:.0%}",
-        size(pool.resident_bytes),
-        size(pool.working_bytes),
-        size(max(0.0, pool.room_bytes)),
-    )
-
-
-def _size_rows(sizes: Sequence[ClusterSize]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("devices", "step", "rows/s", "gain", "rows/s a device", "pools")]
-    for one in sizes:
+def _size_rows(found: Decision) -> Rows:
+    rows: Rows = [("devices", "step", "rows/s", "gain", "rows/s a device", "pools")]
+    for one in found.sizes:
         if one.best is None:
             rows.append((str(one.devices), "nothing fits", "", "", "", ""))
             continue
         gain = "" if one.gain is None else f"{one.gain:+.0%}"
         each = number(one.rows_per_s / one.devices)
-        step, pools = seconds(one.best.evaluation.step_s), pools_text(one.best.plan)
+        step, pools = ranged(found.statement, one.best.evaluation.step_s), pools_text(one.best.plan)
         rows.append((str(one.devices), step, number(one.rows_per_s), gain, each, pools))
     return rows
 
 
 def _warnings(found: Decision) -> Iterator[str]:
+    """What doubling brings: said where it brings little, with what would have to be true for it to pay."""
     hardware = found.statement.problem.hardware
     for before, one in pairwise(found.sizes):
         if one.gains_little and one.gain is not None:
@@ -287,30 +353,17 @@ def _placement(plan: Plan) -> list[str]:
     return [*head, *grids, f"generate.tp = {max(1, tp)}"]
 
 
-def _ranked_data(found: Decision, one: Ranked) -> dict[str, Any]:
-    plan, spent = one.plan, one.evaluation
+def _ranked_data(statement: Statement, one: Ranked) -> dict[str, Any]:
+    spent = one.evaluation
     return {
-        "pools": [{"name": pool.name, "fleet": pool.fleet, "devices": pool.devices} for pool in plan.pools],
-        "units": {
-            name: {"pool": unit.pool, **asdict(unit.grid), "generate_tp": unit.generate_tp}
-            for name, unit in plan.units.items()
-        },
-        "freshness": plan.freshness,
+        **asdict(one.plan),
         "value": one.value,
-        "cause": None if one.cause is None else one.cause.value,
+        "cause": one.cause,
         "why": one.why,
         "step_s": spent.step_s,
-        "range_s": found.statement.range_s(spent.step_s),
+        "range_s": statement.range_s(spent.step_s),
         "devices": spent.devices,
-        "rows_per_s": found.statement.problem.workload.rows / spent.step_s if spent.step_s else None,
-        "stages": [
-            {
-                "stage": spent.names[timing.stage],
-                "pool": timing.pool,
-                "start_s": timing.start_s,
-                "end_s": timing.end_s,
-            }
-            for timing in spent.schedule.timings
-        ],
+        "rows_per_s": statement.problem.workload.rows / spent.step_s if spent.step_s else None,
+        "stages": [{**asdict(one), "stage": spent.names[one.stage]} for one in spent.schedule.timings],
         "pool_use": [asdict(pool) for pool in spent.pools],
     }

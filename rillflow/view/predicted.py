@@ -19,7 +19,7 @@ from rillflow.planner.plan_file import read_plan
 from rillflow.records.metrics import Mean
 from rillflow.view.columns import columns, seconds
 from rillflow.view.html import Html, el
-from rillflow.view.run_data import PhaseSpan, RunData
+from rillflow.view.run_data import RunData
 
 STEP = "step"
 """What the row of the whole step is called."""
@@ -95,7 +95,9 @@ def compare(data: RunData) -> Comparison | None:
         )
         for name in names
     )
-    step = Predicted(name=STEP, predicted_s=plan.predicted_step_s, measured_s=_step_s(data, phase, first))
+    step = Predicted(
+        name=STEP, predicted_s=plan.predicted_step_s, measured_s=usual_step_s(data, first, phase.last)
+    )
     return Comparison(stages=stages, step=step, steps=phase.last - first + 1)
 
 
@@ -106,6 +108,16 @@ def stage_medians(data: RunData, first: int, last: int) -> Mapping[str, float]:
         if first <= span.step <= last:
             by_step[span.stage][span.step] += span.duration_s
     return {stage: median(steps.values()) for stage, steps in by_step.items()}
+
+
+def usual_step_s(data: RunData, first: int, last: int) -> float:
+    """Seconds of a usual step, the median of steps ``first`` to ``last``; 0 where none was recorded."""
+    taken = []
+    for record in data.steps:
+        one = record.metrics.get("run/step_seconds/mean")
+        if isinstance(one, Mean) and one.count and first <= record.step <= last:
+            taken.append(one.total / one.count)
+    return median(taken) if taken else 0.0
 
 
 def render_comparison(found: Comparison) -> str:
@@ -144,12 +156,3 @@ def draw_comparison_card(data: RunData) -> list[Html]:
 def _cells(one: Predicted) -> tuple[str, ...]:
     said = "" if one.error is None or not one.predicted_s else f"{one.error:+.0%}"
     return one.name, seconds(one.predicted_s) if one.predicted_s else "", seconds(one.measured_s), said
-
-
-def _step_s(data: RunData, phase: PhaseSpan, first: int) -> float:
-    taken = []
-    for record in data.steps:
-        one = record.metrics.get("run/step_seconds/mean")
-        if isinstance(one, Mean) and one.count and first <= record.step <= phase.last:
-            taken.append(one.total / one.count)
-    return median(taken) if taken else 0.0

@@ -14,9 +14,9 @@ from rillflow.observe.reader import SpanRecord
 from rillflow.observe.wording import duration, number
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import PhaseSpan, RunData
+from rillflow.view.style import COLOURS
 
 REST = "evaluation, checkpoints and the rest"
-_COLOURS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def draw_stages(data: RunData) -> list[Html]:
         times = stage_times(data, phase)
         for one in times:
             if one.stage != REST:
-                colours.setdefault(one.stage, len(colours) % _COLOURS)
+                colours.setdefault(one.stage, len(colours) % COLOURS)
         cards.append(_card(phase, times, colours))
     return cards
 

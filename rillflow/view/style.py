@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+COLOURS = 24
+"""Things of a page that have each a colour of their own."""
 STYLE = """
 :root {
   color-scheme: light dark; --paper:#f7f6f2; --card:#fff; --ink:#1c2430; --soft:#667080; --hair:#e5e2da;
@@ -156,7 +158,7 @@ footer {margin-top: 40px; color: var(--soft); font-size: .82rem}
 @media print{
   .card {break-inside: avoid}
 }
-"""
+""" + "".join(f".k{place} {{--kc:hsl({place * 137.5 % 360:g} 45% 52%)}}\n" for place in range(6, COLOURS))
 
 SCRIPT = """
 document.querySelectorAll('svg.chart').forEach(function (svg) {

@@ -15,10 +15,10 @@ from rillflow.observe.wording import duration
 from rillflow.view.chart import ticks
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import RunData
+from rillflow.view.style import COLOURS
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1080, 190, 14, 8, 26
 LANE, GAP, POOL_GAP = 18, 4, 10
-COLOURS = 6
 SHOWN_STEPS = 4
 """Steps of a run that are drawn: its last ones."""
 

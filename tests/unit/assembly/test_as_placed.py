@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.as_placed import plan_as_placed
 from rillflow.assembly.planned import is_placed_by, settings_of
-from rillflow.assembly.planning import open_cluster, state_problem, told
+from rillflow.assembly.planning import open_cluster, plan_as_placed, state_problem
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostModel
@@ -68,7 +67,7 @@ def test_it_is_the_placement_that_runs(folder: Path, settings: tuple[str, ...]) 
 def test_a_plan_laid_over_a_recipe_is_expected_to_take_what_the_search_said(folder: Path) -> None:
     _, statement = stated(folder)
     for one in search(statement.problem, CostModel).best:
-        plan = told(statement.problem, one)
+        plan = one.plan
         loaded, again = stated(folder, *settings_of(plan, ()))
         found = plan_as_placed(loaded.recipe, again)
         assert found.predicted_stages_s == pytest.approx(plan.predicted_stages_s)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rillflow.assembly.observed import plan_of
 from rillflow.assembly.planned import settings_of
 from rillflow.assembly.planning import (
     open_cluster,
+    plan_of,
     shape_of_directory,
     shape_of_new,
     state_problem,
@@ -127,10 +127,11 @@ def test_a_placement_is_a_plan_and_back(folder: Path) -> None:
         "placement.generate.tp=2",
     )
     graph = state_problem(placed, open_cluster(folder / "cluster.toml")).problem.graph
-    plan = plan_of(placed.recipe, graph, "cpu")
+    fleet = open_cluster(folder / "cluster.toml").fleets[0]
+    plan = plan_of(placed.recipe, graph, fleet)
     assert str(plan.units["policy"].grid) == "dp 2 x pp 1 x tp 2" and plan.units["policy"].generate_tp == 2
     again = load_recipe(folder / "run.toml", settings_of(plan, ())).recipe
-    assert plan_of(again, graph, "cpu") == plan
+    assert plan_of(again, graph, fleet) == plan
 
 
 def test_a_sampler_apart_is_another_problem(folder: Path) -> None:
