@@ -102,7 +102,7 @@ def graph() -> Graph:
     return Graph(name="four models", stages=stages, edges=edges)
 
 
-def problem(model: str, devices: int, fixed: Mapping[str, str] | None = None, *, judge: str = "") -> Problem:
+def problem(model: str, devices: int, *, judge: str = "") -> Problem:
     """1,024 rows of 1,024 + 1,024 tokens, 8 optimiser steps, on machines of 8 A100 with 200 Gb/s.
 
     ``judge`` is the model of critic and reward; that of the others if nothing is said.
@@ -129,7 +129,6 @@ def problem(model: str, devices: int, fixed: Mapping[str, str] | None = None, *,
             shares_prompts=False,
         ),
         hardware=Hardware(name="a100", fleets=(fleet,), factors=FACTORS),
-        fixed=fixed or {},
     )
 
 

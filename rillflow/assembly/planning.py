@@ -32,8 +32,7 @@ from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Fleet, Hardware, read_hardware
 from rillflow.planner.model_shape import ModelShape, read_shape
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import Problem
-from rillflow.planner.statement import Statement
+from rillflow.planner.problem import Problem, Statement
 from rillflow.planner.workload import Workload
 
 

@@ -25,9 +25,8 @@ from rillflow.cli.failure import DONE
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import LoadedRecipe
     from rillflow.planner.plan import Plan
-    from rillflow.planner.problem import Problem
+    from rillflow.planner.problem import Problem, Statement
     from rillflow.planner.simulator.result import Simulation
-    from rillflow.planner.statement import Statement
 
 SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
 """How much larger than the given one the clusters are that throughput is shown for."""
@@ -45,7 +44,7 @@ Words = tuple[tuple[str, dict[str, Any]], ...]
 def plan(arguments: argparse.Namespace) -> int:
     """``rillflow plan``: the best placements of a recipe on a cluster, and what each other is behind by."""
     from rillflow.planner.cost_model.costs import CostModel
-    from rillflow.planner.objective import Goal, Objective
+    from rillflow.planner.ranking import Goal, Objective
     from rillflow.planner.search import explore
     from rillflow.planner.sensitivity import prompts_that_pay, variations
     from rillflow.view.plans import Decision, decision_data, decision_lines

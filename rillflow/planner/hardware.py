@@ -7,8 +7,9 @@ cluster.toml ───────────┴─> Hardware: fleets of one de
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from rillflow.planner.factors import Accuracy, Engine, Factors, Stack
 from rillflow.planner.quantities import DURATION, FLOPS, MEMORY, PRICE, RATE
 
 _OVERHEADS = {"step_s", "step_row_s"}
-_COUNTS = ("devices", "machines", "per_machine")
-_MOST_TOUCHES = 1000.0
 _MOST_DEVICES = 1_000_000
+Reader = Callable[[object, str], Any]
+"""What makes a value of a file one of ours, or refuses it by its place."""
 NO_ENGINE = Engine()
 UNFITTED = "default"
 """The factor set of a cluster's file that names none."""
@@ -69,6 +70,21 @@ class Fleet:
         whole = range(self.per_machine, self.devices + 1, self.per_machine)
         return tuple(size for size in (*small, *whole) if size <= self.devices)
 
+    @property
+    def machines(self) -> int:
+        """How many machines there are."""
+        return max(1, self.devices // self.per_machine)
+
+    def machines_needed(self, sizes: Sequence[int]) -> int:
+        """The least machines that hold pools of these sizes side by side, what is no whole machine on one.
+
+        Example:
+            fleet_of_8.machines_needed((4, 2, 16)) == 3
+        """
+        room = min(self.per_machine, self.devices)
+        parts = tuple(sorted((size % room for size in sizes if size % room), reverse=True))
+        return sum(size // room for size in sizes) + _machines_of_parts(room, parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
@@ -99,14 +115,21 @@ class Hardware:
 
 def shipped_devices() -> dict[str, Device]:
     """The devices that come with the package, by name."""
-    data = tomllib.loads((Path(__file__).parent / "devices.toml").read_text("utf-8"))
-    return {name: _device(name, one, f"devices.toml, {name}") for name, one in data.items()}
+    return {name: _device(name, one, f"devices.toml, {name}") for name, one in _shipped("devices").items()}
 
 
 def shipped_stacks() -> dict[str, Stack]:
     """The factor sets that come with the package, by the name that ``like`` has."""
-    data = tomllib.loads((Path(__file__).parent / "stacks.toml").read_text("utf-8"))
-    return {name: _stack(name, one) for name, one in data.items()}
+    return {
+        name: Stack(
+            name=name,
+            fitted=str(data["fitted"]),
+            factors=Factors(**_values(data.get("factors", {}), _FACTORS, name)),
+            engine=Engine(**_values(data.get("engine", {}), _ENGINE, name)),
+            accuracy=Accuracy(**data["accuracy"]) if "accuracy" in data else None,
+        )
+        for name, data in _shipped("stacks").items()
+    }
 
 
 def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
@@ -120,20 +143,19 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     Raises:
         PlanError: unknown names, missing or contradictory numbers, numbers without a unit, absurd ones.
     """
-    _known(data, {"name", "fleet", "device", "like", "engine", "factors", "calibrated"}, name)
-    stacks, like = shipped_stacks(), data.get("like", UNFITTED)
+    said = _values(data, _CLUSTER, name)
+    stacks, like = shipped_stacks(), said.get("like", UNFITTED)
     if like not in stacks:
         raise PlanError(
             f"{name} is like {like!r}, which is no factor set",
             why=f"shipped are {', '.join(stacks)}",
-            fix=nearest(str(like), stacks),
+            fix=nearest(like, stacks),
         )
-    stack = stacks[like]
-    changed = bool(data.get("engine")) or bool(set(data.get("factors", {})) - _OVERHEADS)
-    own = _table(data, "device", name)
+    stack, factors = stacks[like], _values(said.get("factors", {}), _FACTORS, f"{name}, factors")
+    engine = _values(said.get("engine", {}), _ENGINE, f"{name}, engine")
+    changed = bool(engine) or bool(set(factors) - _OVERHEADS)
     devices = shipped_devices() | {
-        label: _device(label, _table(own, label, f"{name}, device"), f"{name}, device.{label}")
-        for label in own
+        label: _device(label, one, f"{name}, device.{label}") for label, one in said.get("device", {}).items()
     }
     listed = data.get("fleet", [])
     if not isinstance(listed, list) or not listed:
@@ -148,99 +170,93 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     if doubled is not None:
         raise PlanError(f"{name} has two fleets called {doubled!r}", fix="give each fleet a name of its own")
     return Hardware(
-        name=str(data.get("name", name)),
+        name=said.get("name", name),
         fleets=fleets,
-        factors=replace(stack.factors, **_factors(_table(data, "factors", name), name)),
-        engine=replace(stack.engine, **_engine(_table(data, "engine", name), name)),
-        calibrated=str(data.get("calibrated", "" if changed else stack.fitted)),
+        factors=replace(stack.factors, **factors),
+        engine=replace(stack.engine, **engine),
+        calibrated=said.get("calibrated", "" if changed else stack.fitted),
         accuracy=None if changed else stack.accuracy,
     )
 
 
-def _stack(name: str, data: Mapping[str, Any]) -> Stack:
-    accuracy = data.get("accuracy")
-    return Stack(
-        name=name,
-        fitted=str(data["fitted"]),
-        factors=Factors(**_factors(data.get("factors", {}), name)),
-        engine=Engine(**_engine(data.get("engine", {}), name)),
-        accuracy=None if accuracy is None else Accuracy(**accuracy),
-    )
-
-
-def _engine(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Settings of an engine: yes or no, and shares of the memory."""
-    known = {field.name: field.default for field in fields(Engine)}
-    _known(data, set(known), f"{name}, engine")
-    for key, value in data.items():
-        if isinstance(known[key], bool) and not isinstance(value, bool):
-            raise PlanError(f"{name}, engine.{key} is {value!r}", why="it is true or false")
-        if not isinstance(known[key], bool):
-            _share(value, f"{name}, engine.{key}")
-    return dict(data)
+def _shipped(name: str) -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text("utf-8"))
 
 
 def _device(name: str, data: Mapping[str, Any], where: str) -> Device:
-    keys = {"memory", "memory_bandwidth", "inside", "host", "flops", "source"}
-    _known(data, keys, where)
-    _required(data, keys - {"source"}, where)
-    flops = _table(data, "flops", where)
+    said = _values(data, _DEVICE, where, needed=set(_DEVICE) - {"source"})
+    flops = _values(said["flops"], dict.fromkeys(("float8", "bfloat16", "float32"), FLOPS.read), where)
     if not flops:
         raise PlanError(f"{where} has no flops", fix='flops = { bfloat16 = "312 TFLOP/s", float32 = ... }')
-    _known(flops, {"float8", "bfloat16", "float32"}, f"{where}, flops")
-    bandwidth, inside = (RATE.read(data[key], f"{where}, {key}") for key in ("memory_bandwidth", "inside"))
-    _slower(inside, bandwidth, f"{where}, inside")
-    speeds = {dtype: FLOPS.read(value, f"{where}, flops.{dtype}") for dtype, value in flops.items()}
+    _slower(said["inside"], said["memory_bandwidth"], f"{where}, inside")
     return Device(
         name=name,
-        memory_bytes=MEMORY.read(data["memory"], f"{where}, memory"),
-        flops=speeds,
-        memory_bandwidth=bandwidth,
-        inside_bandwidth=inside,
-        host_bandwidth=RATE.read(data["host"], f"{where}, host"),
-        source=str(data["source"]) if "source" in data else "",
+        memory_bytes=said["memory"],
+        flops=flops,
+        memory_bandwidth=said["memory_bandwidth"],
+        inside_bandwidth=said["inside"],
+        host_bandwidth=said["host"],
+        source=said.get("source", ""),
     )
 
 
 def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -> Fleet:
-    keys = {"name", "device", "devices", "machines", "per_machine", "between", "between_machine", "price"}
     wrong = next((key for key in data if "price" in key and key != "price"), None)
     if wrong is not None:
         raise PlanError(f"{where} has {wrong}", why="the key is price, of a device", fix='price = "2.5 $/h"')
-    _known(data, keys, where)
-    _required(data, {"device"}, where)
-    label = data["device"]
+    said = _values(data, _FLEET, where, needed={"device"})
+    label = said["device"]
     if label not in devices:
         raise PlanError(
             f"{where} is made of {label!r}, which is not known",
-            fix=f"{nearest(str(label), devices)} or describe it in a table [device.{label}]",
+            fix=f"{nearest(label, devices)} or describe it in a table [device.{label}]",
         )
-    per_machine, count = _counts(data, where)
-    between = devices[label].inside_bandwidth
-    if "between" in data and "between_machine" in data:
+    count, per_machine = _devices(said, where), said["per_machine"]
+    if "between" in said and "between_machine" in said:
         raise PlanError(
             f"{where} has both between and between_machine",
             why="one is a device's share of the other",
             fix="keep the one that was measured",
         )
-    if "between" in data:
-        between = RATE.read(data["between"], f"{where}, between")
-    elif "between_machine" in data:
-        between = RATE.read(data["between_machine"], f"{where}, between_machine") / per_machine
-    elif count > per_machine:
+    if count > per_machine and not {"between", "between_machine"} & set(said):
         raise PlanError(
             f"{where} has {count // per_machine} machines and no link between them",
             fix='between = "50 GB/s" of one device, or between_machine = "400 GB/s" of one machine',
         )
+    share = said["between_machine"] / per_machine if "between_machine" in said else None
+    between = said.get("between", devices[label].inside_bandwidth) if share is None else share
     _slower(between, devices[label].memory_bandwidth, f"{where}, the link between machines")
     return Fleet(
-        name=str(data["name"]) if "name" in data else str(label).lower(),
+        name=said.get("name", label.lower()),
         device=devices[label],
         devices=count,
         per_machine=per_machine,
         between_bandwidth=between,
-        price_per_hour=PRICE.read(data["price"], f"{where}, price") if "price" in data else 0.0,
+        price_per_hour=said.get("price", 0.0),
     )
+
+
+def _devices(said: dict[str, Any], where: str) -> int:
+    """Devices of a fleet, of whose numbers one of three may be missing: ``per_machine`` is filled in."""
+    machines = said.get("machines")
+    if "devices" not in said and (machines is None or "per_machine" not in said):
+        raise PlanError(f"{where} does not say how many devices it has", fix="devices = 8, per_machine = 8")
+    count: int = said["devices"] if "devices" in said else machines * said["per_machine"]
+    parts: int = said.get("per_machine", machines or count)
+    if count % parts:
+        raise PlanError(
+            f"{where} has {count} devices, {parts} a machine",
+            why=f"machines are alike: {count} / {parts} leaves {count % parts}",
+            fix="make devices a multiple, or split them into two fleets",
+        )
+    per_machine: int = said.setdefault("per_machine", count // (machines or 1))
+    if machines and machines * per_machine != count:
+        raise PlanError(
+            f"{where} has {machines} machines of {per_machine} devices, and {count} devices",
+            why=f"{machines} x {per_machine} is {machines * per_machine}",
+            fix="leave one of the three out",
+        )
+    return count
 
 
 def _slower(link: float, memory: float, where: str) -> None:
@@ -252,93 +268,95 @@ def _slower(link: float, memory: float, where: str) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Counts:
-    """Devices of a machine, and of all of them."""
-
-    per_machine: int
-    devices: int
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((self.per_machine, self.devices))
-
-
-def _counts(data: Mapping[str, Any], where: str) -> _Counts:
-    numbers = {key: _count(data[key], f"{where}, {key}") for key in _COUNTS if key in data}
-    if "devices" not in numbers and not {"machines", "per_machine"} <= set(numbers):
-        raise PlanError(f"{where} does not say how many devices it has", fix="devices = 8, per_machine = 8")
-    machines = numbers.get("machines", 0)
-    devices = numbers["devices"] if "devices" in numbers else machines * numbers["per_machine"]
-    per_machine = numbers["per_machine"] if "per_machine" in numbers else devices // max(machines, 1)
-    if per_machine == 0 or devices % per_machine:
-        raise PlanError(
-            f"{where} has {devices} devices, {per_machine or machines} a machine",
-            why=f"machines are alike: {devices} / {per_machine or machines} leaves "
-            f"{devices % (per_machine or machines)}",
-            fix="make devices a multiple, or split them into two fleets",
-        )
-    if machines and machines * per_machine != devices:
-        raise PlanError(
-            f"{where} has {machines} machines of {per_machine} devices, and {devices} devices",
-            why=f"{machines} x {per_machine} is {machines * per_machine}",
-            fix="leave one of the three out",
-        )
-    return _Counts(per_machine=per_machine, devices=devices)
+def _values(
+    data: Mapping[str, Any], readers: Mapping[str, Reader], where: str, needed: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The values of a table, each as its key's reader has it; what is unknown or missing is refused."""
+    _TABLE(data, where)
+    odd = next((key for key in data if key not in readers), None)
+    if odd is not None:
+        raise PlanError(f"{where} has the key {odd!r}, which means nothing here", fix=nearest(odd, readers))
+    missing = sorted(set(needed) - set(data))
+    if missing:
+        raise PlanError(f"{where} has no {missing[0]}", fix=f"needed: {', '.join(sorted(needed))}")
+    return {key: readers[key](value, f"{where}.{key}") for key, value in data.items()}
 
 
-def _count(value: object, where: str) -> int:
+def _number(least: float, most: float, why: str, *, is_open: bool = False) -> Reader:
+    """A reader of plain numbers between two others; ``is_open``: the least itself is none."""
+
+    def read(value: object, where: str) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+            if least <= number <= most and not (is_open and number == least):
+                return number
+        raise PlanError(f"{where} is {value!r}", why=why)
+
+    return read
+
+
+def _kind(kind: type, why: str) -> Reader:
+    """A reader of what is of one kind: a text, a table, yes or no."""
+
+    def read(value: object, where: str) -> object:
+        if not isinstance(value, kind):
+            raise PlanError(f"{where} is {value!r}", why=why)
+        return value
+
+    return read
+
+
+def _whole(value: object, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_DEVICES:
         raise PlanError(f"{where} is {value!r}", why=f"it is a whole number from 1 to {_MOST_DEVICES:,}")
     return value
 
 
-def _factors(data: Mapping[str, Any], name: str) -> dict[str, float]:
-    known = {field.name: field.default for field in fields(Factors)}
-    _known(data, set(known), f"{name}, factors")
-    found: dict[str, float] = {}
-    for key, value in data.items():
-        where = f"{name}, factors.{key}"
-        if key.endswith("_s"):
-            found[key] = DURATION.read(value, where)
-            continue
-        match key:
-            case "refit" | "refit_apart":
-                found[key] = RATE.read(value, where)
-            case "touches":
-                found[key] = _touches(value, where)
-            case "hidden_gathers" | "hidden_reads":
-                found[key] = 0.0 if value == 0 and not isinstance(value, bool) else _share(value, where)
-            case _:
-                found[key] = _share(value, where)
-    return found
+def _factor(name: str) -> Reader:
+    """The reader of a factor, by its name."""
+    if name.endswith("_s"):
+        return DURATION.read
+    if name.startswith("refit"):
+        return RATE.read
+    return _TOUCHES if name == "touches" else _NONE_TO_ALL if name.startswith("hidden") else _SHARE
 
 
-def _share(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
-        raise PlanError(f"{where} is {value!r}", why="it is a share of the device's number, above 0 up to 1")
-    return float(value)
+@lru_cache(maxsize=65536)
+def _machines_of_parts(room: int, parts: tuple[int, ...]) -> int:
+    least = -(-sum(parts) // room)
+    while not _fits(parts, (room,) * least):
+        least += 1
+    return least
 
 
-def _touches(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= _MOST_TOUCHES:
-        raise PlanError(f"{where} is {value!r}", why=f"it counts passes over memory: 0 to {_MOST_TOUCHES:g}")
-    return float(value)
+def _fits(parts: tuple[int, ...], rooms: tuple[int, ...]) -> bool:
+    """Whether parts, largest first, fit into what the machines have left."""
+    if not parts:
+        return True
+    return any(
+        _fits(parts[1:], tuple(sorted((*rooms[:place], left - parts[0], *rooms[place + 1 :]))))
+        for place, left in enumerate(rooms)
+        if left >= parts[0] and left not in rooms[:place]
+    )
 
 
-def _known(data: Mapping[str, Any], keys: set[str], where: str) -> None:
-    odd = next((key for key in data if key not in keys), None)
-    if odd is not None:
-        raise PlanError(f"{where} has the key {odd!r}, which means nothing here", fix=nearest(odd, keys))
-
-
-def _required(data: Mapping[str, Any], keys: set[str], where: str) -> None:
-    missing = sorted(keys - set(data))
-    if missing:
-        raise PlanError(f"{where} has no {missing[0]}", fix=f"needed: {', '.join(sorted(keys))}")
-
-
-def _table(data: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    found = data.get(key, {})
-    if not isinstance(found, Mapping):
-        raise PlanError(f"{where}: {key} is {found!r}", why="it is a table")
-    return found
+_TEXT, _TABLE = _kind(str, "it is a text"), _kind(Mapping, "it is a table")
+_YES = _kind(bool, "it is true or false")
+_SHARE = _number(0.0, 1.0, "it is a share of the device's number, above 0 up to 1", is_open=True)
+_NONE_TO_ALL = _number(0.0, 1.0, "it is a share, from 0 to 1")
+_TOUCHES = _number(0.0, 1000.0, "it counts passes over memory: 0 to 1000")
+_FACTORS = {field.name: _factor(field.name) for field in fields(Factors)}
+_ENGINE = {field.name: _YES if isinstance(field.default, bool) else _SHARE for field in fields(Engine)}
+_RATES = dict.fromkeys(("memory_bandwidth", "inside", "host"), RATE.read)
+_DEVICE: Mapping[str, Reader] = {"memory": MEMORY.read, **_RATES, "flops": _TABLE, "source": _TEXT}
+_FLEET: Mapping[str, Reader] = {
+    **dict.fromkeys(("name", "device"), _TEXT),
+    **dict.fromkeys(("devices", "machines", "per_machine"), _whole),
+    **dict.fromkeys(("between", "between_machine"), RATE.read),
+    "price": PRICE.read,
+}
+_CLUSTER: Mapping[str, Reader] = {
+    **dict.fromkeys(("name", "like", "calibrated"), _TEXT),
+    **dict.fromkeys(("device", "engine", "factors"), _TABLE),
+    "fleet": _kind(object, ""),
+}

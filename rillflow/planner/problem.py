@@ -6,17 +6,20 @@ recipe or benchmark ─> Problem ─> cost_model ─> mapping, simulator
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rillflow.errors import PlanError
 from rillflow.graph.graph import Graph, Stage
+from rillflow.planner.factors import Factors
 from rillflow.planner.hardware import Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import Plan
 from rillflow.planner.work import Work, work_of
 from rillflow.planner.workload import Workload
 
+UNFITTED = 'default factors, held against no run: like = "nemo-rl" or "verl" names fitted ones'
+UNTOLD = "the cluster's file sets factors and does not say what they were fitted to (calibrated = ...)"
 SAMPLER = "sampler"
 """The unit that generates where that is done apart from the policy's training."""
 
@@ -59,8 +62,6 @@ class Problem:
     """Whether activations are recomputed in the backward pass."""
     freshness: int = 0
     """How many policy versions old a trained token may be."""
-    fixed: Mapping[str, str] = field(default_factory=dict)
-    """Roles that must share the pool of another."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.shapes) - set(self.graph.roles))
@@ -116,3 +117,34 @@ class Problem:
 
     def _is_sampled(self, index: int) -> bool:
         return self.work(self.graph.stages[index]) is Work.GENERATE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """A problem, and what nobody said of it."""
+
+    problem: Problem
+    """The step, its models and the devices."""
+    assumptions: tuple[str, ...]
+    """A sentence for each number that was assumed, with what would replace it."""
+    steps: int = 0
+    """Of the whole run; 0 where nobody said."""
+
+    @property
+    def accuracy(self) -> str:
+        """What the factors were held against, and what came of it."""
+        hardware = self.problem.hardware
+        if not hardware.calibrated:
+            return UNFITTED if hardware.factors == Factors() else UNTOLD
+        told, error = f"factors fitted to {hardware.calibrated}", hardware.accuracy
+        if error is None:
+            return told
+        return (
+            f"{told}; on steps left out of the fit the median error is {error.median:.0%}, the worst "
+            f"{error.worst:.0%}; the ranges hold eight of ten of them"
+        )
+
+    def range_s(self, seconds: float) -> tuple[float, float] | None:
+        """Between which eight of ten steps predicted so were; none where nobody measured it."""
+        error = self.problem.hardware.accuracy
+        return None if error is None else (error.low * seconds, error.high * seconds)

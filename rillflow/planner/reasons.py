@@ -18,13 +18,12 @@ from typing import TypedDict
 
 from rillflow.errors import PlanError
 from rillflow.planner.evaluate import Evaluation
-from rillflow.planner.objective import Objective
 from rillflow.planner.option import Costs
-from rillflow.planner.partitions import partitions
 from rillflow.planner.plan import Plan
-from rillflow.planner.problem import SAMPLER, Problem, Unit
-from rillflow.planner.ranking import Cause, Ranked
+from rillflow.planner.problem import Problem, Unit
+from rillflow.planner.ranking import Cause, Objective, Ranked
 from rillflow.planner.seating import bytes_text, least_devices, smallest_option
+from rillflow.planner.variant import partitions
 
 MOST_UNITS_FOR_EVERY_SET = 4
 """Of more units, only all together and each apart are tried for the least cluster that would do."""
@@ -153,7 +152,7 @@ def _least_cluster(problem: Problem, costs: Costs) -> str:
         least = {one: least_devices(costs, [problem.units[unit] for unit in one], fleet) for one in sets}
         totals = [
             sum(least[pool] or 0 for pool in partition)
-            for partition in partitions(names, fixed=problem.fixed, alone=SAMPLER)
+            for partition in partitions(names)
             if all(least.get(pool) for pool in partition)
         ]
         if totals:

@@ -18,8 +18,7 @@ from rillflow.errors import PlanError, nearest
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.hardware import Hardware, read_hardware, shipped_devices
 from rillflow.planner.model_shape import read_shape
-from rillflow.planner.problem import Problem
-from rillflow.planner.statement import Statement
+from rillflow.planner.problem import Problem, Statement
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 SIGMA = 0.9

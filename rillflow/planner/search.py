@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
 from rillflow.planner.hardware import Hardware
-from rillflow.planner.objective import Goal, Objective
 from rillflow.planner.option import Costs
 from rillflow.planner.problem import Problem
-from rillflow.planner.ranking import Ranked, Ranking
+from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking
 from rillflow.planner.reasons import no_plan_fits, why_it_is_behind
 from rillflow.planner.variant import Variant, preference
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from rillflow.errors import PlanError, nearest
 from rillflow.planner.hardware import Fleet
 from rillflow.planner.option import Costs, Decoder, Option, Seat
-from rillflow.planner.packing import machines_needed, machines_of
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
+from rillflow.planner.plan import Plan, PlannedPool
 from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.work import Work
 
@@ -115,7 +114,7 @@ def _seated_on(
     options = {}
     for unit in units:
         planned = plan.units[unit.name]
-        options[unit.name] = _option(costs, unit, pool, planned)
+        options[unit.name] = costs.option(unit, pool.fleet, pool.devices, planned.grid, planned.generate_tp)
     room = costs.room_bytes(pool.fleet, options)
     largest = max(options, key=lambda name: _bytes(options[name]))
     fleet = problem.hardware.fleet(pool.fleet)
@@ -137,10 +136,6 @@ def _seated_on(
     return found
 
 
-def _option(costs: Costs, unit: Unit, pool: PlannedPool, planned: PlannedUnit) -> Option:
-    return costs.option(unit, pool.fleet, pool.devices, planned.grid, planned.generate_tp)
-
-
 def _require_units(problem: Problem, plan: Plan) -> None:
     names = {unit.name for unit in problem.units}
     for name in sorted(names - set(plan.units)):
@@ -158,8 +153,12 @@ def _require_units(problem: Problem, plan: Plan) -> None:
 
 
 def _require_devices(problem: Problem, plan: Plan) -> None:
-    known = {fleet.name for fleet in problem.hardware.fleets}
-    used = {planned.pool for planned in plan.units.values()}
+    """Refuse pools without units, units without a pool, and machines that are not there."""
+    known, used = [fleet.name for fleet in problem.hardware.fleets], {one.pool for one in plan.units.values()}
+    names = [pool.name for pool in plan.pools]
+    for name in sorted(used ^ set(names)):
+        wrong = f"a unit is on pool {name!r}" if name in used else f"no unit is on pool {name}"
+        raise PlanError(wrong, why=f"the plan has the pools {', '.join(names)}", fix=nearest(name, names))
     for pool in plan.pools:
         if pool.fleet not in known:
             raise PlanError(
@@ -167,28 +166,14 @@ def _require_devices(problem: Problem, plan: Plan) -> None:
                 why=f"the cluster is {problem.hardware.name}",
                 fix=nearest(pool.fleet, known),
             )
-        if pool.name not in used:
-            raise PlanError(
-                f"no unit is on pool {pool.name}", why=f"its {pool.devices} devices would idle", fix="drop it"
-            )
-    for name in sorted(used - {pool.name for pool in plan.pools}):
-        raise PlanError(
-            f"a unit is on pool {name!r}",
-            why="the plan has no such pool",
-            fix=nearest(name, (pool.name for pool in plan.pools)),
-        )
     for fleet in problem.hardware.fleets:
         sizes = [pool.devices for pool in plan.pools if pool.fleet == fleet.name]
-        _require_sizes(fleet, sizes)
-
-
-def _require_sizes(fleet: Fleet, sizes: Sequence[int]) -> None:
-    if machines_needed(fleet, sizes) > machines_of(fleet):
-        raise PlanError(
-            f"pools of {', '.join(map(str, sizes))} devices in fleet {fleet.name}",
-            why=f"it has {machines_of(fleet)} machines of {fleet.per_machine} devices",
-            fix="make a pool smaller, or let units share one",
-        )
+        if fleet.machines_needed(sizes) > fleet.machines:
+            raise PlanError(
+                f"pools of {', '.join(map(str, sizes))} devices in fleet {fleet.name}",
+                why=f"it has {fleet.machines} machines of {fleet.per_machine} devices",
+                fix="make a pool smaller, or let units share one",
+            )
 
 
 def _bytes(option: Option) -> float:

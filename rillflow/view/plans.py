@@ -15,12 +15,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rillflow.observe.wording import number, size
-from rillflow.planner.objective import Goal, Objective
 from rillflow.planner.plan import Plan
-from rillflow.planner.ranking import Ranked, Ranking
+from rillflow.planner.problem import Statement
+from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking
 from rillflow.planner.search import LITTLE, ClusterSize
 from rillflow.planner.sensitivity import Variation
-from rillflow.planner.statement import Statement
 from rillflow.view.columns import columns, seconds
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from rillflow.assembly.planning import open_cluster, plan_as_placed, state_probl
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.problem import Statement
 from rillflow.planner.search import search
-from rillflow.planner.statement import Statement
 
 RECIPE = """
 [policy]

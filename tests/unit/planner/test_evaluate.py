@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.packing import machines_needed
 from rillflow.planner.plan import Plan, PlannedPool
 from rillflow.planner.problem import SAMPLER, Problem
 from rillflow.planner.search import search
@@ -119,4 +118,4 @@ def pack_naively(sizes: list[int], room: int) -> int:
 def test_pools_are_packed_as_well_as_can_be(room: int, picks: list[int]) -> None:
     fleet = toy_fleet(devices=3 * room, per_machine=room)
     sizes = [fleet.sizes[pick % len(fleet.sizes)] for pick in picks]
-    assert machines_needed(fleet, sizes) == pack_naively(sizes, room)
+    assert fleet.machines_needed(sizes) == pack_naively(sizes, room)

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.planner.hardware import Fleet
-from rillflow.planner.objective import Goal, Objective
 from rillflow.planner.option import Costs, Option
 from rillflow.planner.problem import Problem, Unit
-from rillflow.planner.ranking import Cause
+from rillflow.planner.ranking import Cause, Goal, Objective
 from rillflow.planner.search import explore, search
 from tests.unit.planner.toys import ToyCosts, toy_fleet, toy_problem
 

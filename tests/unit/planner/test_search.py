@@ -15,8 +15,8 @@ from rillflow.planner.evaluate import evaluate
 from rillflow.planner.factors import Factors
 from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
 from rillflow.planner.model_shape import ModelShape
-from rillflow.planner.objective import Goal, Objective
 from rillflow.planner.problem import Problem
+from rillflow.planner.ranking import Goal, Objective
 from rillflow.planner.search import search
 from rillflow.planner.workload import Lengths, Workload
 from tests.unit.planner.toys import ToyCosts, Tried, every_plan, toy_fleet, toy_problem, variants
@@ -122,13 +122,6 @@ def test_the_names_of_models_decide_nothing(seed: int) -> None:
     aliases = tuple((now, before) for before, now in new.items())
     one = search(renamed, costs_of(seed, memory=300.0, aliases=aliases)).best[0]
     assert one.value == search(problem, costs_of(seed, memory=300.0)).best[0].value
-
-
-def test_what_shares_a_pool_by_order_is_never_apart() -> None:
-    problem = replace(toy_problem(3, roles=3, fleets=[toy_fleet()]), fixed={"reference": "critic"})
-    ranking = search(problem, costs_of(3, memory=300.0))
-    assert ranking.placements == 2
-    assert all(one.plan.units["reference"].pool == one.plan.units["critic"].pool for one in ranking.best)
 
 
 def test_a_sampler_apart_in_step_is_tried_where_it_is_asked_for() -> None:

@@ -20,10 +20,10 @@ from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
-from rillflow.planner.objective import Objective
 from rillflow.planner.option import Costs, Decoder, Option, Seat
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import SAMPLER, Problem, Unit
+from rillflow.planner.ranking import Objective
 from rillflow.planner.workload import Lengths, Workload
 
 SHAPE = ModelShape(name="toy", hidden=8, layers=2, heads=2, kv_heads=2, head_dim=4, inner=16, vocabulary=32)
