@@ -8,9 +8,11 @@ bundle ─ role, rows, settings ─> the same update on one rank ─┬─ finit
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.errors import NotFiniteError, RunDirectoryError, TrainingError
 from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.models.config import ModelConfig
@@ -29,10 +32,12 @@ from rillflow.records.ragged import Ragged
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import describe_token, loss_tokens
 from rillflow.train.learner import Aim, Learner
-from rillflow.train.loss import PairLoss, PolicyLoss, SupervisedLoss, ValueLoss
+from rillflow.train.loss import PairLoss, PolicyLoss, SupervisedLoss, TokenLoss, ValueLoss, are_sampled
 from rillflow.train.scorer import one_pass
 from rillflow.train.skipping import ABOUT
 from rillflow.train.trainer import Trainer
+
+Functions = Mapping[str, Callable[..., Any]]
 
 
 class Replayed(NamedTuple):
@@ -46,8 +51,12 @@ class Replayed(NamedTuple):
     """The first tensor that is not finite here too, with row and token; None where all is finite."""
 
 
-def replay(bundle: Path) -> list[Replayed]:
+def replay(bundle: Path, algorithms: Sequence[Algorithm] = ()) -> list[Replayed]:
     """Make every update of a bundle again, on one rank and without changing a file.
+
+    Args:
+        bundle: its folder.
+        algorithms: your own; an update's loss may be a function of one of their files.
 
     Raises:
         RunDirectoryError: it is no bundle, or a damaged one.
@@ -60,23 +69,31 @@ def replay(bundle: Path) -> list[Replayed]:
             why=f"no folder in it has a {ABOUT}",
             fix="name a folder such as RUN/bundles/step-000012; a run lists what it left out in skips.jsonl",
         )
+    own = _functions(algorithms)
     try:
         config = json.loads((bundle / layout.CONFIG).read_text())
-        return [_replayed(folder, config) for folder in folders]
+        return [_replayed(folder, config, own) for folder in folders]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise RunDirectoryError(
             f"the bundle {bundle} cannot be read", why=f"{type(error).__name__}: {error}"
         ) from error
 
 
-def _replayed(folder: Path, config: Mapping[str, Any]) -> Replayed:
+def _functions(algorithms: Sequence[Algorithm]) -> Functions:
+    """The functions that the files of these algorithms have, by module and name."""
+    known = [each for one in algorithms for each in vars(sys.modules[one.step.__module__]).values()]
+    named = [each for each in known if isinstance(each, FunctionType)]
+    return {f"{each.__module__}:{each.__qualname__}": each for each in named}
+
+
+def _replayed(folder: Path, config: Mapping[str, Any], own: Functions) -> Replayed:
     about = json.loads((folder / ABOUT).read_text())
     rows = [bundled_rows(folder, index) for index in range(len(about["aims"]))]
     first = _odd_weight(folder / folder.name)
     if first is None:
-        learner, module = _learner(folder, about["aims"][0]["loss"], config)
+        learner, module = _learner(folder, about["aims"][0]["says"], config)
         saved = zip(rows, about["aims"], strict=True)
-        aims = [_aim(learner, batch, each["loss"], each["weight"], config) for batch, each in saved]
+        aims = [_aim(learner, batch, each, config, own) for batch, each in saved]
         try:
             learner.step(*aims)
         except NotFiniteError as error:
@@ -99,29 +116,47 @@ def bundled_rows(folder: Path, aim: int) -> Batch:
     return concatenate(parts)
 
 
-def _learner(folder: Path, loss: str, config: Mapping[str, Any]) -> tuple[Trainer, nn.Module]:
+def _learner(folder: Path, says: Sequence[str], config: Mapping[str, Any]) -> tuple[Trainer, nn.Module]:
     """A trainer of the role's weights; at a rate of 0 an update that is finite leaves them as they are."""
     given = {name: config["policy"][name] for name in TrainConfig.model_fields}
     train = TrainConfig.model_validate(given).model_copy(update={"lr": 0.0})
     path, dtype = str((folder / folder.name).absolute()), config["policy"]["model"]["dtype"]
     model, where = ModelConfig(path=path, dtype=dtype), {"device": torch.device("cpu"), "base": Path()}
-    if loss in (ValueLoss.name, PairLoss.name):
+    if {"values", "chosen"} & {*says}:
         scalar = load_scalar_model(model, seed=0, section="bundle", **where)  # type: ignore[arg-type]
         return Trainer(scalar.module, train, total_steps=1), scalar.module
     language = load_model(model, seed=0, **where)  # type: ignore[arg-type]
     return Trainer(language.module, train, total_steps=1), language.module
 
 
-def _aim(learner: Trainer, rows: Batch, loss: str, weight: float, config: Mapping[str, Any]) -> Aim:
-    """What was minimised, as the run's settings have it."""
+def _aim(
+    learner: Trainer, rows: Batch, about: Mapping[str, Any], config: Mapping[str, Any], own: Functions
+) -> Aim:
+    """What was minimised, as the run's settings have it, or the file that has the loss."""
     algorithm: Mapping[str, Any] = {"loss": {}, "value_loss": {}, **config["algorithm"]}
-    if loss == ValueLoss.name:
-        return learner.aim(rows, ValueLoss(ValueLossConfig.model_validate(algorithm["value_loss"])))
-    if loss in (PairLoss.name, SupervisedLoss.name):
-        return learner.aim(rows, PairLoss() if loss == PairLoss.name else SupervisedLoss(), weight=weight)
-    settings, rollout = PolicyLossConfig.model_validate(algorithm["loss"]), config["rollout"]
-    objective = PolicyLoss(settings, max_tokens=rollout["max_tokens"])
-    return learner.aim(rows, objective, rollout["temperature"], weight=weight)
+    where, function = about["function"], own.get(about["function"])
+    settings = PolicyLossConfig.model_validate(algorithm["loss"])
+    loss: TokenLoss | PairLoss
+    if function is None and not where.startswith("rillflow."):
+        raise RunDirectoryError(
+            f"the update's loss was {where.replace(':', '.')}",
+            why="only the file that has it knows it, and nothing from a bundle is executed",
+            fix="let that file replay it: python FILE.py replay BUNDLE",
+        )
+    if function is not None and about["says"] == [*PairLoss.says]:
+        loss = PairLoss(function, about["options"])
+    elif function is not None:
+        loss = TokenLoss(function, says=about["says"], name=about["loss"], options=about["options"])
+    elif about["says"] == ["values"]:
+        loss = ValueLoss(ValueLossConfig.model_validate(algorithm["value_loss"]))
+    elif where.endswith(":policy_loss"):
+        loss = PolicyLoss(settings, max_tokens=config["rollout"]["max_tokens"])
+    else:
+        loss = PairLoss() if about["says"] == [*PairLoss.says] else SupervisedLoss()
+    sampled = not loss.is_scalar and are_sampled(rows)
+    return learner.aim(
+        rows, loss, config["rollout"]["temperature"] if sampled else 1.0, weight=about["weight"]
+    )
 
 
 def _odd_weight(folder: Path) -> str | None:
@@ -138,7 +173,7 @@ def _first(learner: Learner, module: nn.Module, aims: list[Aim]) -> str | None:
     """The first tensor that is not finite when every row, or pair, is gone through alone."""
     for look in (_forward, _backward):
         for aim in aims:
-            step = 2 if aim.loss.name == PairLoss.name else 1
+            step = 2 if isinstance(aim.loss, PairLoss) else 1
             for start in range(0, len(aim.rows), step):
                 rows = aim.rows.slice(start, start + step)
                 try:

@@ -131,7 +131,7 @@ def replay(arguments: argparse.Namespace) -> int:
     from rillflow.assembly.replay import replay as replayed
 
     code = DONE
-    for one in replayed(arguments.bundle):
+    for one in replayed(arguments.bundle, arguments.algorithms):
         print(f"{one.role}\n  the run found  {one.recorded}")
         print(f"  first here     {one.first or 'nothing: every number is finite on this machine'}")
         code = FAILED if one.first else code

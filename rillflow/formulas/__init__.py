@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from rillflow.formulas.advantages import over_greedy as over_greedy
     from rillflow.formulas.advantages import penalised_group_advantages as penalised_group_advantages
     from rillflow.formulas.advantages import varied_groups as varied_groups
-    from rillflow.formulas.aggregation import LossWeights as LossWeights
     from rillflow.formulas.aggregation import loss_weights as loss_weights
     from rillflow.formulas.controllers import multiplier as multiplier
     from rillflow.formulas.controllers import next_kl_weight as next_kl_weight
     from rillflow.formulas.controllers import next_log_multiplier as next_log_multiplier
     from rillflow.formulas.interval import wilson as wilson
     from rillflow.formulas.kl import divergence as divergence
-    from rillflow.formulas.logprobs import TokenLogprobs as TokenLogprobs
     from rillflow.formulas.logprobs import token_logprobs as token_logprobs
     from rillflow.formulas.losses import TokenLosses as TokenLosses
     from rillflow.formulas.losses import clipped_policy_loss as clipped_policy_loss
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from rillflow.formulas.penalty import token_costs as token_costs
     from rillflow.formulas.penalty import token_rewards as token_rewards
     from rillflow.formulas.token_advantages import bootstrapped_rewards as bootstrapped_rewards
-    from rillflow.formulas.token_advantages import explained_variance as explained_variance
     from rillflow.formulas.token_advantages import gae as gae
     from rillflow.formulas.token_advantages import lambda_returns as lambda_returns
     from rillflow.formulas.token_advantages import returns_to_go as returns_to_go
@@ -64,11 +61,11 @@ _NAMES = {
         "greedy_baseline group_advantages lagrangian_advantages leave_one_out over_greedy "
         "penalised_group_advantages varied_groups"
     ),
-    "aggregation": "LossWeights loss_weights",
+    "aggregation": "loss_weights",
     "controllers": "multiplier next_kl_weight next_log_multiplier",
     "interval": "wilson",
     "kl": "divergence",
-    "logprobs": "TokenLogprobs token_logprobs",
+    "logprobs": "token_logprobs",
     "losses": (
         "clipped_policy_loss cross_entropy importance_weights policy_loss "
         "preference_loss sequence_log_ratio TokenLosses value_loss"
@@ -79,8 +76,7 @@ _NAMES = {
         "token_rewards"
     ),
     "token_advantages": (
-        "bootstrapped_rewards explained_variance gae lambda_returns returns_to_go value_targets "
-        "whitened whitened_returns"
+        "bootstrapped_rewards gae lambda_returns returns_to_go value_targets whitened whitened_returns"
     ),
 }
 """The public names of each module."""

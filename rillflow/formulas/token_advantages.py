@@ -127,29 +127,6 @@ def lambda_returns(
     return value_targets(found, values, loss_mask)
 
 
-def explained_variance(values: Ragged, returns: Ragged, loss_mask: Ragged, valid: Tensor) -> float:
-    """The share of the returns' variance that the values explain, over the loss tokens of scored rows.
-
-    1 - Var(R - V) / Var(R), in float64: 1 for a perfect critic, 0 for one that knows the mean alone,
-    negative for one that is worse. Where returns do not vary there is nothing to explain: 0.
-
-    Args:
-        values: float, what the critic expected before each token.
-        returns: float, those of ``value_targets``.
-        loss_mask: bool, True where the policy sampled the token.
-        valid: [B] bool; a row without a score does not count.
-
-    Raises:
-        FormulaError: rows differ in length.
-    """
-    aligned("explained_variance", loss_mask=loss_mask, values=values, returns=returns, valid=valid)
-    counted = _counted(loss_mask, valid).values
-    aims, guesses = returns.values[counted].double(), values.values[counted].double()
-    if not aims.numel() or bool((aims == aims[0]).all()):
-        return 0.0
-    return float(1 - (aims - guesses).var(correction=0) / aims.var(correction=0))
-
-
 def whitened(advantages: Ragged, loss_mask: Ragged, valid: Tensor) -> Ragged:
     """[T] advantages with mean 0 and deviation 1 over the loss tokens of all scored rows.
 

@@ -28,7 +28,7 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.train.learner import Aim
-from rillflow.train.loss import SAMPLED, loss_of
+from rillflow.train.loss import SAMPLED, are_sampled, loss_of
 from rillflow.train.minibatches import minibatches
 from rillflow.train.trainer import Trainer
 from rillflow.workers.endpoint import endpoint
@@ -194,7 +194,7 @@ class Policy:
     def _aims(self, rows: Batch, term: LossTerm, passes: PassesConfig) -> Iterator[Aim]:
         """What each optimiser step minimises of one loss; rows that were sampled begin on-policy."""
         objective = loss_of(term, SAYS[:3], "policy", self._rollout.max_tokens)
-        sampled, ratio, gap = _are_sampled(rows), None, None
+        sampled, ratio, gap = are_sampled(rows), None, None
         temperature = self._rollout.temperature if sampled else 1.0
         if sampled and isinstance(passes, UpdateConfig):
             ratio, gap = (passes.ratio_tolerance, None) if self._exact else (None, passes.gap_tolerance)
@@ -223,10 +223,3 @@ class Policy:
     def _exact(self) -> bool:
         """Whether the weights are wide enough for the on-policy contract token by token, not in the mean."""
         return bool(self.model.module.dtype.itemsize >= 4)
-
-
-def _are_sampled(rows: Batch) -> bool:
-    """Whether a policy sampled these rows; demonstrations have loss tokens of no version."""
-    if "versions" not in rows.fields:
-        return SAMPLED in rows.fields
-    return bool((rows.ragged("versions").values[rows.ragged("loss_mask").values] >= 0).any())

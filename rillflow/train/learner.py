@@ -156,7 +156,7 @@ class Learner:
         reason = first_said(everyone, "" if error.what == _ELSEWHERE else error.what)
         own = torch.cat([aim.rows.ids for aim in aims]).flatten()
         ids = torch.cat(self._ranks.gather(own)).view(-1, 3).tolist()
-        about = [{"loss": aim.loss.name, "weight": aim.weight} for aim in aims]
+        about = [{**aim.loss.about, "weight": aim.weight} for aim in aims]
         speaks = self._parallel is None or self._parallel.seat.speaks
         rank = self._ranks.rank if speaks else -1
         skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], about, rank)

@@ -82,10 +82,15 @@ class TokenLoss:
         self.function = function
         self._options = dict(options or {})
         self._given = (*field_parameters(function, self._options), *also)
-        self._says, self._resting = says, resting
+        self.says, self._resting = says, resting
         self.is_scalar = "values" in says
         self._aggregation: Aggregation = aggregation
         self._constant = constant
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a replay needs to know, as JSON."""
+        return _about(self, self._options)
 
     def prepare(self, minibatch: Batch) -> Batch:
         """The fields the loss reads, checked, with three more.
@@ -98,15 +103,15 @@ class TokenLoss:
             TrainingError: the rows lack a field that the function reads, or there is no loss token.
         """
         there = minibatch.fields
-        old = {f"old_{name}" for name in self._says} - there.keys()
-        names = [each for each in self._given if each not in {*self._says, *old, LENGTHS}]
+        old = {f"old_{name}" for name in self.says} - there.keys()
+        names = [each for each in self._given if each not in {*self.says, *old, LENGTHS}]
         names += [SAMPLED] if SAMPLED in there and SAMPLED not in names else []
         missing = [each for each in names if each not in there]
         if missing:
             raise TrainingError(
                 f"the loss {self.function.__name__} reads the field {missing[0]!r}, which no row has",
-                why=f"rows have {', '.join(there)}; the model says {', '.join(self._says)}",
-                fix=nearest(missing[0], {*there, *self._says, LENGTHS}),
+                why=f"rows have {', '.join(there)}; the model says {', '.join(self.says)}",
+                fix=nearest(missing[0], {*there, *self.says, LENGTHS}),
             )
         rows = minibatch.only("tokens", "loss_mask", *names)
         check_finite(loss_tokens(rows), *names)
@@ -198,6 +203,7 @@ class PairLoss:
     """
 
     name = "preference"
+    says = ("chosen", "rejected")
     back = 0
     is_scalar = True
 
@@ -208,6 +214,11 @@ class PairLoss:
     ) -> None:
         self.function = function
         self._options = dict(options or {})
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a replay needs to know, as JSON."""
+        return _about(self, self._options)
 
     def prepare(self, minibatch: Batch) -> Batch:
         """As ``TokenLoss.prepare``, and ``loss_units`` [B] int64: rows that share a number come in one part.
@@ -248,6 +259,19 @@ def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 
         case ValueLossConfig():
             return ValueLoss(term.loss)
     return TokenLoss(term.loss, says=says, name=term.name or name, options=term.options)
+
+
+def are_sampled(rows: Batch) -> bool:
+    """Whether a policy sampled these rows; demonstrations have loss tokens of no version."""
+    if "versions" not in rows.fields:
+        return SAMPLED in rows.fields
+    return bool((rows.ragged("versions").values[rows.ragged("loss_mask").values] >= 0).any())
+
+
+def _about(loss: TokenLoss | PairLoss, options: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in options.items() if isinstance(value, int | float | str)}
+    where = f"{loss.function.__module__}:{loss.function.__qualname__}"
+    return {"loss": loss.name, "says": [*loss.says], "function": where, "options": plain}
 
 
 def _not_zero(rows: Batch, name: str) -> Tensor:

@@ -3,7 +3,7 @@
 Learner.step ─ NotFiniteError, here or on another rank ─> Skipped.add ─┬─> Skip: the reason, the rows
                                                                        └─> bundle: what a replay needs
 bundle/
-  bundle.json                      the reason, and the loss and weight of each aim
+  bundle.json                      the reason, and of each aim its loss and weight
   rows-0-00000.safetensors         the rows of the first aim on the first rank, every field of them
   policy/, policy.optimizer/       the role at that moment, as a checkpoint has it
 """
@@ -58,7 +58,7 @@ class Skipped:
         Args:
             skip: what was left out.
             rows: this rank's, by aim.
-            aims: ``loss`` and ``weight`` of each.
+            aims: what a replay needs to know of each.
             rank: which part of the rows this one has; -1 where another rank has the same.
         """
         self._skips.append(skip)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.assembly.replay import replay
 from rillflow.errors import RunDirectoryError
 from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
@@ -19,7 +22,7 @@ from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss, ValueLoss
+from rillflow.train.loss import PolicyLoss, TokenLoss, ValueLoss
 from rillflow.train.skipping import Skipped
 from rillflow.train.trainer import Trainer
 
@@ -47,11 +50,11 @@ def rows() -> Batch:
     )
 
 
-def bundled(model: LanguageModel, folder: Path, batch: Batch) -> None:
+def bundled(model: LanguageModel, folder: Path, batch: Batch, loss: TokenLoss | None = None) -> None:
     trainer = Trainer(model.module, TrainConfig(), total_steps=2)
     trainer.skipped = Skipped(folder / "policy", lambda at: save_model(model, at / "policy"))
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    trainer.update(batch, PolicyLoss(PolicyLossConfig(), max_tokens=4))
+    trainer.update(batch, loss or PolicyLoss(PolicyLossConfig(), max_tokens=4))
     assert len(trainer.skipped.take()) == 1
 
 
@@ -108,6 +111,26 @@ def test_a_critics_update_is_made_again(model: LanguageModel, tmp_path: Path) ->
     assert found.role == "critic"
     assert found.first is not None
     assert "token 4 (id 8) of row (epoch 0 prompt 1 sample 0)" in found.first
+
+
+def root_of(logprobs: Tensor, advantages: Tensor, *, shift: float) -> Tensor:
+    """Not a number where a log probability is below -shift."""
+    return advantages * (logprobs + shift).sqrt()
+
+
+def no_step(flow: object, prompts: object, config: object) -> None:
+    """The file that has it has a loss too."""
+    del flow, prompts, config
+
+
+def test_a_loss_of_ones_own_is_replayed_by_the_file_that_has_it(model: LanguageModel, tmp_path: Path) -> None:
+    loss = TokenLoss(root_of, says=("logprobs", "entropy"), name="policy", options={"shift": 0.1})
+    bundled(model, tmp_path, rows(), loss)
+    with pytest.raises(RunDirectoryError, match=rf"(?s)loss was {__name__}\.root_of.*FILE\.py replay BUNDLE"):
+        replay(tmp_path)
+    own = Algorithm(config=AlgorithmConfig, step=no_step, data=Data.PROMPTS, roles=lambda _: ("policy",))
+    (found,) = replay(tmp_path, [own])
+    assert found.first is not None and "the loss at token 2 (id 5) of row (epoch 0 prompt 0" in found.first
 
 
 def test_an_update_that_is_finite_here_says_so(model: LanguageModel, tmp_path: Path) -> None:

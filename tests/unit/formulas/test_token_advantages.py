@@ -17,7 +17,6 @@ from rillflow.formulas.advantages import group_advantages
 from rillflow.formulas.penalty import token_rewards
 from rillflow.formulas.token_advantages import (
     bootstrapped_rewards,
-    explained_variance,
     gae,
     lambda_returns,
     returns_to_go,
@@ -240,33 +239,6 @@ def test_whitened_returns_discount_before_they_whiten() -> None:
     assert found.values.tolist() == pytest.approx([2 / 3 / deviation, 2 / 3 / deviation, -4 / 3 / deviation])
 
 
-def explained(values: list[float], returns: list[float]) -> float:
-    """Of two rows with a prompt token each, and one without a score."""
-    cut = len(values) // 2
-    rows = [[False] + [True] * count for count in (cut, len(values) - cut, 2)]
-    mask = Ragged.from_rows(rows, torch.bool)
-
-    def aligned(numbers: list[float]) -> Ragged:
-        row = [math.nan, *numbers[:cut], math.nan, *numbers[cut:], math.nan, 7.0, math.inf]
-        return mask.with_values(torch.tensor(row))
-
-    return explained_variance(aligned(values), aligned(returns), mask, torch.tensor([True, True, False]))
-
-
-def test_explained_variance_by_hand() -> None:
-    returns = [0.0, 1.0, 2.0, 3.0]
-    assert explained(returns, returns) == 1.0
-    assert explained([5.0, 6.0, 7.0, 8.0], returns) == pytest.approx(1.0)
-    assert explained([1.5] * 4, returns) == pytest.approx(0.0)
-    assert explained([0.0, -1.0, -2.0, -3.0], returns) == pytest.approx(-3.0)
-    assert explained([0.0, 0.5, 1.0, 1.5], returns) == pytest.approx(0.75)
-
-
-@pytest.mark.parametrize("returns", [[], [2.0], [0.1, 0.1, 0.1]])
-def test_returns_that_do_not_vary_have_nothing_to_explain(returns: list[float]) -> None:
-    assert explained([float(index) for index in range(len(returns))], returns) == 0.0
-
-
 def test_no_rows_are_no_trouble() -> None:
     empty = Ragged.from_rows([], torch.float32)
     mask, valid = Ragged.from_rows([], torch.bool), torch.zeros(0, dtype=torch.bool)
@@ -285,8 +257,6 @@ def test_shapes_and_discounts_are_checked() -> None:
         returns_to_go(short, row.mask, row.valid, gamma=1.0)
     with pytest.raises(FormulaError, match="value_targets: row 0 has 4 entries of advantages"):
         value_targets(short, row.values, row.mask)
-    with pytest.raises(FormulaError, match="explained_variance: row 0 has 4 entries of returns"):
-        explained_variance(row.values, short, row.mask, row.valid)
     with pytest.raises(FormulaError, match="whitened: row 0 has 4 entries of advantages"):
         whitened(short, row.mask, row.valid)
     for wrong in (-0.1, 1.1, math.nan):
