@@ -1,4 +1,4 @@
-"""The simulator: how fast it is, that it agrees with paper, and the shapes others published.
+"""The simulator: how fast it is, how well it agrees with paper, and the shapes others published.
 
     python benchmarks/simulator.py --write benchmarks/results/simulator.md      # a minute, one core
 
@@ -9,30 +9,35 @@ assumed stands above each table.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from drawn_plans import drawn
+from published import verl
 from published.models import shape
+from published.nemo import placed
 
 from rillflow.assembly.drawing import graphs
 from rillflow.assembly.recipe import load_recipe
 from rillflow.graph.graph import Graph
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.factors import Factors
+from rillflow.planner.factors import Engine, Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.request import graph_of
+from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.simulator.result import Simulation
-from rillflow.planner.simulator.settings import Settings
-from rillflow.planner.simulator.simulate import simulate
+from rillflow.planner.simulator.simulate import enough_steps, simulate
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 NETWORK = 50e9
@@ -79,7 +84,8 @@ def case(
     tp: int,
     generate_tp: int,
     freshness: int = 0,
-    **planned: float | str,
+    engine: Engine | None = None,
+    **planned: float | str | bool,
 ) -> Case:
     """Roles on pools, each pool on machines of its own kind so that it may have any size."""
     fleets = tuple(
@@ -98,7 +104,9 @@ def case(
             role: shape(model, is_scalar=role in ("critic", "reward")) for role in homes if role != SAMPLER
         },
         workload=workload,
-        hardware=Hardware(name=device, fleets=fleets, factors=Factors(decode_row_s=2e-5)),
+        hardware=Hardware(
+            name=device, fleets=fleets, factors=Factors(decode_row_s=2e-5), engine=engine or Engine()
+        ),
     )
     if SAMPLER in homes:
         problem = problem.apart(freshness)
@@ -261,6 +269,7 @@ def bounded(freshness: int, late: str) -> Case:
         tp=1,
         generate_tp=1,
         freshness=freshness,
+        engine=Engine(rereads=True),
         late=late,
     )
 
@@ -298,12 +307,152 @@ def bounded_lines() -> list[str]:
     return [*lines, ""]
 
 
+LADDER = {
+    "apart, one after another": (1.00, {}),
+    "and streamed inside a step": (2.01, {"streams": True}),
+    "and one step ahead, weights hidden": (
+        2.74,
+        {"streams": True, "freshness": 1, "weights": "hidden"},
+    ),
+}
+"""AsyncFlow: throughput of 7B on 512 devices, and what a plan says of each rung."""
+
+
+def rung(score: int, sample: int, minibatches: int = 16, **planned: object) -> Case:
+    """AsyncFlow's task-separated step: generation, reference and training on devices of their own."""
+    workload = Workload(
+        prompts=512,
+        samples=8,
+        prompt=Lengths(kind="fixed", limit=256),
+        response=lengths_of_mean(2000.0, 8192, 0.9),
+        minibatches=minibatches,
+    )
+    return case(
+        graph_of("reinforce_pp"),
+        "Qwen2.5-7B",
+        workload,
+        {"sample": sample, "score": score, "train": 512 - sample - score},
+        {"policy": "train", "reference": "score", SAMPLER: "sample"},
+        device="A100-80",
+        tp=1,
+        generate_tp=1,
+        **planned,  # type: ignore[arg-type]
+    )
+
+
+def ladder_lines() -> list[str]:
+    """AsyncFlow's ladder."""
+    splits = [(64, 256), (64, 128), (128, 256)]
+    heads = [f"{sample} + {score} + {512 - sample - score}" for score, sample in splits]
+    lines = [
+        "## Streaming and running ahead (AsyncFlow)",
+        "",
+        "Throughput of 7B on 512 devices, as ratios to generation, scoring and training apart, one after "
+        "another. Split, lengths and batch are not published with it. Assumed: A100, 512 prompts x 8, mean "
+        "response 2,000, sigma 0.9, at most 8,192, 16 minibatches; three splits into devices that generate, "
+        "score, train.",
+        "",
+        f"| | published | {' | '.join(f'{head} | error' for head in heads)} |",
+        "|---" * (2 + 2 * len(splits)) + "|",
+    ]
+    first: dict[tuple[int, int], float] = {}
+    for name, (known, planned) in LADDER.items():
+        cells = []
+        for split in splits:
+            found = rung(*split, **planned).run(8 if "freshness" in planned else 2)
+            spent = found.settled_step_s if "freshness" in planned else found.mean_step_s
+            ratio = first.setdefault(split, spent) / spent
+            cells.append(f"{ratio:.2f} | {ratio / known - 1:+.0%}")
+        lines.append(f"| {name} | {known:.2f} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def mode_lines() -> list[str]:
+    """verl's published steps, simulated with the shipped factors and the mean length that its fit has."""
+    lines = [
+        "## verl, in step and ahead",
+        "",
+        "Seconds of a step with the shipped `verl` factors and the mean length of their fit; ahead, training "
+        "streams minibatches.",
+        "",
+        "| training + generating | published | simulated | error |",
+        "|---|---|---|---|",
+    ]
+    mean = json.loads((Path(__file__).parent / "results/fits.json").read_text("utf-8"))["verl"]["values"][
+        "mean"
+    ]
+    for row in verl.ROWS:
+        step = verl.problem(row, mean)
+        grid = Grid(dp=row.training // 4, cp=4, is_sharded=True)
+        sampling = row.training if row.is_ahead else 0
+        plan = replace(placed(grid, 4, sampling, int(row.is_ahead)), streams=row.is_ahead)
+        found = simulate(step, CostModel(step), plan, steps=6 if row.is_ahead else 1)
+        spent = found.settled_step_s
+        off = spent / row.step_s - 1
+        lines.append(f"| {row.training} + {sampling} | {row.step_s:.0f} | {spent:.0f} | {off:+.0%} |")
+    return [*lines, ""]
+
+
+def agreement_lines() -> list[str]:
+    """Drawn plans: what the formulas say and what `rillflow plan` shows, against a long simulation."""
+    lines = [
+        "## Plan and simulation on 40 drawn problems",
+        "",
+        "`benchmarks/drawn_plans.py` draws model, devices, algorithm, rows, lengths, engine and bound, and "
+        "takes one of the four best placements. Computed: by formulas. Shown: what `rillflow plan` shows "
+        "first, which ahead is a short simulation. Simulated: more steps, another seed.",
+        "",
+        "| devices | pools | bound | interrupts | rows | mean, most, sigma | computed | shown | simulated "
+        "| computed off | shown off |",
+        "|---" * 11 + "|",
+    ]
+    off: dict[str, list[float]] = {"in step, computed": [], "ahead, computed": [], "ahead, shown": []}
+    for seed in range(40):
+        one = drawn(seed)
+        costs, load = CostModel(one.problem), one.problem.workload
+        computed, bound = evaluate(one.problem, costs, one.plan).step_s, one.plan.freshness
+        enough = enough_steps(one.problem, one.plan)
+        long = simulate(one.problem, costs, one.plan, steps=4 * enough if bound else 16 * enough, seed=1)
+        spent = long.settled_step_s if bound else long.mean_step_s
+        shown = simulate(one.problem, costs, one.plan, steps=enough).settled_step_s if bound else computed
+        off["ahead, computed" if bound else "in step, computed"].append(computed / spent - 1)
+        if bound:
+            off["ahead, shown"].append(shown / spent - 1)
+        pools, hardware = " + ".join(str(pool.devices) for pool in one.plan.pools), one.problem.hardware
+        lines.append(
+            f"| {hardware.devices} | {pools} | {bound} | {'yes' if hardware.engine.interrupts else 'no'} | "
+            f"{load.prompts} x {load.samples} | {load.response.mean:.0f}, {load.response.limit}, "
+            f"{load.response.sigma} | {computed:.2f} | {shown:.2f} | {spent:.2f} | "
+            f"{computed / spent - 1:+.0%} | {shown / spent - 1:+.0%} |"
+        )
+    lines += ["", "| | within 5% | within 10% | median | worst |", "|---|---|---|---|---|"]
+    for name, errors in off.items():
+        sizes = sorted(map(abs, errors))
+        within = [sum(size <= limit for size in sizes) for limit in (0.05, 0.10)]
+        lines.append(
+            f"| {name} | {within[0]} of {len(sizes)} | {within[1]} of {len(sizes)} | "
+            f"{statistics.median(sizes):.1%} | {sizes[-1]:.0%} |"
+        )
+    return [*lines, ""]
+
+
+PARTS = {
+    "speed": speed_lines,
+    "agreement": agreement_lines,
+    "packed": packed_lines,
+    "bounded": bounded_lines,
+    "ladder": ladder_lines,
+    "modes": mode_lines,
+}
+
+
 def main() -> None:
     """Write the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="a markdown file for the tables")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="these tables alone")
     chosen = parser.parse_args()
     lines = [
         "# The simulator",
@@ -311,9 +460,7 @@ def main() -> None:
         f"`{COMMAND}`, one of {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"numpy {np.__version__}.",
         "",
-        *speed_lines(),
-        *packed_lines(),
-        *bounded_lines(),
+        *(line for name in chosen.only or PARTS for line in PARTS[name]()),
     ]
     text = "\n".join(lines)
     if chosen.write:

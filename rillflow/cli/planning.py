@@ -32,8 +32,6 @@ SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
 """How much larger than the given one the clusters are that throughput is shown for."""
 SIMULATED, VARIED = 3, 5
 """The best plans that are simulated, and evaluated with other lengths."""
-SIMULATED_ROWS = 4096
-"""Rows that are simulated of each, in one step or more; twice as many where rows flow, once they do."""
 SHOWN_STEPS = 4
 """Simulated steps that a timeline shows."""
 SHORT = ("model", "gpus", "algorithm", "response")
@@ -64,7 +62,7 @@ def plan(arguments: argparse.Namespace) -> int:
         objective=objective,
         ranking=ranking,
         sizes=sizes,
-        simulated_s=[_simulated_s(problem, one) for one in plans[:SIMULATED]],
+        simulated=[_simulated(problem, one) for one in plans[:SIMULATED]],
         variations=variations(problem, CostModel, plans[:VARIED], sizes),
         pays_with=prompts_that_pay(problem, CostModel, sizes),
     )
@@ -117,26 +115,20 @@ def _stated_recipe(loaded: LoadedRecipe, arguments: argparse.Namespace) -> State
     return state_problem(loaded, open_cluster(arguments.cluster), arguments.lengths)
 
 
-def _simulated_s(problem: Problem, plan: Plan) -> float:
-    """Seconds of a simulated step: the mean of some in step, what it comes to where rows flow."""
-    rows = (2 if plan.freshness else 1) * SIMULATED_ROWS
-    steps = max(1, min(4, rows // problem.workload.rows))
-    found = _simulated(problem, plan, steps + (2 * (plan.freshness + 1) if plan.freshness else 0))
-    return found.settled_step_s if plan.freshness else found.mean_step_s
-
-
-def _simulated(problem: Problem, plan: Plan, steps: int, **how: Any) -> Simulation:
+def _simulated(problem: Problem, plan: Plan, steps: int = 0, **how: Any) -> Simulation:
+    """So many steps, or those that are enough to know one."""
     from rillflow.planner.cost_model.costs import CostModel
+    from rillflow.planner.simulator.simulate import enough_steps
     from rillflow.planner.simulator.simulate import simulate as run
 
     planned = problem.of_plan(plan)
-    return run(planned, CostModel(planned), plan, steps=steps, **how)
+    return run(planned, CostModel(planned), plan, steps=steps or enough_steps(planned, plan), **how)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
     """``rillflow simulate``: a plan, event by event."""
     from rillflow.assembly.planned import open_plan
-    from rillflow.planner.simulator.settings import Settings
+    from rillflow.planner.simulator.layout import Settings
     from rillflow.view.plans import simulation_data, simulation_lines
 
     _require_page(arguments)

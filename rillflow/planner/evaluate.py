@@ -11,6 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rillflow.graph.graph import Edge, Stage
 from rillflow.planner.option import Costs
 from rillflow.planner.plan import Plan, PlannedPool
@@ -45,7 +48,8 @@ class Evaluation:
     step_s: float
     """Seconds of a step: of one after another, or from update to update where generation runs ahead."""
     latency_s: float
-    """Seconds from the beginning of a step's generation until weights made of it are published."""
+    """Seconds from the beginning of a step's generation until weights made of it are published; ahead the
+    mean."""
     seconds: Mapping[int, float]
     """By stage; of generation until the last row has ended."""
     transfers_s: tuple[float, ...]
@@ -99,8 +103,13 @@ def evaluate(problem: Problem, costs: Costs, plan: Plan) -> Evaluation:
         load_s(problem, costs, [unit for unit in units.values() if unit.seat.pool == pool.name], seconds)
         for pool in plan.pools
     ]
-    latency = latency_s(problem, times)
-    step = period_s(loads, latency_s=latency, freshness=plan.freshness) if plan.freshness else times.step_s
+    latency, step = latency_s(problem, times), times.step_s
+    if plan.freshness:
+        latencies = latency + _longer_s(problem, costs, units[SAMPLER], seconds)
+        latency, step = (
+            float(latencies.mean()),
+            period_s(loads, latencies_s=latencies.tolist(), freshness=plan.freshness),
+        )
     step += problem.overhead_s
     return Evaluation(
         step_s=step,
@@ -179,6 +188,18 @@ def published(problem: Problem) -> tuple[Stage, ...]:
 def latency_s(problem: Problem, times: Schedule) -> float:
     """Seconds until the weights are published; of a step without that, until it ends."""
     return max((times.timings[stage.index].end_s for stage in published(problem)), default=times.step_s)
+
+
+def _longer_s(
+    problem: Problem, costs: Costs, sampler: Seated, seconds: Mapping[int, float]
+) -> NDArray[np.float64]:
+    """By how much longer than by itself a step generates beside those that are on their way with it."""
+    assert sampler.decoder is not None, "a sampler is seated with a decoder"
+    found = [
+        costs.longest_s(problem.graph.stages[index], sampler.decoder) - seconds[index]
+        for index in sampler.unit.stages
+    ]
+    return np.asarray(sum(found[1:], found[0]))
 
 
 def stages_by_name(problem: Problem, evaluation: Evaluation) -> Mapping[str, float]:

@@ -76,6 +76,8 @@ class Engine:
     """Whether a model that is not computing keeps its state on the host, unless a sampler is apart."""
     interrupts: bool = True
     """Whether new weights interrupt the rows of a sampler apart; else it ends what it runs before."""
+    rereads: bool = False
+    """Whether interrupted rows read their prefixes again under new weights; else they keep their cache."""
     holds_prompts: bool = False
     """Whether a prompt counts as in flight until its longest answer has ended."""
     cache: float = 1.0

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rillflow.graph.graph import Edge, Stage
 from rillflow.planner.grid import Grid
 from rillflow.planner.problem import Unit
@@ -118,6 +121,10 @@ class Costs(Protocol):
 
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
         """Seconds of replicas that never run dry for as many rows: streamed generation."""
+        ...
+
+    def longest_s(self, stage: Stage, decoder: Decoder) -> NDArray[np.float64]:
+        """Seconds until the longest of a step's rows has ended, where rows stream, by equal chances."""
         ...
 
     def function_s(self, stage: Stage, devices: int) -> float:

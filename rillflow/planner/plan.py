@@ -53,6 +53,12 @@ class Plan:
     """How many policy versions old a trained token may be; 0 is in step."""
     late: Literal["wait", "drop"] = "wait"
     """What becomes of rows beyond it: admission waits so that there are none, or their groups are dropped."""
+    streams: bool = False
+    """Whether training takes each minibatch as soon as its rows are there; else a step's rows at once."""
+    publish_every: int = 0
+    """Minibatches after which weights are published; 0: those of a step. A version is what was published."""
+    weights: Literal["exposed", "hidden", "staggered"] = "exposed"
+    """While weights travel, both sides stand still; both go on; or only replicas do, one after another."""
     oversample_prompts: float = 1.0
     """Prompts begun for each that is trained on; the longest are left for later rounds."""
     oversample_samples: float = 1.0

@@ -10,7 +10,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError, nearest
@@ -20,6 +20,8 @@ from rillflow.planner.problem import SAMPLER
 
 LATE: tuple[Literal["wait", "drop"], ...] = ("wait", "drop")
 """What may become of rows beyond the freshness bound."""
+WEIGHTS: tuple[Literal["exposed", "hidden", "staggered"], ...] = ("exposed", "hidden", "staggered")
+"""How weights may travel to a sampler apart."""
 COMMENT = "Where models lie and what a step should take; rillflow run RECIPE --plan FILE launches it."
 
 
@@ -38,6 +40,9 @@ def plan_text(plan: Plan) -> str:
         "name": plan.name,
         "freshness": plan.freshness,
         "late": plan.late,
+        "streams": plan.streams or None,
+        "publish_every": plan.publish_every or None,
+        "weights": None if plan.weights == "exposed" else plan.weights,
         "oversample_prompts": float(plan.oversample_prompts),
         "oversample_samples": float(plan.oversample_samples),
         "pools": pools,
@@ -67,7 +72,18 @@ def read_plan(text: str, name: str) -> Plan:
             f"{name} is not a plan", why=str(error), fix="rillflow plan --out writes one"
         ) from None
     root = _Table(where=name, data=data)
-    root.only("name", "freshness", "late", *_SHARES, "pools", "units", "predicted")
+    root.only(
+        "name",
+        "freshness",
+        "late",
+        "streams",
+        "publish_every",
+        "weights",
+        *_SHARES,
+        "pools",
+        "units",
+        "predicted",
+    )
     predicted = (
         root.table("predicted") if "predicted" in data else _Table(where=f"{name}: predicted", data={})
     )
@@ -78,7 +94,10 @@ def read_plan(text: str, name: str) -> Plan:
         pools=tuple(_pool(table) for table in root.table("pools").tables()),
         units={table.key: _unit(table) for table in root.table("units").tables()},
         freshness=root.whole("freshness", 0, 0),
-        late=_late(root),
+        late=root.one_of("late", LATE),
+        streams=root.one_of("streams", (False, True)),
+        publish_every=root.whole("publish_every", 0, 0),
+        weights=root.one_of("weights", WEIGHTS),
         oversample_prompts=root.number("oversample_prompts", 1.0, least=1.0),
         oversample_samples=root.number("oversample_samples", 1.0, least=1.0),
         predicted_step_s=predicted.number("step_s", 0.0),
@@ -125,7 +144,8 @@ def contradictions(plan: Plan) -> Iterator[PlanError]:
     ):
         if not value >= least:
             yield PlanError(f"{name} is {value:g}", why=f"it is {least} or more")
-    if plan.freshness > 0 and SAMPLER not in plan.units:
+    ahead = plan.freshness > 0 or plan.streams or plan.publish_every > 0
+    if ahead and SAMPLER not in plan.units:
         yield PlanError(
             f"freshness is {plan.freshness} and no unit is called {SAMPLER}",
             why="where generation takes turns with training it never runs ahead of the weights",
@@ -157,6 +177,7 @@ def _misfits(name: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[PlanEr
         )
 
 
+_Known = TypeVar("_Known")
 _SHARES = ("oversample_prompts", "oversample_samples")
 _AXES = ("dp", "fsdp", "pp", "tp", "cp", "ep", "generate_tp")
 
@@ -199,6 +220,15 @@ class _Table:
         if value < least:
             raise self._wrong(key, value, f"{least:g} or more")
         return float(value)
+
+    def one_of(self, key: str, known: tuple[_Known, ...]) -> _Known:
+        value = self._value(key, known[0])
+        for one in known:
+            if value is one or (isinstance(value, str) and value == one):
+                return one
+        texts = [str(one).lower() for one in known]
+        error = self._wrong(key, value, " or ".join(texts))
+        raise PlanError(error.what, why=error.why, fix=nearest(str(value), texts))
 
     def table(self, key: str) -> _Table:
         value = self._value(key, None)
@@ -258,11 +288,3 @@ def _unit(table: _Table) -> PlannedUnit:
         is_sharded=is_sharded,
     )
     return PlannedUnit(pool=table.text("pool"), grid=grid, generate_tp=table.whole("generate_tp", 0, 0))
-
-
-def _late(root: _Table) -> Literal["wait", "drop"]:
-    text = root.text("late", "wait")
-    for known in LATE:
-        if text == known:
-            return known
-    raise PlanError(f"{root.where}: late is {text!r}", why="it must be wait or drop", fix=nearest(text, LATE))

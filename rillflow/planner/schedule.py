@@ -20,6 +20,8 @@ from rillflow.planner.cost_model.numbers import Numbers
 
 BESIDE = ""
 """The pool of what runs beside the devices: formulas, functions."""
+_SETTLED, _COUNTED = 64, 256
+"""Steps of a period's mean: those before it, and those it is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +113,21 @@ def times(
     return Times(starts=starts, ends=ends)
 
 
-def period_s(loads: Iterable[float], *, latency_s: float, freshness: int) -> float:
-    """Seconds from one update to the next where generation runs ahead: ``max(loads, latency / (k + 1))``.
+def period_s(loads: Iterable[float], *, latencies_s: Sequence[float], freshness: int) -> float:
+    """Seconds from one update to the next where generation runs ahead, on average over many steps.
+
+    Step b begins when step b - (k + 1) has ended, and steps end in order:
+
+        end(b) = max(end(b - 1) + busiest pool, end(b - k - 1) + latency(b))
+
+    With one latency that is ``max(loads, latency / (k + 1))``. With several it is more: a step that takes
+    long holds up the next ones, which then begin together.
 
     Args:
         loads: seconds of a step in which each pool computes.
-        latency_s: from the beginning of a step's generation to the weights made of it being published.
-        freshness: k, how many policy versions old a trained token may be. So many steps more are on their
-            way at once, and each takes ``latency_s``.
+        latencies_s: from the beginning of a step's generation to the weights made of it being published, by
+            equal chances.
+        freshness: k, how many policy versions old a trained token may be.
 
     Raises:
         PlanError: the bound is negative.
@@ -129,4 +138,13 @@ def period_s(loads: Iterable[float], *, latency_s: float, freshness: int) -> flo
             why="tokens cannot be newer than the weights",
             fix="0 is in step; 1 trains on tokens of the version before",
         )
-    return max(max(loads, default=0.0), latency_s / (freshness + 1))
+    load, ahead = max(loads, default=0.0), freshness + 1
+    if max(latencies_s) <= ahead * load:
+        return load
+    generator = np.random.Generator(np.random.Philox(key=np.array([0, 0], dtype=np.uint64)))
+    settled, counted = -(-_SETTLED // ahead) * ahead, -(-_COUNTED // ahead) * ahead
+    order = generator.permutation(np.resize(np.asarray(latencies_s), settled + counted))
+    ends = [0.0] * ahead
+    for latency in order.tolist():
+        ends.append(max(ends[-1] + load, ends[-ahead] + latency))
+    return (ends[-1] - ends[-1 - counted]) / counted

@@ -107,6 +107,11 @@ class Lengths:
             return np.interp(shares, (np.arange(len(known)) + 0.5) / len(known), known)
         return np.clip(self.median * np.exp(self.sigma * _normal_quantiles(rows)), 1.0, float(self.limit))
 
+    def longest(self, rows: int, parts: int = 64) -> NDArray[np.float64]:
+        """[parts] Lengths of the longest of so many rows, ascending: their mean is its expectation."""
+        shares = (np.arange(parts) + 0.5) / parts
+        return np.array([self.quantile(share ** (1.0 / rows)) for share in shares.tolist()])
+
     def sample(self, rows: int, seed: int, stream: int = 0) -> NDArray[np.int64]:
         """So many lengths drawn, [rows]: the same for the same seed and stream, wherever it is asked."""
         generator = np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))

@@ -44,8 +44,8 @@ class Decision:
     """The best plans."""
     sizes: Sequence[ClusterSize]
     """The best plan on other sizes of the cluster."""
-    simulated_s: Sequence[float]
-    """Seconds of a step of the first plans, simulated."""
+    simulated: Sequence[Simulation]
+    """Some steps of the first plans, simulated."""
     variations: Sequence[Variation]
     """The same with other lengths."""
     pays_with: int | None
@@ -55,6 +55,19 @@ class Decision:
     def best(self) -> Ranked:
         """The best plan."""
         return self.ranking.best[0]
+
+    @property
+    def simulated_s(self) -> list[float]:
+        """Seconds of a simulated step of the first plans; ahead once settled."""
+        return [
+            found.settled_step_s if one.plan.freshness else found.mean_step_s
+            for one, found in zip(self.ranking.best, self.simulated, strict=False)
+        ]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of the best plan, in step as computed, ahead as simulated."""
+        return self.simulated_s[0] if self.best.plan.freshness else self.best.evaluation.step_s
 
 
 def decision_lines(found: Decision) -> list[str]:
@@ -76,7 +89,7 @@ def decision_lines(found: Decision) -> list[str]:
         "",
         *columns(_stage_rows(statement, best), left=2),
         "",
-        *columns(_pool_rows(statement, best)),
+        *columns(_pool_rows(found)),
         "",
         "throughput against the size of the cluster",
         *columns(_size_rows(found)),
@@ -93,7 +106,9 @@ def decision_data(found: Decision) -> dict[str, Any]:
         "placements": found.ranking.placements,
         "nowhere": found.ranking.nowhere,
         "best": [_ranked_data(found.statement, one) for one in found.ranking.best],
-        "simulated_s": list(found.simulated_s),
+        "step_s": found.step_s,
+        "simulated_s": found.simulated_s,
+        "idle_shares": {pool.pool: pool.idle_share for pool in found.simulated[0].pools},
         "sizes": [
             {
                 "devices": one.devices,
@@ -205,8 +220,9 @@ def _unused(statement: Statement, devices: int) -> list[str]:
 def _head(found: Decision) -> Iterator[str]:
     """The step, the devices, the whole run, and what running ahead changes."""
     best, statement = found.best, found.statement
-    step_s, hardware, devices = best.evaluation.step_s, statement.problem.hardware, best.evaluation.devices
-    yield f"a step: {ranged(statement, step_s)} on {devices} devices"
+    step_s, hardware, devices = found.step_s, statement.problem.hardware, best.evaluation.devices
+    how = ", as simulated," if best.plan.freshness else ""
+    yield f"a step: {ranged(statement, step_s)}{how} on {devices} devices"
     for line in _unused(statement, devices):
         yield f"{line}, which would not make it better"
     price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
@@ -293,11 +309,11 @@ def _stage_rows(statement: Statement, one: Ranked) -> Rows:
     return rows
 
 
-def _pool_rows(statement: Statement, one: Ranked) -> Rows:
+def _pool_rows(found: Decision) -> Rows:
     rows: Rows = [("pool", "busy", "idle", "kept a device", "a stage's beside", "left for cache")]
-    for pool in one.evaluation.pools:
+    for pool, time in zip(found.best.evaluation.pools, found.simulated[0].pools, strict=True):
         kept = (size(max(0.0, one)) for one in (pool.resident_bytes, pool.working_bytes, pool.room_bytes))
-        rows.append((pool.name, ranged(statement, pool.busy_s), f"{pool.idle_share:.0%}", *kept))
+        rows.append((pool.name, f"{1 - time.idle_share:.0%}", f"{time.idle_share:.0%}", *kept))
     return rows
 
 

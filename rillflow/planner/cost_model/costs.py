@@ -139,30 +139,57 @@ class CostModel:
         if not engine.interrupts:
             bound = max(self._problem.freshness, 1)
             return self._batch_s(bound * rows, decoder) / bound
-        admitted = max((self._problem.freshness + 1) * rows / decoder.replicas, 1.0)
-        running = max(int(min(running_rows(workload, decoder), admitted)), 1)
-        response = workload.response
-        context = running * (workload.prompt.mean + response.mean_square / (2 * max(response.mean, 1e-9)))
-        token_s = decoder.advance_s(running, context - running / 2, 1.0)
-        decoded_s = rows * response.mean / (decoder.replicas * running) * token_s
-        entered_s = decoder.entry_s(rows / decoder.replicas)
-        held_s = self._held_s(rows, decoder) if engine.holds_prompts else 0.0
-        read_s = decoder.prefill_s(prompt_tokens(workload, rows, decoder.replicas))
-        return entered_s + max(decoded_s, held_s) + read_s
+        running = self._running((self._problem.freshness + 1) * rows, decoder)
+        decoded_s = rows * workload.response.mean / (decoder.replicas * running)
+        decoded_s *= self._token_s(running, decoder)
+        held_s = 0.0
+        if engine.holds_prompts:
+            bound = max(self._problem.freshness, 1)
+            longest = workload.response.quantile(0.5 ** (1.0 / workload.samples))
+            held_s = longest * self._held_token_s(bound * rows, longest, decoder) / bound
+        return max(decoded_s, held_s) + self._begun_s(rows, decoder) + self._reread_s(running, decoder)
 
-    def _held_s(self, rows: int, decoder: Decoder) -> float:
-        """Seconds of a step's rows if prompts hold their places until their longest answers have ended.
+    def longest_s(self, stage: Stage, decoder: Decoder) -> NDArray[np.float64]:
+        """Seconds from the beginning of a step's rows until the longest has ended, ahead, by equal chances.
 
-        There are k steps' places. Each is held for the tokens that the longest of a prompt's answers has in
-        the median, while on average mean over longest of its rows run.
+        (k + 1) steps' rows hold their places until the longest of their step has ended: on average mean over
+        longest of them run, and each token takes ``tau`` of so many. Where weights do not interrupt rows, as
+        long as by itself.
         """
-        workload, bound = self._problem.workload, max(self._problem.freshness, 1)
-        response = workload.response
-        longest = response.quantile(0.5 ** (1.0 / workload.samples))
-        begun = bound * rows / decoder.replicas * response.mean / longest
-        running = max(int(min(begun, running_rows(workload, decoder))), 1)
-        context = running * (workload.prompt.mean + response.mean_square / (2 * response.mean))
-        return longest * decoder.advance_s(running, context, 1.0) / bound
+        rows = self._rows(stage)
+        longest = self._problem.workload.response.longest(rows)
+        mean = float(longest.mean())
+        if not self._problem.hardware.engine.interrupts:
+            return self.generate_s(stage, decoder) * longest / mean
+        token_s = self._held_token_s((self._problem.freshness + 1) * rows, mean, decoder)
+        return longest * token_s + self._begun_s(rows, decoder)
+
+    def _held_token_s(self, rows: int, longest: float, decoder: Decoder) -> float:
+        """Seconds of a token while so many rows hold places, each until the longest beside it has ended."""
+        running = self._running(rows * self._problem.workload.response.mean / longest, decoder)
+        return self._token_s(running, decoder)
+
+    def _running(self, rows: float, decoder: Decoder) -> int:
+        """Of so many rows, those that run at once on a replica."""
+        return max(int(min(rows / decoder.replicas, running_rows(self._problem.workload, decoder))), 1)
+
+    def _token_s(self, running: int, decoder: Decoder) -> float:
+        """Seconds of a token of running rows of all ages."""
+        return decoder.advance_s(running, running * self._context() - running / 2, 1.0)
+
+    def _reread_s(self, running: int, decoder: Decoder) -> float:
+        """Seconds in which running rows of all ages read their prefixes under new weights."""
+        return decoder.prefill_s(running * self._context()) if self._problem.hardware.engine.rereads else 0.0
+
+    def _context(self) -> float:
+        """Tokens of a running row, met at random."""
+        response = self._problem.workload.response
+        return self._problem.workload.prompt.mean + response.mean_square / (2 * response.mean)
+
+    def _begun_s(self, rows: int, decoder: Decoder) -> float:
+        """Seconds in which a replica lets its part of so many rows begin, and reads their prompts."""
+        read = prompt_tokens(self._problem.workload, rows, decoder.replicas)
+        return decoder.entry_s(rows / decoder.replicas) + decoder.prefill_s(read)
 
     def function_s(self, stage: Stage, devices: int) -> float:
         """Seconds of a function, spread over the hosts of so many devices, or of a formula on one."""

@@ -159,7 +159,7 @@ def replica_lengths(workload: Workload, rows: int, replicas: int) -> NDArray[np.
     lengths = workload.response.spread(count)
     if workload.response.kind != "fixed":
         lengths = lengths.copy()
-        lengths[-1] = max(workload.response.quantile(1.0 - 0.5 / rows), lengths[-1])
+        lengths[-1] = max(float(workload.response.longest(rows).mean()), lengths[-1])
     return lengths
 
 

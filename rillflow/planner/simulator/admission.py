@@ -1,9 +1,10 @@
 """Admission: which groups may begin and which are trained, so that no trained token is older than k versions.
 
-may a group begin under version v? ── yes ─> it is *due*: with batch v + k at the latest
-complete groups ─ the earliest due first ─> batch b, trained by version b of the policy
+may a group begin under version v? ── yes ─> it is *due*: with batch (v + k + 1) c - 1 at the latest
+complete groups ─ the earliest due first ─> batch b, trained by version b // c of the policy
 
-A group is all rows of a prompt; its version is that of its oldest token; its age in batch b is b - v.
+A group is all rows of a prompt; its version is that of its oldest token; weights are published after every c
+batches; the group's age in batch b is b // c - v.
 
 ``Wait`` makes the bound hard by letting nothing begin that could become too old. Write u(d) for the groups
 begun, not trained and due at d or earlier, b for the next batch, P for the groups of one. The invariant is
@@ -15,12 +16,12 @@ begun, not trained and due at d or earlier, b for the next batch, P for the grou
   u(d) <= (d - b) P for every d >= b. Of the complete groups the earliest due are taken, which leaves the
   least behind for every d at once: if this choice does not do, none does, and the batch waits.
 - d = b after forming says u(b) = 0: nothing due at b is left, so whatever is trained later is due later.
-  Hence no group is trained in a batch after its due, v + k: its age is at most k.  (The bound.)
+  Hence no group is trained in a batch after its due, of version v + k: its age is at most k.  (The bound.)
 - It never stalls: if nothing may begin under the newest weights, u(d) >= (d + 1 - b) P >= P for some d >= b,
   so P groups are on their way; once all are complete the earliest due leave u(d) - P <= (d - b) P behind.
 
-``Drop`` limits the mean alone, as AReaL's capacity does: it begins groups as long as fewer than (k + v + 1) P
-are begun and not dropped, takes them as they complete, and drops whole those that have become too old.
+``Drop`` limits the mean alone, as AReaL's capacity does: it begins groups as long as fewer than
+(k + v + 1) c P are begun and not dropped, takes them as they complete, and drops those that became too old.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rillflow.planner.simulator.draws import Row
 
@@ -39,14 +39,14 @@ class Group:
 
     prompt: int
     """Its number."""
-    version: int
-    """The version of the policy under which its first row begins: that of its oldest token."""
     rows: tuple[Row, ...]
     """All that begin."""
     left: int
     """Sampled rows that are still waited for."""
     greedy_left: int
     """Greedy rows that are still waited for."""
+    version: int = 0
+    """The version of the policy under which its first row begins: that of its oldest token."""
     versions: dict[int, int] = field(default_factory=dict)
     """By sample: under which version it began."""
     kept: list[Row] = field(default_factory=list)
@@ -58,87 +58,71 @@ class Group:
         return not self.left and not self.greedy_left
 
 
-class Admission(Protocol):
-    """What decides which groups begin and which are trained."""
-
-    batch: int
-    """The number of the next batch, from 0."""
-
-    def least_version(self, newest: int) -> int:
-        """The least version under which a group may begin now, where ``newest`` is the newest there is; what
-        is above that may not begin."""
-        ...
-
-    def begin(self, group: Group) -> None:
-        """Note a group that begins."""
-        ...
-
-    def complete(self, group: Group) -> None:
-        """Note a group that is complete and scored."""
-        ...
-
-    def take(self) -> list[Group]:
-        """The groups of the next batch; none while they have to be waited for."""
-        ...
-
-    def take_dropped(self) -> list[Group]:
-        """The groups dropped since this was asked last."""
-        ...
-
-
 class Wait:
     """Nothing begins that could become too old.
 
     Args:
         freshness: k, the bound.
         prompts: P, groups of a batch.
+        published: c, batches after which weights are published.
     """
 
-    def __init__(self, *, freshness: int, prompts: int) -> None:
+    def __init__(self, *, freshness: int, prompts: int, published: int = 1) -> None:
         self.batch = 0
+        """The number of the next batch, from 0."""
+        self.dropped: list[Group] = []
+        """Groups that no batch will take."""
         self._freshness = freshness
         self._prompts = prompts
+        self._published = published
         self._due: dict[int, int] = defaultdict(int)
         self._ready_due: dict[int, int] = defaultdict(int)
         self._ready: list[tuple[int, int, Group]] = []
         self._completed = 0
 
+    @property
+    def version(self) -> int:
+        """Of the policy that trains the next batch."""
+        return self.batch // self._published
+
     def least_version(self, newest: int) -> int:  # noqa: ARG002
-        """The invariant, solved for the version: one after the last due that is full."""
+        """The least version under which a group may begin now, where ``newest`` is the newest there is.
+
+        The invariant, solved for the version: one after the last due that is full.
+        """
         full, counted = self.batch - 1, 0
         last = self.batch + sum(self._due.values()) // self._prompts
         for due in range(self.batch, last + 1):
             counted += self._due[due]
             if counted >= (due + 1 - self.batch) * self._prompts:
                 full = due
-        return full + 1 - self._freshness
+        return -(-(full + 2) // self._published) - self._freshness - 1
 
     def begin(self, group: Group) -> None:
-        """It is due ``freshness`` batches after its version."""
-        self._due[group.version + self._freshness] += 1
+        """Note a group that begins."""
+        self._due[self._due_of(group)] += 1
 
     def complete(self, group: Group) -> None:
-        """It may be trained."""
-        due = group.version + self._freshness
+        """Note a group that is complete and scored."""
+        due = self._due_of(group)
         self._completed += 1
         self._ready_due[due] += 1
         heapq.heappush(self._ready, (due, self._completed, group))
 
     def take(self) -> list[Group]:
-        """The earliest due, if what stays behind fits into later batches."""
+        """The next batch: the earliest due, if what stays behind fits into later ones; else none."""
         if len(self._ready) < self._prompts or not self._leaves_enough():
             return []
         taken = [heapq.heappop(self._ready)[2] for _ in range(self._prompts)]
         for group in taken:
-            due = group.version + self._freshness
+            due = self._due_of(group)
             self._due[due] -= 1
             self._ready_due[due] -= 1
         self.batch += 1
         return taken
 
-    def take_dropped(self) -> list[Group]:
-        """None: nothing becomes too old."""
-        return []
+    def _due_of(self, group: Group) -> int:
+        return (group.version + self._freshness + 1) * self._published - 1
 
     def _leaves_enough(self) -> bool:
         """Whether, without the earliest due, u(d) <= (d - b) P for every d."""
@@ -153,54 +137,39 @@ class Wait:
         return True
 
 
-class Drop:
-    """Groups begin by their number alone; those that have become too old are dropped whole.
+class Drop(Wait):
+    """Groups begin by their number alone; those that have become too old are dropped whole."""
 
-    Args:
-        freshness: k, the bound.
-        prompts: P, groups of a batch.
-    """
-
-    def __init__(self, *, freshness: int, prompts: int) -> None:
-        self.batch = 0
-        self._freshness = freshness
-        self._prompts = prompts
+    def __init__(self, *, freshness: int, prompts: int, published: int = 1) -> None:
+        super().__init__(freshness=freshness, prompts=prompts, published=published)
         self._alive = 0
-        self._ready: deque[Group] = deque()
-        self._dropped: list[Group] = []
+        self._queue: deque[Group] = deque()
 
     def least_version(self, newest: int) -> int:
-        """Anything that is not too old already, while fewer than (k + v + 1) P live or were trained."""
-        if self._alive + self.batch * self._prompts >= (self._freshness + newest + 1) * self._prompts:
+        """Anything that is not too old already, while fewer than (k + v + 1) c P live or were trained."""
+        most = (self._freshness + newest + 1) * self._published * self._prompts
+        if self._alive + self.batch * self._prompts >= most:
             return newest + 1
-        return self.batch - self._freshness
+        return self.version - self._freshness
 
     def begin(self, group: Group) -> None:  # noqa: ARG002
-        """It lives."""
+        """Note a group that begins."""
         self._alive += 1
 
     def complete(self, group: Group) -> None:
-        """It may be trained, unless it is too old by then."""
-        self._ready.append(group)
+        """Note a group that is complete and scored."""
+        self._queue.append(group)
 
     def take(self) -> list[Group]:
         """Those that were complete first, of an age within the bound."""
-        late = [group for group in self._ready if self._is_late(group)]
+        late = [group for group in self._queue if self.version - group.version > self._freshness]
         if late:
-            self._dropped += late
+            self.dropped += late
             self._alive -= len(late)
-            self._ready = deque(group for group in self._ready if not self._is_late(group))
-        if len(self._ready) < self._prompts:
+            self._queue = deque(group for group in self._queue if group not in late)
+        if len(self._queue) < self._prompts:
             return []
-        taken = [self._ready.popleft() for _ in range(self._prompts)]
+        taken = [self._queue.popleft() for _ in range(self._prompts)]
         self._alive -= len(taken)
         self.batch += 1
         return taken
-
-    def take_dropped(self) -> list[Group]:
-        """Those found too old."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
-
-    def _is_late(self, group: Group) -> bool:
-        return self.batch - group.version > self._freshness

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rillflow.planner.workload import Lengths, Workload
 
 _BLOCK = 2048
-_PROMPTS, _ROWS, _PROMPT_TOKENS, _DEVICES = range(4)
+_ROWS, _PROMPT_TOKENS, _DEVICES = range(1, 4)
 _GRID = np.linspace(-8.0, 8.0, 4097)
 _CUMULATED = np.array([NormalDist().cdf(float(place)) for place in _GRID])
 
@@ -45,23 +45,17 @@ class Draws:
         workload: the distributions.
         seed: of the run.
         samples: rows begun for each prompt, at most.
-        shared: the share of the variance of log lengths that the rows of a prompt have in common.
     """
 
-    def __init__(self, workload: Workload, *, seed: int, samples: int, shared: float = 0.0) -> None:
+    def __init__(self, workload: Workload, *, seed: int, samples: int) -> None:
         self._workload = workload
         self._samples = samples
-        self._shared = shared
         self._normals = _Normals(seed)
 
     def rows(self, prompt: int) -> list[Row]:
         """The rows of a prompt."""
-        first = prompt * self._samples
-        own = self._normals.span(_ROWS, first, self._samples)
-        if self._shared:
-            common = self._normals.span(_PROMPTS, prompt, 1)[0]
-            own = math.sqrt(self._shared) * common + math.sqrt(1.0 - self._shared) * own
-        responses = tokens_of(self._workload.response, own).tolist()
+        normals = self._normals.span(_ROWS, prompt * self._samples, self._samples)
+        responses = tokens_of(self._workload.response, normals).tolist()
         prompt_tokens = int(
             tokens_of(self._workload.prompt, self._normals.span(_PROMPT_TOKENS, prompt, 1))[0]
         )

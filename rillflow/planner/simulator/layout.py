@@ -1,14 +1,17 @@
 """Layout: a plan as the simulator takes it: tasks with their pools and seconds, replicas, slow devices.
 
-problem, costs, plan ─ evaluate ─> seconds, transfers, seats, decoders ─┬─> tasks
+problem, costs, plan ─ evaluate ─> seconds, transfers, seats, decoders ─┬─> tasks of a step, a batch, a group
 seed, settings ─ draws ─> slow devices ─────────────────────────────────┴─> replicas, each with its pace
+
+Where rows flow, training takes **batches**: a step's rows; those of m minibatches where weights are published
+every m; those of one minibatch where a step is streamed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rillflow.errors import PlanError
@@ -20,12 +23,36 @@ from rillflow.planner.schedule import BESIDE
 from rillflow.planner.seating import Seated
 from rillflow.planner.simulator.draws import Draws, Row, slow_devices
 from rillflow.planner.simulator.replica import Replica
-from rillflow.planner.simulator.settings import Settings
 from rillflow.planner.simulator.turns import Arrival, Task
 from rillflow.planner.work import Work
 
 _GREEDY = "greedy"
 """The endpoint that answers every prompt once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a simulation assumes beside the plan.
+
+    Example:
+        Settings(interrupts=True, straggler_share=0.05, straggler_factor=1.5)
+    """
+
+    interrupts: bool | None = None
+    """Whether new weights interrupt rows, which go on under them; else a replica ends what it runs first; as
+    the engine of the cluster does where it is None."""
+    straggler_share: float = 0.0
+    """The share of devices that are slow; which ones follows from the seed."""
+    straggler_factor: float = 1.0
+    """How many times as long a slow device takes."""
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("straggler_share", self.straggler_share, 0.0, 1.0),
+            ("straggler_factor", self.straggler_factor, 1.0, 1e6),
+        ):
+            if not least <= value <= most:
+                raise PlanError(f"{name} is {value:g}", why=f"it lies between {least:g} and {most:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +88,60 @@ class Layout:
             )
             for stage in self.problem.graph.stages
         )
+
+    @cached_property
+    def by_group(self) -> tuple[Task, ...]:
+        """The stages that take groups one by one where rows flow, with the seconds of one group.
+
+        They score, read nothing but what groups bring, and share their pool only with stages of that kind. A
+        function takes groups in turn.
+        """
+        graph, rest = self.problem.graph, [task for task in self.tasks if task.stage not in self.generating]
+        kinds = (Work.SCORE, Work.FUNCTION)
+        found = [task for task in rest if self.problem.work(graph.stages[task.stage]) in kinds]
+        for _ in rest:
+            known = {-1, *self.generating, *(task.stage for task in found)}
+            mixed = {task.pool for task in rest if task.stage not in known} - {BESIDE}
+            found = [
+                task
+                for task in found
+                if task.pool not in mixed and all(edge.source in known for edge in task.inputs)
+            ]
+        share = 1.0 / self.problem.workload.prompts
+        return tuple(replace(_shared(task, share, share), pool=task.pool or task.name) for task in found)
+
+    @cached_property
+    def by_batch(self) -> tuple[Task, ...]:
+        """The stages of a batch where rows flow; those of all groups but the last have travelled by then."""
+        apart = {task.stage for task in self.by_group} | set(self.generating)
+        found = []
+        for task in self.tasks:
+            if self.is_publish(task.stage):
+                found.append(task if self.plan.weights == "exposed" else replace(task, seconds=0.0))
+            elif task.stage not in apart:
+                share, last = 1.0 / self.batches, 1.0 / self.problem.workload.prompts
+                found.append(_shared(task, share, last, apart))
+        return tuple(found)
+
+    @property
+    def flows(self) -> bool:
+        """Whether rows flow from stage to stage; else each step ends before the next begins."""
+        return self.plan.freshness > 0 or self.plan.streams or self.plan.publish_every > 0
+
+    @property
+    def batches(self) -> int:
+        """Batches of a step."""
+        minibatches, every = self.problem.workload.minibatches, self.plan.publish_every
+        return minibatches if self.plan.streams else minibatches // (every or minibatches)
+
+    @property
+    def published(self) -> int:
+        """Batches after which weights are published."""
+        return (self.plan.publish_every or self.problem.workload.minibatches) if self.plan.streams else 1
+
+    def is_publish(self, stage: int) -> bool:
+        """Whether a stage brings weights to generation."""
+        return self.problem.work(self.problem.graph.stages[stage]) is Work.PUBLISH
 
     @cached_property
     def generating(self) -> Mapping[int, Seated]:
@@ -112,7 +193,6 @@ class Layout:
             self.problem.workload,
             seed=self.seed,
             samples=self.samples_begun + extra,
-            shared=self.settings.shared_length,
         )
 
     def is_greedy(self, stage: int) -> bool:
@@ -175,8 +255,7 @@ class Layout:
     def _pace(self, stage: int) -> float:
         """A stage of many devices is as slow as the slowest; weights on their way are not slowed."""
         pool = self.pool_of(stage)
-        is_publish = self.problem.work(self.problem.graph.stages[stage]) is Work.PUBLISH
-        if pool == BESIDE or is_publish or not any(self._slow_devices[pool]):
+        if pool == BESIDE or self.is_publish(stage) or not any(self._slow_devices[pool]):
             return 1.0
         return self.settings.straggler_factor
 
@@ -203,24 +282,29 @@ def lay_out(problem: Problem, costs: Costs, plan: Plan, *, seed: int, settings: 
     ):
         if not 1.0 <= share <= 100.0:
             raise PlanError(f"{name} is {share:g}", why="it lies between 1, as many as wanted, and 100")
-    if plan.freshness:
+    if layout.flows:
         _require_flow(layout)
     return layout
 
 
 def _require_flow(layout: Layout) -> None:
     """Refuse to let rows flow where that is not simulated."""
-    plan = layout.plan
+    plan, workload = layout.plan, layout.problem.workload
     pools = {layout.pool_of(stage) for stage in layout.generating}
     beside = [name for name, unit in plan.units.items() if unit.pool in pools and name != SAMPLER]
     if beside or not pools:
         raise PlanError(
             f"freshness is {plan.freshness}, generation shares a pool with {', '.join(beside)}",
             why="rows flow only where generation has devices of its own",
-            fix=f"give {SAMPLER} a pool, or freshness 0",
+            fix=f"give {SAMPLER} a pool, or freshness 0 without streams and publish_every",
         )
-    if len({id(layout.generating[stage]) for stage in layout.generating}) > 1:
-        raise PlanError("two units generate", why="rows flow from one", fix="use freshness 0")
+    if workload.minibatches % (plan.publish_every or 1) or workload.prompts % layout.batches:
+        raise PlanError(
+            f"publish_every is {plan.publish_every}, with {workload.minibatches} minibatches of "
+            f"{workload.prompts} prompts",
+            why="a step has a whole number of batches of as many prompts each",
+            fix="a divisor of the minibatches, and prompts that they divide",
+        )
     if plan.oversample_prompts > 1.0:
         raise PlanError(
             f"oversample_prompts is {plan.oversample_prompts:g} with freshness {plan.freshness}",
@@ -231,6 +315,15 @@ def _require_flow(layout: Layout) -> None:
         raise PlanError(
             "no stage publishes weights", why="rows would stay of version 0", fix="use freshness 0"
         )
+
+
+def _shared(task: Task, share: float, last: float, apart: Set[int] = frozenset()) -> Task:
+    """A share of a task; of what comes from stages apart only the last part travels."""
+    inputs = tuple(
+        replace(edge, seconds=edge.seconds * (last if edge.source in apart else share))
+        for edge in task.inputs
+    )
+    return replace(task, seconds=task.seconds * share, inputs=inputs)
 
 
 def _begun(wanted: int, share: float) -> int:

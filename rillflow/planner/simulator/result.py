@@ -1,15 +1,21 @@
-"""Result: what a simulation found out, as records.
+"""Result: what a simulation found out, as records, and the book in which its timeline is written.
 
-spans of pools, ages of rows ─> Simulation ─┬─> tables, JSON
-                                            └─> the timeline that a real run's spans are drawn on
+work, idleness ─ Book ─> spans of a pool's lanes ─┬─> seconds by cause: with the work, all of the time
+ages of rows ─────────────────────────────────────┴─> Simulation ─> tables, JSON, the timeline of a report
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import fmean, median
+
+from rillflow.planner.schedule import BESIDE
+
+WHOLE = 0
+"""The lane of work that all devices of a pool do together; replicas have the lanes from 1."""
 
 
 class Cause(StrEnum):
@@ -47,10 +53,6 @@ class SimulatedSpan:
     """How long it took."""
     cause: Cause | None = None
     """Why nothing was done; none where something was."""
-    rows: int = 0
-    """Rows it worked on; 0 where they are not counted by bar."""
-    tokens: int = 0
-    """Their tokens."""
 
     @property
     def end_s(self) -> float:
@@ -73,27 +75,23 @@ class PoolTime:
 
     @property
     def idle_share(self) -> float:
-        """The share of the time in which it did nothing."""
+        """The share of its time in which it did nothing."""
         idle = sum(self.idle_s.values())
-        return idle / (idle + self.busy_s) if idle + self.busy_s else 0.0
+        return idle / (self.busy_s + idle) if self.busy_s + idle else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """Steps of a plan, simulated.
-
-    Example:
-        simulate(problem, costs, plan, steps=20, seed=0).median_step_s
-    """
+    """Some steps of a plan, event by event."""
 
     step_s: tuple[float, ...]
-    """Seconds of each step: from the end of the one before to its own."""
+    """Seconds of each step, from the end of the one before to its own."""
     rows_per_step: int
-    """Rows that each step trains on."""
+    """Rows that a step trains on."""
     tokens: tuple[int, ...]
-    """Tokens of those rows, prompts and responses, by step."""
+    """Of each step, tokens of the rows it trained on, prompts and responses."""
     generation_s: tuple[float, ...]
-    """Of each step in step: seconds of its generation; empty where rows flow."""
+    """Of each step in step, seconds of its generation; empty where rows flow."""
     pools: tuple[PoolTime, ...]
     """In the order of the plan's."""
     ages: Mapping[int, int]
@@ -145,3 +143,71 @@ class Simulation:
     def oldest(self) -> int:
         """The greatest age of a trained row, in versions."""
         return max(self.ages, default=0)
+
+
+class Book:
+    """Writes the timeline down: a lane works or has one cause not to, from moment to moment."""
+
+    def __init__(self) -> None:
+        self._spans: list[SimulatedSpan] = []
+        self._until: dict[tuple[str, int], float] = defaultdict(float)
+
+    def work(
+        self, pool: str, lane: int, stage: str, step: int, end_s: float, start_s: float | None = None
+    ) -> None:
+        """Something was done until ``end_s``, since the lane was written of last or since ``start_s``."""
+        if start_s is not None:
+            self._until[pool, lane] = start_s
+        self._write(pool, lane, step, end_s, stage, None)
+
+    def idle(self, pool: str, lane: int, cause: Cause, step: int, end_s: float) -> None:
+        """Nothing was done until ``end_s``, since the lane was written of last."""
+        self._write(pool, lane, step, end_s, "", cause)
+
+    def pass_over(self, pool: str, lane: int, until_s: float) -> None:
+        """The lane has nothing of its own to be written of until then: other lanes of the pool have."""
+        self._until[pool, lane] = until_s
+
+    def _write(self, pool: str, lane: int, step: int, end_s: float, stage: str, cause: Cause | None) -> None:
+        start_s = self._until[pool, lane]
+        if end_s > start_s:
+            self._until[pool, lane] = end_s
+            span = SimulatedSpan(
+                pool=pool,
+                lane=lane,
+                stage=stage,
+                step=step,
+                start_s=start_s,
+                duration_s=end_s - start_s,
+                cause=cause,
+            )
+            self._spans.append(span)
+
+    def close(self, end_s: float) -> tuple[SimulatedSpan, ...]:
+        """The spans in order, those beyond the end cut there."""
+        cut = [
+            span if span.end_s <= end_s else replace(span, duration_s=end_s - span.start_s)
+            for span in self._spans
+            if span.start_s < end_s
+        ]
+        return tuple(sorted(cut, key=lambda span: (span.pool, span.lane, span.start_s, span.end_s)))
+
+
+def pool_times(
+    spans: Sequence[SimulatedSpan], lanes: Mapping[str, int], peaks: Mapping[str, float]
+) -> tuple[PoolTime, ...]:
+    """What each pool did; of its replicas, of which it has as many as ``lanes`` says, the mean."""
+    busy: dict[str, float] = defaultdict(float)
+    idle: dict[str, dict[Cause, float]] = {pool: defaultdict(float) for pool in peaks}
+    for span in spans:
+        if span.pool == BESIDE:
+            continue
+        seconds = span.duration_s / (1 if span.lane == WHOLE else lanes[span.pool])
+        if span.cause is None:
+            busy[span.pool] += seconds
+        else:
+            idle[span.pool][span.cause] += seconds
+    return tuple(
+        PoolTime(pool=pool, busy_s=busy[pool], idle_s=dict(idle[pool]), peak_bytes=peak)
+        for pool, peak in peaks.items()
+    )

@@ -1,179 +1,71 @@
-"""Sampling: the replicas of a pool that never wait for one another, and the weights each of them has.
+"""Sampling: replicas and the groups of rows on them, in a round of a step or without end.
 
-admission ─ a group may begin ─> its rows, one by one ─> the replica with the fewest rows
-new weights ─┬─ interrupts ──> every replica stands still, reads its prefixes again and goes on under them
+prompts ─ rows ─> replicas ─ ended ─┬─> a prompt's wanted samples are there: its others are stopped
+                                    └─> Round: the wanted prompts are there: it ends, the rest is put aside
+new weights ─┬─ interrupts ──> Stream: every replica takes them at once, and its rows go on under them
              └─ else ────────> a replica takes them when it has no rows: it gets none that it may not begin
 
-consumes        prompts, without end; versions of the weights
+consumes        prompts: of a round, or without end; versions of the weights
 waits for       a slot and room in a cache; the admission
 unblocked by    a row that ends, a batch that is formed, weights that arrive
 produces        complete groups, spans of the replicas with the cause of their idleness
+
+Rounds in which more is begun than wanted: tail batching of RollPacker (arXiv 2509.21009). A row put aside has
+the same length when it begins anew.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rillflow.planner.simulator.admission import Admission, Group
-from rillflow.planner.simulator.book import Book
+from rillflow.planner.simulator.admission import Group, Wait
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.layout import Layout
 from rillflow.planner.simulator.replica import Replica
-from rillflow.planner.simulator.result import Cause
+from rillflow.planner.simulator.result import Book, Cause
 
 
 @dataclass(kw_only=True, slots=True)
 class _Lane:
-    """A replica, and what it has been doing since when; without a cause it works."""
+    """A replica, and why it does nothing; without a cause it works."""
 
     replica: Replica
     version: int = 0
-    since_s: float = 0.0
+    done_s: float = 0.0
     held_s: float = 0.0
     cause: Cause | None = Cause.FRESHNESS
 
 
-class Sampling:
-    """Replicas that sample without end.
+class _Sampling:
+    """Groups of rows on replicas."""
 
-    Args:
-        layout: what is simulated.
-        admission: which groups may begin.
-        book: where spans are written.
-        load_s: seconds for which a replica stands still when it takes new weights.
-    """
-
-    def __init__(self, layout: Layout, admission: Admission, book: Book, *, load_s: float) -> None:
-        stage = next(iter(layout.generating))
-        self.newest = 0
-        self.begun = 0
+    def __init__(self, replicas: Sequence[Replica], greedy: int) -> None:
+        self.lanes = [_Lane(replica=replica) for replica in replicas]
         self.live: dict[int, Group] = {}
-        self._layout = layout
-        self._admission = admission
-        self._book = book
-        self._load_s = load_s
-        self._pool = layout.pool_of(stage)
-        self._name = layout.problem.graph.stages[stage].name
-        self._lanes = [_Lane(replica=replica) for replica in layout.replicas(stage)]
-        self._draws = layout.draws()
-        self._waiting: deque[Row] = deque()
+        self._greedy = greedy
+        """The sample from which on rows are greedy."""
         self._homes: dict[tuple[int, int], int] = {}
-        self._prompt = 0
         self._changed: set[int] = set()
-        self._empty = dict.fromkeys(range(len(self._lanes)))
 
     @property
     def peak_tokens(self) -> float:
         """The most tokens a replica's cache held."""
-        return max(lane.replica.peak_tokens for lane in self._lanes)
+        return max(lane.replica.peak_tokens for lane in self.lanes)
 
     def changes(self) -> Iterator[tuple[float, int]]:
         """The next event, and its place, of each replica that changed since this was asked last."""
         for place in sorted(self._changed):
-            if self._lanes[place].replica.next_s < math.inf:
-                yield self._lanes[place].replica.next_s, place
+            if self.lanes[place].replica.next_s < math.inf:
+                yield self.lanes[place].replica.next_s, place
         self._changed.clear()
 
     def advance(self, place: int, now_s: float) -> list[Group]:
         """Let a replica come to its next event, unless it changed since; the groups complete by that."""
-        if self._lanes[place].replica.next_s != now_s:
-            return []
-        return self._pass(place, now_s)
-
-    def publish(self, version: int, now_s: float) -> list[Group]:
-        """Take note of new weights; the groups complete at this very moment."""
-        self.newest = version
-        complete = []
-        if self._layout.interrupts:
-            for place, lane in enumerate(self._lanes):
-                complete += self._pass(place, now_s)
-                self._load(place, lane, now_s, reads_again=True)
-        return complete
-
-    def begin(self, now_s: float) -> None:
-        """Begin all that may and can begin, and let replicas without rows take the newest weights."""
-        while self._begin_one(now_s) or self._refresh(now_s):
-            pass
-        cause = self._cause()
-        for place in self._empty:
-            self._mark(place, now_s, cause)
-
-    def close(self, end_s: float) -> None:
-        """Write down what replicas do at the end."""
-        for place in range(len(self._lanes)):
-            self._mark(place, end_s, None, is_last=True)
-
-    def _begin_one(self, now_s: float) -> bool:
-        """Begin a row, of a group begun before or of a new one; whether one could."""
-        least = (
-            self.live[self._waiting[0].prompt].version
-            if self._waiting
-            else self._admission.least_version(self.newest)
-        )
-        if least > self.newest:
-            return False
-        row = self._waiting[0] if self._waiting else self._draws.rows(self._prompt)[0]
-        place = self._place(row, least)
-        if place is None:
-            return False
-        lane = self._lanes[place]
-        if not self._waiting:
-            self._begin_group(lane.version)
-        self._waiting.popleft()
-        self.live[row.prompt].versions[row.sample] = lane.version
-        self._homes[row.prompt, row.sample] = place
-        ended = self._pass(place, now_s)
-        assert not ended, "events of this moment are over before rows begin"
-        self._mark(place, now_s, None)
-        lane.replica.begin([row], now_s)
-        self._empty.pop(place, None)
-        return True
-
-    def _place(self, row: Row, least: int) -> int | None:
-        """The replica with the fewest rows among those with weights and room for one more."""
-        best, fewest = None, math.inf
-        for place, lane in enumerate(self._lanes):
-            replica = lane.replica
-            if replica.rows < fewest and lane.version >= least and replica.has_room(row):
-                best, fewest = place, replica.rows
-        return best
-
-    def _begin_group(self, version: int) -> None:
-        rows = tuple(self._draws.rows(self._prompt))
-        samples = self._layout.samples_begun
-        group = Group(
-            prompt=self._prompt,
-            version=version,
-            rows=rows,
-            left=self._layout.problem.workload.samples,
-            greedy_left=len(rows) - samples,
-        )
-        self.live[group.prompt] = group
-        self._admission.begin(group)
-        self._waiting.extend(rows)
-        self._prompt += 1
-        self.begun += len(rows)
-
-    def _refresh(self, now_s: float) -> bool:
-        """Let replicas without rows take the newest weights; whether any did."""
-        stale = [place for place in self._empty if self._lanes[place].version < self.newest]
-        for place in stale:
-            self._pass(place, now_s)
-            self._load(place, self._lanes[place], now_s, reads_again=False)
-        return bool(stale)
-
-    def _load(self, place: int, lane: _Lane, now_s: float, *, reads_again: bool) -> None:
-        """Let new weights into a replica, which stands still meanwhile."""
-        lane.version = self.newest
-        self._mark(place, now_s, Cause.WEIGHTS)
-        lane.held_s = now_s + self._load_s
-        lane.replica.stall(self._load_s, reads_again=reads_again)
-        if lane.replica.rows:
-            self._mark(place, now_s, None)
-        self._changed.add(place)
+        return self._pass(place, now_s) if self.lanes[place].replica.next_s == now_s else []
 
     def _pass(self, place: int, now_s: float) -> list[Group]:
         """Let time pass on a replica; the groups complete by that, their other rows stopped."""
@@ -193,7 +85,7 @@ class Sampling:
 
     def _count(self, group: Group, row: Row) -> bool:
         """Count a row that ended; whether its group is complete by that."""
-        if row.sample >= self._layout.samples_begun:
+        if row.sample >= self._greedy:
             group.greedy_left -= 1
         elif group.left:
             group.left -= 1
@@ -204,40 +96,248 @@ class Sampling:
 
     def _stop(self, row: Row, now_s: float) -> list[Row]:
         """Stop a row that nobody waits for; rows of its replica that end at this very moment."""
-        place = self._homes.get((row.prompt, row.sample))
-        if place is None:
-            self._waiting.remove(row)
-            return []
+        place = self._homes[row.prompt, row.sample]
         ended = self._advance(place, now_s)
-        replica = self._lanes[place].replica
-        replica.stop(row)
-        if not replica.rows:
-            self._empty[place] = None
+        self.lanes[place].replica.stop(row)
         return ended
 
     def _advance(self, place: int, now_s: float) -> list[Row]:
-        """Let time pass on a replica; the rows that ended."""
         self._changed.add(place)
-        replica = self._lanes[place].replica
-        ended = replica.advance(now_s)
-        if not replica.rows:
-            self._empty[place] = None
+        self.lanes[place].done_s = now_s
+        return self.lanes[place].replica.advance(now_s)
+
+
+class Round(_Sampling):
+    """The rows of a step in step, dealt to replicas as cards are.
+
+    Args:
+        replicas: fresh ones.
+        prompts: the rows of each prompt that begins.
+        wanted: prompts that end the round once they are complete.
+        samples: rows that make a prompt complete.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Replica], prompts: Sequence[Sequence[Row]], *, wanted: int, samples: int
+    ) -> None:
+        super().__init__(replicas, greedy=1 << 62)
+        for rows in prompts:
+            group = Group(prompt=rows[0].prompt, rows=tuple(rows), left=samples, greedy_left=0)
+            self.live[group.prompt] = group
+        self.seconds = 0.0
+        """Until it ended."""
+        self.complete = self._run(wanted)[:wanted]
+        """The prompts whose wanted samples are there, in their order; no more than were wanted."""
+        kept = {group.prompt for group in self.complete}
+        self.aside = [prompt for prompt in self.live if prompt not in kept]
+        """Prompts begun that are left for later."""
+        self.kept = [row for group in self.complete for row in group.kept]
+        """Rows of complete prompts that were waited for."""
+        self.stopped = sum(len(group.rows) for group in self.complete) - len(self.kept)
+        """How many were not."""
+
+    @property
+    def lanes_s(self) -> list[float]:
+        """Of each replica, the seconds until its last row had ended."""
+        return [self.seconds if lane.replica.rows else lane.done_s for lane in self.lanes]
+
+    def _run(self, wanted: int) -> list[Group]:
+        self._deal([row for group in self.live.values() for row in group.rows])
+        heap = sorted(self.changes())
+        complete: list[Group] = []
+        while heap and len(complete) < wanted:
+            self.seconds, place = heapq.heappop(heap)
+            complete += self.advance(place, self.seconds)
+            for change in self.changes():
+                heapq.heappush(heap, change)
+        return complete
+
+    def _deal(self, rows: Sequence[Row]) -> None:
+        hands: list[list[Row]] = [[] for _ in self.lanes]
+        for number, row in enumerate(rows):
+            place = number * len(hands) // len(rows)
+            hands[place].append(row)
+            self._homes[row.prompt, row.sample] = place
+        for place, hand in enumerate(hands):
+            self.lanes[place].replica.begin(hand, 0.0)
+            self._changed.add(place)
+
+
+class Stream(_Sampling):
+    """Replicas that sample without end.
+
+    Args:
+        layout: what is simulated.
+        admission: which groups may begin.
+        book: where spans are written.
+        load_s: seconds for which a replica stands still when it takes new weights.
+    """
+
+    def __init__(self, layout: Layout, admission: Wait, book: Book, *, load_s: float) -> None:
+        stage = next(iter(layout.generating))
+        super().__init__(layout.replicas(stage), greedy=layout.samples_begun)
+        self.newest = 0
+        self.begun = 0
+        self._layout = layout
+        self._engine = layout.problem.hardware.engine
+        self._admission = admission
+        self._book = book
+        self._load_s = load_s
+        self._pool = layout.pool_of(stage)
+        self._name = layout.problem.graph.stages[stage].name
+        self._draws = layout.draws()
+        self._next = self._draws.rows(0)
+        self._waiting: deque[Row] = deque()
+        self._incomplete = 0
+        self._empty = dict.fromkeys(range(len(self.lanes)))
+        steps = layout.plan.freshness + 1
+        self._most_groups = math.inf
+        if self._engine.holds_prompts:
+            self._most_groups = max(layout.plan.freshness, 1) * layout.problem.workload.prompts
+        rows = steps * layout.prompts_begun * len(self._next)
+        self._fair = max(-(-rows // len(self.lanes)), 1)
+        self._open = [(0, place) for place in self._empty]
+
+    def publish(self, version: int, now_s: float, place: int | None) -> list[Group]:
+        """Take note of new weights, at one replica or at all; the groups complete at this very moment."""
+        self.newest = max(self.newest, version)
+        complete = []
+        if self._layout.interrupts:
+            for one in range(len(self.lanes)) if place is None else (place,):
+                if self.lanes[one].version < version:
+                    complete += self._pass(one, now_s)
+                    self._load(one, now_s)
+        return complete
+
+    def begin(self, now_s: float) -> None:
+        """Begin all that may and can begin, and let replicas without rows take the newest weights."""
+        while self._begin_one(now_s) or self._refresh(now_s):
+            pass
+        late = self.newest + self._layout.plan.freshness < self._admission.version
+        for place in self._empty:
+            self._mark(place, now_s, Cause.WEIGHTS if late else Cause.FRESHNESS)
+
+    def close(self, end_s: float) -> None:
+        """Write down what replicas do at the end."""
+        for place in range(len(self.lanes)):
+            self._write(place, end_s)
+
+    def _begin_one(self, now_s: float) -> bool:
+        """Begin a row, of a group begun before or of a new one; whether one could."""
+        if self._waiting:
+            row = self._waiting[0]
+            least = self.live[row.prompt].version
+        else:
+            row = self._next[0]
+            least = self._admission.least_version(self.newest)
+            if least > self.newest or self._incomplete >= self._most_groups:
+                return False
+        place = self._place(row, least)
+        if place is None:
+            return False
+        lane = self.lanes[place]
+        if not self._waiting:
+            self._begin_group(lane.version)
+        self._waiting.popleft()
+        self.live[row.prompt].versions[row.sample] = lane.version
+        self._homes[row.prompt, row.sample] = place
+        ended = self._advance(place, now_s)
+        assert not ended, "events of this moment are over before rows begin"
+        self._mark(place, now_s, None)
+        lane.replica.begin([row], now_s)
+        self._empty.pop(place, None)
+        heapq.heappush(self._open, (lane.replica.rows, place))
+        return True
+
+    def _place(self, row: Row, least: int) -> int | None:
+        """The replica with the fewest rows among those with weights, room, and less than their share of rows.
+
+        Another is asked again once it has changed.
+        """
+        while self._open:
+            rows, place = self._open[0]
+            lane = self.lanes[place]
+            heapq.heappop(self._open)
+            if (
+                rows == lane.replica.rows < self._fair
+                and lane.version >= least
+                and lane.replica.has_room(row)
+            ):
+                return place
+        return None
+
+    def _begin_group(self, version: int) -> None:
+        rows, samples = tuple(self._next), self._layout.samples_begun
+        group = Group(
+            prompt=rows[0].prompt,
+            version=version,
+            rows=rows,
+            left=self._layout.problem.workload.samples,
+            greedy_left=len(rows) - samples,
+        )
+        self.live[group.prompt] = group
+        self._admission.begin(group)
+        self._waiting.extend(rows)
+        self._incomplete += 1
+        self.begun += len(rows)
+        self._next = self._draws.rows(group.prompt + 1)
+
+    def _refresh(self, now_s: float) -> bool:
+        """Let replicas without rows take the newest weights; whether any did."""
+        stale = [place for place in self._empty if self.lanes[place].version < self.newest]
+        for place in stale:
+            self._advance(place, now_s)
+            self._load(place, now_s)
+        return bool(stale)
+
+    def _load(self, place: int, now_s: float) -> None:
+        """Let the newest weights into a replica, which stands still meanwhile."""
+        lane = self.lanes[place]
+        lane.version = self.newest
+        self._mark(place, now_s, Cause.WEIGHTS)
+        lane.held_s = now_s + self._load_s
+        lane.replica.stall(self._load_s, reads_again=self._engine.rereads)
+        if lane.replica.rows:
+            self._mark(place, now_s, None)
+        self._touch(place)
+
+    def _count(self, group: Group, row: Row) -> bool:
+        complete = super()._count(group, row)
+        self._incomplete -= complete
+        return complete
+
+    def _stop(self, row: Row, now_s: float) -> list[Row]:
+        if (row.prompt, row.sample) not in self._homes:
+            self._waiting.remove(row)
+            return []
+        ended = super()._stop(row, now_s)
+        self._touch(self._homes[row.prompt, row.sample])
         return ended
 
-    def _cause(self) -> Cause:
-        """Why a replica with the newest weights has no rows."""
-        freshness = self._layout.plan.freshness
-        return Cause.WEIGHTS if self.newest + freshness < self._admission.batch else Cause.FRESHNESS
+    def _advance(self, place: int, now_s: float) -> list[Row]:
+        ended = super()._advance(place, now_s)
+        self._touch(place)
+        return ended
 
-    def _mark(self, place: int, now_s: float, cause: Cause | None, *, is_last: bool = False) -> None:
+    def _touch(self, place: int) -> None:
+        """A replica has changed: it may have room, or no rows left."""
+        replica = self.lanes[place].replica
+        self._changed.add(place)
+        heapq.heappush(self._open, (replica.rows, place))
+        if not replica.rows:
+            self._empty[place] = None
+
+    def _mark(self, place: int, now_s: float, cause: Cause | None) -> None:
         """Write down what a replica did until now, if it does something else from now on, or from when it has
         its weights."""
-        lane = self._lanes[place]
-        if lane.cause is cause and not is_last:
-            return
-        step, until_s = lane.version + 1, max(now_s, lane.held_s)
+        lane = self.lanes[place]
+        if lane.cause is not cause:
+            self._write(place, max(now_s, lane.held_s))
+            lane.cause = cause
+
+    def _write(self, place: int, until_s: float) -> None:
+        lane = self.lanes[place]
         if lane.cause is None:
-            self._book.work(self._pool, place + 1, self._name, step, lane.since_s, until_s)
+            self._book.work(self._pool, place + 1, self._name, lane.version + 1, until_s)
         else:
-            self._book.idle(self._pool, place + 1, lane.cause, step, lane.since_s, until_s)
-        lane.cause, lane.since_s = cause, until_s
+            self._book.idle(self._pool, place + 1, lane.cause, lane.version + 1, until_s)

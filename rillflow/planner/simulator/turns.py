@@ -14,7 +14,7 @@ One step by itself gives the same times as ``planner.schedule``, which says them
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from rillflow.planner.schedule import BESIDE
@@ -90,21 +90,15 @@ class Turns:
         """Whether all stages of a step have ended."""
         return not self._left[step]
 
-    def begin(self, step: int, now_s: float, given: Mapping[int, float]) -> list[Start]:
-        """Let a step begin.
-
-        Args:
-            step: its number.
-            now_s: when.
-            given: when the results of stages that are not among the tasks were made.
-        """
-        self._left[step] = len(self._tasks)
+    def begin(self, step: int, now_s: float, *, without: Set[int] = frozenset()) -> list[Start]:
+        """Let a step begin, with all its stages but some; what stages outside the tasks made is there."""
+        tasks = [task for task in self._tasks.values() if task.stage not in without]
+        self._left[step] = len(tasks)
         touched = []
-        for task in self._tasks.values():
-            outside = [edge for edge in task.inputs if edge.source not in self._tasks]
-            arrived = max((given.get(edge.source, now_s) + edge.seconds for edge in outside), default=now_s)
+        for task in tasks:
+            outside = [edge.seconds for edge in task.inputs if edge.source not in self._tasks]
             self._waits[step, task.stage] = _Wait(
-                missing=len(task.inputs) - len(outside), arrived_s=max(arrived, now_s)
+                missing=len(task.inputs) - len(outside), arrived_s=now_s + max(outside, default=0.0)
             )
             self._queues[task.pool].append((step, task.stage))
             touched.append(task.pool)
@@ -117,7 +111,9 @@ class Turns:
         self._left[step] -= 1
         touched = [pool]
         for reader, seconds in self._readers.get(stage, ()):
-            wait = self._waits[step, reader]
+            wait = self._waits.get((step, reader))
+            if wait is None:
+                continue
             wait.missing -= 1
             wait.arrived_s = max(wait.arrived_s, now_s + seconds)
             touched.append(self._tasks[reader].pool)

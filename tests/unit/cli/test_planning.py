@@ -204,8 +204,14 @@ def test_a_simulation_is_that_of_its_seed(here: Path, capsys: pytest.CaptureFixt
 
 
 def test_freshness_takes_generation_apart(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, *PLAN, "--freshness", "1", "--out", "plan.toml")
+    words = ("--freshness", "1", "--format", "json", "--out", "plan.toml")
+    planned = json.loads(said(capsys, *PLAN, *words))
     assert read_plan((here / "plan.toml").read_text(), "").freshness == 1
+    simulated = json.loads(said(capsys, *SIMULATE, "--steps", "128", "--format", "json"))
+    assert planned["step_s"] == planned["simulated_s"][0] == simulated["settled_step_s"]
+    for pool in simulated["pools"]:
+        idle_s = sum(pool["idle_s"].values())
+        assert planned["idle_shares"][pool["pool"]] == pytest.approx(idle_s / (idle_s + pool["busy_s"]))
     out = said(capsys, *SIMULATE, "--steps", "6")
     assert "freshness 1" in out and "1 old" in out
 

@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
@@ -100,6 +103,9 @@ class FakeCosts:
         length, prompt, full = self.workload.response.limit, self.workload.prompt.limit, decoder.most_rows
         wave = decoder.prefill_s(full * prompt) + decoder.advance_s(full, full * prompt, length)
         return wave * self._rows(stage) / (decoder.replicas * full)
+
+    def longest_s(self, stage: Stage, decoder: Decoder) -> NDArray[np.float64]:
+        return np.array([self.generate_s(stage, decoder)])
 
     def function_s(self, stage: Stage, devices: int) -> float:
         return self.stage_s.get(stage.name, 0.0)

@@ -89,9 +89,15 @@ def test_two_pools_overlap_and_a_transfer_delays() -> None:
 
 @pytest.mark.parametrize(("freshness", "period"), [(0, 30.0), (1, 15.0), (2, 12.0), (100, 12.0)])
 def test_the_period_falls_with_freshness_to_that_of_the_busiest_pool(freshness: int, period: float) -> None:
-    assert period_s([12.0, 7.0], latency_s=30.0, freshness=freshness) == period
+    assert period_s([12.0, 7.0], latencies_s=[30.0], freshness=freshness) == pytest.approx(period)
 
 
 def test_freshness_below_zero_is_refused() -> None:
     with pytest.raises(PlanError, match="freshness is -1"):
-        period_s([1.0], latency_s=1.0, freshness=-1)
+        period_s([1.0], latencies_s=[1.0], freshness=-1)
+
+
+def test_steps_of_several_latencies_hold_each_other_up() -> None:
+    """Latencies 10 and 30, bound 1: a step adds max(0, latency - what the last one added), a chain over 0,
+    10, 20, 30 with the shares 6, 4, 2, 3 of 15: 34 / 3 on average, not 20 / 2."""
+    assert period_s([0.0], latencies_s=[10.0, 30.0], freshness=1) == pytest.approx(34 / 3, rel=0.05)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
 from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
@@ -115,6 +116,9 @@ class ToyCosts:
 
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
         return 0.6 * self.generate_s(stage, decoder)
+
+    def longest_s(self, stage: Stage, decoder: Decoder) -> NDArray[np.float64]:
+        return np.array([self.generate_s(stage, decoder)])
 
     def function_s(self, stage: Stage, devices: int) -> float:
         return self._draw("function", stage.index).choice((0.0, 0.1, 4.0 / devices)) * self.speed

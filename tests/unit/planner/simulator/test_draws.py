@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.planner.simulator.draws import Draws, slow_devices
-from rillflow.planner.simulator.settings import Settings
+from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.workload import Lengths, Workload
 
 LOGNORMAL = Lengths(kind="lognormal", limit=8192, median=800, sigma=1.0)
 
 
-def draws(response: Lengths = LOGNORMAL, *, seed: int = 0, samples: int = 8, shared: float = 0.0) -> Draws:
+def draws(response: Lengths = LOGNORMAL, *, seed: int = 0, samples: int = 8) -> Draws:
     prompt = Lengths(kind="measured", limit=300, values=(100, 200, 300))
     workload = Workload(prompts=4, samples=8, prompt=prompt, response=response)
-    return Draws(workload, seed=seed, samples=samples, shared=shared)
+    return Draws(workload, seed=seed, samples=samples)
 
 
 def responses(found: Draws, prompts: int) -> np.ndarray:
@@ -54,23 +54,13 @@ def test_measured_lengths_come_as_often_as_they_were_seen() -> None:
     assert (found == 9).mean() == pytest.approx(0.25, abs=0.02)
 
 
-@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
-def test_rows_of_a_prompt_share_as_much_as_they_are_told(shared: float) -> None:
-    unclipped = Lengths(kind="lognormal", limit=10_000_000, median=10_000, sigma=1.0)
-    logs = np.log(responses(draws(unclipped, shared=shared), 3000))
-    assert logs.var() == pytest.approx(1.0, rel=0.06)
-    assert logs.mean(axis=1).var() == pytest.approx(shared + (1 - shared) / 8, rel=0.1, abs=0.01)
-
-
 def test_slow_devices_are_as_many_as_told() -> None:
     assert not slow_devices(0, 1000, 0.0).any()
     assert slow_devices(0, 1000, 1.0).all()
     assert slow_devices(0, 5000, 0.2).mean() == pytest.approx(0.2, abs=0.03)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"shared_length": 1.5}, {"straggler_share": -0.1}, {"straggler_factor": 0.5}]
-)
+@pytest.mark.parametrize("wrong", [{"straggler_share": -0.1}, {"straggler_factor": 0.5}])
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(PlanError, match=f"{next(iter(wrong))} is {next(iter(wrong.values())):g}"):
         Settings(**wrong)

@@ -12,8 +12,8 @@ from rillflow.errors import PlanError
 from rillflow.planner.evaluate import evaluate
 from rillflow.planner.problem import SAMPLER
 from rillflow.planner.schedule import schedule
+from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.simulator.result import Cause, Simulation
-from rillflow.planner.simulator.settings import Settings
 from rillflow.planner.simulator.simulate import simulate
 from rillflow.planner.workload import Lengths
 from tests.unit.planner.fakes import SPLIT, STAGE_S, TOGETHER, FakeDecoder, Toy, toy

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from rillflow.errors import PlanError
 from rillflow.planner.evaluate import evaluate
 from rillflow.planner.problem import SAMPLER
-from rillflow.planner.simulator.in_step import STOPPED
+from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.simulator.result import Cause, Simulation
-from rillflow.planner.simulator.settings import Settings
-from rillflow.planner.simulator.simulate import simulate
-from rillflow.planner.simulator.streaming import TOO_OLD
+from rillflow.planner.simulator.simulate import STOPPED, TOO_OLD, simulate
 from rillflow.planner.workload import Lengths
 from tests.unit.planner.fakes import APART, STAGE_S, STREAMED, FakeDecoder, Toy, toy
 
 HEAVY = Lengths(kind="lognormal", limit=800, median=30, sigma=1.2)
-INTERRUPTED = Settings(interrupts=True, crossing="hidden")
+INTERRUPTED = Settings(interrupts=True)
 SLOW_TRAINING = {**STAGE_S, "policy.update": 6.0}
 SLOW_SAMPLING = FakeDecoder(token_s=0.05, row_s=0.01)
 
@@ -38,6 +36,7 @@ SITUATIONS = st.fixed_dictionaries(
         "samples": st.integers(1, 4),
         "oversample_samples": st.sampled_from([1.0, 1.5]),
         "weights_s": st.sampled_from([0.0, 0.5, 4.0]),
+        "weights": st.sampled_from(["hidden", "exposed", "staggered"]),
         "link_s": st.sampled_from([0.0, 0.3]),
         "replica": st.sampled_from(
             [FakeDecoder(), SLOW_SAMPLING, FakeDecoder(replicas=3, most_rows=2, capacity_tokens=900)]
@@ -47,8 +46,6 @@ SITUATIONS = st.fixed_dictionaries(
 ASSUMED = st.builds(
     Settings,
     interrupts=st.booleans(),
-    crossing=st.sampled_from(["hidden", "exposed"]),
-    shared_length=st.sampled_from([0.0, 0.7]),
     straggler_share=st.sampled_from([0.0, 0.3]),
     straggler_factor=st.just(3.0),
 )
@@ -131,9 +128,10 @@ def test_idleness_has_its_cause() -> None:
 
 
 def test_hidden_weights_are_worth_their_seconds() -> None:
-    one = toy(STREAMED, stage_s=SLOW_TRAINING, freshness=2, weights_s=2.0)
-    exposed = run(one, assumed=Settings(crossing="exposed")).settled_step_s
-    hidden = run(one, assumed=Settings(crossing="hidden")).settled_step_s
+    exposed, hidden = (
+        run(toy(STREAMED, stage_s=SLOW_TRAINING, freshness=2, weights_s=2.0, weights=how)).settled_step_s
+        for how in ("exposed", "hidden")
+    )
     assert exposed - hidden == pytest.approx(2.0, rel=0.05)
 
 

@@ -1,0 +1,73 @@
+"""Drawn plans: problems and placements at random; a plan's seconds are held against simulated ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from published.models import shape
+
+from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.hardware import read_hardware
+from rillflow.planner.plan import Plan
+from rillflow.planner.problem import Problem
+from rillflow.planner.request import graph_of
+from rillflow.planner.search import search
+from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
+
+MODELS = {
+    "Qwen2.5-1.5B": 8,
+    "Qwen2.5-7B": 16,
+    "Llama-3.1-8B": 16,
+    "Llama-13B": 32,
+    "Qwen3-30B-A3B": 64,
+    "Qwen3-32B": 64,
+}
+"""With the least devices of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A plan of a problem."""
+
+    problem: Problem
+    plan: Plan
+    sigma: float
+
+
+def drawn(seed: int) -> Drawn:
+    """The problem and the plan of a number."""
+    draw = random.Random(seed)
+    model = draw.choice(sorted(MODELS))
+    devices = draw.choice([size for size in (8, 16, 32, 64, 128, 256) if size >= MODELS[model]])
+    graph = graph_of(draw.choice(["grpo", "cispo", "ppo"]))
+    sigma = draw.choice([0.3, 0.6, 0.9, 1.2])
+    mean = math.exp(draw.uniform(math.log(200), math.log(4000)))
+    limit = round(mean * math.exp(draw.uniform(math.log(2), math.log(12))))
+    freshness = draw.choice([0, 0, 0, 0, 1, 1, 2, 4, 8])
+    workload = Workload(
+        prompts=draw.choice([16, 32]),
+        samples=draw.choice([4, 8]),
+        prompt=Lengths(kind="fixed", limit=draw.choice([64, 256, 1024])),
+        response=lengths_of_mean(mean, limit, sigma),
+        minibatches=draw.choice([1, 2, 4]),
+    )
+    data = {
+        "fleet": [{"device": "H100", "devices": devices, "per_machine": 8, "between": "50 GB/s"}],
+        "engine": {"interrupts": draw.random() < 0.5},
+    }
+    scalar = {role: role in ("critic",) for role in graph.roles}
+    problem = Problem(
+        graph=graph,
+        shapes={
+            role: shape(model, is_scalar=scalar[role])
+            for role in graph.roles
+            if role not in ("controller", "reward")
+        },
+        workload=workload,
+        hardware=read_hardware(data, "drawn"),
+    )
+    ranking = search(problem, CostModel, freshness=(freshness,), apart_in_step=True)
+    plan = draw.choice(ranking.best[:4]).plan
+    return Drawn(problem=problem.of_plan(plan), plan=plan, sigma=sigma)
