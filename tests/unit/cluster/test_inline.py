@@ -40,6 +40,17 @@ def test_nobody_writes_a_sum_before_all_have_read(monkeypatch: pytest.MonkeyPatc
         assert list(threads.map(sum_up, (1, 0))) == [3.0, 3.0]
 
 
+def test_a_rank_alone_in_its_pool_adds_up_after_a_failure() -> None:
+    backend, there = InlineBackend(), Place(pool="judge", rank=0)
+    backend.open([Pool(name="main", size=1), Pool(name="judge", size=1)])
+    number = torch.tensor([3.0])
+    with pytest.raises(ZeroDivisionError):
+        backend.read(*backend.submit(there, lambda _: 1 // 0), 10.0)
+    backend.read(*backend.submit(there, lambda site: site.ranks.sum_([number])), 10.0)
+    backend.close()
+    assert float(number) == 3.0
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_close_closes_what_every_rank_has_open(size: int) -> None:
     backend, closed = InlineBackend(), list[int]()

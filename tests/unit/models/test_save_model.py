@@ -61,8 +61,9 @@ def test_a_directory_s_model_comes_back_from_its_copy(make_directory: Make, tmp_
 
 
 def test_the_files_are_a_hugging_face_directory_and_nothing_of_ours(tmp_path: Path) -> None:
-    save_model(new(), tmp_path / "deep" / "saved")
-    names = {path.name for path in (tmp_path / "deep" / "saved").iterdir()}
+    saved = tmp_path / "very" / "deep" / "saved"
+    save_model(new(), saved)
+    names = {path.name for path in saved.iterdir()}
     assert names == {
         "config.json",
         "generation_config.json",
@@ -70,8 +71,8 @@ def test_the_files_are_a_hugging_face_directory_and_nothing_of_ours(tmp_path: Pa
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert "rillflow" not in (tmp_path / "deep" / "saved" / "config.json").read_text().lower()
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["saved"], "no draft stays behind"
+    assert "rillflow" not in (saved / "config.json").read_text().lower()
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"], "no draft stays behind"
 
 
 def test_an_older_directory_is_replaced_whole(tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ def test_the_threshold_is_that_of_a_whole_sort(
     assert best[best >= found].sum() / best.sum() > top_p - 1e-7
 
 
+def test_a_part_that_holds_the_wanted_sum_exactly_has_the_threshold() -> None:
+    """4,096 weights of 2 hold half beside 8,192 of 1; by the sample, the second cut parts the two."""
+    weights = np.ones(12_288, np.float32)
+    weights[::64][:114] = 2
+    weights[np.flatnonzero(np.arange(12_288) % 64)[: 4_096 - 114]] = 2
+    assert least_kept(weights, ALL, 0.5, np.empty_like(weights)) == 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weights_themselves_stay_as_they_were(kind: str) -> None:
     weights = weights_of(kind, 20_000, 1)

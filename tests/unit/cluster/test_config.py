@@ -1,0 +1,26 @@
+"""Where a run is: what a recipe does not say."""
+
+from __future__ import annotations
+
+import pytest
+
+from rillflow.cluster.config import PlacementConfig
+
+
+@pytest.mark.parametrize(
+    ("backend", "pools", "inline"),
+    [
+        ("auto", {"main": 1}, True),
+        ("auto", {"main": 2}, False),
+        ("auto", {"main": 1, "judge": 1}, False),
+        ("inline", {"main": 2}, True),
+        ("ray", {"main": 1}, False),
+    ],
+)
+def test_one_rank_runs_in_this_process_unless_it_is_said(backend: str, pools: dict, inline: bool) -> None:
+    assert PlacementConfig(backend=backend, pools=pools).is_inline == inline
+
+
+def test_every_rank_generates_with_a_whole_policy_unless_tp_is_said() -> None:
+    assert PlacementConfig().generate_tp == 1
+    assert PlacementConfig(generate={"tp": 4}).generate_tp == 4
