@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py --write benchmarks/results/planner.md      # with the factors as shipped
     python benchmarks/planner.py --fit nemo-rl                              # anew, with rows left out
+    python benchmarks/planner.py --fit nemo-rl --go-on --seconds 100        # what a stopped one has left
 
 Every row is a cluster's file, a workload and a plan (``benchmarks/published``); ``evaluate`` is what
 ``rillflow plan`` calls. Every row that is known stays in the tables, right or wrong.
@@ -14,6 +15,7 @@ import json
 import os
 import platform
 import random
+import time
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -44,9 +46,11 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, help="a markdown file for the tables")
     parser.add_argument("--fit", choices=("nemo-rl", "verl"), help="fit a stack, and with rows left out")
+    parser.add_argument("--go-on", action="store_true", help="with the fits that one before had left")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fit after so many")
     chosen = parser.parse_args()
     if chosen.fit:
-        fit_stack(chosen.fit)
+        fit_stack(chosen.fit, go_on=chosen.go_on, seconds=chosen.seconds)
         return
     fits = json.loads(FITS.read_text("utf-8"))
     lines = [
@@ -68,10 +72,11 @@ def main() -> None:
         print(text)
 
 
-def fit_stack(name: str) -> None:
+def fit_stack(name: str, *, go_on: bool, seconds: float) -> None:
     """Fit to all rows; then with some left out, written to ``FITS`` as soon as each is known."""
+    how = {"go_on": go_on, "until": time.monotonic() + seconds}
     if name == "verl":
-        _fit(name, VERL, verl.ROWS, {"each row left out": [[row] for row in verl.ROWS]})
+        _fit(name, VERL, verl.ROWS, {"each row left out": [[row] for row in verl.ROWS]}, **how)
         return
     rows = nemo.rows()
     parts = {
@@ -80,19 +85,35 @@ def fit_stack(name: str) -> None:
     }
     drawn = [random.Random(seed).sample(rows, DRAWN) for seed in range(DRAWS)]
     others = [[row for row in rows if row not in some] for some in drawn]
-    _fit(name, NEMO, rows, {**parts, f"all but {DRAWN} drawn at random": others})
+    _fit(name, NEMO, rows, {**parts, f"all but {DRAWN} drawn at random": others}, **how)
 
 
-def _fit(name: str, fit: Fit, rows: Sequence, parts: dict[str, list]) -> None:  # type: ignore[type-arg]
-    values = fit.values(rows)
-    found: dict[str, object] = {"values": values, "at_bound": fit.at_bound(values), "rows": len(rows)}
+def _fit(
+    name: str,
+    fit: Fit,  # type: ignore[type-arg]
+    rows: Sequence,  # type: ignore[type-arg]
+    parts: dict[str, list],  # type: ignore[type-arg]
+    *,
+    go_on: bool,
+    until: float,
+) -> None:
+    known = json.loads(FITS.read_text("utf-8"))
+    found = known[name] if go_on else {}
+    if not found:
+        values = fit.values(rows)
+        found = {"values": values, "at_bound": fit.at_bound(values), "rows": len(rows)}
     for what, held in parts.items():
-        ratios = fit.left_out(rows, held, values)
-        found[what] = {"fits": len(held), "ratios": [round(ratio, 4) for ratio in ratios]}
-        print(what, summary(ratios), spread(ratios), flush=True)
-        known = json.loads(FITS.read_text("utf-8")) if FITS.exists() else {}
-        FITS.write_text(json.dumps({**known, name: found}, indent=1) + "\n", "utf-8")
-    print(json.dumps(values, indent=1))
+        done = found.setdefault(what, {"fits": 0, "ratios": []})
+        for part in held[done["fits"] :]:
+            FITS.write_text(json.dumps({**known, name: found}, indent=1) + "\n", "utf-8")
+            if time.monotonic() > until:
+                print(f"stopped at {what}, {done['fits']} of {len(held)}; --go-on goes on")
+                return
+            done["ratios"] += [round(ratio, 4) for ratio in fit.left_out(rows, part, found["values"])]
+            done["fits"] += 1
+        print(what, summary(done["ratios"]), spread(done["ratios"]), flush=True)
+    FITS.write_text(json.dumps({**known, name: found}, indent=1) + "\n", "utf-8")
+    print(json.dumps(found["values"], indent=1))
 
 
 def claimed(fit: dict[str, Values | dict]) -> Accuracy:  # type: ignore[type-arg]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median
 from typing import Generic, TypeVar
 
@@ -24,7 +25,7 @@ PULL = 0.1
 """How much a value e times what is expected weighs, where a step e times its measurement weighs 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Fit(Generic[RowT]):
     """What may be fitted, and how a row follows from it."""
 
@@ -38,8 +39,7 @@ class Fit(Generic[RowT]):
         low, start, high = np.log(np.array([self.free[name] for name in self.free])).T
 
         def residuals(place: np.ndarray) -> np.ndarray:
-            values = self._values(place)
-            logs = [math.log(ratio) for row in rows for ratio in self.ratios(row, values)]
+            logs = [math.log(ratio) for row in rows for ratio in self._known(row, tuple(place.tolist()))]
             return np.array([*logs, *(PULL * (place - start))])
 
         first = start if begin is None else np.log([begin[name] for name in self.free])
@@ -53,16 +53,18 @@ class Fit(Generic[RowT]):
             if min(abs(math.log(values[name] / low)), abs(math.log(values[name] / high))) < 1e-3
         ]
 
-    def left_out(self, rows: Sequence[RowT], parts: Sequence[Sequence[RowT]], begin: Values) -> list[float]:
-        """Predicted over measured of each part's rows, by fits to all others."""
-        found = []
-        for part in parts:
-            values = self.values([row for row in rows if row not in part], begin)
-            found += [self.ratios(row, values)[0] for row in part]
-        return found
+    def left_out(self, rows: Sequence[RowT], part: Sequence[RowT], begin: Values) -> list[float]:
+        """Predicted over measured of a part's rows, by a fit to all others."""
+        values = self.values([row for row in rows if row not in part], begin)
+        return [self.ratios(row, values)[0] for row in part]
 
     def _values(self, place: np.ndarray) -> Values:
         return dict(zip(self.free, np.exp(place).tolist(), strict=True))
+
+    @lru_cache(maxsize=1 << 18)  # noqa: B019  a fit lives as long as its process
+    def _known(self, row: RowT, place: tuple[float, ...]) -> Sequence[float]:
+        """The ratios at a place; fits that begin alike look at the same ones first."""
+        return self.ratios(row, self._values(np.array(place)))
 
 
 def summary(ratios: Sequence[float]) -> str:
