@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
-from rillflow.planner.evaluate import evaluate, stages_by_name
+from rillflow.planner.evaluate import Evaluation, evaluate, stages_by_name
 from rillflow.planner.factors import Factors
 from rillflow.planner.option import Costs
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
-from rillflow.planner.schedule import BESIDE, schedule
+from rillflow.planner.schedule import schedule
 from rillflow.planner.work import Work
 
 FITTED = ("train_flops", "score_flops", "decode_flops", "decode_bandwidth", "launch_s", "decode_launch_s")
@@ -36,8 +36,8 @@ PRIOR = 0.05
 measured to within a twentieth, factors known to within e."""
 ROUNDS = 40
 """Steps of the fit at most."""
-LEAST_SHARE = 1e-4
-"""No share is fitted below it."""
+LEAST = math.log(1e-4)
+"""No share's logarithm is fitted below it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,52 +117,25 @@ def calibrate(
     guess = observations[0].problem.hardware.factors
     together = any(pool.devices > 1 for one in observations for pool in one.plan.pools)
     names = names or FITTED + (FITTED_TOGETHER if together else ())
-    fit = _Fit(observations, cost_model, guess, names)
-    factors = fit.factors(fit.best())
+    start = np.log([vars(guess)[name] for name in names])
+    shares = np.array([not name.endswith("_s") and name != "touches" for name in names])
+
+    def factors_at(place: NDArray[np.float64]) -> Factors:
+        return replace(guess, **dict(zip(names, np.exp(place).tolist(), strict=True)))
+
+    def stages_at(factors: Factors) -> list[FittedStage]:
+        return [stage for one in observations for stage in _fitted(one, factors, cost_model)]
+
+    def residuals(place: NDArray[np.float64]) -> NDArray[np.float64]:
+        found = [math.log(stage.fitted_s / stage.measured_s) for stage in stages_at(factors_at(place))]
+        return np.concatenate([found, PRIOR * (place - start)])
+
+    high = np.where(shares, 0.0, np.log(1e6))
+    factors = factors_at(least_squares(residuals, start, np.where(shares, LEAST, np.log(1e-9)), high))
     factors = replace(factors, **_overheads(observations, factors, cost_model))
-    stages = tuple(stage for one in observations for stage in _fitted(one, factors, cost_model))
-    limits = tuple(name for name in names if _is_share(name) and math.isclose(_value(factors, name), 1.0))
-    return Calibration(factors=factors, stages=stages, at_limit=limits)
-
-
-class _Fit:
-    """The residuals as a function of the factors' logarithms."""
-
-    def __init__(
-        self,
-        observations: Sequence[Observation],
-        cost_model: Callable[[Problem], Costs],
-        guess: Factors,
-        names: Sequence[str],
-    ) -> None:
-        self._observations, self._cost_model, self._guess, self._names = (
-            observations,
-            cost_model,
-            guess,
-            names,
-        )
-        self._start = np.log([_value(guess, name) for name in names])
-        shares = np.array([_is_share(name) for name in names])
-        self._high = np.where(shares, 0.0, np.log(1e6))
-        self._low = np.where(shares, math.log(LEAST_SHARE), np.log(1e-9))
-
-    def factors(self, place: NDArray[np.float64]) -> Factors:
-        """The factors at a place."""
-        values = dict(zip(self._names, np.exp(place).tolist(), strict=True))
-        return replace(self._guess, **values)
-
-    def best(self) -> NDArray[np.float64]:
-        """Where the residuals are least."""
-        return least_squares(self._residuals, self._start, self._low, self._high)
-
-    def _residuals(self, place: NDArray[np.float64]) -> NDArray[np.float64]:
-        factors = self.factors(place)
-        found = [
-            math.log(stage.fitted_s / stage.measured_s)
-            for one in self._observations
-            for stage in _fitted(one, factors, self._cost_model)
-        ]
-        return np.concatenate([found, PRIOR * (place - self._start)])
+    limits = [name for name, share in zip(names, shares, strict=True) if share]
+    limits = [name for name in limits if math.isclose(vars(factors)[name], 1.0)]
+    return Calibration(factors=factors, stages=tuple(stages_at(factors)), at_limit=tuple(limits))
 
 
 def least_squares(
@@ -210,12 +183,16 @@ def _modelled(one: Observation) -> Mapping[str, float]:
 
 
 def _fitted(one: Observation, factors: Factors, cost_model: Callable[[Problem], Costs]) -> list[FittedStage]:
-    problem = replace(one.problem, hardware=replace(one.problem.hardware, factors=factors))
-    found = stages_by_name(problem, evaluate(problem, cost_model(problem), one.plan))
+    found = stages_by_name(one.problem, _evaluated(one, factors, cost_model))
     return [
         FittedStage(phase=one.name, stage=name, measured_s=seconds, fitted_s=found[name])
         for name, seconds in _modelled(one).items()
     ]
+
+
+def _evaluated(one: Observation, factors: Factors, cost_model: Callable[[Problem], Costs]) -> Evaluation:
+    problem = replace(one.problem, hardware=replace(one.problem.hardware, factors=factors))
+    return evaluate(problem, cost_model(problem), one.plan)
 
 
 def _overheads(
@@ -235,8 +212,7 @@ def _overheads(
 
 def _rest_s(one: Observation, factors: Factors, cost_model: Callable[[Problem], Costs]) -> float:
     """The measured step less the schedule of its measured stages; functions and formulas as predicted."""
-    problem = replace(one.problem, hardware=replace(one.problem.hardware, factors=factors))
-    paper = evaluate(problem, cost_model(problem), one.plan)
+    problem, paper = one.problem, _evaluated(one, factors, cost_model)
     predicted = stages_by_name(problem, paper)
     seconds = []
     for stage in problem.graph.stages:
@@ -244,18 +220,6 @@ def _rest_s(one: Observation, factors: Factors, cost_model: Callable[[Problem], 
         share = paper.seconds[stage.index] / whole if whole else 1.0
         measured = one.stages_s.get(stage.name, whole)
         seconds.append(share * (measured if problem.work(stage) in MODELLED else whole))
-    units = {index: unit.name for unit in problem.units for index in unit.stages}
-    pools = [
-        one.plan.units[units[stage.index]].pool if stage.index in units else BESIDE
-        for stage in problem.graph.stages
-    ]
+    pools = [timing.pool for timing in paper.schedule.timings]
     times = schedule(problem.graph, seconds=seconds, pools=pools, transfers=paper.transfers_s)
     return max(one.step_s - times.step_s, 0.0)
-
-
-def _value(factors: Factors, name: str) -> float:
-    return next(float(factors.__dict__[field.name]) for field in fields(Factors) if field.name == name)
-
-
-def _is_share(name: str) -> bool:
-    return not name.endswith("_s") and name != "touches"

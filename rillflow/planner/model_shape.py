@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from rillflow.errors import PlanError, nearest
+from rillflow.planner.cost_model.numbers import Numbers
 
 _MOST = 100_000_000
 """No size of a model is larger."""
@@ -167,15 +170,19 @@ class ModelShape:
         """FLOPs of one token that attends to so many: 2 (d + v) for each head, layer and token seen."""
         return 2.0 * self.layers * self.heads * (self.head_dim + self.value_width) * context_tokens
 
-    def read_parameters(self, rows: float) -> float:
-        """Parameters one step of decoding reads: the trunk, the head, and the experts that rows chose.
+    def layer_numbers(self, tp: Numbers) -> Numbers:
+        """Numbers that one token leaves in one layer for the backward pass, attention not kept as a matrix.
 
-        An expert is chosen by none of n rows with probability (1 - k / E)^n when all are as likely.
+        6 h for norms and residuals; queries, keys, values, output and the feed-forward block over tp
+        (Korthikanti et al., arXiv 2205.05198, 4, without the squares that FlashAttention spares).
         """
-        if not self.is_mixture:
-            return float(self.trunk_parameters + self.head_parameters)
-        missed = float((1.0 - self.experts_per_token / self.experts) ** rows)
-        return self.trunk_parameters + self.head_parameters + (1.0 - missed) * self.routed_parameters
+        kept = self.heads * (self.head_dim + self.value_width) + 2 * self.kv_heads * self.head_dim
+        if self.is_mixture:
+            chosen = self.experts_per_token + self.shared_experts
+            inner = chosen * (self.matrices * self.expert_inner + 2 * self.hidden)
+        else:
+            inner = self.matrices * self.inner
+        return np.add(6 * self.hidden, np.divide(kept + inner, tp))
 
 
 def read_shape(config: Mapping[str, Any], name: str, *, is_scalar: bool = False) -> ModelShape:

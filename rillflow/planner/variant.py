@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.planner.evaluate import evaluate, stages_by_name
-from rillflow.planner.option import Costs, Option, Seat
+from rillflow.planner.option import Costs, Option
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import SAMPLER, Problem
 from rillflow.planner.ranking import Floats, Objective, Ranked
@@ -222,7 +222,7 @@ class Variant:
         price: Floats,
         room: NDArray[np.int64],
     ) -> Floats:
-        """The objective of allocations, only weights sent; pools without a place yet at their fastest."""
+        """The objective of allocations, nothing sent; pools without a place yet at their fastest."""
         seconds = np.repeat(self._beside[None, :], len(rows), axis=0)
         loads, owner = [], [-1] * self._stages
         for number, pool in enumerate(partition):
@@ -237,8 +237,6 @@ class Variant:
             for unit in pool:
                 for index in self._units[unit].stages:
                     owner[index] = number
-        if self._is_apart and rows.shape[1] == len(partition):
-            loads = self._with_crossing(partition, rows, seconds, loads)
         pools = ["" if pool < 0 else str(pool) for pool in owner]
         graph = self.problem.graph
         ends = times(graph, list(seconds.T), pools, [0.0] * len(graph.edges)).ends
@@ -247,34 +245,6 @@ class Variant:
             latency = np.stack([np.asarray(ends[index]) for index in self._published]).max(axis=0)
             step = np.maximum(np.max(loads, axis=0), latency / (self.problem.freshness + 1))
         return self._objective.values(step + self.problem.overhead_s, devices, price)
-
-    def _with_crossing(
-        self, partition: Partition, rows: NDArray[np.int64], seconds: Floats, loads: list[Floats]
-    ) -> list[Floats]:
-        """Loads with the weights that travel from the policy's pool to the sampler's; seconds are changed."""
-        ends = []
-        for index in (self._published[0], self._works.index(Work.GENERATE)):
-            unit = next(place for place, unit in enumerate(self._units) if index in unit.stages)
-            ends.append((next(place for place, pool in enumerate(partition) if unit in pool), unit))
-        (source, policy), (destination, _) = ends
-        pairs, inverse = np.unique(rows[:, [source, destination]], axis=0, return_inverse=True)
-        spent = np.zeros(len(pairs))
-        for place, (one, other) in enumerate(pairs):
-            sent, taken = self._ways(partition[source]), self._ways(partition[destination])
-            ways = sent.ways[one], taken.ways[other]
-            if ways[0] is not None and ways[1] is not None:
-                option, copy = ways[0].options[partition[source].index(policy)], ways[1].options[0]
-                spent[place] = self._costs.crossing_s(
-                    self._seat(sent, one, option), self._seat(taken, other, copy), copy.generate_tp
-                )
-        moved = spent[inverse.reshape(-1)]
-        seconds[:, self._published] += moved[:, None]
-        both = {source, destination} if self.problem.freshness else {source}
-        return [load + moved if number in both else load for number, load in enumerate(loads)]
-
-    def _seat(self, ways: _Ways, place: int, option: Option) -> Seat:
-        fleet = self._fleets[ways.fleet[place]].name
-        return Seat(pool=f"{id(ways)}", fleet=fleet, devices=int(ways.devices[place]), grid=option.grid)
 
     def _packs(self, partition: Partition, row: NDArray[np.int64], room: NDArray[np.int64]) -> bool:
         """Whether the pools find room on the machines of their fleets."""

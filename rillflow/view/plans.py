@@ -225,6 +225,10 @@ def _head(found: Decision) -> Iterator[str]:
     yield f"a step: {ranged(statement, step_s)}{how} on {devices} devices"
     for line in _unused(statement, devices):
         yield f"{line}, which would not make it better"
+    larger = next((one for one in found.sizes if one.devices > hardware.devices), None)
+    if larger is not None and larger.best is not None and larger.gain is not None:
+        more = ranged(statement, larger.best.evaluation.step_s)
+        yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows a second"
     price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
     steps = statement.steps or 100
     cost = f", {number(steps * step_s / HOUR_S * price)} at the cluster's prices" if price else ""

@@ -14,7 +14,6 @@ from functools import cached_property
 import numpy as np
 
 from rillflow.errors import PlanError
-from rillflow.planner.cost_model.activations import layer_numbers
 from rillflow.planner.cost_model.links import (
     Links,
     all_gather_s,
@@ -154,7 +153,7 @@ def touched_s(setting: Setting, tp: Numbers) -> Numbers:
     are kernels of their own read and write what products leave. It grows with a model's width, products with
     its square.
     """
-    moved = setting.factors.touches * layer_numbers(setting.shape, tp) * setting.item_bytes
+    moved = setting.factors.touches * setting.shape.layer_numbers(tp) * setting.item_bytes
     return moved / (setting.fleet.device.memory_bandwidth * setting.factors.decode_bandwidth)
 
 

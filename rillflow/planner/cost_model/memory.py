@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from rillflow.planner.cost_model.activations import layer_numbers
 from rillflow.planner.cost_model.compute import GRADIENT_BYTES, Load, Setting, load_of, optimized_parameters
 from rillflow.planner.cost_model.numbers import Grids, Numbers
 from rillflow.planner.model_shape import ModelShape
@@ -51,7 +50,7 @@ def activation_bytes(setting: Setting, load: Load, grids: Grids) -> Numbers:
     shape, tokens = setting.shape, micro_batch_tokens(setting, load, grids)
     layers = np.ceil(shape.layers / grids.pp)
     running = np.minimum(grids.pp, load.micro_batches)
-    whole = layer_numbers(shape, grids.tp)
+    whole = shape.layer_numbers(grids.tp)
     numbers = layers * running * shape.hidden + whole if setting.recomputes else layers * running * whole
     return tokens * numbers * setting.item_bytes
 
@@ -74,7 +73,7 @@ def scoring_bytes(setting: Setting, grids: Grids) -> Numbers:
     """The most a forward pass needs beside the weights, [grids]."""
     load = load_of(setting.workload, grids.dp, 1, cp=grids.cp)
     one = (
-        micro_batch_tokens(setting, load, grids) * layer_numbers(setting.shape, grids.tp) * setting.item_bytes
+        micro_batch_tokens(setting, load, grids) * setting.shape.layer_numbers(grids.tp) * setting.item_bytes
     )
     return one + logit_bytes(setting, load, grids, 1) + _gathered(setting, grids)
 

@@ -142,6 +142,7 @@ def test_the_short_form_decides_without_a_recipe_and_without_torch() -> None:
     head = out.splitlines()
     assert head[0] == "ppo on 16 x H100"
     assert re.match(r"a step: .* s \(.* to .* s\) on \d+ devices", head[1])
+    assert re.search(r"\non 32 devices: .* \(.* to .*\) a step, [+-]\d+% rows a second\n", out)
     assert "200 steps: " in out and "at the cluster's prices" in out
     assert "on steps left out of the fit the median error is" in out
     assert "with answers twice as long: " in out and "a heavier tail" in out

@@ -122,15 +122,6 @@ def test_contradictions_are_refused(changes: dict[str, object]) -> None:
         read_shape({**LLAMA, **changes}, "mine")
 
 
-@given(rows=st.integers(1, 4096))
-def test_more_rows_read_more_experts_and_never_more_than_all(rows: int) -> None:
-    shape = read_shape(QWEN3_MIXTURE, "mixture")
-    one = shape.read_parameters(1)
-    assert one == pytest.approx(shape.active_parameters)
-    assert one <= shape.read_parameters(rows) <= shape.read_parameters(rows + 1)
-    assert shape.read_parameters(rows) <= shape.parameters
-
-
 @given(layers=st.integers(1, 40), heads=st.sampled_from([1, 2, 4, 8]), inner=st.integers(1, 4096))
 def test_parameters_are_the_sum_of_their_parts(layers: int, heads: int, inner: int) -> None:
     shape = ModelShape(

@@ -214,8 +214,6 @@ def every_plan(problem: Problem, costs: Costs, objective: Objective) -> Iterator
             continue
         if SAMPLER in units and numbers.count(numbers[units.index(SAMPLER)]) > 1:
             continue
-        if any(numbers[units.index(one)] != numbers[units.index(two)] for one, two in problem.fixed.items()):
-            continue
         for taken in itertools.product(places, repeat=max(numbers) + 1):
             pools = [
                 PlannedPool(name=f"p{pool}", fleet=fleet, devices=size)
