@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from published.models import shape
 
 from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.evaluate import evaluate
 from rillflow.planner.hardware import read_hardware
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
 from rillflow.planner.request import graph_of
 from rillflow.planner.search import search
+from rillflow.planner.simulator.simulate import enough_steps, simulate
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 MODELS = {
@@ -32,8 +34,9 @@ class Drawn:
     """A plan of a problem."""
 
     problem: Problem
+    """Drawn."""
     plan: Plan
-    sigma: float
+    """One of the four best placements."""
 
 
 def drawn(seed: int) -> Drawn:
@@ -70,4 +73,33 @@ def drawn(seed: int) -> Drawn:
     )
     ranking = search(problem, CostModel, freshness=(freshness,), apart_in_step=True)
     plan = draw.choice(ranking.best[:4]).plan
-    return Drawn(problem=problem.of_plan(plan), plan=plan, sigma=sigma)
+    return Drawn(problem=problem.of_plan(plan), plan=plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Seconds of a step of a drawn plan."""
+
+    drawn: Drawn
+    """The plan."""
+    computed_s: float
+    """By the formulas."""
+    shown_s: float
+    """What ``rillflow plan`` shows first: in step by the formulas, ahead by a short simulation."""
+    simulated_s: float
+    """By a longer one of another seed."""
+
+
+def compared(seed: int, times: int = 4) -> Compared:
+    """The plan of a number, computed and simulated; ``times`` as many steps as are enough to know one."""
+    one = drawn(seed)
+    costs, ahead, enough = CostModel(one.problem), one.plan.freshness, enough_steps(one.problem, one.plan)
+    computed_s = evaluate(one.problem, costs, one.plan).step_s
+    steps = times * enough if ahead else 4 * times * enough
+    long = simulate(one.problem, costs, one.plan, steps=steps, seed=1)
+    return Compared(
+        drawn=one,
+        computed_s=computed_s,
+        shown_s=simulate(one.problem, costs, one.plan, steps=enough).settled_step_s if ahead else computed_s,
+        simulated_s=long.settled_step_s if ahead else long.mean_step_s,
+    )

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from drawn_plans import drawn
+from drawn_plans import compared
 from published import verl
 from published.models import shape
 from published.nemo import placed
@@ -37,7 +37,7 @@ from rillflow.planner.problem import SAMPLER, Problem
 from rillflow.planner.request import graph_of
 from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.simulator.result import Simulation
-from rillflow.planner.simulator.simulate import enough_steps, simulate
+from rillflow.planner.simulator.simulate import simulate
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 NETWORK = 50e9
@@ -408,22 +408,18 @@ def agreement_lines() -> list[str]:
     ]
     off: dict[str, list[float]] = {"in step, computed": [], "ahead, computed": [], "ahead, shown": []}
     for seed in range(40):
-        one = drawn(seed)
-        costs, load = CostModel(one.problem), one.problem.workload
-        computed, bound = evaluate(one.problem, costs, one.plan).step_s, one.plan.freshness
-        enough = enough_steps(one.problem, one.plan)
-        long = simulate(one.problem, costs, one.plan, steps=4 * enough if bound else 16 * enough, seed=1)
-        spent = long.settled_step_s if bound else long.mean_step_s
-        shown = simulate(one.problem, costs, one.plan, steps=enough).settled_step_s if bound else computed
-        off["ahead, computed" if bound else "in step, computed"].append(computed / spent - 1)
+        found = compared(seed)
+        one, load, bound = found.drawn, found.drawn.problem.workload, found.drawn.plan.freshness
+        computed, shown = found.computed_s / found.simulated_s - 1, found.shown_s / found.simulated_s - 1
+        off["ahead, computed" if bound else "in step, computed"].append(computed)
         if bound:
-            off["ahead, shown"].append(shown / spent - 1)
+            off["ahead, shown"].append(shown)
         pools, hardware = " + ".join(str(pool.devices) for pool in one.plan.pools), one.problem.hardware
         lines.append(
             f"| {hardware.devices} | {pools} | {bound} | {'yes' if hardware.engine.interrupts else 'no'} | "
             f"{load.prompts} x {load.samples} | {load.response.mean:.0f}, {load.response.limit}, "
-            f"{load.response.sigma} | {computed:.2f} | {shown:.2f} | {spent:.2f} | "
-            f"{computed / spent - 1:+.0%} | {shown / spent - 1:+.0%} |"
+            f"{load.response.sigma} | {found.computed_s:.2f} | {found.shown_s:.2f} | "
+            f"{found.simulated_s:.2f} | {computed:+.0%} | {shown:+.0%} |"
         )
     lines += ["", "| | within 5% | within 10% | median | worst |", "|---|---|---|---|---|"]
     for name, errors in off.items():

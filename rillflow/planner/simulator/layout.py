@@ -19,7 +19,6 @@ from rillflow.planner.evaluate import Evaluation, evaluate
 from rillflow.planner.option import Costs, Decoder
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import SAMPLER, Problem
-from rillflow.planner.schedule import BESIDE
 from rillflow.planner.seating import Seated
 from rillflow.planner.simulator.draws import Draws, Row, slow_devices
 from rillflow.planner.simulator.replica import Replica
@@ -101,14 +100,14 @@ class Layout:
         found = [task for task in rest if self.problem.work(graph.stages[task.stage]) in kinds]
         for _ in rest:
             known = {-1, *self.generating, *(task.stage for task in found)}
-            mixed = {task.pool for task in rest if task.stage not in known} - {BESIDE}
+            mixed = {task.pool for task in rest if task.stage not in known}
             found = [
                 task
                 for task in found
                 if task.pool not in mixed and all(edge.source in known for edge in task.inputs)
             ]
         share = 1.0 / self.problem.workload.prompts
-        return tuple(replace(_shared(task, share, share), pool=task.pool or task.name) for task in found)
+        return tuple(_shared(task, share, share) for task in found)
 
     @cached_property
     def by_batch(self) -> tuple[Task, ...]:
@@ -177,8 +176,8 @@ class Layout:
         return self.problem.hardware.engine.interrupts if said is None else said
 
     def pool_of(self, stage: int) -> str:
-        """Whose devices a stage holds; ``BESIDE`` for none."""
-        return self._owners[stage].seat.pool if stage in self._owners else BESIDE
+        """Whose devices a stage holds; of one beside them a name of its own, which no pool has."""
+        return self._owners[stage].seat.pool if stage in self._owners else f"beside: {stage}"
 
     def decoder(self, stage: int) -> Decoder:
         """The replicas of a stage that generates."""
@@ -189,11 +188,7 @@ class Layout:
     def draws(self) -> Draws:
         """The lengths of the run's rows; the last sample of a prompt is the greedy one, if there is any."""
         extra = any(self.is_greedy(stage) for stage in self.generating)
-        return Draws(
-            self.problem.workload,
-            seed=self.seed,
-            samples=self.samples_begun + extra,
-        )
+        return Draws(self.problem.workload, seed=self.seed, samples=self.samples_begun + extra)
 
     def is_greedy(self, stage: int) -> bool:
         """Whether a stage answers every prompt once."""
@@ -225,19 +220,14 @@ class Layout:
             cached: of each stage that generates, the most tokens the cache of a replica held.
         """
         units = [unit for unit in self.evaluation.units.values() if unit.seat.pool == pool]
-        if self.problem.offloads:
-            kept = 0.0
-            trained = max(unit.option.resident_bytes + unit.option.working_bytes for unit in units)
-        else:
-            kept = sum(unit.option.resident_bytes for unit in units)
-            trained = kept + max(unit.option.working_bytes for unit in units)
-        sampled = [
-            kept + unit.option.sampling_bytes + unit.room_bytes * min(tokens / self._capacity(stage), 1.0)
-            for stage, tokens in cached.items()
-            for unit in [self.generating[stage]]
-            if unit.seat.pool == pool
-        ]
-        return max([trained, *sampled])
+        kept = sum(unit.option.resident_bytes for unit in units)
+        most = max(unit.option.working_bytes for unit in units)
+        for stage, tokens in cached.items():
+            unit = self.generating[stage]
+            if unit.seat.pool == pool:
+                filled = min(tokens / max(self.decoder(stage).capacity_tokens, 1), 1.0)
+                most = max(most, unit.option.sampling_bytes + unit.room_bytes * filled)
+        return kept + most
 
     @cached_property
     def _owners(self) -> Mapping[int, Seated]:
@@ -255,12 +245,9 @@ class Layout:
     def _pace(self, stage: int) -> float:
         """A stage of many devices is as slow as the slowest; weights on their way are not slowed."""
         pool = self.pool_of(stage)
-        if pool == BESIDE or self.is_publish(stage) or not any(self._slow_devices[pool]):
+        if self.is_publish(stage) or not any(self._slow_devices.get(pool, ())):
             return 1.0
         return self.settings.straggler_factor
-
-    def _capacity(self, stage: int) -> float:
-        return max(float(self.decoder(stage).capacity_tokens), 1.0)
 
 
 def lay_out(problem: Problem, costs: Costs, plan: Plan, *, seed: int, settings: Settings) -> Layout:
@@ -311,10 +298,8 @@ def _require_flow(layout: Layout) -> None:
             why="where rows flow, long ones hold nobody up: there are no rounds to leave them out of",
             fix="oversample_prompts 1, or freshness 0",
         )
-    if not any(layout.problem.work(stage) is Work.PUBLISH for stage in layout.problem.graph.stages):
-        raise PlanError(
-            "no stage publishes weights", why="rows would stay of version 0", fix="use freshness 0"
-        )
+    if not any(layout.is_publish(task.stage) for task in layout.tasks):
+        raise PlanError("no stage publishes weights", why="rows would stay of version 0", fix="freshness 0")
 
 
 def _shared(task: Task, share: float, last: float, apart: Set[int] = frozenset()) -> Task:

@@ -176,12 +176,11 @@ class _InStep(_Engine):
         self._aside: list[int] = []
         self._fresh = 0
         self._rounds: dict[int, Round] = {}
-        self._begun_s = 0.0
 
     def happen(self, kind: _Kind, first: int, second: int, now: float) -> None:
         """A step begins, or a stage of it has ended."""
         if kind is _Kind.STEP:
-            self._begun_s, self._rounds = now, self._generated()
+            self._rounds = self._generated()
             self.generation.append(sum(one.seconds for one in self._rounds.values()))
             self._start(self._turns.begin(first, now), first)
             return
@@ -284,7 +283,7 @@ class _Flowing(_Engine):
         self._groups = Turns(layout.by_group)
         self._turns = Turns(layout.by_batch)
         self._publishes = {task.stage for task in layout.tasks if layout.is_publish(task.stage)}
-        self._first = next(task.pool for task in layout.by_batch if task.pool != BESIDE)
+        self._first = next(task.pool for task in layout.by_batch if task.pool in self.pools)
         self._scored: dict[int, Group] = {}
         self._batches: dict[int, Sequence[Group]] = {}
         self._step_tokens = 0

@@ -14,10 +14,8 @@ One step by itself gives the same times as ``planner.schedule``, which says them
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-
-from rillflow.planner.schedule import BESIDE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Task:
     name: str
     """Its name in the graph."""
     pool: str
-    """Whose devices it holds; ``BESIDE`` for none."""
+    """Whose devices it holds; a name of its own where it holds none."""
     seconds: float
     """What it takes; of generation, on paper."""
     inputs: tuple[Arrival, ...]
@@ -102,7 +100,7 @@ class Turns:
             )
             self._queues[task.pool].append((step, task.stage))
             touched.append(task.pool)
-        return self._start(dict.fromkeys(touched))
+        return [start for pool in dict.fromkeys(touched) for start in self._next(pool)]
 
     def ended(self, step: int, stage: int, now_s: float) -> list[Start]:
         """Note that a stage has ended; what begins by that."""
@@ -111,19 +109,12 @@ class Turns:
         self._left[step] -= 1
         touched = [pool]
         for reader, seconds in self._readers.get(stage, ()):
-            wait = self._waits.get((step, reader))
-            if wait is None:
-                continue
-            wait.missing -= 1
-            wait.arrived_s = max(wait.arrived_s, now_s + seconds)
-            touched.append(self._tasks[reader].pool)
-        return self._start(dict.fromkeys(touched))
-
-    def _start(self, pools: Mapping[str, None]) -> list[Start]:
-        starts = []
-        for pool in pools:
-            starts += self._beside() if pool == BESIDE else self._next(pool)
-        return starts
+            if (step, reader) in self._waits:
+                wait = self._waits[step, reader]
+                wait.missing -= 1
+                wait.arrived_s = max(wait.arrived_s, now_s + seconds)
+                touched.append(self._tasks[reader].pool)
+        return [start for pool in dict.fromkeys(touched) for start in self._next(pool)]
 
     def _next(self, pool: str) -> list[Start]:
         """The stage whose turn it is, if all it reads is on its way or there."""
@@ -134,14 +125,3 @@ class Turns:
         self._free_s[pool] = None
         start = max(self._waits.pop((step, stage)).arrived_s, free_s)
         return [Start(step=step, task=self._tasks[stage], start_s=start)]
-
-    def _beside(self) -> list[Start]:
-        """Everything beside the devices whose inputs are there: it waits for no turn."""
-        queue = self._queues[BESIDE]
-        ready = [key for key in queue if not self._waits[key].missing]
-        if ready:
-            self._queues[BESIDE] = deque(key for key in queue if self._waits[key].missing)
-        return [
-            Start(step=step, task=self._tasks[stage], start_s=self._waits.pop((step, stage)).arrived_s)
-            for step, stage in ready
-        ]
