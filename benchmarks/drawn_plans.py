@@ -95,7 +95,7 @@ def compared(seed: int, times: int = 4) -> Compared:
     one = drawn(seed)
     costs, ahead, enough = CostModel(one.problem), one.plan.freshness, enough_steps(one.problem, one.plan)
     computed_s = evaluate(one.problem, costs, one.plan).step_s
-    steps = times * enough if ahead else 4 * times * enough
+    steps = times * enough if ahead else 16 * times * enough
     long = simulate(one.problem, costs, one.plan, steps=steps, seed=1)
     return Compared(
         drawn=one,

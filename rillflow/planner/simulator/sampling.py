@@ -190,6 +190,9 @@ class Stream(_Sampling):
         self._waiting: deque[Row] = deque()
         self._incomplete = 0
         self._empty = dict.fromkeys(range(len(self.lanes)))
+        self._emptied = dict(self._empty)
+        self._offered = 0
+        self._cause = Cause.FRESHNESS
         steps = layout.plan.freshness + 1
         self._most_groups = math.inf
         if self._engine.holds_prompts:
@@ -214,8 +217,11 @@ class Stream(_Sampling):
         while self._begin_one(now_s) or self._refresh(now_s):
             pass
         late = self.newest + self._layout.plan.freshness < self._admission.version
-        for place in self._empty:
-            self._mark(place, now_s, Cause.WEIGHTS if late else Cause.FRESHNESS)
+        before, self._cause = self._cause, Cause.WEIGHTS if late else Cause.FRESHNESS
+        for place in self._empty if before is not self._cause else self._emptied:
+            if place in self._empty:
+                self._mark(place, now_s, self._cause)
+        self._emptied.clear()
 
     def close(self, end_s: float) -> None:
         """Write down what replicas do at the end."""
@@ -284,7 +290,11 @@ class Stream(_Sampling):
 
     def _refresh(self, now_s: float) -> bool:
         """Let replicas without rows take the newest weights; whether any did."""
-        stale = [place for place in self._empty if self.lanes[place].version < self.newest]
+        offered, self._offered = self._offered, self.newest
+        places = self._empty if offered < self.newest else self._emptied
+        stale = [
+            place for place in places if place in self._empty and self.lanes[place].version < self.newest
+        ]
         for place in stale:
             self._advance(place, now_s)
             self._load(place, now_s)
@@ -325,7 +335,7 @@ class Stream(_Sampling):
         self._changed.add(place)
         heapq.heappush(self._open, (replica.rows, place))
         if not replica.rows:
-            self._empty[place] = None
+            self._empty[place] = self._emptied[place] = None
 
     def _mark(self, place: int, now_s: float, cause: Cause | None) -> None:
         """Write down what a replica did until now, if it does something else from now on, or from when it has
