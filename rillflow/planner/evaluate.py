@@ -30,7 +30,8 @@ class PoolUse:
     name: str
     """The pool."""
     busy_s: float
-    """Seconds of a step in which it computes; generation that streams counts as if it never ran dry."""
+    """Seconds of a step in which it computes; its replicas on average, and as if they never ran dry if they
+    stream."""
     idle_share: float
     """The share of a step in which it does not."""
     resident_bytes: float
@@ -171,8 +172,8 @@ def load_s(problem: Problem, costs: Costs, units: Sequence[Seated], seconds: Map
     for unit in units:
         for index in unit.unit.stages:
             stage = problem.graph.stages[index]
-            if problem.freshness and unit.decoder is not None and problem.work(stage) is Work.GENERATE:
-                total += costs.steady_s(stage, unit.decoder)
+            if unit.decoder is not None and problem.work(stage) is Work.GENERATE:
+                total += (costs.steady_s if problem.freshness else costs.worked_s)(stage, unit.decoder)
             else:
                 total += seconds[index]
         if unit.unit.name == SAMPLER and problem.freshness:

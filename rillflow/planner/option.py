@@ -119,6 +119,10 @@ class Costs(Protocol):
         """Seconds until the last of the stage's rows has ended."""
         ...
 
+    def worked_s(self, stage: Stage, decoder: Decoder) -> float:
+        """Seconds in which a replica works on the stage's rows, on average over replicas."""
+        ...
+
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
         """Seconds of replicas that never run dry for as many rows: streamed generation."""
         ...

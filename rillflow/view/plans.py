@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rillflow.observe.wording import number, size
@@ -24,7 +24,7 @@ from rillflow.view.columns import columns, seconds
 
 if TYPE_CHECKING:
     from rillflow.planner.calibration import Calibration
-    from rillflow.planner.simulator.result import Simulation
+    from rillflow.planner.simulator.result import PoolTime, Simulation
 
 TOLD = 0.1
 """Simulated and computed steps that differ by more, where nobody measured the error, are told."""
@@ -105,10 +105,12 @@ def decision_data(found: Decision) -> dict[str, Any]:
         "objective": found.objective.goal,
         "placements": found.ranking.placements,
         "nowhere": found.ranking.nowhere,
-        "best": [_ranked_data(found.statement, one) for one in found.ranking.best],
+        "best": [
+            _ranked_data(found.statement, one, [] if simulated is None else simulated.pools)
+            for one, simulated in zip_longest(found.ranking.best, found.simulated)
+        ],
         "step_s": found.step_s,
         "simulated_s": found.simulated_s,
-        "idle_shares": {pool.pool: pool.idle_share for pool in found.simulated[0].pools},
         "sizes": [
             {
                 "devices": one.devices,
@@ -372,8 +374,9 @@ def _placement(plan: Plan) -> list[str]:
     return [*head, *grids, f"generate.tp = {max(1, tp)}"]
 
 
-def _ranked_data(statement: Statement, one: Ranked) -> dict[str, Any]:
-    spent = one.evaluation
+def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:
+    """As JSON has it; what pools do is that of the simulation, where there is one."""
+    spent, idle = one.evaluation, {time.pool: {"idle_share": time.idle_share} for time in times}
     return {
         **asdict(one.plan),
         "value": one.value,
@@ -384,5 +387,5 @@ def _ranked_data(statement: Statement, one: Ranked) -> dict[str, Any]:
         "devices": spent.devices,
         "rows_per_s": statement.problem.workload.rows / spent.step_s if spent.step_s else None,
         "stages": [{**asdict(one), "stage": spent.names[one.stage]} for one in spent.schedule.timings],
-        "pool_use": [asdict(pool) for pool in spent.pools],
+        "pool_use": [asdict(pool) | idle.get(pool.name, {}) for pool in spent.pools],
     }

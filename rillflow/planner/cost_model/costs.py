@@ -7,6 +7,7 @@ edge, seats ──────────> seconds of a transfer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -46,7 +47,7 @@ class CostModel:
         self._single: dict[tuple[str, str, int, Grid, int], Option] = {}
         self._shortfalls: dict[_Place, float] = {}
         self._settings: dict[tuple[str, str], Setting] = {}
-        self._generated: dict[tuple[int, Decoder, int], float] = {}
+        self._generated: dict[tuple[int, int, Decoder, int], float] = {}
         self._spreads: dict[tuple[int, int], NDArray[np.float64]] = {}
         self._decoders: dict[tuple[str, int, str, int, float], Replica | None] = {}
 
@@ -115,13 +116,20 @@ class CostModel:
         """Seconds until the last of the stage's rows has ended."""
         return self._batch_s(self._rows(stage), decoder)
 
-    def _batch_s(self, rows: int, decoder: Decoder) -> float:
-        """Seconds until the last of so many rows has ended."""
-        workload = self._problem.workload
-        lengths = self._lengths(rows, decoder.replicas)
+    def worked_s(self, stage: Stage, decoder: Decoder) -> float:
+        """Seconds until the last of a replica's part of the rows has ended, on average over replicas."""
+        rows = self._rows(stage)
+        return self._batch_s(rows, decoder, longest_of=math.ceil(rows / decoder.replicas))
+
+    def _batch_s(self, rows: int, decoder: Decoder, longest_of: int = 0) -> float:
+        """Seconds until the last of so many rows has ended, or of a replica with the longest of fewer."""
+        workload, place = self._problem.workload, (math.ceil(rows / decoder.replicas), longest_of or rows)
+        if place not in self._spreads:
+            self._spreads[place] = replica_lengths(workload, *place)
+        lengths = self._spreads[place]
         slots = at_once(workload, decoder, lengths)
         alike = replace(decoder, capacity_tokens=0) if isinstance(decoder, Replica) else decoder
-        key = (rows, alike, slots)
+        key = (rows, longest_of, alike, slots)
         if key not in self._generated:
             read = prompt_tokens(workload, rows, decoder.replicas)
             drained = drain_s(workload, decoder, lengths, slots)
@@ -220,12 +228,6 @@ class CostModel:
     def _between(self, fleet: str) -> float:
         hardware = self._problem.hardware
         return hardware.fleet(fleet).between_bandwidth * hardware.factors.between_links
-
-    def _lengths(self, rows: int, replicas: int) -> NDArray[np.float64]:
-        """Lengths of the replica that ends last."""
-        if (rows, replicas) not in self._spreads:
-            self._spreads[rows, replicas] = replica_lengths(self._problem.workload, rows, replicas)
-        return self._spreads[rows, replicas]
 
     def _rows(self, stage: Stage) -> int:
         """Rows a stage generates: one a prompt where it takes the likeliest token."""

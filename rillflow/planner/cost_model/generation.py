@@ -153,13 +153,13 @@ def running_rows(workload: Workload, decoder: Decoder) -> int:
     return max(min(decoder.most_rows, int(decoder.capacity_tokens / max(held, 1.0))), 1)
 
 
-def replica_lengths(workload: Workload, rows: int, replicas: int) -> NDArray[np.float64]:
-    """Response lengths of the replica that ends last, ascending: a fair share, with the longest of all."""
-    count = max(math.ceil(rows / replicas), 1)
+def replica_lengths(workload: Workload, count: int, longest_of: int) -> NDArray[np.float64]:
+    """Response lengths of a replica's rows, ascending: a fair share, with the longest of so many rows."""
     lengths = workload.response.spread(count)
     if workload.response.kind != "fixed":
         lengths = lengths.copy()
-        lengths[-1] = max(float(workload.response.longest(rows).mean()), lengths[-1])
+        least = lengths[-1] if longest_of > count else 0.0
+        lengths[-1] = max(float(workload.response.longest(longest_of).mean()), least)
     return lengths
 
 

@@ -29,22 +29,13 @@ _WATERMARK = 0.01
 """The share of the cache that stays free when a row is let in, as engines keep it."""
 
 
-@dataclass(kw_only=True, slots=True)
-class _Running:
-    """A row in its slot."""
-
-    row: Row
-    mark: float
-    """Where on the common scale it ends."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Waiting:
-    """A row without a slot."""
+class _Place:
+    """A row in its slot, or without one."""
 
     row: Row
-    left: int
-    """Tokens it has still to sample."""
+    at: float
+    """Where on the common scale it ends; of a row that waits, the tokens it has still to sample."""
 
 
 class Replica:
@@ -68,8 +59,8 @@ class Replica:
         self._shares = shares_prompts
         self._capacity = float(decoder.capacity_tokens)
         self._most_rows = decoder.most_rows
-        self._running: dict[tuple[int, int], _Running] = {}
-        self._waiting: deque[_Waiting] = deque()
+        self._running: dict[tuple[int, int], _Place] = {}
+        self._waiting: deque[_Place] = deque()
         self._marks: list[tuple[float, int, int]] = []
         self._read: dict[int, int] = {}
         self._gained = 0.0
@@ -88,7 +79,7 @@ class Replica:
         for row in rows:
             if row.prompt_tokens + row.response_tokens > self._capacity:
                 raise _too_long(row, self._capacity)
-            self._waiting.append(_Waiting(row=row, left=row.response_tokens))
+            self._waiting.append(_Place(row=row, at=row.response_tokens))
         self.rows += len(rows)
         self._now_s = now_s
         self._admit()
@@ -146,18 +137,18 @@ class Replica:
         while self._marks and self._marks[0][0] <= self._gained + 1e-6:
             mark, prompt, sample = heapq.heappop(self._marks)
             running = self._running.get((prompt, sample))
-            if running is not None and running.mark == mark:
+            if running is not None and running.at == mark:
                 self._leave(running)
                 ended.append(running.row)
         self.rows -= len(ended)
         return ended
 
-    def _leave(self, running: _Running) -> int:
+    def _leave(self, running: _Place) -> int:
         """Take a row out of its slot; the tokens it had still to sample."""
         row = running.row
         del self._running[row.prompt, row.sample]
-        left = max(round(running.mark - self._gained), 0)
-        self._context -= row.prompt_tokens + row.response_tokens - (running.mark - self._gained)
+        left = max(round(running.at - self._gained), 0)
+        self._context -= row.prompt_tokens + row.response_tokens - (running.at - self._gained)
         self._read[row.prompt] -= 1
         if not self._read[row.prompt]:
             del self._read[row.prompt]
@@ -168,21 +159,18 @@ class Replica:
     def _give_up_newest(self) -> None:
         """Make room in a full cache: the newest row waits again, first in line."""
         newest = next(reversed(self._running.values()))
-        left = self._leave(newest)
-        self._waiting.appendleft(_Waiting(row=newest.row, left=max(left, 1)))
+        self._waiting.appendleft(_Place(row=newest.row, at=max(self._leave(newest), 1)))
 
     def _fits(self, tokens: float) -> bool:
         """Whether so many tokens fit into the cache; alone a row always does."""
-        if not self._running:
-            return True
-        return self._context + tokens <= self._capacity * (1.0 - _WATERMARK)
+        return not self._running or self._context + tokens <= self._capacity * (1.0 - _WATERMARK)
 
     def _admit(self) -> None:
         """Let waiting rows in, in order, and read their prompts."""
-        fresh = 0
+        fresh = 0.0
         while self._waiting and len(self._running) < self._most_rows:
             item = self._waiting[0]
-            done = item.row.response_tokens - item.left
+            done = item.row.response_tokens - item.at
             if not self._fits(item.row.prompt_tokens + done):
                 break
             self._waiting.popleft()
@@ -190,11 +178,11 @@ class Replica:
         if fresh:
             self._stall_s += self._slow * self._decoder.prefill_s(fresh)
 
-    def _enter(self, item: _Waiting, done: int) -> int:
+    def _enter(self, item: _Place, done: float) -> float:
         """Give a row its slot; the tokens that are to be read for it."""
         row = item.row
-        mark = self._gained + item.left
-        self._running[row.prompt, row.sample] = _Running(row=row, mark=mark)
+        mark = self._gained + item.at
+        self._running[row.prompt, row.sample] = _Place(row=row, at=mark)
         heapq.heappush(self._marks, (mark, row.prompt, row.sample))
         known = self._read.get(row.prompt, 0)
         self._read[row.prompt] = known + 1
@@ -222,7 +210,7 @@ class Replica:
 
     def _is_stale(self, mark: tuple[float, int, int]) -> bool:
         running = self._running.get((mark[1], mark[2]))
-        return running is None or running.mark != mark[0]
+        return running is None or running.at != mark[0]
 
 
 def _too_long(row: Row, capacity: float) -> PlanError:

@@ -212,7 +212,9 @@ def test_freshness_takes_generation_apart(here: Path, capsys: pytest.CaptureFixt
     assert planned["step_s"] == planned["simulated_s"][0] == simulated["settled_step_s"]
     for pool in simulated["pools"]:
         idle_s = sum(pool["idle_s"].values())
-        assert planned["idle_shares"][pool["pool"]] == pytest.approx(idle_s / (idle_s + pool["busy_s"]))
+        share = idle_s / (idle_s + pool["busy_s"])
+        (use,) = [use for use in planned["best"][0]["pool_use"] if use["name"] == pool["pool"]]
+        assert use["idle_share"] == pytest.approx(share)
     out = said(capsys, *SIMULATE, "--steps", "6")
     assert "freshness 1" in out and "1 old" in out
 

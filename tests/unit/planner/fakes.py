@@ -98,6 +98,9 @@ class FakeCosts:
             left -= wave
         return seconds
 
+    def worked_s(self, stage: Stage, decoder: Decoder) -> float:
+        return self.generate_s(stage, decoder)
+
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
         """Of replicas that are always full."""
         length, prompt, full = self.workload.response.limit, self.workload.prompt.limit, decoder.most_rows

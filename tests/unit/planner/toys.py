@@ -114,6 +114,9 @@ class ToyCosts:
     def generate_s(self, stage: Stage, decoder: Decoder) -> float:
         return decoder.advance_s(1, 0.0, 1.0 + stage.index / 10)
 
+    def worked_s(self, stage: Stage, decoder: Decoder) -> float:
+        return self.generate_s(stage, decoder)
+
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
         return 0.6 * self.generate_s(stage, decoder)
 

@@ -9,7 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
 
-from drawn_plans import compared
+from drawn_plans import compared, drawn
+
+from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.evaluate import evaluate
+from rillflow.planner.simulator.simulate import simulate
 
 QUICK = (8, 12, 25)
 """Those of every day: in step and ahead, with light and heavy tails."""
@@ -19,3 +23,14 @@ QUICK = (8, 12, 25)
 def test_what_is_shown_of_a_plan_is_what_is_simulated(seed: int) -> None:
     found = compared(seed, times=1)
     assert found.shown_s == pytest.approx(found.simulated_s, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", [8, 23])
+def test_idle_time_in_step_is_the_same_by_formulas_and_simulated(seed: int) -> None:
+    """Within 3 points of the step; with the work it is all of it."""
+    one = drawn(seed)
+    costs = CostModel(one.problem)
+    found = simulate(one.problem, costs, one.plan, steps=20)
+    for use, time in zip(evaluate(one.problem, costs, one.plan).pools, found.pools, strict=True):
+        assert use.idle_share == pytest.approx(time.idle_share, abs=0.03)
+        assert time.busy_s + sum(time.idle_s.values()) == pytest.approx(found.wall_s)
