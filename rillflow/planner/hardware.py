@@ -7,7 +7,7 @@ cluster.toml ───────────┴─> Hardware: fleets of one de
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,12 +15,23 @@ from typing import Any
 
 from rillflow.errors import PlanError, nearest
 from rillflow.planner.factors import Accuracy, Engine, Factors, Stack
-from rillflow.planner.quantities import DURATION, FLOPS, MEMORY, PRICE, RATE
+from rillflow.planner.quantities import (
+    DURATION,
+    FLOPS,
+    MEMORY,
+    PRICE,
+    RATE,
+    TABLE,
+    TEXT,
+    YES,
+    Reader,
+    kind,
+    number,
+    values,
+    whole,
+)
 
 _OVERHEADS = {"step_s", "step_row_s"}
-_MOST_DEVICES = 1_000_000
-Reader = Callable[[object, str], Any]
-"""What makes a value of a file one of ours, or refuses it by its place."""
 NO_ENGINE = Engine()
 UNFITTED = "default"
 """The factor set of a cluster's file that names none."""
@@ -124,8 +135,8 @@ def shipped_stacks() -> dict[str, Stack]:
         name: Stack(
             name=name,
             fitted=str(data["fitted"]),
-            factors=Factors(**_values(data.get("factors", {}), _FACTORS, name)),
-            engine=Engine(**_values(data.get("engine", {}), _ENGINE, name)),
+            factors=Factors(**values(data.get("factors", {}), _FACTORS, name)),
+            engine=Engine(**values(data.get("engine", {}), _ENGINE, name)),
             accuracy=Accuracy(**data["accuracy"]) if "accuracy" in data else None,
         )
         for name, data in _shipped("stacks").items()
@@ -143,7 +154,7 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     Raises:
         PlanError: unknown names, missing or contradictory numbers, numbers without a unit, absurd ones.
     """
-    said = _values(data, _CLUSTER, name)
+    said = values(data, _CLUSTER, name)
     stacks, like = shipped_stacks(), said.get("like", UNFITTED)
     if like not in stacks:
         raise PlanError(
@@ -151,8 +162,8 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
             why=f"shipped are {', '.join(stacks)}",
             fix=nearest(like, stacks),
         )
-    stack, factors = stacks[like], _values(said.get("factors", {}), _FACTORS, f"{name}, factors")
-    engine = _values(said.get("engine", {}), _ENGINE, f"{name}, engine")
+    stack, factors = stacks[like], values(said.get("factors", {}), _FACTORS, f"{name}, factors")
+    engine = values(said.get("engine", {}), _ENGINE, f"{name}, engine")
     changed = bool(engine) or bool(set(factors) - _OVERHEADS)
     devices = shipped_devices() | {
         label: _device(label, one, f"{name}, device.{label}") for label, one in said.get("device", {}).items()
@@ -184,8 +195,8 @@ def _shipped(name: str) -> dict[str, Any]:
 
 
 def _device(name: str, data: Mapping[str, Any], where: str) -> Device:
-    said = _values(data, _DEVICE, where, needed=set(_DEVICE) - {"source"})
-    flops = _values(said["flops"], dict.fromkeys(("float8", "bfloat16", "float32"), FLOPS.read), where)
+    said = values(data, _DEVICE, where, needed=set(_DEVICE) - {"source"})
+    flops = values(said["flops"], dict.fromkeys(("float8", "bfloat16", "float32"), FLOPS.read), where)
     if not flops:
         raise PlanError(f"{where} has no flops", fix='flops = { bfloat16 = "312 TFLOP/s", float32 = ... }')
     _slower(said["inside"], said["memory_bandwidth"], f"{where}, inside")
@@ -204,7 +215,7 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
     wrong = next((key for key in data if "price" in key and key != "price"), None)
     if wrong is not None:
         raise PlanError(f"{where} has {wrong}", why="the key is price, of a device", fix='price = "2.5 $/h"')
-    said = _values(data, _FLEET, where, needed={"device"})
+    said = values(data, _FLEET, where, needed={"device"})
     label = said["device"]
     if label not in devices:
         raise PlanError(
@@ -268,50 +279,6 @@ def _slower(link: float, memory: float, where: str) -> None:
         )
 
 
-def _values(
-    data: Mapping[str, Any], readers: Mapping[str, Reader], where: str, needed: Iterable[str] = ()
-) -> dict[str, Any]:
-    """The values of a table, each as its key's reader has it; what is unknown or missing is refused."""
-    _TABLE(data, where)
-    odd = next((key for key in data if key not in readers), None)
-    if odd is not None:
-        raise PlanError(f"{where} has the key {odd!r}, which means nothing here", fix=nearest(odd, readers))
-    missing = sorted(set(needed) - set(data))
-    if missing:
-        raise PlanError(f"{where} has no {missing[0]}", fix=f"needed: {', '.join(sorted(needed))}")
-    return {key: readers[key](value, f"{where}.{key}") for key, value in data.items()}
-
-
-def _number(least: float, most: float, why: str, *, is_open: bool = False) -> Reader:
-    """A reader of plain numbers between two others; ``is_open``: the least itself is none."""
-
-    def read(value: object, where: str) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = float(value)
-            if least <= number <= most and not (is_open and number == least):
-                return number
-        raise PlanError(f"{where} is {value!r}", why=why)
-
-    return read
-
-
-def _kind(kind: type, why: str) -> Reader:
-    """A reader of what is of one kind: a text, a table, yes or no."""
-
-    def read(value: object, where: str) -> object:
-        if not isinstance(value, kind):
-            raise PlanError(f"{where} is {value!r}", why=why)
-        return value
-
-    return read
-
-
-def _whole(value: object, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_DEVICES:
-        raise PlanError(f"{where} is {value!r}", why=f"it is a whole number from 1 to {_MOST_DEVICES:,}")
-    return value
-
-
 def _factor(name: str) -> Reader:
     """The reader of a factor, by its name."""
     if name.endswith("_s"):
@@ -340,23 +307,21 @@ def _fits(parts: tuple[int, ...], rooms: tuple[int, ...]) -> bool:
     )
 
 
-_TEXT, _TABLE = _kind(str, "it is a text"), _kind(Mapping, "it is a table")
-_YES = _kind(bool, "it is true or false")
-_SHARE = _number(0.0, 1.0, "it is a share of the device's number, above 0 up to 1", is_open=True)
-_NONE_TO_ALL = _number(0.0, 1.0, "it is a share, from 0 to 1")
-_TOUCHES = _number(0.0, 1000.0, "it counts passes over memory: 0 to 1000")
+_SHARE = number(0.0, 1.0, "it is a share of the device's number, above 0 up to 1", is_open=True)
+_NONE_TO_ALL = number(0.0, 1.0, "it is a share, from 0 to 1")
+_TOUCHES = number(0.0, 1000.0, "it counts passes over memory: 0 to 1000")
 _FACTORS = {field.name: _factor(field.name) for field in fields(Factors)}
-_ENGINE = {field.name: _YES if isinstance(field.default, bool) else _SHARE for field in fields(Engine)}
+_ENGINE = {field.name: YES if isinstance(field.default, bool) else _SHARE for field in fields(Engine)}
 _RATES = dict.fromkeys(("memory_bandwidth", "inside", "host"), RATE.read)
-_DEVICE: Mapping[str, Reader] = {"memory": MEMORY.read, **_RATES, "flops": _TABLE, "source": _TEXT}
+_DEVICE: Mapping[str, Reader] = {"memory": MEMORY.read, **_RATES, "flops": TABLE, "source": TEXT}
 _FLEET: Mapping[str, Reader] = {
-    **dict.fromkeys(("name", "device"), _TEXT),
-    **dict.fromkeys(("devices", "machines", "per_machine"), _whole),
+    **dict.fromkeys(("name", "device"), TEXT),
+    **dict.fromkeys(("devices", "machines", "per_machine"), whole(1)),
     **dict.fromkeys(("between", "between_machine"), RATE.read),
     "price": PRICE.read,
 }
 _CLUSTER: Mapping[str, Reader] = {
-    **dict.fromkeys(("name", "like", "calibrated"), _TEXT),
-    **dict.fromkeys(("device", "engine", "factors"), _TABLE),
-    "fleet": _kind(object, ""),
+    **dict.fromkeys(("name", "like", "calibrated"), TEXT),
+    **dict.fromkeys(("device", "engine", "factors"), TABLE),
+    "fleet": kind(object, ""),
 }

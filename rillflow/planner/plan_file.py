@@ -5,23 +5,18 @@ Plan ─ plan_text ─> plan.toml ─ read_plan ─> the same Plan, or what cont
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError, nearest
 from rillflow.planner.grid import Grid
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import SAMPLER
+from rillflow.planner.quantities import TABLE, TEXT, YES, Reader, number, one_of, values, whole
 
-LATE: tuple[Literal["wait", "drop"], ...] = ("wait", "drop")
-"""What may become of rows beyond the freshness bound."""
-WEIGHTS: tuple[Literal["exposed", "hidden", "staggered"], ...] = ("exposed", "hidden", "staggered")
-"""How weights may travel to a sampler apart."""
 COMMENT = "Where models lie and what a step should take; rillflow run RECIPE --plan FILE launches it."
 
 
@@ -71,37 +66,18 @@ def read_plan(text: str, name: str) -> Plan:
         raise PlanError(
             f"{name} is not a plan", why=str(error), fix="rillflow plan --out writes one"
         ) from None
-    root = _Table(where=name, data=data)
-    root.only(
-        "name",
-        "freshness",
-        "late",
-        "streams",
-        "publish_every",
-        "weights",
-        *_SHARES,
-        "pools",
-        "units",
-        "predicted",
-    )
-    predicted = (
-        root.table("predicted") if "predicted" in data else _Table(where=f"{name}: predicted", data={})
-    )
-    predicted.only("step_s", "stages_s")
-    stages = predicted.table("stages_s") if "stages_s" in predicted.data else None
+    said = values(data, _PLAN, name, needed={"name", "pools", "units"})
+    predicted = values(said.pop("predicted", {}), _PREDICTED, f"{name}: predicted")
+    pools, units = said.pop("pools"), said.pop("units")
     plan = Plan(
-        name=root.text("name"),
-        pools=tuple(_pool(table) for table in root.table("pools").tables()),
-        units={table.key: _unit(table) for table in root.table("units").tables()},
-        freshness=root.whole("freshness", 0, 0),
-        late=root.one_of("late", LATE),
-        streams=root.one_of("streams", (False, True)),
-        publish_every=root.whole("publish_every", 0, 0),
-        weights=root.one_of("weights", WEIGHTS),
-        oversample_prompts=root.number("oversample_prompts", 1.0, least=1.0),
-        oversample_samples=root.number("oversample_samples", 1.0, least=1.0),
-        predicted_step_s=predicted.number("step_s", 0.0),
-        predicted_stages_s={} if stages is None else {key: stages.number(key) for key in stages.data},
+        **said,
+        pools=tuple(_pool(key, one, f"{name}: pools.{key}") for key, one in pools.items()),
+        units={key: _unit(one, f"{name}: units.{key}") for key, one in units.items()},
+        predicted_step_s=predicted.get("step_s", 0.0),
+        predicted_stages_s={
+            key: _SECONDS(spent, f"{name}: predicted.stages_s.{key}")
+            for key, spent in predicted.get("stages_s", {}).items()
+        },
     )
     problem = next(contradictions(plan), None)
     if problem is not None:
@@ -177,79 +153,6 @@ def _misfits(name: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[PlanEr
         )
 
 
-_Known = TypeVar("_Known")
-_SHARES = ("oversample_prompts", "oversample_samples")
-_AXES = ("dp", "fsdp", "pp", "tp", "cp", "ep", "generate_tp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Table:
-    """A table of the file with its place, read key by key."""
-
-    where: str
-    data: Mapping[str, Any]
-    key: str = ""
-
-    def only(self, *known: str) -> None:
-        for key in self.data:
-            if key not in known:
-                raise PlanError(
-                    f"{self.where}: {key!r} is no key of a plan",
-                    why=f"here it has {', '.join(known)}",
-                    fix=nearest(key, known),
-                )
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a text in quotes")
-        return value
-
-    def whole(self, key: str, least: int, default: int | None = None) -> int:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._wrong(key, value, "a whole number")
-        if value < least:
-            raise self._wrong(key, value, f"{least} or more")
-        return value
-
-    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._wrong(key, value, "a finite number")
-        if value < least:
-            raise self._wrong(key, value, f"{least:g} or more")
-        return float(value)
-
-    def one_of(self, key: str, known: tuple[_Known, ...]) -> _Known:
-        value = self._value(key, known[0])
-        for one in known:
-            if value is one or (isinstance(value, str) and value == one):
-                return one
-        texts = [str(one).lower() for one in known]
-        error = self._wrong(key, value, " or ".join(texts))
-        raise PlanError(error.what, why=error.why, fix=nearest(str(value), texts))
-
-    def table(self, key: str) -> _Table:
-        value = self._value(key, None)
-        if not isinstance(value, Mapping):
-            raise self._wrong(key, value, f"a table, [{key}]")
-        return _Table(where=f"{self.where}: {key}", data=value, key=key)
-
-    def tables(self) -> list[_Table]:
-        return [self.table(key) for key in self.data]
-
-    def _value(self, key: str, default: object) -> object:
-        if key in self.data:
-            return self.data[key]
-        if default is None:
-            raise PlanError(f"{self.where} has no {key!r}", why="a plan cannot do without it")
-        return default
-
-    def _wrong(self, key: str, value: object, kind: str) -> PlanError:
-        return PlanError(f"{self.where}: {key} is {value!r}", why=f"it must be {kind}")
-
-
 def _unit_table(unit: PlannedUnit) -> dict[str, Any]:
     grid = unit.grid
     table: dict[str, Any] = {"pool": unit.pool, "fsdp" if grid.is_sharded else "dp": grid.dp}
@@ -260,31 +163,39 @@ def _unit_table(unit: PlannedUnit) -> dict[str, Any]:
     return table
 
 
-def _pool(table: _Table) -> PlannedPool:
-    table.only("fleet", "devices", "device")
-    return PlannedPool(
-        name=table.key,
-        fleet=table.text("fleet"),
-        devices=table.whole("devices", 1),
-        device=table.text("device", ""),
-    )
+def _pool(name: str, data: object, where: str) -> PlannedPool:
+    return PlannedPool(name=name, **values(data, _POOL, where, needed={"fleet", "devices"}))
 
 
-def _unit(table: _Table) -> PlannedUnit:
-    table.only("pool", *_AXES)
-    if "dp" in table.data and "fsdp" in table.data:
+def _unit(data: object, where: str) -> PlannedUnit:
+    said = values(data, _UNIT, where, needed={"pool"})
+    if "dp" in said and "fsdp" in said:
         raise PlanError(
-            f"{table.where} has dp and fsdp",
+            f"{where} has dp and fsdp",
             why="devices with other rows each hold all parameters (dp) or their share of them (fsdp)",
             fix="remove one of the two",
         )
-    is_sharded = "fsdp" in table.data
-    grid = Grid(
-        dp=table.whole("fsdp" if is_sharded else "dp", 1, 1),
-        pp=table.whole("pp", 1, 1),
-        tp=table.whole("tp", 1, 1),
-        cp=table.whole("cp", 1, 1),
-        ep=table.whole("ep", 1, 1),
-        is_sharded=is_sharded,
-    )
-    return PlannedUnit(pool=table.text("pool"), grid=grid, generate_tp=table.whole("generate_tp", 0, 0))
+    pool, generate_tp = said.pop("pool"), said.pop("generate_tp", 0)
+    is_sharded = "fsdp" in said
+    grid = Grid(dp=said.pop("fsdp", said.pop("dp", 1)), **said, is_sharded=is_sharded)
+    return PlannedUnit(pool=pool, grid=grid, generate_tp=generate_tp)
+
+
+_SECONDS = number(0.0)
+_PREDICTED: Mapping[str, Reader] = {"step_s": _SECONDS, "stages_s": TABLE}
+_POOL: Mapping[str, Reader] = {"fleet": TEXT, "devices": whole(1), "device": TEXT}
+_UNIT: Mapping[str, Reader] = {
+    "pool": TEXT,
+    **dict.fromkeys(("dp", "fsdp", "pp", "tp", "cp", "ep"), whole(1)),
+    "generate_tp": whole(0),
+}
+_PLAN: Mapping[str, Reader] = {
+    "name": TEXT,
+    "freshness": whole(0),
+    "late": one_of("wait", "drop"),
+    "streams": YES,
+    "publish_every": whole(0),
+    "weights": one_of("exposed", "hidden", "staggered"),
+    **dict.fromkeys(("oversample_prompts", "oversample_samples"), number(1.0)),
+    **dict.fromkeys(("pools", "units", "predicted"), TABLE),
+}

@@ -1,16 +1,21 @@
-"""Quantities: a number is never without its unit.
+"""Quantities: what stands in a file's table, key by key; a number of a device is never without its unit.
 
 "450 GB/s" ─> 4.5e11        0.45 ─> refused: of what?
+table, a reader for each key ─> values, or what is unknown, missing or wrong, by its place
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from rillflow.errors import PlanError
+from rillflow.errors import PlanError, nearest
 
+Reader = Callable[[object, str], Any]
+"""What makes a value of a file one of ours, or refuses it by its place."""
 _TEXT = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z$/€ ]+?)\s*")
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -101,3 +106,80 @@ DURATION = Quantity(
     most=1e6,
     examples="1.5 s, 30 us, 20 ms",
 )
+
+
+def values(
+    data: object, readers: Mapping[str, Reader], where: str, needed: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The values of a table, each as its key's reader has it.
+
+    Raises:
+        PlanError: it is no table; a key that is unknown, missing, or has a value that its reader refuses.
+    """
+    table = TABLE(data, where)
+    odd = next((key for key in table if key not in readers), None)
+    if odd is not None:
+        raise PlanError(
+            f"{where} has the key {odd!r}, which means nothing here",
+            why=f"it may have {', '.join(readers)}",
+            fix=nearest(odd, readers),
+        )
+    missing = sorted(set(needed) - set(table))
+    if missing:
+        why = "nobody can do without it"
+        raise PlanError(f"{where} has no {missing[0]!r}", why=why, fix=f"needed: {', '.join(sorted(needed))}")
+    return {key: readers[key](value, f"{where}.{key}") for key, value in table.items()}
+
+
+def kind(wanted: type, why: str) -> Reader:
+    """A reader of what is of one kind."""
+
+    def read(value: object, where: str) -> object:
+        if not isinstance(value, wanted):
+            raise PlanError(f"{where} is {value!r}", why=why)
+        return value
+
+    return read
+
+
+def number(least: float, most: float = math.inf, why: str = "", *, is_open: bool = False) -> Reader:
+    """A reader of plain numbers between two others; ``is_open``: the least itself is none."""
+    why = why or f"it must be a finite number, {least:g} or more"
+
+    def read(value: object, where: str) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found = float(value)
+            if least <= found <= most and math.isfinite(found) and not (is_open and found == least):
+                return found
+        raise PlanError(f"{where} is {value!r}", why=why)
+
+    return read
+
+
+def whole(least: int, most: int = 1_000_000) -> Reader:
+    """A reader of whole numbers."""
+
+    def read(value: object, where: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            why = f"it must be a whole number, {least} or more and at most {most:,}"
+            raise PlanError(f"{where} is {value!r}", why=why)
+        return value
+
+    return read
+
+
+def one_of(*known: str) -> Reader:
+    """A reader of one of some texts."""
+
+    def read(value: object, where: str) -> str:
+        found = next((one for one in known if one == value), None)
+        if found is None:
+            why = f"it must be {' or '.join(known)}"
+            raise PlanError(f"{where} is {value!r}", why=why, fix=nearest(str(value), known))
+        return found
+
+    return read
+
+
+TEXT, TABLE = kind(str, "it must be a text in quotes"), kind(Mapping, "it must be a table")
+YES = kind(bool, "it must be true or false")
