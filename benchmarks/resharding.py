@@ -196,10 +196,11 @@ class Rank:
         """Consecutive groups; what is missing crosses, and training's tensors stay beside it."""
         plan = reshard_plan(self.weights, self.source, self.plain)
         generation = self.empty(self.plain)
-        wire = Crossing(plan, self.ranks).run(self.training, generation)
+        crossing = Crossing(plan, self.ranks)
+        crossing.run(self.training, generation)
         if check:
             self.note("plain, slices alone", generation)
-        return Cost(received=wire.received, peak=_bytes(generation) + _bytes(self.training))
+        return Cost(received=crossing.wire.received, peak=_bytes(generation) + _bytes(self.training))
 
     def full_tensor(self, check: bool) -> Cost:
         whole: dict[str, Tensor] = {}

@@ -201,7 +201,7 @@ def _linear(part: nn.Linear, style: Style, bounds: list[Bounds], tp: Ranks) -> n
 def _look_up(part: nn.Embedding, bounds: Bounds, tp: Ranks) -> None:
     """``num_embeddings`` stays the number of all tokens."""
     rows, size = bounds
-    part.weight = nn.Parameter(torch.empty(rows[1] - rows[0], size[1], device="meta"), requires_grad=False)
+    part.weight = nn.Parameter(torch.empty(rows[1] - rows[0], size[1], device="meta"))
     part.padding_idx = None  # it has a gradient of its own and no other value, and may be foreign
     lookup = Lookup(rows, tp)
     part.register_forward_pre_hook(lookup.before)

@@ -67,8 +67,8 @@ class Slice:
         if not self.bounds or count == 1:
             return [] if self.is_empty else [self]
         lengths = [stop - start for start, stop in self.bounds]
-        dim = next((dim for dim, length in enumerate(lengths) if length >= count), -1)
-        dim = lengths.index(max(lengths)) if dim < 0 else dim
+        longest = lengths.index(max(lengths))
+        dim = next((dim for dim, length in enumerate(lengths) if length >= count), longest)
         start, length = self.bounds[dim][0], lengths[dim]
         edges = [start + length * place // count for place in range(count + 1)]
         boxes = (Slice((*self.bounds[:dim], (a, b), *self.bounds[dim + 1 :])) for a, b in pairwise(edges))

@@ -54,8 +54,8 @@ class Part:
         if self.pieces == 1:
             return box
         lengths = [stop - start for start, stop in box.bounds]
-        dim = next((dim for dim, length in enumerate(lengths) if length >= self.pieces), -1)
-        dim = lengths.index(max(lengths)) if dim < 0 else dim
+        longest = lengths.index(max(lengths))
+        dim = next((dim for dim, length in enumerate(lengths) if length >= self.pieces), longest)
         start, length = box.bounds[dim][0], lengths[dim]
         first, last = (start + length * place // self.pieces for place in (self.piece, self.piece + 1))
         return Slice((*box.bounds[:dim], (first, last), *box.bounds[dim + 1 :])) if first < last else None

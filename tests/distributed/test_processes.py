@@ -77,6 +77,14 @@ def test_everyone_gets_everyones_in_order() -> None:
     assert stacked(Alone()) == [[0, 7]]
 
 
+def gathered(ranks: Ranks) -> list[list[list[int]]]:
+    return [rows.tolist() for rows in ranks.gather(torch.full((ranks.rank + 1, 2), ranks.rank))]
+
+
+def test_everyone_gets_everyones_rows_though_some_have_fewer() -> None:
+    assert together(2, gathered) == [[[[0, 0]], [[1, 1], [1, 1]]]] * 2
+
+
 def test_some_of_the_ranks_add_up_among_themselves() -> None:
     assert together(4, add_up_by_parity) == [[2, 0, 2, 1], [4, 0, 2, 1], [2, 1, 2, 1], [4, 1, 2, 1]]
 

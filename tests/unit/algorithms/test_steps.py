@@ -123,6 +123,14 @@ def test_a_price_that_is_to_adapt_begins_above_zero_in_the_reward() -> None:
             configured("ppo", {"kl_target": 2.0, "loss": loss})
 
 
+def test_minibatches_without_a_demonstration_are_refused_where_demonstrations_count() -> None:
+    few, many = {"prompts_per_step": 4, "minibatches": 4}, {"prompts_per_step": 4, "minibatches": 8}
+    assert configured("ppo", {"pretrain_weight": 0.5, **few}) is not None
+    assert configured("ppo", many) is not None
+    with pytest.raises(ValueError, match=r"minibatches is 8 and prompts_per_step 4"):
+        configured("ppo", {"pretrain_weight": 0.5, **many})
+
+
 def test_both_kinds_of_learners_learn_from_what_was_there_before_either_did() -> None:
     config = configured("ppo", {})
     assert config is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.cluster.config import PlacementConfig
+from rillflow.cluster.config import MeshSizes, PlacementConfig
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,12 @@ from rillflow.cluster.config import PlacementConfig
 )
 def test_one_rank_runs_in_this_process_unless_it_is_said(backend: str, pools: dict, inline: bool) -> None:
     assert PlacementConfig(backend=backend, pools=pools).is_inline == inline
+
+
+def test_dp_is_what_pp_and_tp_leave_of_a_pool() -> None:
+    placement = PlacementConfig(pools={"main": 12}, train={"main": {"pp": 2, "tp": 3}})
+    assert placement.mesh_of("policy") == MeshSizes(dp=2, pp=2, tp=3)
+    assert PlacementConfig(pools={"main": 12}).mesh_of("policy") == MeshSizes(dp=12)
 
 
 def test_every_rank_generates_with_a_whole_policy_unless_tp_is_said() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rillflow.cluster import ranks as collectives
+from rillflow.cluster.backend import Site
 from rillflow.cluster.inline import InlineBackend
 from rillflow.cluster.pool import Place, Pool
 from rillflow.cluster.ranks import Circle, ThreadRanks
@@ -49,6 +50,23 @@ def test_a_rank_alone_in_its_pool_adds_up_after_a_failure() -> None:
     backend.read(*backend.submit(there, lambda site: site.ranks.sum_([number])), 10.0)
     backend.close()
     assert float(number) == 3.0
+    assert (backend.traffic.sent_bytes, backend.traffic.read_bytes) == (0, 0), "nothing travels here"
+
+
+def test_close_waits_for_a_call_that_still_runs() -> None:
+    backend, ended = InlineBackend(), list[int]()
+    backend.open([Pool(name="main", size=2)])
+    begun = threading.Event()
+
+    def work(site: Site) -> None:
+        begun.set()
+        threading.Event().wait(0.05)
+        ended.append(site.place.rank)
+
+    backend.submit(Place(pool="main", rank=1), work)
+    begun.wait(10.0)
+    backend.close()
+    assert ended == [1]
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -92,6 +92,9 @@ def test_shapes_and_options_are_checked() -> None:
     groups = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(FormulaError, match=r"groups has shape \[2\] and rewards has \[3\]"):
         group_advantages(torch.zeros(3), groups, all_valid(groups), scale="off")
+    with pytest.raises(FormulaError, match=r"groups has shape \[2\] and rewards has \[3\]"):
+        three = torch.zeros(3)
+        penalised_group_advantages(three, three, groups, all_valid(three), scale="off")
     with pytest.raises(FormulaError, match=r"rewards has shape \[2, 1\]"):
         group_advantages(torch.zeros(2, 1), groups, all_valid(groups), scale="off")
     with pytest.raises(FormulaError, match=r"scale is 'sdt'.*\n.*did you mean 'std'"):

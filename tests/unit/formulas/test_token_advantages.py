@@ -259,6 +259,8 @@ def test_shapes_and_discounts_are_checked() -> None:
         value_targets(short, row.values, row.mask)
     with pytest.raises(FormulaError, match="whitened: row 0 has 4 entries of advantages"):
         whitened(short, row.mask, row.valid)
+    with pytest.raises(FormulaError, match=r"whitened: valid has shape \[2\] and loss_mask has \[1\]"):
+        whitened(row.values, row.mask, torch.tensor([True, False]))
     for wrong in (-0.1, 1.1, math.nan):
         with pytest.raises(FormulaError, match=f"gae: lam is {wrong}"):
             row.gae(gamma=1.0, lam=wrong)

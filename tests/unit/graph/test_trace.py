@@ -84,6 +84,7 @@ def test_a_missing_field_is_named_before_anything_runs() -> None:
     [
         (bool, "its truth"),
         (float, "its number"),
+        (int, "its number"),
         (len, "its length"),
         (lambda it: it[0], "a part of it"),
         (lambda it: 2 * it, "its number, to reckon with"),
@@ -153,6 +154,8 @@ def test_drawings_name_every_stage_and_arrow() -> None:
     for stage in graph.stages:
         assert stage.name in text
         assert stage.endpoint in mermaid
+    assert "policy.update       tokens of 0 policy.generate; advantages of 2 controller.centred" in text
+    assert "s0 -->|tokens| s1" in mermaid
     assert mermaid.count("-->") == len(graph.edges) == len(data["edges"])
     assert data["stages"][3]["transfer"] == "TRAIN"
 

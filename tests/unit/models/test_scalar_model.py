@@ -221,6 +221,11 @@ def test_another_architecture_is_named(make_directory: Make, changes: dict, says
         load(folder)
 
 
+def test_a_new_one_whose_attention_cannot_be_replaced_is_refused() -> None:
+    with pytest.raises(ModelError, match="GPTJForCausalLM"):
+        new(architecture="gptj", heads=4, kv_heads=4)
+
+
 def test_an_encoder_with_one_label_is_refused(
     tmp_path: Path, byte_pair: Callable[[], PreTrainedTokenizerFast]
 ) -> None:

@@ -40,7 +40,7 @@ def test_any_partition_measures_what_the_whole_does(parts: list[list[float]], da
 @given(parts=PARTS)
 def test_a_variance_is_that_of_all_values_however_they_were_parted(parts: list[list[float]]) -> None:
     values = [value for part in parts for value in part]
-    merged = Variance(squares=0.0, mean=0.0, count=0)
+    merged = Variance(squares=0.0, mean=math.nan, count=0)
     for part in parts:
         mean = fmean(part)
         squares = sum((value - mean) ** 2 for value in part)

@@ -13,7 +13,7 @@ from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout, completions, rollouts_of
 from rillflow.records.row import RowId
-from rillflow.rollout.native.engine import NativeEngine
+from rillflow.rollout.native.engine import LANE_ROWS, NativeEngine
 
 Engines = Callable[..., NativeEngine]
 Prompts = Callable[..., Batch]
@@ -91,10 +91,16 @@ def test_versions_reach_every_lane(engine: Engines, prompts: Prompts) -> None:
     assert set(rows.ragged("versions").values[sampled].tolist()) == {8}
 
 
-def test_lanes_end_with_their_engine(engine: Engines, prompts: Prompts) -> None:
-    others = set(threading.enumerate())
-    used = engine(lanes=2, max_rows=4)
+@pytest.mark.parametrize(("lanes", "max_rows"), [(2, 4), (None, 2 * LANE_ROWS)])
+def test_lanes_end_with_their_engine(
+    lanes: int | None, max_rows: int, engine: Engines, prompts: Prompts
+) -> None:
+    """Where it is not said, on a processor, there is a lane for each thread of torch's."""
+    others, threads = set(threading.enumerate()), torch.get_num_threads()
+    torch.set_num_threads(2)
+    used = engine(lanes=lanes, max_rows=max_rows)
     used.generate(prompts([1], [2]))
+    torch.set_num_threads(threads)
     mine = {thread for thread in threading.enumerate() if thread.name.startswith("rillflow-lane")} - others
     assert len(mine) == 2
     del used

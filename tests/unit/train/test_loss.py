@@ -311,6 +311,8 @@ def test_the_metrics_of_other_ratios_and_surrogates_are_theirs() -> None:
     found = call(PolicyLossConfig(ratio="sequence"), rows, now).metrics
     assert found["policy/ratio/mean"].value == pytest.approx((math.exp(0.5) + math.exp(-1)) / 2)
     assert found["policy/clipped_high/share"].value == found["policy/clipped_low/share"].value == 0.5
+    found = call(PolicyLossConfig(clip_low=0, clip_high=0), rows, now).metrics  # 1 is the bound itself
+    assert found["policy/clipped_high/share"].value == found["policy/clipped_low/share"].value == 0.25
     advantages = torch.tensor([-1.0, 1.0])  # away from which the clip surrogate is not bounded
     rows = rows.with_fields(advantages=advantages)
     for surrogate, share in (("clip", 0.0), ("weight", 0.25)):

@@ -279,6 +279,16 @@ def test_the_stages_of_a_pipeline_send_at_once() -> None:
         assert len(sending) == 2
 
 
+def test_a_single_number_crosses_whole() -> None:
+    """It has no dim to cut along; the second stage has it, the first is to have it too."""
+    weights = {"scale": Weight(name="scale", shape=(), dtype=torch.float32)}
+    parts, train = {"scale": Broadcast()}, Mesh.of(dp=1, pp=2, tp=1)
+    source = training_layout(weights, parts, {"scale": (1,)}, train, shard=False)
+    plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
+    ((part,),) = (bucket.parts for bucket in plan.buckets(1))
+    assert [(move.peer, move.slice.size) for move in plan.incoming(part, 0)] == [(1, 1)]
+
+
 def test_weights_of_two_types_have_their_own_buckets() -> None:
     weights, parts = stack(1, cut=True)
     weights["layers.0.up"] = cast({"up": weights["layers.0.up"]}, torch.float32)["up"]

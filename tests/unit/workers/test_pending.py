@@ -5,25 +5,41 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
+
 from rillflow.cluster.inline import InlineBackend
+from rillflow.cluster.pool import Place
 from rillflow.workers.pending import Pending
 from rillflow.workers.values import Reference
 
 
-def test_a_result_that_nobody_needs_is_waited_for_too() -> None:
-    taken, watched = Future[Any](), Future[Any]()
-    pending = Pending(
+def pending_of(taken: Future[Any], watched: Future[Any]) -> Pending:
+    """The result of two ranks of which the first's is needed."""
+    return Pending(
         "policy.update",
         given="",
-        places=(),
+        places=[Place(pool="main", rank=rank) for rank in range(2)],
         references=[Reference(value=taken, facts=taken)],
         others=[Reference(value=watched, facts=watched)],
         is_partial=False,
         sources=(),
         backend=InlineBackend(),
     )
+
+
+def test_a_result_that_nobody_needs_is_waited_for_too() -> None:
+    taken, watched = Future[Any](), Future[Any]()
+    pending = pending_of(taken, watched)
     seen = [pending.is_ready]
     for one in (taken, watched):
         one.set_result(None)
         seen.append(pending.is_ready)
     assert seen == [False, False, True]
+
+
+def test_a_rank_whose_result_nobody_needs_still_fails_the_read() -> None:
+    taken, watched = Future[Any](), Future[Any]()
+    taken.set_result(1.0)
+    watched.set_exception(ValueError("of the second rank"))
+    with pytest.raises(ValueError, match="of the second rank"):
+        pending_of(taken, watched).read(10.0)

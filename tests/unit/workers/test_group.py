@@ -1,0 +1,54 @@
+"""A group's calls: results that lie with its ranks are shared out anew for whoever comes next."""
+
+from __future__ import annotations
+
+import pytest
+
+from rillflow.cluster.backend import Site
+from rillflow.cluster.inline import InlineBackend
+from rillflow.cluster.pool import Pool
+from rillflow.placement.mesh import Mesh
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.metrics import Max, Metric
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
+from rillflow.workers.endpoint import endpoint, endpoints_of
+from rillflow.workers.group import Group
+from rillflow.workers.transfer import DP, TRAIN, TRAIN_PAIRS
+
+
+class Trainer:
+    """Says the most tokens that a rank was given."""
+
+    def __init__(self, site: Site) -> None:
+        del site
+
+    @endpoint(DP)
+    def same(self, batch: Batch) -> Batch:
+        return batch
+
+    @endpoint(TRAIN)
+    def update(self, batch: Batch) -> dict[str, Metric]:
+        return {"tokens/rank/max": Max(value=float(batch.ragged("tokens").lengths.sum()))}
+
+    @endpoint(TRAIN_PAIRS)
+    def update_on_pairs(self, batch: Batch) -> dict[str, Metric]:
+        return self.update(batch)
+
+
+@pytest.mark.parametrize("name", ["update", "update_on_pairs"])
+def test_ranks_that_train_get_as_many_tokens_though_their_rows_lie_elsewhere(name: str) -> None:
+    """Two rows of six tokens and twelve of one: a rank has the two, the other the twelve."""
+    rows = [[1] * 6] * 2 + [[1]] * 12
+    batch = Batch(
+        ids=row_ids([RowId(0, row, 0) for row in range(len(rows))]),
+        fields={"tokens": Ragged.from_rows(rows)},
+    )
+    backend = InlineBackend()
+    backend.open([Pool(name="main", size=2)])
+    group = Group("policy", endpoints_of(Trainer), mesh=Mesh.of(dp=2), pool="main", backend=backend)
+    group.start(Trainer)
+    lying = group.call("same", batch)
+    assert [facts.rows for facts in lying.facts(10.0)] == [7, 7]
+    assert group.call(name, lying).read(10.0) == {"tokens/rank/max": Max(value=12.0)}
+    backend.close()
