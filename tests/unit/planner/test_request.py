@@ -11,7 +11,9 @@ import pytest
 from rillflow.assembly.drawing import graphs
 from rillflow.assembly.recipe import load_recipe
 from rillflow.errors import PlanError
+from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.request import Request, graph_of, lengths, state_request
+from rillflow.planner.search import search
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples/planning/qwen2.5-7b/config.json"
@@ -126,3 +128,22 @@ def test_shipped_steps_are_those_that_recipes_are_traced_to(recipe: str) -> None
     assert [(edge.source, edge.destination, edge.fields) for edge in shipped.edges] == [
         (edge.source, edge.destination, edge.fields) for edge in traced.edges
     ], "python docs/draw_graphs.py writes them anew"
+
+
+@pytest.mark.parametrize(("devices", "published_s"), [(64, 365.28), (128, 356.30)])
+def test_verls_published_run_as_a_user_states_it_is_within_a_quarter(
+    devices: int, published_s: float
+) -> None:
+    """verl, docs/advance/fully_async.md: Qwen2.5-Math-7B, 512 prompts of 16 answers up to 28k tokens."""
+    stated = state_request(
+        request(
+            gpus=f"{devices}xH20",
+            response="mean=679,sigma=1.8,max=28672",
+            prompt="150",
+            minibatches=16,
+            like="verl",
+            between="25 GB/s",
+        )
+    )
+    step_s = search(stated.problem, CostModel).best[0].evaluation.step_s
+    assert step_s == pytest.approx(published_s, rel=0.25)
