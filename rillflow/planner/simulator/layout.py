@@ -20,7 +20,7 @@ from rillflow.planner.option import Costs, Decoder
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import SAMPLER, Problem
 from rillflow.planner.seating import Seated
-from rillflow.planner.simulator.draws import Draws, Row, slow_devices
+from rillflow.planner.simulator.draws import Draws, slow_devices
 from rillflow.planner.simulator.replica import Replica
 from rillflow.planner.simulator.turns import Arrival, Task
 from rillflow.planner.work import Work
@@ -194,10 +194,6 @@ class Layout:
         """Whether a stage answers every prompt once."""
         return self.problem.graph.stages[stage].endpoint == _GREEDY
 
-    def rows_of(self, stage: int, rows: list[Row], samples: int) -> list[Row]:
-        """Those of a prompt's rows that a stage samples, of which ``samples`` are not greedy."""
-        return rows[-1:] if self.is_greedy(stage) else rows[:samples]
-
     def replicas(self, stage: int) -> list[Replica]:
         """Fresh replicas of a stage that generates; one with a slow device is slow."""
         decoder, pool = self.decoder(stage), self.pool_of(stage)
@@ -256,13 +252,8 @@ def lay_out(problem: Problem, costs: Costs, plan: Plan, *, seed: int, settings: 
     Raises:
         PlanError: the plan does not fit the problem, or asks for what is not simulated.
     """
-    layout = Layout(
-        problem=problem,
-        plan=plan,
-        evaluation=evaluate(problem, costs, plan),
-        settings=settings,
-        seed=seed,
-    )
+    evaluation = evaluate(problem, costs, plan)
+    layout = Layout(problem=problem, plan=plan, evaluation=evaluation, settings=settings, seed=seed)
     for name, share in (
         ("oversample_prompts", plan.oversample_prompts),
         ("oversample_samples", plan.oversample_samples),

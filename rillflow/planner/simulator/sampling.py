@@ -201,12 +201,12 @@ class Stream(_Sampling):
         self._fair = max(-(-rows // len(self.lanes)), 1)
         self._open = [(0, place) for place in self._empty]
 
-    def publish(self, version: int, now_s: float, place: int | None) -> list[Group]:
-        """Take note of new weights, at one replica or at all; the groups complete at this very moment."""
+    def publish(self, version: int, now_s: float, place: int) -> list[Group]:
+        """Take note of new weights, at one replica or (-1) at all; the groups complete at this moment."""
         self.newest = max(self.newest, version)
         complete = []
         if self._layout.interrupts:
-            for one in range(len(self.lanes)) if place is None else (place,):
+            for one in range(len(self.lanes)) if place < 0 else (place,):
                 if self.lanes[one].version < version:
                     complete += self._pass(one, now_s)
                     self._load(one, now_s)

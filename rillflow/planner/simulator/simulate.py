@@ -199,13 +199,10 @@ class _InStep(_Engine):
         tokens = 0
         for stage in sorted(layout.generating, key=layout.is_greedy):
             is_greedy = layout.is_greedy(stage)
-            rows = [layout.rows_of(stage, self._draws.rows(prompt), samples) for prompt in prompts]
-            one = Round(
-                layout.replicas(stage),
-                rows,
-                wanted=workload.prompts,
-                samples=1 if is_greedy else workload.samples,
-            )
+            sampled = slice(-1, None) if is_greedy else slice(samples)
+            rows = [self._draws.rows(prompt)[sampled] for prompt in prompts]
+            kept = 1 if is_greedy else workload.samples
+            one = Round(layout.replicas(stage), rows, wanted=workload.prompts, samples=kept)
             found[stage] = one
             aside = len(one.aside) * len(rows[0])
             self._aside += one.aside
@@ -278,7 +275,7 @@ class _Flowing(_Engine):
         replicas = max(layout.lanes.values())
         load_s = {"exposed": crossing, "hidden": 0.0, "staggered": crossing / replicas}[plan.weights]
         self._arrive_s = crossing if plan.weights == "hidden" else 0.0
-        self._apart_s = load_s if plan.weights == "staggered" else None
+        self._apart_s = load_s if plan.weights == "staggered" else 0.0
         self._stream = Stream(layout, self._admission, self.book, load_s=load_s)
         self._groups = Turns(layout.by_group)
         self._turns = Turns(layout.by_batch)
@@ -296,8 +293,7 @@ class _Flowing(_Engine):
             case _Kind.SCORED:
                 self._group(self._groups.ended(first, second, now), first)
             case _Kind.WEIGHTS:
-                place = second - 1 if second else None
-                self._score(self._stream.publish(first, now, place), now)
+                self._score(self._stream.publish(first, now, second), now)
             case _Kind.ENDED:
                 starts = self._turns.ended(first, second, now)
                 if self._turns.is_over(first):
@@ -363,16 +359,11 @@ class _Flowing(_Engine):
         for start in starts:
             task, end_s = start.task, start.start_s + start.task.seconds
             if task.stage in self._publishes:
-                self._publish(start.step // self.layout.published + 1, start.start_s + self._arrive_s)
+                version, there_s = start.step // self.layout.published + 1, start.start_s + self._arrive_s
+                for place in range(len(self._stream.lanes)) if self._apart_s else (-1,):
+                    self.push(there_s + max(place, 0) * self._apart_s, _Kind.WEIGHTS, version, place)
             self.work(start, start.step // self.layout.batches + 1, end_s)
             self.push(end_s, _Kind.ENDED, start.step, task.stage)
-
-    def _publish(self, version: int, there_s: float) -> None:
-        if self._apart_s is None:
-            self.push(there_s, _Kind.WEIGHTS, version)
-            return
-        for place in range(len(self._stream.lanes)):
-            self.push(there_s + place * self._apart_s, _Kind.WEIGHTS, version, place + 1)
 
     def _count(self, batch: int, groups: Sequence[Group], now: float) -> None:
         """Count a batch whose stages have all ended, and the step that ends with it."""

@@ -51,12 +51,26 @@ ASSUMED = st.builds(
 )
 
 
-@given(given_=SITUATIONS, assumed=ASSUMED, pools=st.sampled_from([APART, STREAMED]), seed=st.integers(0, 999))
+@given(
+    given_=SITUATIONS,
+    assumed=ASSUMED,
+    pools=st.sampled_from([APART, STREAMED]),
+    seed=st.integers(0, 999),
+    streams=st.booleans(),
+    every=st.integers(0, 1),
+)
 @settings(max_examples=60, deadline=None)
 def test_the_laws_hold_in_every_situation(
-    given_: dict[str, object], assumed: Settings, pools: dict[str, str], seed: int
+    given_: dict[str, object],
+    assumed: Settings,
+    pools: dict[str, str],
+    seed: int,
+    streams: bool,
+    every: int,
 ) -> None:
-    one = toy(pools, response=HEAVY, **given_)
+    one = toy(pools, response=HEAVY, streams=streams, publish_every=every, **given_)
+    workload = replace(one.problem.workload, minibatches=one.problem.workload.prompts)
+    one = replace(one, problem=replace(one.problem, workload=workload))
     found = run(one, steps=8, seed=seed, assumed=assumed)
     rows = one.problem.workload.rows
     assert found.oldest <= one.plan.freshness
