@@ -31,6 +31,11 @@ class Option:
     sampling_bytes: float
     """What the copy for generation takes beside what is resident."""
 
+    @property
+    def bytes(self) -> float:
+        """All of them in sum."""
+        return self.resident_bytes + self.working_bytes + self.sampling_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:

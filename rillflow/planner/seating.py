@@ -77,7 +77,7 @@ def least_devices(costs: Costs, units: Iterable[Unit], fleet: Fleet) -> int | No
 
 def smallest_option(options: Sequence[Option]) -> Option | None:
     """The option with the least bytes in sum, or none of none."""
-    return min(options, key=lambda option: (_bytes(option), option.grid, option.generate_tp), default=None)
+    return min(options, key=lambda option: (option.bytes, option.grid, option.generate_tp), default=None)
 
 
 def does_not_fit(
@@ -116,7 +116,7 @@ def _seated_on(
         planned = plan.units[unit.name]
         options[unit.name] = costs.option(unit, pool.fleet, pool.devices, planned.grid, planned.generate_tp)
     room = costs.room_bytes(pool.fleet, options)
-    largest = max(options, key=lambda name: _bytes(options[name]))
+    largest = max(options, key=lambda name: options[name].bytes)
     fleet = problem.hardware.fleet(pool.fleet)
     if room < 0:
         raise does_not_fit(costs, units, fleet, pool.devices, missing_bytes=-room, largest=largest)
@@ -174,7 +174,3 @@ def _require_devices(problem: Problem, plan: Plan) -> None:
                 why=f"it has {fleet.machines} machines of {fleet.per_machine} devices",
                 fix="make a pool smaller, or let units share one",
             )
-
-
-def _bytes(option: Option) -> float:
-    return option.resident_bytes + option.working_bytes + option.sampling_bytes

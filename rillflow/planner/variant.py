@@ -287,7 +287,10 @@ class Variant:
             return None
         if len(pool) == 1:
             return min(choices[0], key=lambda way: way.score)
-        starts = [[ways[0] for ways in choices], [min(ways, key=_way_bytes) for ways in choices]]
+        starts = [
+            [ways[0] for ways in choices],
+            [min(ways, key=lambda way: way.options[0].bytes) for ways in choices],
+        ]
         found = [self._descended(pool, fleet, devices, choices, start) for start in starts]
         return min((one for one in found if one is not None), key=lambda way: way.score, default=None)
 
@@ -319,7 +322,7 @@ class Variant:
         key = (unit, fleet, devices)
         if key not in self._single:
             options = self._costs.options(self._units[unit], fleet, devices)
-            ordered = sorted(options, key=lambda one: (sum(one.seconds.values()), _bytes(one)))
+            ordered = sorted(options, key=lambda one: (sum(one.seconds.values()), one.bytes))
             kept: list[Option] = []
             for one in ordered:
                 alike = [other for other in kept if other.generate_tp == one.generate_tp]
@@ -360,14 +363,6 @@ class Variant:
             latency = sum(seconds.values()) / (bound + 1)
             score = max(load, latency) + 0.1 * (load + latency)
         return _Way(options=tuple(options), seconds=seconds, load_s=load, score=score)
-
-
-def _way_bytes(way: _Way) -> float:
-    return _bytes(way.options[0])
-
-
-def _bytes(option: Option) -> float:
-    return option.resident_bytes + option.working_bytes + option.sampling_bytes
 
 
 def _is_smaller(one: Option, other: Option) -> bool:
