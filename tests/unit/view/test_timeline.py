@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rillflow.view.html import markup
 from rillflow.view.report import write_report
 from rillflow.view.run_data import load
+from rillflow.view.style import COLOURS, STYLE
 from rillflow.view.timeline import (
-    COLOURS,
     LEFT,
     RIGHT,
     SHOWN_STEPS,
@@ -81,6 +81,13 @@ def test_the_longest_stages_have_colours_of_their_own() -> None:
     colours = colours_of(found)
     assert len({colours[f"s{place}"] for place in range(COLOURS, 2 * COLOURS)}) == COLOURS
     assert colours_of([replace(BAR, is_idle=True)]) == {}
+
+
+def test_every_colour_of_a_page_is_another() -> None:
+    rules = dict(re.findall(r"\.k(\d+) \{--kc:([^}]+)\}", STYLE))
+    shades = {name: re.findall(rf"--k{name}:(#\w+)", STYLE) for name in rules}
+    assert list(map(int, rules)) == list(range(COLOURS))
+    assert len({str(shades[name] or rules[name]) for name in rules}) == COLOURS
 
 
 def test_names_are_escaped_and_what_is_idle_says_why() -> None:
