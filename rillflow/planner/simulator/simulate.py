@@ -82,7 +82,7 @@ def enough_steps(problem: Problem, plan: Plan) -> int:
     if not plan.freshness:
         return max(1, min(4, ENOUGH_ROWS // problem.workload.rows))
     cycle = plan.freshness + 1
-    return 2 * cycle * max(2, ENOUGH_ROWS // (cycle * problem.workload.rows))
+    return 2 * cycle * max(1, ENOUGH_ROWS // (cycle * problem.workload.rows))
 
 
 class _Kind(IntEnum):
