@@ -43,9 +43,10 @@ def plan(arguments: argparse.Namespace) -> int:
     """``rillflow plan``: the best placements of a recipe on a cluster, and what each other is behind by."""
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.ranking import Goal, Objective
+    from rillflow.planner.reasons import order_as_shown
     from rillflow.planner.search import explore
     from rillflow.planner.sensitivity import prompts_that_pay, variations
-    from rillflow.view.plans import Decision, decision_data, decision_lines
+    from rillflow.view.plans import Decision, decision_data, decision_lines, shown_s
 
     _require_page(arguments)
     statement = _stated(arguments)
@@ -56,13 +57,17 @@ def plan(arguments: argparse.Namespace) -> int:
         problem, CostModel, objective=objective, freshness=bounds, apart_in_step=apart, times=SIZES
     )
     ranking, sizes = explored.ranking, explored.sizes
+    simulated = [_simulated(problem, one.plan) for one in ranking.best[:SIMULATED]]
+    if objective.goal is Goal.STEP:
+        ranking, order = order_as_shown(ranking, [*map(shown_s, ranking.best, simulated)])
+        simulated = [simulated[place] for place in order]
     plans = [one.plan for one in ranking.best]
     found = Decision(
         statement=statement,
         objective=objective,
         ranking=ranking,
         sizes=sizes,
-        simulated=[_simulated(problem, one) for one in plans[:SIMULATED]],
+        simulated=simulated,
         variations=variations(problem, CostModel, plans[:VARIED], sizes),
         pays_with=prompts_that_pay(problem, CostModel, sizes),
     )
@@ -75,9 +80,9 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         from rillflow.view.plan_page import plan_page
 
-        simulated = _simulated(problem, plans[0], SHOWN_STEPS)
+        drawn = _simulated(problem, plans[0], SHOWN_STEPS)
         title = f"{plans[0].name} on {problem.hardware.name}, freshness {plans[0].freshness}"
-        _write(arguments.plot, plan_page(title, simulated, SHOWN_STEPS, lines, sizes))
+        _write(arguments.plot, plan_page(title, drawn, SHOWN_STEPS, lines, sizes))
     return DONE
 
 

@@ -101,6 +101,8 @@ class Cause(StrEnum):
     """Stages one after another that the best plan runs side by side."""
     DEVICES = "devices"
     """More devices, or dearer ones, than what they gain is worth."""
+    SIMULATED = "simulated"
+    """Steps that take longer when they are simulated, though formulas say less."""
     TIE = "tie"
     """Nothing: it is as good, and only the order of equal plans puts it behind."""
 

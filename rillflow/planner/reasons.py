@@ -5,7 +5,8 @@ a ranked plan ─┬─ as good ────────────────
                ├─ half of what is lost is on the way between pools ───────> transfer
                ├─ its devices wait for 5 points more of the step ─────────> idle
                ├─ its stages take longer, by half of it ──────────────────> slower stages
-               └─ they do not, but wait for each other ───────────────────> turns
+               ├─ they do not, but wait for each other ───────────────────> turns
+               └─ it is faster by formulas, and not when simulated ───────> simulated
 no plan ─ what is missing on which role, and the least cluster
 """
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from dataclasses import replace
+from itertools import combinations, zip_longest
 from typing import TypedDict
 
 from rillflow.errors import PlanError
@@ -21,7 +23,7 @@ from rillflow.planner.evaluate import Evaluation
 from rillflow.planner.option import Costs
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem, Unit
-from rillflow.planner.ranking import Cause, Objective, Ranked
+from rillflow.planner.ranking import Cause, Objective, Ranked, Ranking
 from rillflow.planner.seating import bytes_text, least_devices, smallest_option
 from rillflow.planner.variant import partitions
 
@@ -58,6 +60,29 @@ def why_it_is_behind(found: Ranked, winner: Ranked) -> Reason:
         why = f"the {pool.devices} devices of pool {pool.name} idle {use.idle_share:.0%} of a step"
         return Reason(cause=Cause.IDLE, why=said + why)
     return _slower(mine, best, said)
+
+
+def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking, list[int]]:
+    """The ranking with its first plans in the order of what a step of each is shown to take.
+
+    Args:
+        ranking: by formulas.
+        shown_s: seconds of a step of the first plans: in step as computed, ahead as simulated.
+
+    Returns:
+        The ranking, and where in the old one its first plans were.
+    """
+    order = sorted(range(len(shown_s)), key=lambda place: (shown_s[place], place))
+    best = [*(ranking.best[place] for place in order), *ranking.best[len(order) :]]
+    first = replace(best[0], cause=None, why="")
+    behind = [_behind(one, first, shown) for one, shown in zip_longest(best[1:], sorted(shown_s)[1:])]
+    return replace(ranking, best=(first, *behind)), order
+
+
+def _behind(one: Ranked, first: Ranked, shown_s: float | None) -> Ranked:
+    if shown_s is None or one.evaluation.step_s >= first.evaluation.step_s:
+        return replace(one, **why_it_is_behind(one, first))
+    return replace(one, cause=Cause.SIMULATED, why=f"{shown_s:.4g} s a step when simulated")
 
 
 def no_plan_fits(

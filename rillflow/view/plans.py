@@ -66,8 +66,13 @@ class Decision:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step of the best plan, in step as computed, ahead as simulated."""
-        return self.simulated_s[0] if self.best.plan.freshness else self.best.evaluation.step_s
+        """Seconds of a step of the best plan, as shown."""
+        return shown_s(self.best, self.simulated[0])
+
+
+def shown_s(one: Ranked, simulated: Simulation) -> float:
+    """Seconds of a step of a plan as shown: in step as computed, ahead as simulated, once settled."""
+    return simulated.settled_step_s if one.plan.freshness else one.evaluation.step_s
 
 
 def decision_lines(found: Decision) -> list[str]:
@@ -230,7 +235,8 @@ def _head(found: Decision) -> Iterator[str]:
     larger = next((one for one in found.sizes if one.devices > hardware.devices), None)
     if larger is not None and larger.best is not None and larger.gain is not None:
         more = ranged(statement, larger.best.evaluation.step_s)
-        yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows a second"
+        how = ", both by formulas" if best.plan.freshness else ""
+        yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows a second{how}"
     price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
     steps = statement.steps or 100
     cost = f", {number(steps * step_s / HOUR_S * price)} at the cluster's prices" if price else ""

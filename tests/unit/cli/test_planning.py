@@ -210,6 +210,7 @@ def test_freshness_takes_generation_apart(here: Path, capsys: pytest.CaptureFixt
     assert read_plan((here / "plan.toml").read_text(), "").freshness == 1
     simulated = json.loads(said(capsys, *SIMULATE, "--steps", "128", "--format", "json"))
     assert planned["step_s"] == planned["simulated_s"][0] == simulated["settled_step_s"]
+    assert planned["simulated_s"] == sorted(planned["simulated_s"]), "ahead plans stand as simulated"
     for pool in simulated["pools"]:
         idle_s = sum(pool["idle_s"].values())
         share = idle_s / (idle_s + pool["busy_s"])

@@ -15,6 +15,7 @@ from rillflow.planner.hardware import Fleet
 from rillflow.planner.option import Costs, Option
 from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.ranking import Cause, Goal, Objective
+from rillflow.planner.reasons import order_as_shown
 from rillflow.planner.search import explore, search
 from tests.unit.planner.toys import ToyCosts, toy_fleet, toy_problem
 
@@ -181,3 +182,17 @@ def test_a_size_on_which_nothing_fits_is_told_as_such() -> None:
     problem = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(machines,)))
     found = explore(problem, plain(memory=70.0), times=(Fraction(1, 2), 1)).sizes
     assert [(one.devices, one.best is None, one.gain) for one in found] == [(2, True, None), (4, False, None)]
+
+
+def test_the_first_plans_stand_in_the_order_of_what_is_shown() -> None:
+    ranking = search(PROBLEM, plain())
+    first, second, third = ranking.best[:3]
+    assert first.evaluation.step_s < second.evaluation.step_s <= third.evaluation.step_s
+    shown, order = order_as_shown(ranking, [9.0, 7.0, 8.0])
+    assert order == [1, 2, 0]
+    assert [one.plan for one in shown.best[:3]] == [second.plan, third.plan, first.plan]
+    assert [one.plan for one in shown.best[3:]] == [one.plan for one in ranking.best[3:]]
+    assert (shown.best[0].cause, shown.best[0].why) == (None, "")
+    assert (shown.best[2].cause, shown.best[2].why) == (Cause.SIMULATED, "9 s a step when simulated")
+    assert shown.best[1].cause not in (None, Cause.SIMULATED), "formulas say the same of it"
+    assert order_as_shown(ranking, [7.0, 8.0, 9.0])[0].best == ranking.best
