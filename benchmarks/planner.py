@@ -17,6 +17,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from statistics import median
@@ -100,7 +101,8 @@ def _fit(
     known = json.loads(FITS.read_text("utf-8"))
     found = known[name] if go_on else {}
     if not found:
-        values = fit.values(rows)
+        before = known.get(name, {}).get("values")
+        values = min((fit.values(rows, begin) for begin in (None, before)), key=partial(fit.residue, rows))
         found = {"values": values, "at_bound": fit.at_bound(values), "rows": len(rows)}
     for what, held in parts.items():
         done = found.setdefault(what, {"fits": 0, "ratios": []})

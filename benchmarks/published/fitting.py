@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
 from typing import Generic, TypeVar
 
@@ -35,15 +35,22 @@ class Fit(Generic[RowT]):
     """Least, expected and most of each value."""
 
     def values(self, rows: Sequence[RowT], begin: Values | None = None) -> Values:
-        """The values that explain rows best; sought from ``begin`` on, which changes little of them."""
+        """The values that explain rows best; sought from ``begin`` on, or from what is expected."""
         low, start, high = np.log(np.array([self.free[name] for name in self.free])).T
+        first = start if begin is None else self._place(begin)
+        return self._values(least_squares(partial(self._residuals, rows), first, low, high, ENOUGH))
 
-        def residuals(place: np.ndarray) -> np.ndarray:
-            logs = [math.log(ratio) for row in rows for ratio in self._known(row, tuple(place.tolist()))]
-            return np.array([*logs, *(PULL * (place - start))])
+    def residue(self, rows: Sequence[RowT], values: Values) -> float:
+        """What a fit makes small: squares of log ratios and of distances from what is expected."""
+        return float(np.square(self._residuals(rows, self._place(values))).sum())
 
-        first = start if begin is None else np.log([begin[name] for name in self.free])
-        return self._values(least_squares(residuals, first, low, high, ENOUGH))
+    def _residuals(self, rows: Sequence[RowT], place: np.ndarray) -> np.ndarray:
+        start = np.log([expected for _, expected, _ in self.free.values()])
+        logs = [math.log(ratio) for row in rows for ratio in self._known(row, tuple(place.tolist()))]
+        return np.array([*logs, *(PULL * (place - start))])
+
+    def _place(self, values: Values) -> np.ndarray:
+        return np.log([values[name] for name in self.free])
 
     def at_bound(self, values: Values) -> list[str]:
         """The values that came out at the least or the most."""

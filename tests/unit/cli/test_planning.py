@@ -84,7 +84,7 @@ def test_a_prediction_says_what_its_factors_were_fitted_to(
     file = here / "cluster.toml"
     for more, told in (
         ("", "default factors, held against no run"),
-        ('like = "verl"', "on steps left out of the fit the median error is 16%, the worst 46%"),
+        ('like = "verl"', "on steps left out of the fit the median error is 22%, the worst 58%"),
         ("[factors]\ntrain_flops = 0.3\n", "does not say what they were fitted to"),
     ):
         file.write_text(more + CLUSTER if more.startswith("like") else CLUSTER + more)

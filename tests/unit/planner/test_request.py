@@ -138,7 +138,7 @@ def test_verls_published_run_as_a_user_states_it_is_within_a_quarter(
     stated = state_request(
         request(
             gpus=f"{devices}xH20",
-            response="mean=679,sigma=1.8,max=28672",
+            response="mean=685,sigma=1.8,max=28672",
             prompt="150",
             minibatches=16,
             like="verl",
