@@ -121,8 +121,8 @@ class Policy:
         return Batch(ids=ids, fields=fields)
 
     @endpoint(TRAIN, reads=("tokens", "loss_mask", "sampler_logprobs", "advantages"))
-    def update(self, *known: Batch, loss: Any, reuse: Any) -> dict[str, Metric]:
-        del loss, reuse
+    def update(self, *known: Batch, loss: Any, passes: Any) -> dict[str, Metric]:
+        del loss, passes
         advantages = joined(known).ragged("advantages").values
         return {"policy/loss/mean": Mean(total=float(advantages.double().sum()), count=len(advantages))}
 
@@ -144,8 +144,8 @@ class Critic:
         return Batch(ids=rollouts.ids, fields={"values": tokens.with_values(tokens.values * 0.1)})
 
     @endpoint(TRAIN, reads=("tokens", "loss_mask", "values", "returns"))
-    def update(self, *known: Batch, loss: Any, reuse: Any) -> dict[str, Metric]:
-        del loss, reuse
+    def update(self, *known: Batch, loss: Any, passes: Any) -> dict[str, Metric]:
+        del loss, passes
         returns = joined(known).ragged("returns").values
         return {"critic/loss/mean": Mean(total=float(returns.double().sum()), count=len(returns))}
 
