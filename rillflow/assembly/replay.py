@@ -32,7 +32,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import describe_token, loss_tokens
 from rillflow.train.learner import Aim, Learner
-from rillflow.train.loss import PairLoss, PolicyLoss, SupervisedLoss, TokenLoss, ValueLoss, are_sampled
+from rillflow.train.loss import Loss, PairLoss, PolicyLoss, SupervisedLoss, TokenLoss, ValueLoss, are_sampled
 from rillflow.train.scorer import one_pass
 from rillflow.train.skipping import ABOUT
 from rillflow.train.trainer import Trainer
@@ -136,7 +136,7 @@ def _aim(
     algorithm: Mapping[str, Any] = {"loss": {}, "value_loss": {}, **config["algorithm"]}
     where, function = about["function"], own.get(about["function"])
     settings = PolicyLossConfig.model_validate(algorithm["loss"])
-    loss: TokenLoss | PairLoss
+    loss: Loss
     if function is None and not where.startswith("rillflow."):
         raise RunDirectoryError(
             f"the update's loss was {where.replace(':', '.')}",

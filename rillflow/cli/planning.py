@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rillflow.assembly.recipe import LoadedRecipe
     from rillflow.planner.plan import Plan
     from rillflow.planner.problem import Problem, Statement
+    from rillflow.planner.simulator.layout import Settings
     from rillflow.planner.simulator.result import Simulation
 
 SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
@@ -120,14 +121,16 @@ def _stated_recipe(loaded: LoadedRecipe, arguments: argparse.Namespace) -> State
     return state_problem(loaded, open_cluster(arguments.cluster), arguments.lengths)
 
 
-def _simulated(problem: Problem, plan: Plan, steps: int = 0, **how: Any) -> Simulation:
+def _simulated(
+    problem: Problem, plan: Plan, steps: int = 0, *, seed: int = 0, settings: Settings | None = None
+) -> Simulation:
     """So many steps, or those that are enough to know one."""
     from rillflow.planner.cost_model.costs import CostModel
-    from rillflow.planner.simulator.simulate import enough_steps
-    from rillflow.planner.simulator.simulate import simulate as run
+    from rillflow.planner.simulator import simulate as simulator
 
     planned = problem.of_plan(plan)
-    return run(planned, CostModel(planned), plan, steps=steps or enough_steps(planned, plan), **how)
+    steps = steps or simulator.enough_steps(planned, plan)
+    return simulator.simulate(planned, CostModel(planned), plan, steps=steps, seed=seed, settings=settings)
 
 
 def simulate(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ says of each token; or a recipe's section that stands for a shipped one.
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -25,17 +26,21 @@ class LossSection(Section):
     """A recipe's section that stands for a shipped loss."""
 
     @property
+    @abstractmethod
     def reads(self) -> tuple[str, ...]:
         """The fields that the loss is computed from."""
-        raise NotImplementedError
+
+
+AnyLoss = Callable[..., Any] | LossSection
+"""A function (its parameters are its own business), or a section that stands for a shipped one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossTerm:
     """One loss of an update."""
 
-    loss: Any
-    """A function, or the section of a recipe."""
+    loss: AnyLoss
+    """What is minimised."""
     count: int
     """How many of the update's batches it is over."""
     batches: tuple[Any, ...] = ()
@@ -55,7 +60,7 @@ class LossTerm:
         return field_parameters(self.loss, self.options)
 
 
-def over(*batches: Any, loss: Any, weight: float = 1.0, name: str = "", **options: Any) -> LossTerm:
+def over(*batches: Any, loss: AnyLoss, weight: float = 1.0, name: str = "", **options: Any) -> LossTerm:
     """One of several losses of an update.
 
     Args:
@@ -87,7 +92,7 @@ def laid_flat(
         args = [batch for each in terms for batch in each.batches]
         options = {**options, "loss": tuple(replace(each, batches=()) for each in terms)}
     for term in loss_terms(options, len(args)):
-        _check_function(stage, term.loss)
+        _check_loss(stage, term)
     return args, options
 
 
@@ -109,8 +114,24 @@ def field_parameters(formula: Callable[..., Any], options: Collection[str]) -> t
     )
 
 
-def _check_function(stage: str, loss: Any) -> None:
+def only_term(stage: str, loss: AnyLoss | tuple[LossTerm, ...], options: Mapping[str, Any]) -> LossTerm:
+    """The one loss of an update that takes no more.
+
+    Raises:
+        GraphError: there are several.
+    """
+    terms = loss_terms({"loss": loss, **options}, 0)
+    if len(terms) != 1:
+        raise GraphError(f"{stage} was given {len(terms)} losses", why="it minimises one at a time")
+    return terms[0]
+
+
+def _check_loss(stage: str, term: LossTerm) -> None:
+    loss = term.loss
     if isinstance(loss, LossSection):
+        for beside in (*term.options, *(["name"] if term.name else [])):
+            said = f"the loss of {stage} is a recipe's section, and {beside!r} is given beside it"
+            raise GraphError(said, why="it has its own already", fix="set it in the recipe")
         return
     if not isinstance(loss, FunctionType):
         raise GraphError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rillflow.graph.loss import LossTerm
+from rillflow.graph.loss import only_term
 from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Metric
 from rillflow.roles.scalar_role import ScalarRole
@@ -51,6 +51,6 @@ class Critic(ScalarRole):
         """
         rows = joined(known)
         rows = rows.with_fields(old_values=rows.ragged("values"))
-        term = LossTerm(loss=loss, count=len(known), options=options)
+        term = only_term(f"{self._name}.update", loss, options)
         metrics = self._trained(rows, loss_of(term, ("values",), self._name), passes)
         return {f"{self._name}/{name.partition('/')[2]}": metric for name, metric in metrics.items()}

@@ -200,18 +200,12 @@ class Policy:
             ratio, gap = (passes.ratio_tolerance, None) if self._exact else (None, passes.gap_tolerance)
             if passes.reuses_rows and passes.old_logprobs == "sampler":
                 rows = rows.with_fields(old_logprobs=rows.ragged(SAMPLED))
+        how: dict[str, Any] = {"weight": term.weight, "ratio_tolerance": ratio, "gap_tolerance": gap}
         for minibatch in minibatches(
             rows, passes.epochs, passes.minibatches, self._seed, self.version, ranks=self._share.rows
         ):
-            yield self.trainer.aim(
-                minibatch,
-                objective,
-                temperature,
-                ratio_tolerance=ratio,
-                gap_tolerance=gap,
-                weight=term.weight,
-            )
-            ratio = gap = None
+            yield self.trainer.aim(minibatch, objective, temperature, **how)
+            how = {"weight": term.weight}
 
     def _new_trainer(self, train: TrainConfig, updates: int) -> Trainer:
         share = self._share

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rillflow.errors import RewardError
+from rillflow.graph.loss import only_term
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
 from rillflow.records.rollout import completions
@@ -20,7 +21,7 @@ from rillflow.rewards.outcome import Outcome, Score
 from rillflow.roles.reward import SCORE_FIELDS, scored_rows
 from rillflow.roles.scalar_role import ScalarRole
 from rillflow.train.config import PassesConfig
-from rillflow.train.loss import PairLoss
+from rillflow.train.loss import PairLoss, loss_of
 from rillflow.train.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TRAIN_PAIRS
@@ -63,7 +64,8 @@ class RewardModel(ScalarRole):
         Raises:
             TrainingError: a row has no partner, or a number is not finite.
         """
-        return self._trained(pairs, PairLoss(loss, options), passes, prompt_units(pairs))
+        term = only_term(f"{self._name}.update", loss, options)
+        return self._trained(pairs, loss_of(term, PairLoss.says, self._name), passes, prompt_units(pairs))
 
     def _scored(self, rollouts: Batch) -> Batch:
         values = self._scorer.scores(rollouts)

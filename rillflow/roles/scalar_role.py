@@ -16,7 +16,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.roles.share import Share
 from rillflow.train.config import PassesConfig, TrainConfig
-from rillflow.train.loss import PairLoss, TokenLoss
+from rillflow.train.loss import Loss
 from rillflow.train.minibatches import minibatches
 from rillflow.train.scorer import Scorer
 from rillflow.train.trainer import Trainer
@@ -107,7 +107,7 @@ class ScalarRole:
         return self.trainer.updates
 
     def _trained(
-        self, rows: Batch, loss: TokenLoss | PairLoss, passes: PassesConfig, units: Tensor | None = None
+        self, rows: Batch, loss: Loss, passes: PassesConfig, units: Tensor | None = None
     ) -> dict[str, Metric]:
         """Optimiser steps over rows, those of one unit together."""
         cut = minibatches(

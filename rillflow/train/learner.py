@@ -36,7 +36,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import describe_token, loss_tokens
-from rillflow.train.loss import PairLoss, TokenLoss
+from rillflow.train.loss import Loss, about
 from rillflow.train.optimizer import Optimizer, TrainerState
 from rillflow.train.passes import Passes, first_said
 from rillflow.train.reading import lay_out
@@ -60,7 +60,7 @@ class Aim:
 
     rows: Batch
     """This rank's part of the minibatch; perhaps none."""
-    loss: TokenLoss | PairLoss
+    loss: Loss
     """What is minimised."""
     reader: Reader[Any]
     """Reads of the module what the loss is over."""
@@ -156,10 +156,10 @@ class Learner:
         reason = first_said(everyone, "" if error.what == _ELSEWHERE else error.what)
         own = torch.cat([aim.rows.ids for aim in aims]).flatten()
         ids = torch.cat(self._ranks.gather(own)).view(-1, 3).tolist()
-        about = [{**aim.loss.about, "weight": aim.weight} for aim in aims]
+        told = [{**about(aim.loss), "weight": aim.weight} for aim in aims]
         speaks = self._parallel is None or self._parallel.seat.speaks
         rank = self._ranks.rank if speaks else -1
-        skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], about, rank)
+        skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], told, rank)
         return {"train/skipped/sum": Sum(value=1 / self._ranks.size)}
 
     @property

@@ -22,7 +22,7 @@ from rillflow.formulas.aggregation import Aggregation, loss_weights
 from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
 from rillflow.formulas.losses import TokenLosses, cross_entropy, policy_loss, preference_loss, value_loss
-from rillflow.graph.loss import LossTerm, field_parameters
+from rillflow.graph.loss import LossSection, LossTerm, field_parameters
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric, Variance
 from rillflow.records.ragged import Ragged
@@ -80,17 +80,12 @@ class TokenLoss:
     ) -> None:
         self.name = name
         self.function = function
-        self._options = dict(options or {})
-        self._given = (*field_parameters(function, self._options), *also)
+        self.options = dict(options or {})
+        self._given = (*field_parameters(function, self.options), *also)
         self.says, self._resting = says, resting
         self.is_scalar = "values" in says
         self._aggregation: Aggregation = aggregation
         self._constant = constant
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What a replay needs to know, as JSON."""
-        return _about(self, self._options)
 
     def prepare(self, minibatch: Batch) -> Batch:
         """The fields the loss reads, checked, with three more.
@@ -115,9 +110,8 @@ class TokenLoss:
             )
         rows = minibatch.only("tokens", "loss_mask", *names)
         check_finite(loss_tokens(rows), *names)
-        active = torch.ones(len(rows), dtype=torch.bool)
-        if self._resting:
-            active = _not_zero(rows, self._resting)
+        every = torch.ones(len(rows), dtype=torch.bool)
+        active = _not_zero(rows, self._resting) if self._resting else every
         weights = loss_weights(rows.ragged("loss_mask"), self._aggregation, self._constant)
         if not weights.denominator:
             raise TrainingError(
@@ -138,7 +132,7 @@ class TokenLoss:
                 field = part.fields.get(name)
                 known[name] = says[name[4:]].detach() if field is None else _of_tokens(field, weights, dtype)
         given = {name: known[name] for name in self._given}
-        found = _checked(self.function(**given, **self._options), self.function, len(weights.values))
+        found = _checked(self.function(**given, **self.options), self.function, len(weights.values))
         return LossPart(terms=found.losses * weights.values.to(dtype), metrics=_measured(found))
 
 
@@ -213,12 +207,7 @@ class PairLoss:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.function = function
-        self._options = dict(options or {})
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What a replay needs to know, as JSON."""
-        return _about(self, self._options)
+        self.options = dict(options or {})
 
     def prepare(self, minibatch: Batch) -> Batch:
         """As ``TokenLoss.prepare``, and ``loss_units`` [B] int64: rows that share a number come in one part.
@@ -237,14 +226,18 @@ class PairLoss:
         """The terms of one part: ``read`` [2P] are the scores, one a row."""
         order = torch.argsort(part.dense("loss_units") * 2 + part.ids[:, 2])
         chosen, rejected = read[order].view(-1, 2).unbind(1)
-        found = self.function(chosen=chosen, rejected=rejected, **self._options)
+        found = self.function(chosen=chosen, rejected=rejected, **self.options)
         found = _checked(found, self.function, len(chosen))
         losses = found.losses.repeat_interleave(2)[torch.argsort(order)]
         weights = part.ragged("loss_weights").values.to(read.dtype)
         return LossPart(terms=losses * weights, metrics=_measured(found))
 
 
-def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 0) -> TokenLoss:
+Loss = TokenLoss | PairLoss
+"""What a learner minimises."""
+
+
+def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 0) -> Loss:
     """The loss that a step asked for: a recipe's section, or a function.
 
     Args:
@@ -252,12 +245,19 @@ def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 
         says: what the model says.
         name: the area of a function's metrics, if it was given none.
         max_tokens: longest answer.
+
+    Raises:
+        TrainingError: the section is of another kind of model.
     """
     match term.loss:
-        case PolicyLossConfig():
+        case PolicyLossConfig() if "logprobs" in says:
             return PolicyLoss(term.loss, max_tokens)
-        case ValueLossConfig():
+        case ValueLossConfig() if "values" in says:
             return ValueLoss(term.loss)
+        case LossSection():
+            raise TrainingError(f"{name} is given {term.loss!r:.60}", why=f"its model says {', '.join(says)}")
+    if says == PairLoss.says:
+        return PairLoss(term.loss, term.options)
     return TokenLoss(term.loss, says=says, name=term.name or name, options=term.options)
 
 
@@ -268,8 +268,9 @@ def are_sampled(rows: Batch) -> bool:
     return bool((rows.ragged("versions").values[rows.ragged("loss_mask").values] >= 0).any())
 
 
-def _about(loss: TokenLoss | PairLoss, options: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: value for name, value in options.items() if isinstance(value, int | float | str)}
+def about(loss: Loss) -> dict[str, Any]:
+    """What a replay needs to know of a loss, as JSON."""
+    plain = {name: value for name, value in loss.options.items() if isinstance(value, int | float | str)}
     where = f"{loss.function.__module__}:{loss.function.__qualname__}"
     return {"loss": loss.name, "says": [*loss.says], "function": where, "options": plain}
 

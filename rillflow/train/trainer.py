@@ -16,7 +16,7 @@ from rillflow.records.metrics import Metric
 from rillflow.records.ragged import Ragged
 from rillflow.train.config import TrainConfig
 from rillflow.train.learner import Aim, Learner
-from rillflow.train.loss import PairLoss, TokenLoss
+from rillflow.train.loss import Loss
 from rillflow.train.scorer import LogprobReader, Reader, ScalarReader, Scorer
 
 
@@ -53,7 +53,7 @@ class Trainer(Learner):
         return self.scorer.logprobs(batch, temperature)
 
     def update(
-        self, minibatch: Batch, loss: TokenLoss | PairLoss, temperature: float = 1.0, **options: Any
+        self, minibatch: Batch, loss: Loss, temperature: float = 1.0, *, ratio_tolerance: float | None = None
     ) -> dict[str, Metric]:
         """Make one optimiser step: ``step`` of the one aim that ``aim`` makes.
 
@@ -64,12 +64,12 @@ class Trainer(Learner):
             TrainingError: a number is not finite, a row is not on-policy, or there is no loss token;
                 nothing was changed.
         """
-        return self.step(self.aim(minibatch, loss, temperature, **options))
+        return self.step(self.aim(minibatch, loss, temperature, ratio_tolerance=ratio_tolerance))
 
     def aim(
         self,
         minibatch: Batch,
-        loss: TokenLoss | PairLoss,
+        loss: Loss,
         temperature: float = 1.0,
         *,
         ratio_tolerance: float | None = None,

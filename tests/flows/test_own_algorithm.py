@@ -157,14 +157,19 @@ def looks(flow: Flow, scores: Any) -> Any:
 
 
 def own_step(
-    *, advance: Callable[[Flow, Any], Any], publishes: bool = True, returns: bool = True, loss: Any = None
+    *,
+    advance: Callable[[Flow, Any], Any],
+    publishes: bool = True,
+    returns: bool = True,
+    loss: Any = None,  # also what is no loss
+    **options: Any,
 ) -> Callable[..., Any]:
     """GRPO's lines with a slip in one of them."""
 
     def step(flow: Flow, prompts: Batch, config: GroupConfig) -> Any:
         rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
         advantages = advance(flow, flow.reward.score(rollouts))
-        report = flow.policy.update(rollouts, advantages, loss=loss or config.loss, passes=config)
+        report = flow.policy.update(rollouts, advantages, loss=loss or config.loss, passes=config, **options)
         if publishes:
             flow.publish(flow.policy)
         return report if returns else None
@@ -205,6 +210,7 @@ SLIPS = {
     "returns": (own_step(advance=sound, returns=False), "the step returned None"),
     "loss reads": (own_step(advance=sound, loss=reads_more), "policy.update reads the field 'advantage'"),
     "loss unnamed": (own_step(advance=sound, loss=lambda logprobs: -logprobs), "<lambda> of "),
+    "loss of two minds": (own_step(advance=sound, clip=0.3), "and 'clip' is given beside it"),
     "loss a word": (own_step(advance=sound, loss="ppo"), "the loss of policy.update is 'ppo'"),
 }
 

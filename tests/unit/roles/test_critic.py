@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rillflow.errors import ModelError, RecordError, TrainingError
+from rillflow.errors import GraphError, ModelError, RecordError, TrainingError
 from rillflow.formulas.config import ValueLossConfig
+from rillflow.graph.loss import LossTerm
 from rillflow.models.characters import character_tokenizer
 from rillflow.models.scalar_model import ScalarModel
 from rillflow.models.tokenizer import Tokenizer
@@ -137,3 +138,23 @@ def test_the_final_value_is_that_of_the_state_after_the_last_token(
     assert set(found.fields) == {"final_values"} and torch.equal(found.ids, longer.ids)
     torch.testing.assert_close(found.dense("final_values"), before_the_last)
     assert float(before_the_last.abs().min()) > 1e-4
+
+
+def own_loss(values: Tensor, returns: Tensor) -> Tensor:
+    return (values - returns).abs()
+
+
+def test_a_critic_minimises_a_function_and_one_at_a_time(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    model = make_model()
+    critic, rollouts = critic_of(model), make_rollouts(model, ANSWERS)
+    known = (rollouts, critic.values(rollouts), returns_of(rollouts))
+    apart = (known[2].ragged("returns").values - known[1].ragged("values").values).abs()
+    expected = float(apart[rollouts.ragged("loss_mask").values].mean())
+    assert critic.update(*known, loss=own_loss, passes=PassesConfig())["critic/loss/mean"].value == (
+        pytest.approx(expected)
+    )
+    two = (LossTerm(loss=own_loss, count=3), LossTerm(loss=own_loss, count=0))
+    with pytest.raises(GraphError, match=r"critic\.update was given 2 losses"):
+        critic.update(*known, loss=two, passes=PassesConfig())
