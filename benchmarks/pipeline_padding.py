@@ -15,10 +15,10 @@ import argparse
 
 import torch
 
+from rillflow.parallel.packed import lay_out
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.reading import lay_out
 from rillflow.train.scorer import micro_batches
 
 

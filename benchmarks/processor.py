@@ -31,6 +31,7 @@ from rillflow.assembly.planning import shape_of_new
 from rillflow.graph.graph import Graph, Stage
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
+from rillflow.parallel.packed import attention_seats, pack
 from rillflow.planner.calibration import Calibration, Observation, calibrate
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.grid import Grid
@@ -43,7 +44,6 @@ from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.train.config import TrainConfig
 from rillflow.train.loss import SupervisedLoss
-from rillflow.train.packed import attention_seats, pack
 from rillflow.train.trainer import Trainer
 
 FITTED = (

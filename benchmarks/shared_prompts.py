@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.attention import ATTENTION, register
+from rillflow.parallel.packed import pack
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.train.config import TrainConfig
 from rillflow.train.loss import PolicyLoss
-from rillflow.train.packed import pack
 from rillflow.train.trainer import Trainer
 
 ROWS, ANSWER, VOCABULARY = 64, 64, 256

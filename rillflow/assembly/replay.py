@@ -31,11 +31,9 @@ from rillflow.records.batch import Batch, Field, concatenate
 from rillflow.records.ragged import Ragged
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import describe_token, loss_tokens
-from rillflow.train.learner import Aim, Learner
 from rillflow.train.loss import Loss, PairLoss, PolicyLoss, SupervisedLoss, TokenLoss, ValueLoss, are_sampled
-from rillflow.train.scorer import one_pass
 from rillflow.train.skipping import ABOUT
-from rillflow.train.trainer import Trainer
+from rillflow.train.trainer import Aim, Trainer
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -91,13 +89,13 @@ def _replayed(folder: Path, config: Mapping[str, Any], own: Functions) -> Replay
     rows = [bundled_rows(folder, index) for index in range(len(about["aims"]))]
     first = _odd_weight(folder / folder.name)
     if first is None:
-        learner, module = _learner(folder, about["aims"][0]["says"], config)
+        trainer, module = _trainer(folder, about["aims"][0]["says"], config)
         saved = zip(rows, about["aims"], strict=True)
-        aims = [_aim(learner, batch, each, config, own) for batch, each in saved]
+        aims = [_aim(trainer, batch, each, config, own) for batch, each in saved]
         try:
-            learner.step(*aims)
+            trainer.step(*aims)
         except NotFiniteError as error:
-            first = _first(learner, module, aims) or error.what
+            first = _first(trainer, module, aims) or error.what
     return Replayed(folder.name, about["reason"], first)
 
 
@@ -116,7 +114,7 @@ def bundled_rows(folder: Path, aim: int) -> Batch:
     return concatenate(parts)
 
 
-def _learner(folder: Path, says: Sequence[str], config: Mapping[str, Any]) -> tuple[Trainer, nn.Module]:
+def _trainer(folder: Path, says: Sequence[str], config: Mapping[str, Any]) -> tuple[Trainer, nn.Module]:
     """A trainer of the role's weights; at a rate of 0 an update that is finite leaves them as they are."""
     given = {name: config["policy"][name] for name in TrainConfig.model_fields}
     train = TrainConfig.model_validate(given).model_copy(update={"lr": 0.0})
@@ -130,7 +128,7 @@ def _learner(folder: Path, says: Sequence[str], config: Mapping[str, Any]) -> tu
 
 
 def _aim(
-    learner: Trainer, rows: Batch, about: Mapping[str, Any], config: Mapping[str, Any], own: Functions
+    trainer: Trainer, rows: Batch, about: Mapping[str, Any], config: Mapping[str, Any], own: Functions
 ) -> Aim:
     """What was minimised, as the run's settings have it, or the file that has the loss."""
     algorithm: Mapping[str, Any] = {"loss": {}, "value_loss": {}, **config["algorithm"]}
@@ -154,7 +152,7 @@ def _aim(
     else:
         loss = PairLoss() if about["says"] == [*PairLoss.says] else SupervisedLoss()
     sampled = not loss.is_scalar and are_sampled(rows)
-    return learner.aim(
+    return trainer.aim(
         rows, loss, config["rollout"]["temperature"] if sampled else 1.0, weight=about["weight"]
     )
 
@@ -169,7 +167,7 @@ def _odd_weight(folder: Path) -> str | None:
     return None
 
 
-def _first(learner: Learner, module: nn.Module, aims: list[Aim]) -> str | None:
+def _first(trainer: Trainer, module: nn.Module, aims: list[Aim]) -> str | None:
     """The first tensor that is not finite when every row, or pair, is gone through alone."""
     for look in (_forward, _backward):
         for aim in aims:
@@ -177,7 +175,7 @@ def _first(learner: Learner, module: nn.Module, aims: list[Aim]) -> str | None:
             for start in range(0, len(aim.rows), step):
                 rows = aim.rows.slice(start, start + step)
                 try:
-                    found = look(learner, module, aim, rows)
+                    found = look(trainer, module, aim, rows)
                 except NotFiniteError as error:
                     found = f"row ({rows.row_id(0)}): {error.what}"
                 except TrainingError:  # it has no loss token
@@ -187,14 +185,14 @@ def _first(learner: Learner, module: nn.Module, aims: list[Aim]) -> str | None:
     return None
 
 
-def _forward(_: Learner, module: nn.Module, aim: Aim, rows: Batch) -> str | None:
+def _forward(trainer: Trainer, module: nn.Module, aim: Aim, rows: Batch) -> str | None:
     """What is not finite up to the terms of the loss, if anything is."""
     part = aim.loss.prepare(rows)
     tokens, seen = loss_tokens(part), list[str]()
     with ExitStack() as stack, torch.no_grad():
         for name, each in module.named_modules():
             stack.callback(each.register_forward_hook(_look(name, rows, seen)).remove)
-        read = aim.reader.read(tokens, one_pass(module, part, aim.reader, tokens.ids.device))
+        read = trainer.scorer.forward(part, aim.reader)
     odd = (~aim.loss(read, tokens).terms.isfinite()).nonzero()
     if not len(odd) or seen:
         return seen[0] if seen else None
@@ -202,8 +200,8 @@ def _forward(_: Learner, module: nn.Module, aim: Aim, rows: Batch) -> str | None
     return f"the loss at {describe_token(tokens, index)}: {aim.reader.describe(read, index)}"
 
 
-def _backward(learner: Learner, _: nn.Module, aim: Aim, rows: Batch) -> None:
-    learner.step(Aim(rows=rows, loss=aim.loss, reader=aim.reader, weight=aim.weight))
+def _backward(trainer: Trainer, _: nn.Module, aim: Aim, rows: Batch) -> None:
+    trainer.step(Aim(rows=rows, loss=aim.loss, reader=aim.reader, weight=aim.weight))
 
 
 def _look(name: str, rows: Batch, seen: list[str]) -> Callable[[nn.Module, Any, Any], None]:

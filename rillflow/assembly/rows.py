@@ -154,7 +154,7 @@ def _packing(steps: Sequence[Sequence[Sequence[_Row]]]) -> Packing:
 
     Nothing reads a row's last token.
     """
-    from rillflow.train.packed import attention_seats
+    from rillflow.parallel.packed import attention_seats
 
     read = [[[row[:-1] for row in part] for part in step] for step in steps]
     tokens = sum(len(row) for step in steps for part in step for row in part)

@@ -26,14 +26,19 @@ class Gradients:
 
     seat: Seat
     """Where the rank is."""
-    sharded: bool
+    sharded: bool = False
     """Whether every gradient is cut over dp, and summed there already."""
-    summed: frozenset[str]
+    summed: frozenset[str] = frozenset()
     """Those that lack the other tp ranks' shares."""
-    whole: frozenset[str]
+    whole: frozenset[str] = frozenset()
     """Those that every tp rank has, complete."""
-    tied: frozenset[str]
+    tied: frozenset[str] = frozenset()
     """Those of a weight that the first and the last stage have."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of every gradient."""
+        return self.seat.pp.size == self.seat.tp.size == 1 and not self.sharded
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Make every gradient the sum over all ranks, in place; all ranks call it, for all parameters."""
@@ -48,6 +53,8 @@ class Gradients:
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The global norm of completed gradients; the same number on every rank."""
+        if self.is_whole:
+            return nn.utils.get_total_norm(list(gradients.values()))
         own = [gradient for name, gradient in gradients.items() if self._counts(name)]
         square = torch.zeros(1, dtype=torch.float64)
         if own:

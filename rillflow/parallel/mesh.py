@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rillflow.cluster.ranks import ProcessRanks, Ranks
+from rillflow.cluster.ranks import Alone, ProcessRanks, Ranks
 from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
 
@@ -47,6 +47,12 @@ class Seat:
     """On the first and the last stage, the two of them; alone on those between."""
     _made: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
     """Torch's mesh by the kind of its devices, once it was asked for."""
+
+    @staticmethod
+    def whole(ranks: Ranks) -> Seat:
+        """The place of a rank that has the whole module, among ranks that have it too and other rows."""
+        mesh, alone = Mesh.of(dp=ranks.size, pp=1, tp=1), Alone()
+        return Seat(mesh=mesh, rank=ranks.rank, everyone=ranks, dp=ranks, pp=alone, tp=alone, ends=alone)
 
     @property
     def stage(self) -> int:

@@ -3,29 +3,34 @@
     whole module ─ tp: weights cut ─ pp: layers dropped ─ dp: shards ─> part(state, inputs, wanted)
                         └ tried: the outputs are the whole module's, or it is refused
 
-    score(readings, finish)           forward alone
-    train(readings, finish, after)    forward and backward; finish gives shares of the loss
+    micro-batches ─ lay_out ─> readings ─ part ─> outputs on the last stage ─ finish ─> shares of the loss
+                                                  an error? kept, passes go on ─ agree ─> raised everywhere
 
-``finish`` runs on the last stage. All ranks of a replica give the same readings; replicas give their own.
-Where parameters are sharded over dp every replica makes as many passes: those that have fewer readings
-make empty ones, whose share of the loss is 0.
+One device is a mesh of one rank, and so is each of several that hold the whole module and other rows.
+All ranks of a replica give the same micro-batches; replicas give their own. Where parameters are sharded
+over dp every replica makes as many passes: those that have fewer micro-batches make empty ones, whose share
+of the loss is 0. An error in the middle would leave the other ranks waiting: the rank that met it goes on
+with shares of 0, and all give up together when the passes are done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from rillflow.errors import ModelError
+from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.errors import ModelError, NotFiniteError, RillflowError, TrainingError
 from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.mesh import Seat, require_processes
-from rillflow.parallel.pipeline import Finish, Line, Reading, run_pipeline
-from rillflow.parallel.shards import shard as shard_over
+from rillflow.parallel.packed import Reading, empty_reading, lay_out
+from rillflow.parallel.pipeline import run_pipeline
 from rillflow.parallel.stages import (
     Decoder,
     anatomy,
@@ -38,6 +43,17 @@ from rillflow.parallel.stages import (
 )
 from rillflow.parallel.tensor import cut_tensors, local
 from rillflow.placement.sbp import Broadcast, Part
+from rillflow.records.batch import Batch
+
+LossShare = Callable[[Batch, Tensor], Tensor]
+"""On the last stage: a micro-batch and its outputs [N, ...] to its share of the loss, a number."""
+_SEPARATOR = "\0"
+
+
+def first_said(ranks: Ranks, said: str) -> str:
+    """The first text of a rank that has one, on all ranks."""
+    texts = ranks.gather(torch.tensor(list(said.encode()), dtype=torch.uint8))
+    return bytes(next(text for text in texts if len(text)).tolist()).decode()
 
 
 class Parallel:
@@ -51,7 +67,7 @@ class Parallel:
     Raises:
         ModelError: heads, layers or outputs do not divide, the model says not how it may be cut, or says
             something else once it is.
-        PlacementError: the ranks are threads of one process.
+        PlacementError: the ranks are threads of one process, and not each of them has the whole module.
     """
 
     def __init__(self, module: Decoder, seat: Seat, *, shard: bool = False) -> None:
@@ -61,98 +77,114 @@ class Parallel:
         self.device = next(module.parameters()).device
         self.sharded = shard and seat.dp.size > 1
         """Whether parameters are cut over dp."""
-        require_processes(seat.everyone)
+        self.is_whole = seat.pp.size == seat.tp.size == 1 and not self.sharded
+        """Whether nothing is cut, so that this rank makes its passes alone."""
         plan = tensor_plan(module) if seat.tp.size > 1 else {}
         self.parts: dict[str, Part] = weight_parts(plan, module)
         """How tp lays every parameter of the whole module."""
         self.stages = weight_stages(module, seat.pp.size)
         """The stages that every parameter of the whole module lies on."""
-        self._cut(plan)
+        self._error: RillflowError | None = None
+        if not self.is_whole:
+            require_processes(seat.everyone)
+            self._cut(plan)
         self._part = _Part(module, seat)
         if self.sharded:
-            shard_over(self._part, self._layers, seat.device_mesh(self.device.type, "dp"))
+            _shard(self._part, self._layers, seat.device_mesh(self.device.type, "dp"))
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
         """This rank's parameters, DTensors where they are cut."""
         self.gradients = self._gradients(plan)
         """How their gradients are completed."""
 
     @staticmethod
-    def of(module: Decoder, seat: Seat, *, shard: bool = False) -> Parallel | None:
-        """The rank's part, or None where every rank has the whole module and there is nothing to cut."""
-        whole = seat.pp.size == seat.tp.size == 1 and not (shard and seat.dp.size > 1)
-        return None if whole else Parallel(module, seat, shard=shard)
+    def whole(module: Decoder, ranks: Ranks | None = None) -> Parallel:
+        """The whole module on one rank, or on each of several that have other rows."""
+        return Parallel(module, Seat.whole(ranks or Alone()))
 
     def local_weights(self) -> dict[str, Tensor]:
         """What this rank holds of every parameter, by its name in the whole module; not copies."""
         return {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
 
-    @torch.no_grad()
-    def score(self, readings: Sequence[Reading], finish: Finish, empty: Callable[[], Reading]) -> None:
-        """Every reading forward.
-
-        Args:
-            readings: the micro-batches of this replica.
-            finish: see Finish; what it returns is not used.
-            empty: a reading of no row, for passes that only other replicas need.
-        """
-        self._run(readings, finish, empty, None)
-
-    def train(
-        self,
-        readings: Sequence[Reading],
-        finish: Finish,
-        empty: Callable[[], Reading],
-        after: Callable[[], None],
+    def run(
+        self, parts: Sequence[Batch], back: int, finish: LossShare, after: Callable[[], None] | None = None
     ) -> None:
-        """Every reading forward, and its share of the loss backward.
+        """Every micro-batch forward, and its share of the loss backward where ``after`` is given.
 
         Args:
-            readings: the micro-batches of this replica.
-            finish: see Finish.
-            empty: a reading of no row, for passes that only other replicas need.
+            parts: the micro-batches of this replica, each with a loss token.
+            back: how many tokens before a loss token its output stands.
+            finish: see LossShare; without ``after`` nobody uses what it returns.
             after: called after every backward pass.
+
+        Raises:
+            RillflowError: what ``finish`` raised, where the module is whole; else ``agree`` raises it.
+            TrainingError: the module has an attention of its own.
         """
-        self._run(readings, finish, empty, after)
+        with torch.set_grad_enabled(after is not None):
+            self._run(parts, back, finish, after)
+
+    def outputs(self, part: Batch, back: int) -> Tensor:
+        """[N, ...] what a whole module puts out for a micro-batch, where ``run`` would read it."""
+        return self._pass(lay_out(part, self.device, back=back))[0]
+
+    def agree(self) -> None:
+        """Raise on every rank what was met on any since the last call.
+
+        Raises:
+            NotFiniteError: on every rank, where that is all that was met.
+            RillflowError: this rank's own error.
+            TrainingError: another rank's.
+        """
+        if self.is_whole:
+            return
+        everyone, own, self._error = self.seat.everyone, self._error, None
+        is_hard = own is not None and not isinstance(own, NotFiniteError)
+        failed = torch.tensor([float(own is not None), float(is_hard)])
+        everyone.sum_([failed])
+        if not failed[0]:
+            return
+        said = first_said(everyone, "" if own is None else _SEPARATOR.join(map(str, own.args)))
+        kind = TrainingError if failed[1] else NotFiniteError
+        if own is not None and (is_hard or kind is NotFiniteError):
+            raise own
+        raise kind(*said.split(_SEPARATOR))
 
     def _run(
-        self,
-        readings: Sequence[Reading],
-        finish: Finish,
-        empty: Callable[[], Reading],
-        after: Callable[[], None] | None,
+        self, parts: Sequence[Batch], back: int, finish: LossShare, after: Callable[[], None] | None
     ) -> None:
-        own = len(readings)
-        filled: list[Reading] = [*readings, *(empty() for _ in range(self._passes(own) - own))]
-
         def share(index: int, output: Tensor) -> Tensor:
-            return finish(index, output[0]) if index < own else output.sum() * 0
+            if index < len(parts) and self._error is None:
+                try:
+                    return finish(parts[index], output[0])
+                except RillflowError as error:
+                    if self.is_whole:
+                        raise
+                    self._error = error
+            return output.sum() * 0
 
-        if not filled:
-            return
         if self.seat.pp.size > 1:
-            filled = run_pipeline(self._line(), self._part, filled, share, after)
-        else:
-            for index, reading in enumerate(filled):
-                found = share(index, self._part(None, reading.inputs, reading.wanted))
-                if after is not None:
-                    found.backward()  # type: ignore[no-untyped-call]
-                    after()
-        for reading in filled:
-            reading.check(self.module)
+            ranks, readings = require_processes(self.seat.pp), list(self._readings(parts, back))
+            for reading in run_pipeline(ranks, self.module, self._part, readings, share, after):
+                reading.check(self.module)
+            return
+        for index, reading in enumerate(self._readings(parts, back)):
+            found = share(index, self._pass(reading))
+            if after is not None:
+                found.backward()  # type: ignore[no-untyped-call]
+                after()
 
-    def _passes(self, own: int) -> int:
-        """How many passes all replicas make."""
-        if not self.sharded:
-            return own
-        return max(int(count) for count in self.seat.dp.gather(torch.tensor([own])))
+    def _readings(self, parts: Sequence[Batch], back: int) -> Iterator[Reading]:
+        """The micro-batches as the module reads them, and empty passes that only other replicas need."""
+        passes = len(parts)
+        if self.sharded:  # a word with the other replicas, so before the first pass
+            passes = max(int(count) for count in self.seat.dp.gather(torch.tensor([passes])))
+        yield from (lay_out(part, self.device, back=back) for part in parts)
+        yield from (empty_reading(self.device) for _ in range(passes - len(parts)))
 
-    def _line(self) -> Line:
-        return Line(
-            ranks=require_processes(self.seat.pp),
-            device=self.device,
-            width=int(self.module.config.get_text_config().hidden_size),
-            dtype=self.module.dtype,
-        )
+    def _pass(self, reading: Reading) -> Tensor:
+        output: Tensor = self._part(None, reading.inputs, reading.wanted)
+        reading.check(self.module)
+        return output
 
     def _cut(self, plan: dict[str, Style]) -> None:
         """Leave in the module what this rank runs, after a trial."""
@@ -206,9 +238,27 @@ class _Part(nn.Module):
             hidden: Tensor = module.base_model(**inputs).last_hidden_state
             return hidden
         if self._scalar:
-            return token_scores(module.base_model, head_of(module), inputs)[None][:, wanted]
+            return token_scores(module.base_model, head_of(module), inputs)[wanted][None]
         logits: Tensor = module(**inputs, logits_to_keep=wanted).logits
         return logits
+
+
+def _shard(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Cut parameters, gradients and optimiser state over the ranks of dp, in place (FSDP2).
+
+    A unit is a layer; embedding, norm and head are one more. Gradients are summed, never averaged: a loss
+    travels as a sum over the denominator of all ranks. Each micro-batch gathers and sums anew, so that a rank
+    never holds more than its own share and one unit.
+    """
+    wide = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # narrow gradients are summed in float32
+    for unit in (*layers, root):
+        narrow = any(weight.dtype.itemsize < 4 for weight in unit.parameters())
+        policy = wide if narrow else MixedPrecisionPolicy()
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_gradient_divide_factor(1.0)
 
 
 def _check_tensors(module: Decoder, tp: int, expected: Tensor) -> None:

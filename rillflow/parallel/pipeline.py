@@ -12,8 +12,7 @@ Legend: U packed tokens of the longest micro-batch, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,78 +20,60 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from rillflow.cluster.ranks import ProcessRanks
+from rillflow.parallel.packed import Reading
+from rillflow.parallel.stages import Decoder
 
-Finish = Callable[[int, Tensor], Tensor]
-"""On the last stage: a micro-batch's number and output to its share of the loss, a number."""
-
-
-class Reading(Protocol):
-    """A micro-batch as a module reads it; ``train.reading`` makes them."""
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """The module's arguments, ``input_ids`` among them."""
-
-    @property
-    def wanted(self) -> Tensor:
-        """[N] int64 the packed tokens at which outputs are wanted."""
-
-    @property
-    def size(self) -> int:
-        """Packed tokens."""
-
-    def padded(self, size: int) -> Self:
-        """The same with packed tokens that no row sees, up to ``size``."""
-
-    def check(self, module: nn.Module) -> None:
-        """Show after a pass that the module asked the attention plan."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Line:
-    """What the stages of a pipeline have in common."""
-
-    ranks: ProcessRanks
-    """One a stage."""
-    device: torch.device
-    """Where this stage computes."""
-    width: int
-    """The hidden size."""
-    dtype: torch.dtype
-    """Of the hidden states."""
+NumberedShare = Callable[[int, Tensor], Tensor]
+"""A micro-batch's number and output to its share of the loss, a number."""
 
 
 def run_pipeline(
-    line: Line,
+    ranks: ProcessRanks,
+    module: Decoder,
     part: nn.Module,
     readings: Sequence[Reading],
-    finish: Finish,
+    finish: NumberedShare,
     after: Callable[[], None] | None = None,
 ) -> list[Reading]:
     """All micro-batches forward, and backward where ``after`` is given.
 
     Args:
-        line: the stages.
+        ranks: the stages, one a rank.
+        module: the decoder, or what is left of it here.
         part: what this stage runs: ``part(state, inputs, wanted)``.
-        readings: the micro-batches, the same on every stage.
+        readings: the micro-batches, the same on every stage; there may be none.
         finish: called on the last stage, in the order of micro-batches.
         after: called after every backward pass.
 
     Returns:
         The readings as they were run.
     """
+    if not readings:
+        return []
     longest = max(reading.size for reading in readings)
-    filled: list[Reading] = [reading.padded(longest) for reading in readings]
-    last = line.ranks.rank == line.ranks.size - 1
-    step = _Step(part, filled, finish if last else None)
-    stage = _stage(line, step, longest, after)
+    filled = [reading.padded(longest) for reading in readings]
+    first, last = ranks.rank == 0, ranks.rank == ranks.size - 1
+    trains = after is not None
+    # Shapes are all that is asked for: nothing is run to find them out.
+    width = int(module.config.get_text_config().hidden_size)
+    state = torch.empty(1, longest, width, dtype=module.dtype, device="meta", requires_grad=trains)
+    share = torch.empty((), device="meta", requires_grad=trains)
+    stage = _Stage(
+        _Step(part, filled, finish if last else None),
+        ranks.rank,
+        ranks.size,
+        module.device,
+        input_args=torch.empty(1, dtype=torch.int64, device="meta") if first else state,
+        output_args=share if last else state,
+        group=ranks.group,
+    )
+    stage.after = after
     count, numbers = len(filled), torch.arange(len(filled))
-    loss = _share if after is not None else None
-    few = after is None or count < line.ranks.size
+    few = not trains or count < ranks.size
     kind: type[PipelineScheduleSingle] = ScheduleGPipe if few else Schedule1F1B
-    schedule = kind(stage, count, loss_fn=loss, scale_grads=False)
-    target = numbers if last and loss is not None else None
-    if line.ranks.rank == 0:
+    schedule = kind(stage, count, loss_fn=_share if trains else None, scale_grads=False)
+    target = numbers if last and trains else None
+    if first:
         schedule.step(numbers, target=target, return_outputs=False)
     else:
         schedule.step(number=numbers, target=target, return_outputs=False)
@@ -102,7 +83,7 @@ def run_pipeline(
 class _Step(nn.Module):
     """What torch's stage calls: a micro-batch by its number."""
 
-    def __init__(self, part: nn.Module, readings: Sequence[Reading], finish: Finish | None) -> None:
+    def __init__(self, part: nn.Module, readings: Sequence[Reading], finish: NumberedShare | None) -> None:
         super().__init__()
         self.part = part
         self._readings = readings
@@ -127,26 +108,6 @@ class _Stage(PipelineStage):
         super().backward_one_chunk(*arguments, **options)
         if self.after is not None and self.has_backward:
             self.after()
-
-
-def _stage(line: Line, step: _Step, longest: int, after: Callable[[], None] | None) -> _Stage:
-    first, last = line.ranks.rank == 0, line.ranks.rank == line.ranks.size - 1
-    trains = after is not None
-    state = torch.empty(
-        1, longest, line.width, dtype=line.dtype, device="meta", requires_grad=trains
-    )  # shapes are all that is asked for: nothing is run to find them out
-    share = torch.empty((), device="meta", requires_grad=trains)
-    stage = _Stage(
-        step,
-        line.ranks.rank,
-        line.ranks.size,
-        line.device,
-        input_args=torch.empty(1, dtype=torch.int64, device="meta") if first else state,
-        output_args=share if last else state,
-        group=line.ranks.group,
-    )
-    stage.after = after
-    return stage
 
 
 def _share(output: Tensor, number: Tensor) -> Tensor:

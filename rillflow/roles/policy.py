@@ -27,10 +27,9 @@ from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
-from rillflow.train.learner import Aim
 from rillflow.train.loss import SAMPLED, are_sampled, loss_of
 from rillflow.train.minibatches import minibatches
-from rillflow.train.trainer import Trainer
+from rillflow.train.trainer import Aim, Trainer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import ALL_MICRO_DP, THREE_D, TOGETHER, TRAIN
 

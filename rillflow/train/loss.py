@@ -23,12 +23,12 @@ from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
 from rillflow.formulas.losses import TokenLosses, cross_entropy, policy_loss, preference_loss, value_loss
 from rillflow.graph.loss import LossSection, LossTerm, field_parameters
+from rillflow.parallel.packed import last_tokens
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric, Variance
 from rillflow.records.ragged import Ragged
 from rillflow.train.guards import check_finite, loss_tokens
 from rillflow.train.minibatches import prompt_units
-from rillflow.train.reading import last_tokens
 
 LENGTHS = "row_lengths"
 """The parameter for how many loss tokens each row has."""
@@ -234,7 +234,7 @@ class PairLoss:
 
 
 Loss = TokenLoss | PairLoss
-"""What a learner minimises."""
+"""What a trainer minimises."""
 
 
 def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 0) -> Loss:

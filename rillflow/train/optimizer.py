@@ -11,6 +11,7 @@ would be lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,12 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import NotFiniteError, TrainingError, nearest
 from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.tensor import local, local_gradient
 from rillflow.train.config import OptimizerConfig
-from rillflow.train.schedule import lr_factor
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -57,7 +56,7 @@ class Optimizer:
         module: whose parameters are trained.
         config: rates, decay, schedule, clipping.
         total_steps: optimiser steps of the whole phase, for the schedule.
-        gradients: where the module is a rank's part of one, how gradients are completed.
+        gradients: how they are completed.
 
     Raises:
         TrainingError: the module has no trainable parameter.
@@ -69,7 +68,7 @@ class Optimizer:
         config: OptimizerConfig,
         *,
         total_steps: int,
-        gradients: Gradients | None = None,
+        gradients: Gradients,
     ) -> None:
         self._config = config
         self._gradients = gradients
@@ -114,28 +113,25 @@ class Optimizer:
                     master.grad += gradient
                 weight.grad = None
 
-    def sum_over(self, ranks: Ranks, *, is_sound: bool = True) -> bool:
+    def sum_over_ranks(self, *, is_sound: bool = True) -> bool:
         """Replace the gathered gradients by their sums over all ranks, unless no rank has any.
 
         Returns:
             Whether those of every rank are sound; else nothing was summed.
         """
-        if ranks.size == 1 and self._gradients is None:
+        everyone = self._gradients.seat.everyone
+        if everyone.size == 1:
             return is_sound
         masters = list(self._masters.values())
         flags = torch.tensor([float(any(each.grad is not None for each in masters)), float(not is_sound)])
-        (ranks if self._gradients is None else self._gradients.seat.everyone).sum_([flags])
+        everyone.sum_([flags])
         learned, unsound = flags.tolist()
         if unsound or not learned:
             return not unsound
         for master in masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        found = self._found()
-        if self._gradients is None:
-            ranks.sum_(list(found.values()))
-        else:
-            self._gradients.complete(found)
+        self._gradients.complete(self._found())
         return True
 
     def step(self) -> float:
@@ -147,11 +143,7 @@ class Optimizer:
         Raises:
             NotFiniteError: the norm is not finite; nothing was changed.
         """
-        found = self._found()
-        if self._gradients is None:
-            norm = nn.utils.get_total_norm(list(found.values()))
-        else:
-            norm = self._gradients.norm(found)
+        norm = self._gradients.norm(self._found())
         length = float(norm)
         if not length < float("inf"):
             raise self._not_finite(length)
@@ -232,13 +224,29 @@ class Optimizer:
             for name, master in self._masters.items()
             if master.grad is not None and not bool(torch.isfinite(master.grad).all())
         ]
-        elsewhere = "it is on another rank" if self._gradients else "the sum of finite ones overflows"
+        cut = not self._gradients.is_whole
+        elsewhere = "it is on another rank" if cut else "the sum of finite ones overflows"
         where = f"first in {names[0]}" if names else elsewhere
         return NotFiniteError(
             f"the gradient's norm is {norm}: {where}",
             why="the step would have destroyed the weights; it was not applied",
             fix="lower the learning rate, or look for extreme log ratios in the metrics before this step",
         )
+
+
+def lr_factor(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """The share of the peak learning rate that optimiser step ``step`` (from 0) uses.
+
+    Warm-up step s of w uses (s + 1) / w. Linear and cosine then go from 1 at the first step after the
+    warm-up to ``final_lr`` at step ``total_steps``, and stay there.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    falling = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.final_lr + (1 - config.final_lr) * falling
 
 
 def _master(weight: nn.Parameter) -> nn.Parameter:

@@ -14,22 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rillflow.formulas.logprobs import TokenLogprobs, token_logprobs
-from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.parallel.module import Parallel
+from rillflow.parallel.packed import last_tokens
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged, concatenate_ragged
 from rillflow.train.config import TrainConfig
 from rillflow.train.guards import check_gap, check_ratio, loss_tokens
 from rillflow.train.minibatches import gathered
-from rillflow.train.passes import Passes
-from rillflow.train.reading import Reading, last_tokens, lay_out
 
 Read = TypeVar("Read")
 
@@ -40,10 +37,6 @@ class Reader(Protocol[Read]):
     @property
     def back(self) -> int:
         """How many tokens before a loss token the module is read."""
-        ...
-
-    def output(self, module: Any, reading: Reading) -> Tensor:
-        """[N, ...] where the reading wants it; one pass of the whole module."""
         ...
 
     def read(self, tokens: Batch, output: Tensor) -> Read:
@@ -67,11 +60,6 @@ class LogprobReader:
     """Where they are and rounding is rough, how far they may differ in the mean."""
     back = 1
 
-    def output(self, module: Any, reading: Reading) -> Tensor:
-        """See Reader."""
-        logits: Tensor = module(**reading.inputs, logits_to_keep=reading.wanted).logits[0]
-        return logits
-
     def read(self, tokens: Batch, output: Tensor) -> TokenLogprobs:
         """See Reader."""
         found = token_logprobs(output, tokens.ragged("tokens").values, self.temperature)
@@ -93,10 +81,6 @@ class ScalarReader:
     back: int
     """1 for values, 0 for scores."""
 
-    def output(self, module: Any, reading: Reading) -> Tensor:
-        """See Reader."""
-        return token_scores(module.base_model, head_of(module), reading.inputs)[reading.wanted]
-
     def read(self, tokens: Batch, output: Tensor) -> Tensor:
         """See Reader."""
         del tokens  # there is nothing that the numbers could be compared with
@@ -117,10 +101,8 @@ class Scorer:
     """
 
     def __init__(self, module: nn.Module, config: TrainConfig, *, parallel: Parallel | None = None) -> None:
-        self._module: Any = module.eval()
         self._budget = config.tokens_per_micro_batch
-        self._parallel = parallel
-        self.device = next(module.parameters()).device
+        self._parallel = parallel or Parallel.whole(module)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Ragged:
@@ -161,14 +143,14 @@ class Scorer:
         return self._aligned(last_tokens(batch), ScalarReader(back=0), lambda read: read).sums()
 
     def forward(self, part: Batch, reader: Reader[Read]) -> Read:
-        """What the module says about the part's N loss tokens, in row order; one pass of the module.
+        """What a whole module says about the part's N loss tokens, in row order; one pass of the module.
 
         Args:
             part: rows with ``tokens`` and ``loss_mask``, at least one loss token among them.
             reader: what is read.
         """
-        tokens = _loss_tokens_alone(part).to(self.device)
-        return reader.read(tokens, one_pass(self._module, part, reader, self.device))
+        tokens = _loss_tokens_alone(part).to(self._parallel.device)
+        return reader.read(tokens, self._parallel.outputs(part, reader.back))
 
     def _aligned(self, rows: Batch, reader: Reader[Read], number: Callable[[Read], Tensor]) -> Ragged:
         """A number of each loss token, aligned to ``tokens``, in the rows' own order."""
@@ -189,30 +171,16 @@ class Scorer:
         self, parts: Sequence[Batch], reader: Reader[Read], number: Callable[[Read], Tensor]
     ) -> list[Tensor]:
         """[N] of each part; zeros on the stages before the last."""
-        if self._parallel is None:
-            return [number(self.forward(part, reader)) for part in parts]
         found: list[Tensor] = []
 
         def finish(part: Batch, output: Tensor) -> Tensor:
-            found.append(number(reader.read(_loss_tokens_alone(part).to(self.device), output)))
+            tokens = _loss_tokens_alone(part).to(self._parallel.device)
+            found.append(number(reader.read(tokens, output)))
             return found[-1].sum()
 
-        passes = Passes(self._parallel)
-        passes.run(parts, partial(lay_out, device=self.device, back=reader.back), finish)
-        passes.agree()
+        self._parallel.run(parts, reader.back, finish)
+        self._parallel.agree()
         return found or [torch.zeros(int(part.ragged("loss_mask").values.sum())) for part in parts]
-
-
-def one_pass(module: Any, part: Batch, reader: Reader[Any], device: torch.device) -> Tensor:
-    """[N, ...] what a whole module puts out where a reader wants it.
-
-    Raises:
-        TrainingError: the module has an attention of its own.
-    """
-    reading = lay_out(part, device, back=reader.back)
-    output = reader.output(module, reading)
-    reading.check(module)
-    return output
 
 
 def _loss_tokens_alone(part: Batch) -> Batch:

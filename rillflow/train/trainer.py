@@ -1,35 +1,74 @@
-"""Trainer: optimiser steps over what a module says, and what it says.
+"""Trainer: one optimiser step a minibatch, whatever is read from the module and whatever the loss.
 
-minibatch ─ aim ─ Learner.step ─> part ─ Reader ─> log p or numbers [N] ─ on-policy? ─ loss ─> terms
+    minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ Reader ─> what is read [N] ─ loss ─> terms
+                                                     └ guards: finite?         weight │ sum / denominator
+                      weights <─ Optimizer.step <─ gradients, added up <─ backward <──┘
+
+A step may minimise several losses, each over rows of its own: an ``Aim`` each, with its own denominator.
+The gradients of all are added up before the one clip and the one step.
+
+What is read is one type for the reader and the loss: log probabilities, or numbers of a scalar head. Rows
+whose terms have no gradient (groups of equal rewards) are measured and not trained on: no backward pass.
+Where no row has one, the weights stay and the step is counted. Any error leaves weights, moments and step
+count as they were.
+
+Over several ranks each has a part of the minibatch's rows, perhaps none: the denominator and the
+gradients are summed over them, in the order of ranks, so all take the same step. Where the module itself
+is cut over ranks, they make all passes together and then the same step, each on its part.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from rillflow.cluster.ranks import Ranks
-from rillflow.parallel.module import Parallel
+from rillflow.errors import NotFiniteError
+from rillflow.parallel.module import Parallel, first_said
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Metric
+from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
 from rillflow.records.ragged import Ragged
 from rillflow.train.config import TrainConfig
-from rillflow.train.learner import Aim, Learner
-from rillflow.train.loss import Loss
-from rillflow.train.scorer import LogprobReader, Reader, ScalarReader, Scorer
+from rillflow.train.guards import describe_token, loss_tokens
+from rillflow.train.loss import Loss, about
+from rillflow.train.optimizer import Optimizer, TrainerState
+from rillflow.train.recompute import Recompute
+from rillflow.train.scorer import LogprobReader, Reader, ScalarReader, Scorer, micro_batches
+from rillflow.train.skipping import Skip, Skipped
+
+_ELSEWHERE = "a number is not finite on another rank"
 
 
-class Trainer(Learner):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Aim:
+    """One loss over some rows, and its weight in the step's sum; ``Trainer.aim`` makes them."""
+
+    rows: Batch
+    """This rank's part of the minibatch; perhaps none."""
+    loss: Loss
+    """What is minimised."""
+    reader: Reader[Any]
+    """Reads of the module what the loss is over."""
+    weight: float = 1.0
+    """What its gradient is multiplied by; metrics are those of the loss itself."""
+
+
+class Trainer:
     """Trains a module and scores with it.
 
     Args:
         module: a causal language model, or a decoder with a scalar head, with Rillflow's attention; its
-            parameters are changed in place.
+            parameters are changed in place, and it is put in evaluation mode.
         config: the optimiser, and how a minibatch is cut.
         total_steps: optimiser steps of the whole phase, for the schedule.
-        ranks: those that hold the other parts of every minibatch.
-        parallel: where the module is a rank's part of one, that part; ``ranks`` is then its dp.
+        ranks: those that hold the other parts of every minibatch, each with the whole module.
+        parallel: where the module is a rank's part of one, that part.
 
     Example:
         trainer = Trainer(module, TrainConfig(lr=1e-4), total_steps=100)
@@ -45,8 +84,19 @@ class Trainer(Learner):
         ranks: Ranks | None = None,
         parallel: Parallel | None = None,
     ) -> None:
-        super().__init__(module, config, total_steps=total_steps, ranks=ranks, parallel=parallel)
-        self.scorer = Scorer(module, config, parallel=parallel)
+        self._parallel = parallel or Parallel.whole(module, ranks)
+        self._ranks = self._parallel.seat.dp
+        self._budget = config.tokens_per_micro_batch
+        self.skipped: Skipped | None = None
+        """What is done with a step that is not finite; None: it is an error."""
+        self.scorer = Scorer(module, config, parallel=self._parallel)
+        """What the present weights say."""
+        self._optimizer = Optimizer(
+            module, config, total_steps=total_steps, gradients=self._parallel.gradients
+        )
+        self._recompute: AbstractContextManager[None] = nullcontext()
+        if config.gradient_checkpointing:
+            self._recompute = Recompute(module, whole=self._parallel.is_whole)
 
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Ragged:
         """Log probabilities of the loss tokens, 0 elsewhere; see ``Scorer.logprobs``."""
@@ -56,9 +106,6 @@ class Trainer(Learner):
         self, minibatch: Batch, loss: Loss, temperature: float = 1.0, *, ratio_tolerance: float | None = None
     ) -> dict[str, Metric]:
         """Make one optimiser step: ``step`` of the one aim that ``aim`` makes.
-
-        Returns:
-            See ``Learner.step``.
 
         Raises:
             TrainingError: a number is not finite, a row is not on-policy, or there is no loss token;
@@ -92,3 +139,139 @@ class Trainer(Learner):
         if loss.is_scalar:
             reader = ScalarReader(back=loss.back)
         return Aim(rows=minibatch, loss=loss, reader=reader, weight=weight)
+
+    def step(self, *aims: Aim) -> dict[str, Metric]:
+        """Make one optimiser step along the weighted sum of the aims' gradients.
+
+        Returns:
+            The losses' metrics, ``{loss.name}/loss/mean`` of each, ``train/grad_norm/mean`` and
+            ``train/lr/mean``, or ``train/skipped/sum`` where a number is not finite and ``skipped`` is set;
+            over a mesh nothing on the ranks that do not speak for their replica.
+
+        Raises:
+            NotFiniteError: a number is not finite, on this rank or another one; nothing was changed.
+            TrainingError: there is no loss token; nothing was changed.
+        """
+        try:
+            metrics = self._attempt(aims)
+        except NotFiniteError as error:
+            if self.skipped is None:
+                raise
+            metrics = self._skip(self.skipped, aims, error)
+        finally:
+            self._optimizer.discard()
+        return metrics if self._parallel.seat.speaks else {}
+
+    def _attempt(self, aims: Sequence[Aim]) -> dict[str, Metric]:
+        """The step, or the same error on all ranks where one met a number that is not finite."""
+        problem: NotFiniteError | None = None
+        metrics: dict[str, Metric] = {}
+        prepared: list[Batch | None] = []
+        for aim in aims:
+            rows = None
+            try:
+                rows = aim.loss.prepare(aim.rows) if len(aim.rows) else None
+            except NotFiniteError as error:
+                problem = problem or error
+            prepared.append(rows)
+        denominators = [self._denominator(rows) for rows in prepared]
+        try:
+            for aim, rows, denominator in zip(aims, prepared, denominators, strict=True):
+                metrics |= self._gather(aim, rows, denominator)
+        except NotFiniteError as error:
+            problem = problem or error
+        if not self._optimizer.sum_over_ranks(is_sound=problem is None):
+            raise problem or NotFiniteError(_ELSEWHERE, why="all ranks take the same step, or none does")
+        lr, norm = self._optimizer.lr, self._optimizer.step()
+        return {
+            **metrics,
+            "train/grad_norm/mean": Mean(total=norm, count=1),
+            "train/lr/mean": Mean(total=lr, count=1),
+        }
+
+    def _skip(self, skipped: Skipped, aims: Sequence[Aim], error: NotFiniteError) -> dict[str, Metric]:
+        """Note the step that was not made; every rank does."""
+        seat = self._parallel.seat
+        reason = first_said(seat.everyone, "" if error.what == _ELSEWHERE else error.what)
+        own = torch.cat([aim.rows.ids for aim in aims]).flatten()
+        ids = torch.cat(self._ranks.gather(own)).view(-1, 3).tolist()
+        told = [{**about(aim.loss), "weight": aim.weight} for aim in aims]
+        rank = self._ranks.rank if seat.speaks else -1
+        skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], told, rank)
+        return {"train/skipped/sum": Sum(value=1 / self._ranks.size)}
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps made."""
+        return self._optimizer.steps
+
+    def state(self) -> TrainerState:
+        """What a resumed trainer needs besides the weights."""
+        return self._optimizer.state()
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
+        """Go on from a state, bit for bit; see ``Optimizer.load_state``."""
+        self._optimizer.load_state(tensors, counters)
+
+    def _denominator(self, rows: Batch | None) -> float:
+        """What the sum of all terms is divided by, those of other ranks included."""
+        own = torch.zeros(1, dtype=torch.float64)
+        if rows is not None:
+            own += rows.dense("loss_denominator")[0]
+        self._ranks.sum_([own])
+        return float(own)
+
+    def _parts(self, rows: Batch) -> Iterator[Batch]:
+        """Micro-batches with loss tokens; rows that have a gradient and rows that have none come apart."""
+        active = rows.dense("loss_active")
+        for kind in (True, False):
+            alike = rows.select((active == kind).nonzero().squeeze(1))
+            units = alike.dense("loss_units") if "loss_units" in alike.fields else None
+            for index in micro_batches(alike, self._budget, units):
+                part = alike.select(index)
+                if bool(part.ragged("loss_mask").values.any()):
+                    yield part
+
+    def _gather(self, aim: Aim, rows: Batch | None, denominator: float) -> dict[str, Metric]:
+        """Add up one aim's gradient; its metrics."""
+        total, metrics = 0.0, list[Mapping[str, Metric]]()
+
+        def finish(part: Batch, output: Tensor) -> Tensor:
+            nonlocal total
+            tokens = loss_tokens(part).to(self._parallel.device)
+            share, measured = _share(tokens, aim.reader.read(tokens, output), aim, denominator)
+            total += float(share.detach())
+            metrics.append(measured)
+            return share * aim.weight
+
+        parts = list(self._parts(rows)) if rows is not None else []
+        learning = [part for part in parts if bool(part.dense("loss_active")[0])]
+        with self._recompute:
+            self._parallel.run(learning, aim.reader.back, finish, self._optimizer.collect)
+        self._parallel.run(parts[len(learning) :], aim.reader.back, finish)
+        self._parallel.agree()
+        mean = Mean(total=total, count=1 / self._ranks.size)
+        return {**merge_metrics(metrics), f"{aim.loss.name}/loss/mean": mean}
+
+
+def _share(tokens: Batch, read: Any, aim: Aim, denominator: float) -> tuple[Tensor, Mapping[str, Metric]]:
+    """A part's share of the loss, finite, and its metrics."""
+    found = aim.loss(read, tokens)
+    share = found.terms.sum() / denominator
+    value = float(share.detach())
+    if not math.isfinite(value):
+        raise _not_finite(tokens, found.terms.detach(), read, aim.reader, value)
+    return share, found.metrics
+
+
+def _not_finite(tokens: Batch, terms: Tensor, read: Any, reader: Reader[Any], value: float) -> NotFiniteError:
+    odd = (~torch.isfinite(terms)).nonzero()
+    where = "the sum of finite terms overflows"
+    if len(odd):
+        index = int(odd[0])
+        where = f"{describe_token(tokens, index)} costs {float(terms[index])}, {reader.describe(read, index)}"
+    return NotFiniteError(
+        f"the loss is {value}: {where}",
+        why="the step was not applied; the weights are unchanged",
+        fix="look for weights that are not finite, or extreme numbers in the metrics before this step",
+    )

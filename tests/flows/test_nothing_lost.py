@@ -12,7 +12,7 @@ import pytest
 from rillflow.cli.main import main
 from rillflow.observe.reader import best_step
 from rillflow.pipeline import loop
-from rillflow.train.learner import Learner
+from rillflow.train.trainer import Trainer
 from tests.flows.conftest import Tiny
 
 REST = """
@@ -116,16 +116,16 @@ def test_an_error_of_one_rank_in_the_update_saves_the_step_before_it(
     tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other rank waits in the sum of the gradients, and has made no optimiser step either."""
-    step = Learner.step
+    step = Trainer.step
 
-    def failing(self: Learner[Any], *aims: Any) -> Any:
+    def failing(self: Trainer, *aims: Any) -> Any:
         if self.updates == 2 and self._ranks.rank == 1:
             raise ArithmeticError("a bit of this rank fell over")
         return step(self, *aims)
 
     assert tiny.run("whole", *BOTH) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "step", failing)
+        patch.setattr(Trainer, "step", failing)
         assert tiny.run("late", *BOTH) == 1
     said = capsys.readouterr()
     assert "a bit of this rank fell over" in said.err

@@ -13,8 +13,8 @@ from rillflow.assembly.recipe import load_recipe
 from rillflow.assembly.rows import assumed_rows, distinct_prompts, learnt_rows, measured_rows
 from rillflow.errors import PlanError
 from rillflow.observe.run_directory import RunDirectory
+from rillflow.parallel.packed import PackedAttention, attention_seats, pack
 from rillflow.records.ragged import Ragged
-from rillflow.train.packed import PackedAttention, attention_seats, pack
 
 RECIPE = """
 [policy]

@@ -64,8 +64,9 @@ def test_a_mesh_has_the_three_axes_in_order(mesh: Mesh) -> None:
 
 def test_what_every_rank_has_whole_is_not_cut() -> None:
     one = seat(Mesh.of(dp=1, pp=1, tp=1), Alone())
-    assert Parallel.of(module(), one) is None
-    assert Parallel.of(module(), one, shard=True) is None
+    for part in (Parallel(module(), one), Parallel(module(), one, shard=True), Parallel.whole(module())):
+        assert part.is_whole and part.gradients.is_whole and part.seat.speaks
+        assert part.parameters.keys() == dict(module().named_parameters()).keys()
 
 
 def test_threads_cannot_hold_parts_of_a_module() -> None:
@@ -74,7 +75,7 @@ def test_threads_cannot_hold_parts_of_a_module() -> None:
         mesh = Mesh.of(dp=1, pp=2, tp=1)
         seats = list(threads.map(lambda rank: seat(mesh, ThreadRanks(circle, rank)), range(2)))
     with pytest.raises(PlacementError, match="ranks of one process"):
-        Parallel.of(module(), seats[0])
+        Parallel(module(), seats[0])
 
 
 def test_what_does_not_divide_is_refused_with_the_sum() -> None:

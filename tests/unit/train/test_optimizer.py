@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
+from rillflow.cluster.ranks import Alone
+from rillflow.parallel.gradients import Gradients
+from rillflow.parallel.mesh import Seat
 from rillflow.train.config import OptimizerConfig
 from rillflow.train.optimizer import Optimizer
 
+ALONE = Gradients(seat=Seat.whole(Alone()))
+"""How one rank completes them: they are complete."""
 PEAK, FINAL, WARM_UP, TOTAL = 0.1, 0.2, 3, 9
 
 SHAPES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
@@ -52,7 +57,7 @@ def test_scheduled_steps_are_those_of_torchs_own_optimizer_and_schedulers(schedu
         warmup_steps=WARM_UP,
         max_grad_norm=1e9,
     )
-    optimizer = Optimizer(ours, config, total_steps=TOTAL)
+    optimizer = Optimizer(ours, config, total_steps=TOTAL, gradients=ALONE)
     groups = [
         {"params": [theirs.weight], "weight_decay": 0.3},
         {"params": [theirs.bias], "weight_decay": 0.0},
@@ -73,8 +78,8 @@ def test_scheduled_steps_are_those_of_torchs_own_optimizer_and_schedulers(schedu
 def test_a_state_from_before_the_first_step_forgets_the_moments_of_later_ones() -> None:
     config = OptimizerConfig(lr=0.1)
     fresh, used = module(), module()
-    start = Optimizer(fresh, config, total_steps=2)
-    optimizer = Optimizer(used, config, total_steps=2)
+    start = Optimizer(fresh, config, total_steps=2, gradients=ALONE)
+    optimizer = Optimizer(used, config, total_steps=2, gradients=ALONE)
     begun = optimizer.state()
     learn(used, seed=1)
     optimizer.step()
@@ -88,6 +93,8 @@ def test_a_state_from_before_the_first_step_forgets_the_moments_of_later_ones() 
 
 def test_bfloat16_weights_are_the_masters_of_a_loaded_state_whatever_they_were() -> None:
     one, other = module(0, torch.bfloat16), module(1, torch.bfloat16)
-    state = Optimizer(one, OptimizerConfig(), total_steps=1).state()
-    Optimizer(other, OptimizerConfig(), total_steps=1).load_state(state.tensors, state.counters)
+    state = Optimizer(one, OptimizerConfig(), total_steps=1, gradients=ALONE).state()
+    Optimizer(other, OptimizerConfig(), total_steps=1, gradients=ALONE).load_state(
+        state.tensors, state.counters
+    )
     assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))

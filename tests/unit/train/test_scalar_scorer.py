@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rillflow.errors import ModelError, TrainingError
+from rillflow.parallel.packed import pack
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.train.config import TrainConfig
-from rillflow.train.packed import pack
 from rillflow.train.scorer import Scorer
 
 MakeModule = Callable[..., PreTrainedModel]

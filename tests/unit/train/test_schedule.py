@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rillflow.train.config import OptimizerConfig
-from rillflow.train.schedule import lr_factor
+from rillflow.train.optimizer import lr_factor
 
 
 def factors(total: int, **settings: object) -> list[float]:
