@@ -42,8 +42,14 @@ from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import Slice
 from rillflow.weights.crossing import Crossing
 from rillflow.weights.digest import slice_digest
-from rillflow.weights.layout import Layout, Weight, generation_layout, generation_mesh, training_layout
-from rillflow.weights.local import local_shape
+from rillflow.weights.layout import (
+    Layout,
+    Weight,
+    generation_layout,
+    generation_mesh,
+    local_shape,
+    training_layout,
+)
 from rillflow.weights.plan import reshard_plan
 from rillflow.weights.sharded_file import load_sharded, save_sharded
 from rillflow.weights.switch import Switch
@@ -124,11 +130,11 @@ class Rank:
         }
 
     def ours(self, check: bool) -> Cost:
-        before = self.switch.wire.received
+        before = self.switch.crossing.received_bytes
         generation = self.switch.to_generation()
         if check:
             self.note("ours", generation)
-        return Cost(received=self.switch.wire.received - before, peak=self.switch.ledger.peak)
+        return Cost(received=self.switch.crossing.received_bytes - before, peak=self.switch.ledger.peak)
 
     def gather(self, check: bool) -> Cost:
         return self.gathered("gather the model", self.grouped, check)
@@ -200,7 +206,7 @@ class Rank:
         crossing.run(self.training, generation)
         if check:
             self.note("plain, slices alone", generation)
-        return Cost(received=crossing.wire.received, peak=_bytes(generation) + _bytes(self.training))
+        return Cost(received=crossing.received_bytes, peak=_bytes(generation) + _bytes(self.training))
 
     def full_tensor(self, check: bool) -> Cost:
         whole: dict[str, Tensor] = {}

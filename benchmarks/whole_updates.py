@@ -40,9 +40,8 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.attention import ATTENTION, register
-from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import load_model
+from rillflow.models.language_model import load_model, save_model
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId

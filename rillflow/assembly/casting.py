@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 
 from rillflow.cluster.backend import Site
 from rillflow.models.config import ModelConfig
-from rillflow.models.language_model import choose_device, load_model
-from rillflow.models.scalar_model import load_scalar_model
+from rillflow.models.language_model import choose_device, load_model, load_scalar_model
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.observe.durable import write_error
 from rillflow.placement.mesh import Mesh

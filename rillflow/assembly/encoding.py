@@ -19,7 +19,7 @@ from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.preflight import model_source
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import DataError
-from rillflow.models.characters import character_tokenizer
+from rillflow.models.bare import character_tokenizer
 from rillflow.models.tokenizer import Tokenizer, end_tokens, load_tokenizer
 from rillflow.tasks.encoded import Answers, Encoded, Encoder
 from rillflow.tasks.example import Example

@@ -24,8 +24,7 @@ from rillflow.algorithms.algorithm import Algorithm
 from rillflow.errors import NotFiniteError, RunDirectoryError, TrainingError
 from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.models.config import ModelConfig
-from rillflow.models.language_model import load_model
-from rillflow.models.scalar_model import load_scalar_model
+from rillflow.models.language_model import load_model, load_scalar_model
 from rillflow.observe import layout
 from rillflow.records.batch import Batch, Field, concatenate
 from rillflow.records.ragged import Ragged

@@ -232,18 +232,14 @@ class ProcessRanks:
             length = flat.numel()
             if length * self.size <= SMALL:
                 total = _added(list(self.stack(flat)))
-                for tensor, part in zip(
-                    alike, torch.split(total, [each.numel() for each in alike]), strict=True
-                ):
-                    tensor.copy_(part.view_as(tensor))
-                continue
-            share = -(-length // self.size)
-            sent = torch.nn.functional.pad(flat, (0, share * self.size - length))
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=self.group)
-            total = _added(list(received.view(self.size, share)))
-            dist.all_gather(list(sent.view(self.size, share).unbind()), total, group=self.group)
-            parts = torch.split(sent[:length], [tensor.numel() for tensor in alike])
+            else:
+                share = -(-length // self.size)
+                total = torch.nn.functional.pad(flat, (0, share * self.size - length))
+                received = torch.empty_like(total)
+                dist.all_to_all_single(received, total, group=self.group)
+                own = _added(list(received.view(self.size, share)))
+                dist.all_gather(list(total.view(self.size, share).unbind()), own, group=self.group)
+            parts = torch.split(total[:length], [tensor.numel() for tensor in alike])
             for tensor, part in zip(alike, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 

@@ -15,46 +15,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rillflow.formulas.advantages import greedy_baseline as greedy_baseline
-    from rillflow.formulas.advantages import group_advantages as group_advantages
-    from rillflow.formulas.advantages import lagrangian_advantages as lagrangian_advantages
-    from rillflow.formulas.advantages import leave_one_out as leave_one_out
-    from rillflow.formulas.advantages import over_greedy as over_greedy
-    from rillflow.formulas.advantages import penalised_group_advantages as penalised_group_advantages
-    from rillflow.formulas.advantages import varied_groups as varied_groups
-    from rillflow.formulas.aggregation import loss_weights as loss_weights
-    from rillflow.formulas.controllers import multiplier as multiplier
-    from rillflow.formulas.controllers import next_kl_weight as next_kl_weight
-    from rillflow.formulas.controllers import next_log_multiplier as next_log_multiplier
-    from rillflow.formulas.interval import wilson as wilson
-    from rillflow.formulas.kl import divergence as divergence
-    from rillflow.formulas.logprobs import token_logprobs as token_logprobs
-    from rillflow.formulas.losses import TokenLosses as TokenLosses
-    from rillflow.formulas.losses import clipped_policy_loss as clipped_policy_loss
-    from rillflow.formulas.losses import cross_entropy as cross_entropy
-    from rillflow.formulas.losses import importance_weights as importance_weights
-    from rillflow.formulas.losses import policy_loss as policy_loss
-    from rillflow.formulas.losses import preference_loss as preference_loss
-    from rillflow.formulas.losses import sequence_log_ratio as sequence_log_ratio
-    from rillflow.formulas.losses import value_loss as value_loss
-    from rillflow.formulas.penalty import ended as ended
-    from rillflow.formulas.penalty import mean_cost as mean_cost
-    from rillflow.formulas.penalty import mean_divergence as mean_divergence
-    from rillflow.formulas.penalty import missing_end_rewards as missing_end_rewards
-    from rillflow.formulas.penalty import overlong_penalty as overlong_penalty
-    from rillflow.formulas.penalty import overlong_rewards as overlong_rewards
-    from rillflow.formulas.penalty import penalised_rewards as penalised_rewards
-    from rillflow.formulas.penalty import penalised_token_costs as penalised_token_costs
-    from rillflow.formulas.penalty import penalised_token_rewards as penalised_token_rewards
-    from rillflow.formulas.penalty import token_costs as token_costs
-    from rillflow.formulas.penalty import token_rewards as token_rewards
-    from rillflow.formulas.token_advantages import bootstrapped_rewards as bootstrapped_rewards
-    from rillflow.formulas.token_advantages import gae as gae
-    from rillflow.formulas.token_advantages import lambda_returns as lambda_returns
-    from rillflow.formulas.token_advantages import returns_to_go as returns_to_go
-    from rillflow.formulas.token_advantages import value_targets as value_targets
-    from rillflow.formulas.token_advantages import whitened as whitened
-    from rillflow.formulas.token_advantages import whitened_returns as whitened_returns
+    from rillflow.formulas.advantages import *
+    from rillflow.formulas.aggregation import *
+    from rillflow.formulas.controllers import *
+    from rillflow.formulas.interval import *
+    from rillflow.formulas.kl import *
+    from rillflow.formulas.logprobs import *
+    from rillflow.formulas.losses import *
+    from rillflow.formulas.penalty import *
+    from rillflow.formulas.token_advantages import *
 
 _NAMES = {
     "advantages": (

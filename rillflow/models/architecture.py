@@ -28,21 +28,29 @@ Output = Literal["logits", "last_hidden_state"]
 """What is compared: the module's logits, or where the head says little, the body's last hidden states."""
 
 _TRIAL_TOKENS = 8
+"""How many tokens a module is tried on."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest difference of the outputs, over their largest; rounding stays a tenth below it or less."""
 _LAYERS = {"full_attention", "sliding_attention"}
 
 
-class _Witness:
-    """An attention plan that attends plainly and remembers which layers asked."""
+class Witness:
+    """An attention plan that attends plainly and remembers who asked, and with what."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
+        """Which layers asked, in the order of their calls."""
+        self.states: dict[int, tuple[Tensor, Tensor]] = {}
+        """The keys and values of each, [N, K, T, D]."""
+        self.windows: dict[int, int | None] = {}
+        """How many tokens back each sees; None for all."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
+        """See AttentionPlan."""
         self.layers.append(layer)
+        self.states[layer], self.windows[layer] = (key, value), window
         return causal(query, key, value, scaling, window).transpose(1, 2)
 
 
@@ -92,11 +100,9 @@ def check_attention(module: PreTrainedModel, output: Output = "logits") -> None:
         ModelError: it does not, or a layer computes its attention elsewhere.
     """
     module = module if output == "logits" else module.base_model
-    text = module.config.get_text_config()
-    tokens = min(_TRIAL_TOKENS, context_of(module))
-    ids = torch.arange(tokens, device=module.device)[None] % text.vocab_size
-    positions = torch.arange(tokens, device=module.device)[None]
-    name, witness = type(module).__name__, _Witness()
+    layers = module.config.get_text_config().num_hidden_layers
+    ids, positions = trial_tokens(module)
+    name, witness = type(module).__name__, Witness()
     try:
         with torch.no_grad():
             ours = module(input_ids=ids, position_ids=positions, use_cache=False, attention_plan=witness)[
@@ -107,16 +113,27 @@ def check_attention(module: PreTrainedModel, output: Output = "logits") -> None:
             module.set_attn_implementation(ATTENTION)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise _not_replaceable(name, f"a trial ended in {type(error).__name__}: {error}") from error
-    if sorted(witness.layers) != list(range(text.num_hidden_layers)):
+    if sorted(witness.layers) != list(range(layers)):
         asked = len(set(witness.layers))
-        raise _not_replaceable(name, f"{asked} of its {text.num_hidden_layers} layers asked for it")
-    difference = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-30))
+        raise _not_replaceable(name, f"{asked} of its {layers} layers asked for it")
+    difference = relative_difference(ours, own)
     if not difference <= _TOLERANCE[module.dtype]:
         raise ModelError(
             f"{name} computes other {output} with Rillflow's attention, by {difference:.2g} of the largest",
             why="its own attention is not causal, adds a bias to the scores, or its weights are not finite",
             fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
         )
+
+
+def trial_tokens(module: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """[1, T] a few tokens to try a module on, and their positions."""
+    positions = torch.arange(min(_TRIAL_TOKENS, context_of(module)), device=module.device)[None]
+    return positions % module.config.get_text_config().vocab_size, positions
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of two tensors of one shape, over the largest number expected."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 def context_of(module: PreTrainedModel) -> int:

@@ -5,6 +5,10 @@
 
 Of a directory it is what ``PreTrainedTokenizerFast.from_pretrained`` makes, token for token: one whose other
 files add to tokenizer.json is left to that class.
+
+A new model's has one token a character of its alphabet, and one end token. It is byte-level and merges no
+two characters: ``AutoTokenizer`` rebuilds a Qwen2 directory's tokeniser as byte-level BPE whatever its files
+say; another kind would come back as one that encodes to nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 _OTHER_SOURCES = frozenset({"fast_tokenizer_files", "fix_mistral_regex", "post_processor"})
@@ -24,6 +28,9 @@ _OLD_FILES = ("special_tokens_map.json", "added_tokens.json")
 """Where tokens are added that tokenizer_config.json does not list."""
 _PATCHED = 100_000
 """Tokens above which transformers may mend a tokeniser of Mistral's."""
+
+END = "<|end|>"
+"""The end token's text. Its id is 0; others pad with it too: lengths decide where a row ends, not values."""
 
 
 class BareTokenizer:
@@ -96,6 +103,26 @@ def bare_tokenizer(folder: Path) -> BareTokenizer | None:
     )
     end = given.get("eos_token")
     return None if adds else BareTokenizer(backend, end and _text(end), special, folder=folder)
+
+
+def character_tokenizer(alphabet: str, context: int) -> BareTokenizer:
+    """A tokeniser with one token for every character of the alphabet, and the end token."""
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocabulary = {END: 0}
+    merges: list[tuple[str, str]] = []
+    for character in dict.fromkeys(alphabet):
+        symbols = pre_tokenizer.pre_tokenize_str(character)[0][0]
+        for symbol in symbols:
+            vocabulary.setdefault(symbol, len(vocabulary))
+        for cut in range(1, len(symbols)):
+            if symbols[: cut + 1] not in vocabulary:
+                vocabulary[symbols[: cut + 1]] = len(vocabulary)
+                merges.append((symbols[:cut], symbols[cut]))
+    backend = Backend(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(END, special=True)])
+    return BareTokenizer(backend, END, [], eos_token=END, pad_token=END, model_max_length=context)
 
 
 def settings_of(file: Path) -> Mapping[str, Any]:

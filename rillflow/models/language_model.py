@@ -1,32 +1,38 @@
-"""LanguageModel: a module, its tokeniser and how long a text may be; everything a role starts from.
+"""LanguageModel, ScalarModel: a module, its tokeniser and how long a text may be: what a role starts from.
 
 ModelConfig ─┬─ path ─> pretrained ─┐
-             └─ new ──> new_model ──┴─> module + tokeniser ─ checked together ─> LanguageModel on its device
+             └─ new ──> new_model ──┴─> module + tokeniser ─ checked together ─> LanguageModel, on its device
+                          └ a scalar head: kept where there is one, else new ──> ScalarModel
+
+either ─> .NAME.draft ─ fsync ─ rename ─> NAME     an older NAME: aside, then away
 """
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rillflow.errors import ConfigError, ModelError, nearest
 from rillflow.models.architecture import Output, check_attention, context_of
 from rillflow.models.attention import register
-from rillflow.models.bare import BareTokenizer
-from rillflow.models.characters import character_tokenizer
+from rillflow.models.bare import BareTokenizer, character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.locate import locate
-from rillflow.models.new_model import new_module
+from rillflow.models.new_model import new_module, new_scalar_module
 from rillflow.models.positions import settle_positions
-from rillflow.models.pretrained import load_module
+from rillflow.models.pretrained import load_module, load_scalar_module
 from rillflow.models.quiet import quiet
+from rillflow.models.scalar_head import HeadStart
 from rillflow.models.tokenizer import Tokenizer, load_tokenizer
+from rillflow.observe.durable import flush
 
 _LOADING = threading.Lock()
 """One model at a time: while the library makes a module it changes settings of the whole process."""
@@ -47,6 +53,10 @@ class LoadedModel:
 
 class LanguageModel(LoadedModel):
     """A causal language model, ready to sample from and to train."""
+
+
+class ScalarModel(LoadedModel):
+    """A decoder with a scalar head, ready to score with and to train."""
 
 
 def load_model(config: ModelConfig, *, seed: int, device: torch.device, base: Path) -> LanguageModel:
@@ -73,6 +83,77 @@ def load_model(config: ModelConfig, *, seed: int, device: torch.device, base: Pa
     )
     tokenizer = wrapped(module, inner, listed(module.generation_config.eos_token_id))
     return LanguageModel(module=module, tokenizer=tokenizer, context=context_of(module))
+
+
+def load_scalar_model(
+    config: ModelConfig,
+    *,
+    seed: int,
+    device: torch.device,
+    base: Path,
+    head: HeadStart = "zero",
+    section: str = "critic.model",
+) -> ScalarModel:
+    """A model with a scalar head from a directory, the hub, or made anew.
+
+    Args:
+        config: exactly one of ``path`` and ``new``.
+        seed: decides a new model's weights and a new random head; the same on every device.
+        device: where the module goes.
+        base: what a relative ``path`` is relative to.
+        head: how a new head starts; one that a directory has is kept.
+        section: what a recipe calls the config, for errors.
+
+    Raises:
+        ConfigError: both or none of ``path`` and ``new`` are given.
+        ModelError: the model is not there, is none that Rillflow can drive, or has a head of several numbers.
+    """
+    module, inner = module_and_tokenizer(
+        config,
+        device=device,
+        base=base,
+        section=section,
+        new=partial(new_scalar_module, seed=seed, start=head),
+        read=partial(load_scalar_module, seed=seed, start=head),
+        output="last_hidden_state",
+    )
+    tokenizer = wrapped(module, inner, listed(module.config.get_text_config().eos_token_id))
+    return ScalarModel(module=module, tokenizer=tokenizer, context=context_of(module))
+
+
+def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the plain directory that everybody's ``from_pretrained`` loads.
+
+    A reader finds the old directory, or the new one whole; never a mixture.
+
+    Args:
+        model: its module may be a part of the whole one if ``weights`` are given.
+        directory: where to.
+        weights: by name, each tied one once; the module's own where they are not given.
+
+    Raises:
+        OSError: the directory cannot be written; what was there before still is.
+    """
+    draft, old = (directory.with_name(f".{directory.name}.{kind}") for kind in ("draft", "old"))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    draft.mkdir()
+    try:
+        with quiet():
+            model.module.save_pretrained(draft, state_dict=None if weights is None else dict(weights))
+            model.tokenizer.save(draft)
+        for path in draft.rglob("*"):
+            flush(path)
+        flush(draft)
+        if directory.exists():
+            directory.rename(old)
+        draft.rename(directory)
+        flush(directory.parent)
+    except OSError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def module_and_tokenizer(
@@ -164,3 +245,23 @@ def listed(tokens: int | Sequence[int] | None) -> list[int]:
     if tokens is None:
         return []
     return [tokens] if isinstance(tokens, int) else list(tokens)
+
+
+def require_same_tokens(model: ScalarModel, tokenizer: Tokenizer, name: str) -> None:
+    """Refuse a model that would read the tokens of ``tokenizer`` as other text.
+
+    Args:
+        model: what reads the tokens.
+        tokenizer: what wrote them, the policy's.
+        name: what the model is called, for the error.
+
+    Raises:
+        ModelError: the two vocabularies differ.
+    """
+    odd = model.tokenizer.first_difference(tokenizer)
+    if odd is not None:
+        raise ModelError(
+            f"the {name} and the policy read the token {odd} as different text",
+            why="rollouts travel as the policy's tokens",
+            fix=f"choose a {name} with the policy's tokeniser",
+        )

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rillflow.errors import ModelError
-from rillflow.models.architecture import Output, context_of
+from rillflow.models.architecture import Output, context_of, relative_difference, trial_tokens
 
-_TRIAL_TOKENS = 8
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Largest difference of the outputs, over their largest: company turns the last bits at most."""
 
@@ -76,14 +75,13 @@ def settle_alike(module: nn.Module, like: nn.Module) -> None:
 def _difference(module: PreTrainedModel, output: Output) -> float:
     """How far a row's outputs move, over their largest, when the pass ends at the context's last position."""
     module = module if output == "logits" else module.base_model
-    context = context_of(module)
-    positions = torch.arange(min(_TRIAL_TOKENS, context), device=module.device)[None]
-    tokens = positions % module.config.get_text_config().vocab_size
+    tokens, positions = trial_tokens(module)
+    last = torch.full_like(positions[:, -1:], context_of(module) - 1)
     near, far = (
         module(input_ids=tokens, position_ids=places, use_cache=False)[output][:, :-1]
-        for places in (positions, torch.cat([positions[:, :-1], positions[:, -1:] * 0 + context - 1], -1))
+        for places in (positions, torch.cat([positions[:, :-1], last], -1))
     )
-    return float((near - far).abs().max() / near.abs().max().clamp_min(1e-30))
+    return relative_difference(far, near)
 
 
 def _is_rotary(part: nn.Module) -> bool:

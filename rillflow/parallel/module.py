@@ -41,7 +41,7 @@ from rillflow.parallel.stages import (
     trial,
     weight_stages,
 )
-from rillflow.parallel.tensor import cut_tensors, local
+from rillflow.parallel.tensor import cut_tensors, own
 from rillflow.placement.sbp import Broadcast, Part
 from rillflow.records.batch import Batch
 
@@ -103,7 +103,16 @@ class Parallel:
 
     def local_weights(self) -> dict[str, Tensor]:
         """What this rank holds of every parameter, by its name in the whole module; not copies."""
-        return {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
+        return {name: own(parameter) for name, parameter in self.parameters.items()}
+
+    def require_head(self) -> None:
+        """Show that the last stage has a scalar head.
+
+        Raises:
+            ModelError: it has none.
+        """
+        if self.seat.last:
+            head_of(self.module)
 
     def run(
         self, parts: Sequence[Batch], back: int, finish: LossShare, after: Callable[[], None] | None = None

@@ -161,8 +161,6 @@ class Reading:
     """The module's arguments: tokens, positions and the attention plan."""
     wanted: Tensor
     """[N] int64 the packed tokens at which the outputs for the loss tokens stand."""
-    plan: PackedAttention
-    """Attention over the packed rows."""
 
     @property
     def size(self) -> int:
@@ -172,9 +170,9 @@ class Reading:
     def padded(self, size: int) -> Reading:
         """The same pass with packed tokens that no row sees, up to ``size``."""
         more = (0, size - self.size)
-        plan = self.plan.padded(size)
-        grown = {name: pad(self.inputs[name], more) for name in ("input_ids", "position_ids")}
-        return replace(self, inputs={**self.inputs, **grown, "attention_plan": plan}, plan=plan)
+        grown: dict[str, Any] = {name: pad(self.inputs[name], more) for name in ("input_ids", "position_ids")}
+        grown["attention_plan"] = self.inputs["attention_plan"].padded(size)
+        return replace(self, inputs={**self.inputs, **grown})
 
     def check(self, module: nn.Module) -> None:
         """Show after the pass that the module asked the plan.
@@ -182,7 +180,7 @@ class Reading:
         Raises:
             TrainingError: it has an attention of its own.
         """
-        if not self.plan.layers:
+        if not self.inputs["attention_plan"].layers:
             raise TrainingError(
                 f"{type(module).__name__} does not use Rillflow's attention",
                 why="rows that lie end to end would see each other",
@@ -204,16 +202,14 @@ def lay_out(part: Batch, device: torch.device, *, back: int) -> Reading:
     needed = torch.zeros_like(mask.lengths).scatter_reduce(0, rows, read + 1, "amax")
     inputs = _beginnings(tokens, needed)
     packed = pack(inputs)
-    plan = PackedAttention(packed, device)
     return Reading(
         inputs={
             "input_ids": packed.tokens[None].to(device),
             "position_ids": packed.positions[None].to(device),
             "use_cache": False,
-            "attention_plan": plan,
+            "attention_plan": PackedAttention(packed, device),
         },
         wanted=packed.places.values[inputs.starts[rows] + read].to(device),
-        plan=plan,
     )
 
 

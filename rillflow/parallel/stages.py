@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.errors import ModelError
+from rillflow.models.architecture import relative_difference, trial_tokens
 
 Decoder = Any
 """A decoder of transformers, which only ``models`` names."""
-_TRIAL_TOKENS = 8
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Largest difference of two ways to run a module, over the largest output."""
 
@@ -162,11 +162,9 @@ def trial(module: Decoder, state: Tensor | None = None, *, last: bool = True, gr
 
 
 def _said(module: Decoder, state: Tensor | None, last: bool) -> Tensor:
-    text = module.config.get_text_config()
-    count = min(_TRIAL_TOKENS, int(text.max_position_embeddings))
-    positions = torch.arange(count, device=module.device)[None]
-    inputs = {"input_ids": positions % text.vocab_size} if state is None else {"inputs_embeds": state}
-    inputs |= {"position_ids": positions, "use_cache": False}
+    tokens, positions = trial_tokens(module)
+    given = {"input_ids": tokens} if state is None else {"inputs_embeds": state}
+    inputs: dict[str, Any] = {**given, "position_ids": positions, "use_cache": False}
     if last and module.get_output_embeddings() is not None:
         found: Tensor = module(**inputs).logits
         return found
@@ -180,8 +178,7 @@ def require_same(module: Decoder, found: Tensor, expected: Tensor, way: str, why
     Raises:
         ModelError: the outputs differ by more than rounding.
     """
-    largest = expected.abs().max().clamp_min(1e-30)
-    difference = float((found - expected).abs().max() / largest) if found.shape == expected.shape else 1.0
+    difference = relative_difference(found, expected) if found.shape == expected.shape else 1.0
     if not difference <= _TOLERANCE[expected.dtype]:
         name = type(module).__name__
         raise ModelError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -69,9 +70,14 @@ def require_even(module: nn.Module, plan: Mapping[str, Style], tp: int) -> None:
             )
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def own(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, the same memory; without a gradient."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Where tensors lie; the processor where there are none."""
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:

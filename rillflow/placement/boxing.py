@@ -1,8 +1,16 @@
 """Boxing: the moves that turn one placement into another, with the fewest bytes received.
 
+    source       {"tp": Split(0)}       0 0 0 1 1 1          one cell, and who holds it
+    destination  {"tp": Split(1)}  x    0 0 1 1 2 2   ──>    before and who has to hold it
+                                                             afterwards, is one problem
+
     cell ─> who holds it, who is to hold it ─┬─ one contribution ──> copies                    stage 1
                                              └─ several ─ owners ──> contributions, combined   stage 1
                                                             └──────> copies of the result      stage 2
+
+A cell is a box of the value that no cut of either placement goes through: within it every rank holds all or
+nothing. Its holders are told apart by contribution: the ranks of one contribution hold copies of the same
+numbers, and the value is all contributions combined.
 
 - What a rank holds already stays there; among copies elsewhere the load is spread evenly.
 - Contributions are combined once, at an owner that then has to hold the result: one that brings a
@@ -16,14 +24,39 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 
-from rillflow.placement.cells import Cell, Copies, Holders, cells
 from rillflow.placement.sbp import Op, Placement
-from rillflow.placement.slices import Slice
+from rillflow.placement.slices import Coordinates, Cuts, Interval, Slice, cuts, keys
+
+Copies = tuple[int, ...]
+"""The ranks that hold the same contribution."""
+Holders = tuple[Copies, ...]
+"""Every contribution; one only where nothing is partial."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """A box of a value, before and afterwards."""
+
+    slice: Slice
+    """The box."""
+    source: Holders
+    """Who holds it."""
+    destination: Holders
+    """Who is to hold it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Segment:
+    """A run of one dim that neither placement cuts."""
+
+    interval: Interval
+    source: Coordinates
+    destination: Coordinates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,3 +244,45 @@ class _Moves:
         self.sent[source] += piece.size
         self.received[destination] += piece.size
         return Move(source=source, destination=destination, slice=piece, op=op)
+
+
+def cells(source: Placement, destination: Placement, shape: Sequence[int]) -> Iterator[Cell]:
+    """The cells of a value of this shape; none is empty, and together they are the value.
+
+    Raises:
+        PlacementError: a placement does not fit the shape.
+    """
+    by_dim = zip(cuts(source, shape), cuts(destination, shape), strict=True)
+    grid = [_segments(before, after) for before, after in by_dim]
+    held, wanted = _holders(source, len(shape)), _holders(destination, len(shape))
+    for segments in product(*grid):
+        yield Cell(
+            slice=Slice(tuple([segment.interval for segment in segments])),
+            source=held[tuple([segment.source for segment in segments])],
+            destination=wanted[tuple([segment.destination for segment in segments])],
+        )
+
+
+def _holders(placement: Placement, dims: int) -> dict[tuple[Coordinates, ...], Holders]:
+    """Who holds the box that lies at these coordinates of the axes that cut, dim by dim."""
+    found: dict[tuple[Coordinates, ...], dict[Coordinates, list[int]]] = {}
+    for rank in placement.mesh.ranks:
+        at = placement.mesh.coordinates(rank)
+        contribution = tuple(at[name] for name in placement.partial)
+        found.setdefault(keys(placement, rank, dims), {}).setdefault(contribution, []).append(rank)
+    return {key: tuple(map(tuple, copies.values())) for key, copies in found.items()}
+
+
+def _segments(source: Cuts, destination: Cuts) -> list[_Segment]:
+    before, after = _ascending(source), _ascending(destination)
+    found, left, right = [], 0, 0
+    while left < len(before) and right < len(after):
+        (a, b), at = before[left]
+        (c, d), to = after[right]
+        found.append(_Segment(interval=(max(a, c), min(b, d)), source=at, destination=to))
+        left, right = left + (b <= d), right + (d <= b)
+    return found
+
+
+def _ascending(cut: Cuts) -> list[tuple[Interval, Coordinates]]:
+    return sorted((interval, at) for at, intervals in cut.items() for interval in intervals)

@@ -44,6 +44,11 @@ class Slice:
         return prod([max(stop - start, 0) for start, stop in self.bounds])
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """How long it is in every dim."""
+        return tuple([stop - start for start, stop in self.bounds])
+
+    @property
     def is_empty(self) -> bool:
         """Whether it has no element."""
         return self.size == 0

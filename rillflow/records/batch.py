@@ -1,6 +1,6 @@
 """Batch: rows x fields, the only thing that travels between stages.
 
-Legend: B rows, T = values of a ragged field, L = the longest row of a ragged field.
+Legend: B rows.
 """
 
 from __future__ import annotations
@@ -17,28 +17,6 @@ from rillflow.records.ragged import Ragged, concatenate_ragged
 from rillflow.records.row import RowId
 
 Field = Tensor | Ragged
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Packed:
-    """A ragged token field as a model without padding reads it: one long row and its seams."""
-
-    tokens: Tensor
-    """[1, T] the rows laid end to end."""
-    positions: Tensor
-    """[1, T] int64 the place of each token within its row."""
-    lengths: Tensor
-    """[B] int64 the rows' lengths."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Padded:
-    """A ragged field side by side, for a model that cannot read packed rows."""
-
-    values: Tensor
-    """[B, L, ...] the rows, filled up at the end."""
-    mask: Tensor
-    """[B, L] bool where a value is real."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,19 +155,6 @@ class Batch:
                 why="every row needs a partner of the same id",
             ) from None
         return self.with_fields(**other.select(index).fields)
-
-    def packed(self, name: str = "tokens") -> Packed:
-        """The model view without padding."""
-        field = self.ragged(name)
-        return Packed(tokens=field.values[None], positions=field.positions[None], lengths=field.lengths)
-
-    def padded(self, name: str = "tokens", fill: float = 0) -> Padded:
-        """The model view with padding at the end."""
-        field = self.ragged(name)
-        mask = field.with_values(
-            torch.ones(field.values.shape[0], dtype=torch.bool, device=field.values.device)
-        )
-        return Padded(values=field.padded(fill), mask=mask.padded(False))
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""

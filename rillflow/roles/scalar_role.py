@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rillflow.models.scalar_model import ScalarModel, require_same_tokens
+from rillflow.models.language_model import ScalarModel, require_same_tokens
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, merge_metrics

@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 
 from rillflow.cluster.ranks import Alone, Ranks
-from rillflow.models.checkpoint import save_model
-from rillflow.models.language_model import LoadedModel
+from rillflow.models.language_model import LoadedModel, save_model
 from rillflow.parallel.mesh import seat
 from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
-from rillflow.train.optimizer import Stateful
-from rillflow.weights.gather import gathered
-from rillflow.weights.layout import Layout, Weight, logical_weights, training_layout
-from rillflow.weights.local import local_shape
+from rillflow.train.trainer import Trainer
+from rillflow.weights.crossing import gathered
+from rillflow.weights.layout import Layout, Weight, local_shape, logical_weights, training_layout
 from rillflow.weights.sharded_file import listed_weights, load_sharded, save_sharded
 
 _COUNTER = "counter"
@@ -111,7 +109,7 @@ class Share(Generic[Model]):
         if self.everyone.rank == 0:
             save_model(self.model, folder, whole)
 
-    def save_state(self, trainer: Stateful, folder: Path) -> None:
+    def save_state(self, trainer: Trainer, folder: Path) -> None:
         """Write a trainer's state by logical tensor; every rank calls it and writes its own slices.
 
         Raises:
@@ -123,7 +121,7 @@ class Share(Generic[Model]):
         listed = self._listed(tensors)
         save_sharded(folder, listed, self._laid(listed), tensors, self.everyone)
 
-    def load_state(self, trainer: Stateful, folder: Path) -> None:
+    def load_state(self, trainer: Trainer, folder: Path) -> None:
         """Let a trainer go on from what ``save_state`` wrote, under whatever mesh that was.
 
         Raises:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from rillflow.errors import NotFiniteError, TrainingError, nearest
 from rillflow.parallel.gradients import Gradients
-from rillflow.parallel.tensor import local, local_gradient
+from rillflow.parallel.tensor import local_gradient, own
 from rillflow.train.config import OptimizerConfig
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -37,16 +36,6 @@ class TrainerState:
     a parameter that is cut over a mesh what this rank holds, by the name it has in the whole module."""
     counters: dict[str, int]
     """``step``: optimiser steps made."""
-
-
-class Stateful(Protocol):
-    """A trainer."""
-
-    def state(self) -> TrainerState:
-        """What it goes on from, besides the weights."""
-
-    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
-        """Go on from a state."""
 
 
 class Optimizer:
@@ -195,7 +184,7 @@ class Optimizer:
     def _publish(self) -> None:
         with torch.no_grad():
             for name in self._narrow:
-                local(self._weights[name]).copy_(self._masters[name])
+                own(self._weights[name]).copy_(self._masters[name])
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
         stepped = [name for name in self._masters if f"step/{name}" in tensors]
@@ -250,7 +239,7 @@ def lr_factor(step: int, total_steps: int, config: OptimizerConfig) -> float:
 
 
 def _master(weight: nn.Parameter) -> nn.Parameter:
-    held = local(weight.detach())
+    held = own(weight)
     if held.dtype not in (torch.float32, torch.float64):
         return nn.Parameter(held.float())
     return nn.Parameter(held) if isinstance(weight, DTensor) else weight

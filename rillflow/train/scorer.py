@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,25 +28,6 @@ from rillflow.train.config import TrainConfig
 from rillflow.train.guards import check_gap, check_ratio, loss_tokens
 from rillflow.train.minibatches import gathered
 
-Read = TypeVar("Read")
-
-
-class Reader(Protocol[Read]):
-    """What is read of a module: log probabilities, or the numbers of a scalar head."""
-
-    @property
-    def back(self) -> int:
-        """How many tokens before a loss token the module is read."""
-        ...
-
-    def read(self, tokens: Batch, output: Tensor) -> Read:
-        """What the output says about the loss tokens, guarded; ``tokens`` are the rows at these alone."""
-        ...
-
-    def describe(self, read: Read, index: int) -> str:
-        """What was read for loss token ``index``, in words, for an error."""
-        ...
-
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobReader:
@@ -59,9 +40,10 @@ class LogprobReader:
     gap_tolerance: float | None = None
     """Where they are and rounding is rough, how far they may differ in the mean."""
     back = 1
+    """How many tokens before a loss token the module is read."""
 
     def read(self, tokens: Batch, output: Tensor) -> TokenLogprobs:
-        """See Reader."""
+        """What the output says about the loss tokens, guarded; ``tokens`` are the rows at these alone."""
         found = token_logprobs(output, tokens.ragged("tokens").values, self.temperature)
         if self.ratio_tolerance is not None:
             check_ratio(tokens, found.logprobs, self.ratio_tolerance)
@@ -70,7 +52,7 @@ class LogprobReader:
         return found
 
     def describe(self, read: TokenLogprobs, index: int) -> str:
-        """See Reader."""
+        """What was read for loss token ``index``, in words, for an error."""
         return f"its log probability is {float(read.logprobs[index].detach())}"
 
 
@@ -82,13 +64,17 @@ class ScalarReader:
     """1 for values, 0 for scores."""
 
     def read(self, tokens: Batch, output: Tensor) -> Tensor:
-        """See Reader."""
+        """The output itself."""
         del tokens  # there is nothing that the numbers could be compared with
         return output
 
     def describe(self, read: Tensor, index: int) -> str:
-        """See Reader."""
+        """See LogprobReader."""
         return f"the head gives it {float(read[index].detach())}"
+
+
+Reader = LogprobReader | ScalarReader
+"""What is read of a module: log probabilities, or the numbers of a scalar head."""
 
 
 class Scorer:
@@ -126,6 +112,7 @@ class Scorer:
     @torch.no_grad()
     def values(self, batch: Batch) -> Ragged:
         """The value of the state before each loss token; otherwise as ``logprobs``."""
+        self._parallel.require_head()
         rows = batch.only("tokens", "loss_mask")
         loss_tokens(rows)
         return self._aligned(rows, ScalarReader(back=1), lambda read: read)
@@ -140,9 +127,10 @@ class Scorer:
         Raises:
             TrainingError: a row is empty.
         """
+        self._parallel.require_head()
         return self._aligned(last_tokens(batch), ScalarReader(back=0), lambda read: read).sums()
 
-    def forward(self, part: Batch, reader: Reader[Read]) -> Read:
+    def forward(self, part: Batch, reader: Reader) -> Any:
         """What a whole module says about the part's N loss tokens, in row order; one pass of the module.
 
         Args:
@@ -152,7 +140,7 @@ class Scorer:
         tokens = _loss_tokens_alone(part).to(self._parallel.device)
         return reader.read(tokens, self._parallel.outputs(part, reader.back))
 
-    def _aligned(self, rows: Batch, reader: Reader[Read], number: Callable[[Read], Tensor]) -> Ragged:
+    def _aligned(self, rows: Batch, reader: Reader, number: Callable[[Any], Tensor]) -> Ragged:
         """A number of each loss token, aligned to ``tokens``, in the rows' own order."""
         index = micro_batches(rows, self._budget)
         parts = [rows.select(each) for each in index]
@@ -168,7 +156,7 @@ class Scorer:
         return concatenate_ragged(found).select(torch.argsort(torch.cat(index)))
 
     def _numbers(
-        self, parts: Sequence[Batch], reader: Reader[Read], number: Callable[[Read], Tensor]
+        self, parts: Sequence[Batch], reader: Reader, number: Callable[[Any], Tensor]
     ) -> list[Tensor]:
         """[N] of each part; zeros on the stages before the last."""
         found: list[Tensor] = []

@@ -53,7 +53,7 @@ class Aim:
     """This rank's part of the minibatch; perhaps none."""
     loss: Loss
     """What is minimised."""
-    reader: Reader[Any]
+    reader: Reader
     """Reads of the module what the loss is over."""
     weight: float = 1.0
     """What its gradient is multiplied by; metrics are those of the loss itself."""
@@ -133,10 +133,11 @@ class Trainer:
             gap_tolerance: where they are and rounding is rough, how far they may differ in the mean.
             weight: what its gradient counts beside that of another aim.
         """
-        reader: Reader[Any] = LogprobReader(
+        reader: Reader = LogprobReader(
             temperature=temperature, ratio_tolerance=ratio_tolerance, gap_tolerance=gap_tolerance
         )
         if loss.is_scalar:
+            self._parallel.require_head()
             reader = ScalarReader(back=loss.back)
         return Aim(rows=minibatch, loss=loss, reader=reader, weight=weight)
 
@@ -264,7 +265,7 @@ def _share(tokens: Batch, read: Any, aim: Aim, denominator: float) -> tuple[Tens
     return share, found.metrics
 
 
-def _not_finite(tokens: Batch, terms: Tensor, read: Any, reader: Reader[Any], value: float) -> NotFiniteError:
+def _not_finite(tokens: Batch, terms: Tensor, read: Any, reader: Reader, value: float) -> NotFiniteError:
     odd = (~torch.isfinite(terms)).nonzero()
     where = "the sum of finite terms overflows"
     if len(odd):

@@ -22,29 +22,17 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rillflow.cluster.ranks import ProcessRanks, Ranks
 from rillflow.errors import ClusterError, PlacementError, WeightError
-from rillflow.weights.layout import Layout
-from rillflow.weights.local import Box, intervals, local_index, local_shape
-from rillflow.weights.plan import MOST_BYTES, Crossed, Part, ReshardPlan
+from rillflow.parallel.tensor import device_of, own
+from rillflow.placement.mesh import Mesh
+from rillflow.placement.sbp import Placement
+from rillflow.weights.layout import Box, Layout, Weights, intervals, local_index, local_shape
+from rillflow.weights.plan import MOST_BYTES, Crossed, Part, ReshardPlan, reshard_plan
 
 DEADLINE_S = 600.0
 """How long a rank waits for the others in one bucket."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """What crossed on one rank."""
-
-    sent: int = 0
-    """Bytes that left it."""
-    received: int = 0
-    """Bytes that came to it."""
-
-    def __add__(self, other: Wire) -> Wire:
-        return Wire(sent=self.sent + other.sent, received=self.received + other.received)
 
 
 class Crossing:
@@ -79,7 +67,10 @@ class Crossing:
         self.plan = plan
         self.rank = ranks.rank
         self.buckets = plan.buckets(most_bytes)
-        self.wire = Wire()
+        self.sent_bytes = 0
+        """What has left this rank."""
+        self.received_bytes = 0
+        """What has come to it."""
         self._ranks = ranks
         self._deadline_s = deadline_s
         self._buffers: dict[str, Tensor] = {}
@@ -115,7 +106,7 @@ class Crossing:
         """Lay side by side what others are to have of a bucket; then its source is not read again."""
         if self.buckets[place].moves:
             cargo = self._cargo(place)[0]
-            buffer = self._buffer("sent", cargo, source.values())
+            buffer = self._buffer("sent", cargo, source)
             cargo.load(buffer, source)
 
     def exchange(self, place: int, destination: Mapping[str, Tensor]) -> None:
@@ -127,8 +118,8 @@ class Crossing:
         if not self.buckets[place].moves:
             return
         outgoing, incoming = self._cargo(place)
-        sent = self._buffer("sent", outgoing, ())
-        received = self._buffer("received", incoming, destination.values())
+        sent = self._buffer("sent", outgoing, {})
+        received = self._buffer("received", incoming, destination)
         assert isinstance(self._ranks, ProcessRanks)  # a plan that moves has been refused otherwise
         try:
             work = dist.all_to_all_single(
@@ -138,7 +129,8 @@ class Crossing:
             work.wait(timedelta(seconds=self._deadline_s))
         except RuntimeError as error:
             raise self._stopped(place, error) from error
-        self.wire += Wire(sent=sum(outgoing.sizes), received=sum(incoming.sizes))
+        self.sent_bytes += sum(outgoing.sizes)
+        self.received_bytes += sum(incoming.sizes)
         incoming.unload(received, destination)
 
     def _cargo(self, place: int) -> tuple[_Cargo, _Cargo]:
@@ -153,13 +145,12 @@ class Crossing:
             )
         return self._cargoes[place]
 
-    def _buffer(self, use: str, cargo: _Cargo, tensors: Iterable[Tensor]) -> Tensor:
+    def _buffer(self, use: str, cargo: _Cargo, tensors: Mapping[str, Tensor]) -> Tensor:
         """A buffer of the cargo's size; its memory is kept for the next bucket."""
         size = sum(cargo.sizes)
         if use not in self._buffers or self._buffers[use].numel() < size:
             self._buffers.pop(use, None)
-            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-            self._buffers[use] = torch.empty(size, dtype=torch.uint8, device=device)
+            self._buffers[use] = torch.empty(size, dtype=torch.uint8, device=device_of(tensors))
         return self._buffers[use][:size]
 
     def _stopped(self, place: int, error: RuntimeError) -> ClusterError:
@@ -174,11 +165,60 @@ class Crossing:
         )
 
 
+def gathered(
+    weights: Weights,
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    *,
+    most_bytes: int = MOST_BYTES,
+    deadline_s: float = DEADLINE_S,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every weight with its whole value on the first rank, and nothing on the others.
+
+    For a whole model in a file: no rank needs room for more than a bucket, and for the largest weight where
+    that is more. All ranks have to come to the end of it. Weights of different pipeline stages take turns.
+
+    Example:
+        for name, tensor in gathered(weights, layout, tensors, ranks):  # every rank runs the loop
+            write(name, tensor)  # the first one alone enters it
+
+    Args:
+        weights: with the type they are to have.
+        layout: where they lie.
+        tensors: what this rank holds; they are only read.
+        ranks: all ranks of the layout.
+        most_bytes: what a bucket holds.
+        deadline_s: how long a rank waits for the others, per bucket.
+
+    Raises:
+        WeightError: a tensor is missing or of another shape.
+        ClusterError: a rank died or did not come in time.
+    """
+    first = Placement(Mesh.of(dp=1))
+    plan = reshard_plan(weights, layout, dict.fromkeys(weights, first))
+    require_shapes(tensors, plan, layout, ranks.rank)
+    crossing = Crossing(plan, ranks, most_bytes=most_bytes, deadline_s=deadline_s)
+    found, device = dict[str, Tensor](), device_of(tensors)
+    for place, bucket in enumerate(crossing.buckets):
+        if ranks.rank == 0:
+            for part in bucket.parts:
+                weight = weights[part.name]
+                if part.name not in found:
+                    found[part.name] = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        crossing.pack(place, tensors)
+        crossing.exchange(place, found)
+        for part in bucket.parts:
+            if part.is_last and ranks.rank == 0:
+                keep(plan, part.name, 0, tensors, found)
+                yield part.name, found.pop(part.name)
+    crossing.close()
+
+
 def pack(plan: ReshardPlan, rank: int, destination: int, source: Mapping[str, Tensor]) -> Tensor:
     """All that a rank sends to another, as bytes [N]; N is 0 where it sends nothing."""
     cargo = _between(plan, plan.source, plan.outgoing, rank, destination)
-    device = next((tensor.device for tensor in source.values()), torch.device("cpu"))
-    packed = torch.empty(sum(cargo.sizes), dtype=torch.uint8, device=device)
+    packed = torch.empty(sum(cargo.sizes), dtype=torch.uint8, device=device_of(source))
     cargo.load(packed, source)
     return packed
 
@@ -225,11 +265,6 @@ def keep(
     for move in moves:
         here, there = before[local_index(held, move.slice)], after[local_index(wanted, move.slice)]
         (here if back else there).copy_(there if back else here)
-
-
-def own(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter, in the same memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def require_shapes(tensors: Mapping[str, Tensor], plan: ReshardPlan, layout: Layout, rank: int) -> None:
@@ -288,7 +323,7 @@ class _Cargo:
                 _Box(
                     name=item.name,
                     index=local_index(intervals(layout[item.name], weight.shape, rank), item.slice),
-                    shape=tuple(b - a for a, b in item.slice.bounds),
+                    shape=item.slice.shape,
                     dtype=weight.dtype,
                     start=start,
                     stop=stop,

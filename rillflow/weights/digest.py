@@ -25,11 +25,10 @@ from torch import Tensor
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import WeightError
+from rillflow.parallel.tensor import device_of, own
 from rillflow.placement.sbp import Placement
 from rillflow.placement.slices import Slice, keys, slices
-from rillflow.weights.crossing import own
-from rillflow.weights.layout import Layout, Weights
-from rillflow.weights.local import intervals, local_index
+from rillflow.weights.layout import Layout, Weights, intervals, local_index
 
 _CHUNK = 2**15
 """Elements at a time: what is made of them stays in a core's cache."""
@@ -83,7 +82,7 @@ def digests(
         sums.append(
             sum(slice_digest(own(tensors[name])[local_index(held, box)], box, weight.dtype) for box in boxes)
         )
-    total = torch.tensor([_signed(each) for each in sums], dtype=torch.int64, device=_device(tensors))
+    total = torch.tensor([_signed(each) for each in sums], dtype=torch.int64, device=device_of(tensors))
     ranks.sum_([total])
     return {name: each % 2**64 for name, each in zip(weights, total.tolist(), strict=True)}
 
@@ -199,10 +198,6 @@ def _keys(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
 def _signed(number: int) -> int:
     """The same 64 bits as torch's integers have them."""
     return (number + 2**63) % 2**64 - 2**63
-
-
-def _device(tensors: Mapping[str, Tensor]) -> torch.device:
-    return next((own(tensor).device for tensor in tensors.values()), torch.device("cpu"))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -10,13 +10,18 @@ Generation's tp groups take ranks at a stride of t / t_g, so what a rank trains 
 with: nothing is held twice (HybridFlow, arXiv 2409.19256, section 5.3). With pipelines it is the same: the
 stages that follow one another come together on a rank.
 
-A weight is a parameter of the whole model, by the name the whole model gives it; tied ones are one.
+A weight is a parameter of the whole model, by the name the whole model gives it; tied ones are one. A rank's
+own tensor is its intervals of every dim joined in ascending order (see placement.slices):
+
+    a dim of 10, this rank has [0:3] and [5:8]       its own tensor   0 1 2 | 5 6 7
+                                                     box [6:8]    ->  4:6
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -25,7 +30,10 @@ from torch import nn
 from rillflow.errors import PlacementError, nearest
 from rillflow.placement.mesh import Mesh, divisors
 from rillflow.placement.sbp import Part, Placement, Split
+from rillflow.placement.slices import Cuts, Interval, Slice, cuts, keys
 
+Box = tuple[slice, ...]
+"""An index of a tensor, a slice a dim."""
 Layout = Mapping[str, Placement]
 """Where every weight lies, by name; one of some pipeline stages on the mesh of their ranks alone."""
 
@@ -84,7 +92,6 @@ def training_layout(
     Raises:
         PlacementError: the mesh lacks an axis, or a weight lies on a stage that is not there.
     """
-    meshes = _Stages(mesh)
     found = {}
     for name, weight in weights.items():
         whole: dict[str, Part] = {"tp": parts[name]}
@@ -92,7 +99,7 @@ def training_layout(
         if shard and weight.shape:
             whole["dp"] = Split(0)
             order = ("tp", "dp") if isinstance(parts[name], Split) else ("dp",)
-        found[name] = Placement(meshes.of(name, stages[name]), whole, order=order)
+        found[name] = Placement(_stage_mesh(name, mesh, stages[name]), whole, order=order)
     return found
 
 
@@ -150,8 +157,7 @@ def generation_layout(
     """
     if stages is None:
         return {name: Placement(mesh, {"tp": parts[name]}) for name in weights}
-    meshes = _Stages(mesh)
-    return {name: Placement(meshes.of(name, stages[name]), {"tp": parts[name]}) for name in weights}
+    return {name: Placement(_stage_mesh(name, mesh, stages[name]), {"tp": parts[name]}) for name in weights}
 
 
 def merged_stages(stages: Mapping[str, Sequence[int]], before: int, after: int) -> dict[str, tuple[int, ...]]:
@@ -169,28 +175,58 @@ def merged_stages(stages: Mapping[str, Sequence[int]], before: int, after: int) 
     }
 
 
-class _Stages:
-    """The meshes of the ranks of some pipeline stages; each made once, so that equal ones are one."""
+@lru_cache(maxsize=4096)
+def intervals(placement: Placement, shape: tuple[int, ...], rank: int) -> tuple[tuple[Interval, ...], ...]:
+    """What a rank holds, dim by dim."""
+    at = keys(placement, rank, len(shape))
+    return tuple(tuple(cut[key]) for cut, key in zip(_cuts(placement, shape), at, strict=True))
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._found: dict[tuple[int, ...], Mesh] = {}
 
-    def of(self, name: str, stages: Iterable[int]) -> Mesh:
-        """The mesh of these stages."""
-        wanted = tuple(stages)
-        if wanted not in self._found:
-            self._found[wanted] = self._made(name, wanted)
-        return self._found[wanted]
+def local_shape(placement: Placement, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The shape of a rank's own tensor."""
+    return tuple(sum(stop - start for start, stop in held) for held in intervals(placement, shape, rank))
 
-    def _made(self, name: str, stages: tuple[int, ...]) -> Mesh:
-        count = self._mesh.axis("pp").size
-        if not stages or not all(0 <= stage < count for stage in stages):
-            raise PlacementError(
-                f"{name} lies on the pipeline stages {list(stages)}",
-                why=f"there are {count}, counted from 0",
-                fix=nearest(str(max(stages, default=0)), map(str, range(count))),
-            )
-        ranks = [rank for rank in self._mesh.ranks if self._mesh.coordinates(rank)["pp"] in stages]
-        sizes = {axis.name: axis.size for axis in self._mesh.axes} | {"pp": len(stages)}
-        return Mesh.of(ranks=ranks, first=0, **sizes)
+
+def local_index(held: Sequence[Sequence[Interval]], box: Slice) -> Box:
+    """Where a box is in the tensor of a rank that holds these intervals.
+
+    Raises:
+        PlacementError: the box is not within one interval of every dim.
+    """
+    return tuple(_place(found, bounds) for found, bounds in zip(held, box.bounds, strict=True))
+
+
+def _place(held: Sequence[Interval], bounds: Interval) -> slice:
+    before = 0
+    for start, stop in held:
+        if start <= bounds[0] and bounds[1] <= stop:
+            first = before + bounds[0] - start
+            return slice(first, first + bounds[1] - bounds[0])
+        before += stop - start
+    raise PlacementError(
+        f"a rank is asked for {bounds[0]}:{bounds[1]}", why=f"it holds {list(held) or 'nothing'}"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _cuts(placement: Placement, shape: tuple[int, ...]) -> list[Cuts]:
+    return cuts(placement, shape)
+
+
+def _stage_mesh(name: str, mesh: Mesh, stages: Sequence[int]) -> Mesh:
+    """The mesh of the ranks of some pipeline stages, on which a weight lies; equal ones are one."""
+    count = mesh.axis("pp").size
+    if not stages or not all(0 <= stage < count for stage in stages):
+        raise PlacementError(
+            f"{name} lies on the pipeline stages {list(stages)}",
+            why=f"there are {count}, counted from 0",
+            fix=nearest(str(max(stages, default=0)), map(str, range(count))),
+        )
+    return _cut_mesh(mesh, tuple(stages))
+
+
+@lru_cache(maxsize=256)
+def _cut_mesh(mesh: Mesh, stages: tuple[int, ...]) -> Mesh:
+    ranks = [rank for rank in mesh.ranks if mesh.coordinates(rank)["pp"] in stages]
+    sizes = {axis.name: axis.size for axis in mesh.axes} | {"pp": len(stages)}
+    return Mesh.of(ranks=ranks, first=0, **sizes)

@@ -14,7 +14,7 @@ Pure: nothing is allocated. Every rank makes the whole plan, so all agree on the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -29,6 +29,8 @@ from rillflow.weights.layout import Layout, Weights
 
 K = TypeVar("K")
 V = TypeVar("V")
+_Kind = tuple[torch.dtype, bool]
+"""What the parts of a bucket have in common: their type, and whether anything is on the wire."""
 MOST_BYTES = 64 * 2**20
 """What a bucket loads a rank with, where nothing else is said."""
 
@@ -53,7 +55,7 @@ class Part:
         """What of a move's box is in this part, cut through its first long enough dim; it may be none."""
         if self.pieces == 1:
             return box
-        lengths = [stop - start for start, stop in box.bounds]
+        lengths = box.shape
         longest = lengths.index(max(lengths))
         dim = next((dim for dim, length in enumerate(lengths) if length >= self.pieces), longest)
         start, length = box.bounds[dim][0], lengths[dim]
@@ -99,17 +101,17 @@ class Passage:
     @cached_property
     def kept(self) -> dict[int, int]:
         """Elements that a rank has before and afterwards."""
-        return _summed((move.destination, move.slice.size) for move in self.boxing.kept)
+        return _elements(self.kept_by)
 
     @cached_property
     def received(self) -> dict[int, int]:
         """Elements that come to a rank."""
-        return _summed((move.destination, move.slice.size) for move in self.boxing.moves)
+        return _elements(self.to_rank)
 
     @cached_property
     def sent(self) -> dict[int, int]:
         """Elements that leave a rank."""
-        return _summed((move.source, move.slice.size) for move in self.boxing.moves)
+        return _elements(self.from_rank)
 
     @cached_property
     def loads(self) -> dict[tuple[int, str], int]:
@@ -125,9 +127,7 @@ class Passage:
     @cached_property
     def longest(self) -> int:
         """The longest side of a box that moves: it cannot be cut into more pieces."""
-        return max(
-            (stop - start for move in self.boxing.moves for start, stop in move.slice.bounds), default=1
-        )
+        return max((length for move in self.boxing.moves for length in move.slice.shape), default=1)
 
     @cached_property
     def from_rank(self) -> dict[int, list[Move]]:
@@ -143,26 +143,6 @@ class Passage:
     def kept_by(self) -> dict[int, list[Move]]:
         """What stays, by rank."""
         return _grouped((move.destination, move) for move in self.boxing.kept)
-
-
-class _Filling:
-    """A bucket that is being filled."""
-
-    def __init__(self) -> None:
-        self._parts: list[Part] = []
-        self._loads: dict[tuple[int, str], int] = defaultdict(int)
-
-    def takes(self, passage: Passage, pieces: int, most: int) -> bool:
-        """Whether one more part leaves every rank at ``most`` elements or less."""
-        return all(self._loads[key] + load // pieces <= most for key, load in passage.loads.items())
-
-    def add(self, part: Part, passage: Passage) -> None:
-        self._parts.append(part)
-        for key, load in passage.loads.items():
-            self._loads[key] += load // part.pieces
-
-    def bucket(self, dtype: torch.dtype, moves: bool) -> Bucket:
-        return Bucket(dtype=dtype, parts=tuple(self._parts), moves=moves)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,18 +237,23 @@ class ReshardPlan:
         if most_bytes < 1:
             raise PlacementError(f"buckets of {most_bytes} bytes", why="a bucket holds at least a byte")
         found: list[Bucket] = []
-        filling: dict[tuple[torch.dtype, bool], _Filling] = {}
+        parts: dict[_Kind, list[Part]] = defaultdict(list)
+        loads: dict[_Kind, dict[tuple[int, str], int]] = defaultdict(lambda: defaultdict(int))
         for name in self._in_turn():
             passage, dtype = self.passages[name], self.weights[name].dtype
-            key = (dtype, bool(passage.received))
+            kind = (dtype, bool(passage.received))
             most = most_bytes // dtype.itemsize
             pieces = min(-(-passage.load // max(most, 1)), passage.longest) if passage.received else 1
+            each = {key: load // pieces for key, load in passage.loads.items()}
             for piece in range(pieces):
-                if key in filling and not filling[key].takes(passage, pieces, most):
-                    found.append(filling.pop(key).bucket(*key))
-                part = Part(name=name, piece=piece, pieces=pieces)
-                filling.setdefault(key, _Filling()).add(part, passage)
-        return (*found, *(rest.bucket(*key) for key, rest in filling.items()))
+                if parts[kind] and any(loads[kind][key] + load > most for key, load in each.items()):
+                    found.append(Bucket(dtype=dtype, parts=tuple(parts.pop(kind)), moves=kind[1]))
+                    del loads[kind]
+                parts[kind].append(Part(name=name, piece=piece, pieces=pieces))
+                for key, load in each.items():
+                    loads[kind][key] += load
+        rest = (Bucket(dtype=kind[0], parts=tuple(last), moves=kind[1]) for kind, last in parts.items())
+        return (*found, *rest)
 
     def _in_turn(self) -> list[str]:
         """Weights of the same ranks in their order, those of different ranks side by side."""
@@ -330,11 +315,8 @@ def _sizes(placement: Placement, shape: tuple[int, ...]) -> dict[int, int]:
     return {rank: sum(box.size for box in held) for rank, held in slices(placement, shape).items()}
 
 
-def _summed(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    found: dict[int, int] = defaultdict(int)
-    for rank, count in pairs:
-        found[rank] += count
-    return dict(found)
+def _elements(moves: Mapping[int, Sequence[Move]]) -> dict[int, int]:
+    return {rank: sum(move.slice.size for move in own) for rank, own in moves.items()}
 
 
 def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

@@ -34,11 +34,10 @@ from torch import Tensor
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RillflowError, RunDirectoryError
 from rillflow.observe.durable import flush, replace, write_error
+from rillflow.parallel.tensor import device_of, own
 from rillflow.placement.slices import Slice, slices
-from rillflow.weights.crossing import own
 from rillflow.weights.digest import owned
-from rillflow.weights.layout import Layout, Weight, Weights
-from rillflow.weights.local import intervals, local_index
+from rillflow.weights.layout import Layout, Weight, Weights, intervals, local_index
 
 FORMAT = 1
 LIST = "weights.json"
@@ -91,7 +90,7 @@ def save_sharded(
         RunDirectoryError: a rank could not write; what was there before still is. All ranks raise it.
     """
     draft = folder.with_name(f".{folder.name}.draft")
-    device = _device(tensors)
+    device = device_of(tensors)
 
     def prepare() -> str:
         if ranks.rank == 0:
@@ -156,7 +155,7 @@ def load_sharded(
                 _check_file(folder, name, contents[0], weights)
         return ""
 
-    _together(ranks, _device(tensors), check, folder)
+    _together(ranks, device_of(tensors), check, folder)
     with contextlib.ExitStack() as stack:
         files = {
             name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in contents[0].files
@@ -305,7 +304,7 @@ def _check_file(folder: Path, name: str, contents: _Contents, weights: Weights) 
         for weight, saved in here:
             piece = file.get_slice(saved.key)
             held = (tuple(piece.get_shape()), piece.get_dtype())
-            if held != (_lengths(saved.slice), _KINDS.get(weights[weight].dtype)):
+            if held != (saved.slice.shape, _KINDS.get(weights[weight].dtype)):
                 raise _unusable(f"{name} holds {held[1]} {list(held[0])} for {weight} {saved.slice}")
 
 
@@ -379,17 +378,9 @@ def _hash_of(body: Any) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _lengths(box: Slice) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box.bounds)
-
-
 def _file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _device(tensors: Mapping[str, Tensor]) -> torch.device:
-    return next((own(tensor).device for tensor in tensors.values()), torch.device("cpu"))

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import WeightError
-from rillflow.weights.crossing import DEADLINE_S, Crossing, Wire, keep, own, require_shapes
-from rillflow.weights.local import local_shape
+from rillflow.parallel.tensor import own
+from rillflow.weights.crossing import DEADLINE_S, Crossing, keep, require_shapes
+from rillflow.weights.layout import local_shape
 from rillflow.weights.plan import MOST_BYTES, ReshardPlan
 
 
@@ -80,7 +81,8 @@ class Switch:
         self.rank = ranks.rank
         self.is_generating = False
         self.ledger = Ledger()
-        self._crossing = Crossing(plan, ranks, most_bytes=most_bytes, deadline_s=deadline_s)
+        self.crossing = Crossing(plan, ranks, most_bytes=most_bytes, deadline_s=deadline_s)
+        """What carries the plan out, with the bytes that have crossed since the beginning."""
         self._training = {name: training[name] for name in plan.weights if name in training}
         self._shared = {
             name for name in self._training if self._is_alike(name) and plan.is_same(name, self.rank)
@@ -110,7 +112,7 @@ class Switch:
         """
         if self.is_generating:
             raise WeightError(f"rank {self.rank} generates already", why="its training weights are not there")
-        crossing, plan = self._crossing, self.plan
+        crossing, plan = self.crossing, self.plan
         self.ledger = Ledger(before=self._bytes(), peak=self._bytes())
         for place, bucket in enumerate(crossing.buckets):
             for part in bucket.parts:
@@ -147,11 +149,6 @@ class Switch:
         self.is_generating = False
         self.ledger = replace(self.ledger, after=self._bytes())
 
-    @property
-    def wire(self) -> Wire:
-        """What has crossed since the beginning."""
-        return self._crossing.wire
-
     def _is_alike(self, name: str) -> bool:
         """Whether training's elements are generation's."""
         return self._training[name].dtype == self.plan.weights[name].dtype
@@ -186,7 +183,7 @@ class Switch:
         self.ledger = replace(
             self.ledger,
             peak=max(self.ledger.peak, self._bytes()),
-            buffers=max(self.ledger.buffers, self._crossing.buffer_bytes),
+            buffers=max(self.ledger.buffers, self.crossing.buffer_bytes),
         )
 
     def _bytes(self) -> int:

@@ -11,9 +11,9 @@ from rillflow.cluster.ranks import Ranks
 from rillflow.errors import WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
+from rillflow.parallel.tensor import own
 from rillflow.placement.mesh import Mesh
 from rillflow.roles.sampler import lay_out
-from rillflow.weights.crossing import own
 from rillflow.weights.layout import generation_mesh
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -26,10 +26,12 @@ from rillflow.weights.layout import (
     cast,
     generation_layout,
     generation_mesh,
+    intervals,
+    local_index,
+    local_shape,
     merged_stages,
     training_layout,
 )
-from rillflow.weights.local import intervals, local_index, local_shape
 from rillflow.weights.plan import ReshardPlan, reshard_plan
 from rillflow.weights.switch import Switch
 
@@ -116,8 +118,8 @@ def switched(ranks: Ranks, meshes: list[tuple[int, int, int]]) -> list[str]:
                 wanted = slices_of(plan.weights, plan.destination, ranks.rank)
                 wrong += [f"{title}: {name}" for name in differing(generation, wanted)]
                 numbers = {
-                    "sent": (switch.wire.sent, turn * plan.sent(ranks.rank)),
-                    "received": (switch.wire.received, turn * plan.received(ranks.rank)),
+                    "sent": (switch.crossing.sent_bytes, turn * plan.sent(ranks.rank)),
+                    "received": (switch.crossing.received_bytes, turn * plan.received(ranks.rank)),
                     "generating": (ledger.generating, plan.wanted(ranks.rank)),
                     "storages": (said, plan.wanted(ranks.rank)),
                     "stays": (ledger.stays, 0),
@@ -164,10 +166,9 @@ def crossed_apart(ranks: Ranks) -> list[str]:
     there = slices_of(weights, destination, ranks.rank, filled=False)
     crossing = Crossing(plan, ranks, most_bytes=2_000)
     crossing.run(here, there)
-    wire = crossing.wire
     wrong += differing(there, slices_of(weights, destination, ranks.rank))
-    if (wire.sent, wire.received) != (plan.sent(ranks.rank), plan.received(ranks.rank)):
-        wrong.append(str(wire))
+    if (crossing.sent_bytes, crossing.received_bytes) != (plan.sent(ranks.rank), plan.received(ranks.rank)):
+        wrong.append(f"{crossing.sent_bytes} sent, {crossing.received_bytes} received")
     for receiver in (2, 3):
         again = slices_of(weights, destination, receiver, filled=False)
         for sender in (0, 1):
@@ -195,8 +196,8 @@ def with_masters(ranks: Ranks) -> list[object]:
     masters = sum(tensor.nbytes for tensor in training.values())
     if (switch.ledger.stays, switch.ledger.generating) != (masters, masters + plan.wanted(ranks.rank)):
         wrong.append(switch.ledger)
-    if switch.wire.received != plan.received(ranks.rank):
-        wrong.append(switch.wire)
+    if switch.crossing.received_bytes != plan.received(ranks.rank):
+        wrong.append(switch.crossing.received_bytes)
     switch.to_training()
     if switch.ledger.after != masters:
         wrong.append(switch.ledger)
@@ -269,7 +270,7 @@ def test_one_rank_generates_with_the_memory_it_trains() -> None:
     generation = switch.to_generation()
     assert all(generation[name].data_ptr() == training[name].data_ptr() for name in training)
     assert switch.ledger.peak == switch.ledger.before == plan.held(0)
-    assert (switch.wire.sent, switch.wire.received, switch.ledger.buffers) == (0, 0, 0)
+    assert (switch.crossing.sent_bytes, switch.crossing.received_bytes, switch.ledger.buffers) == (0, 0, 0)
 
 
 def test_what_cannot_switch() -> None:

@@ -13,9 +13,8 @@ from rillflow.errors import RunDirectoryError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import slices
-from rillflow.weights.gather import gathered
-from rillflow.weights.layout import Layout, Weight, training_layout
-from rillflow.weights.local import intervals, local_index, local_shape
+from rillflow.weights.crossing import gathered
+from rillflow.weights.layout import Layout, Weight, intervals, local_index, local_shape, training_layout
 from rillflow.weights.sharded_file import load_sharded, save_sharded
 
 sys.path.insert(0, str(Path(__file__).parent))

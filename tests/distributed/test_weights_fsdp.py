@@ -12,9 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from rillflow.cluster.ranks import Ranks
+from rillflow.parallel.tensor import own
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
-from rillflow.weights.crossing import own
 from rillflow.weights.layout import (
     cast,
     generation_layout,
@@ -97,7 +97,8 @@ def trained(ranks: Ranks, generating: torch.dtype, tp: int) -> list[str]:
             wrong += [] if torch.equal(tensor, cut.to(generating)) else [f"{name} {tensor} {cut}"]
         switch.to_training()
         wrong += [f"{switch.ledger}"] if switch.ledger.after != switch.ledger.before else []
-    wrong += [] if switch.wire.received == 3 * plan.received(ranks.rank) else [f"{switch.wire}"]
+    received = switch.crossing.received_bytes
+    wrong += [] if received == 3 * plan.received(ranks.rank) else [f"{received} received"]
     return wrong
 
 

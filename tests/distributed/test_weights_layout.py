@@ -18,8 +18,7 @@ from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import slices
-from rillflow.weights.layout import logical_weights, training_layout
-from rillflow.weights.local import intervals, local_index, local_shape
+from rillflow.weights.layout import intervals, local_index, local_shape, logical_weights, training_layout
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together

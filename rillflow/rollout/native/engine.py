@@ -35,8 +35,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout, rollout_batch
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.native.admission import check_ids
-from rillflow.rollout.native.lane import Lane
+from rillflow.rollout.native.lane import Lane, check_ids
 from rillflow.rollout.native.runner import evaluating
 
 LANE_ROWS = 32

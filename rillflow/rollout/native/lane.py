@@ -19,9 +19,11 @@ rows that run. When ``version`` changes while rows run, they are read again unde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from math import isfinite
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +35,13 @@ from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.native.admission import check_stop, check_stop_tokens, check_tokens, limit_of
 from rillflow.rollout.native.agreement import Agreement
 from rillflow.rollout.native.cache import Cache
 from rillflow.rollout.native.proof import prove, prove_fixed
 from rillflow.rollout.native.replay import Replay
 from rillflow.rollout.native.runner import BLOCK, Runner, evaluating
 from rillflow.rollout.native.sampling import Drawn, Settings, draw
-from rillflow.rollout.native.scheduler import Scheduler, Step
+from rillflow.rollout.native.scheduler import Scheduler, Step, twice
 from rillflow.rollout.native.sequence import Sequence
 from rillflow.rollout.native.slots import BULK, Slots
 
@@ -302,3 +303,93 @@ def _no_room(rows: int, config: RolloutConfig, error: RuntimeError) -> RolloutEr
         why=str(error).splitlines()[0],
         fix="lower rollout.max_rows or rollout.max_tokens; rillflow check says what they take",
     )
+
+
+def check_tokens(rollout: Rollout, context: int, vocabulary: int) -> None:
+    """Show that a row can be continued.
+
+    Raises:
+        RolloutError: it has ended, is empty, fills the context, or has a token the model does not know.
+    """
+    tokens = rollout.tokens
+    if rollout.finish is not Finish.ABORTED:
+        raise RolloutError(
+            f"row ({rollout.row}) has ended with {rollout.finish.name}",
+            why="only a row that has not ended goes on",
+            fix="append to it with Rollout.inserted, or make a new row",
+        )
+    if not tokens:
+        raise RolloutError(
+            f"row ({rollout.row}) has an empty prompt",
+            why="the first token is drawn from what the model says after the prompt",
+            fix="begin every prompt with at least one token, such as the tokeniser's first",
+        )
+    if len(tokens) >= context:
+        raise RolloutError(
+            f"row ({rollout.row}) has {len(tokens)} tokens",
+            why=f"the context is {context} tokens, and a new one must find room in it",
+            fix="shorten the prompt, or use a model with a longer context",
+        )
+    odd = [token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary]
+    if odd:
+        raise RolloutError(
+            f"row ({rollout.row}) has token {odd[0]}, at place {tokens.index(odd[0])}",
+            why=f"the model's vocabulary is 0 to {vocabulary - 1}",
+            fix="encode the prompt with the model's own tokeniser",
+        )
+
+
+def limit_of(rollout: Rollout, max_tokens: int, context: int) -> int:
+    """Tokens at which a row ends: its prompt and what was inserted, and ``max_tokens`` that are sampled.
+
+    Raises:
+        RolloutError: it has as many sampled tokens already.
+    """
+    drawn = sum(rollout.loss_mask)
+    if drawn >= max_tokens:
+        raise RolloutError(
+            f"row ({rollout.row}) has {drawn} sampled tokens and max_tokens is {max_tokens}",
+            why="a row that runs draws at least one token more",
+            fix="raise max_tokens",
+        )
+    return min(len(rollout.tokens) - drawn + max_tokens, context)
+
+
+def check_stop(sampling: SamplingConfig, engine: SamplingConfig) -> None:
+    """Show that a row stops at the texts that the engine's stop tokens were made from.
+
+    Raises:
+        RolloutError: it names others.
+    """
+    if sampling.stop != engine.stop:
+        raise RolloutError(
+            f"a row is to stop at {list(sampling.stop)}, but the engine stops at {list(engine.stop)}",
+            why="stop texts are made into tokens when an engine is built",
+            fix="build the engine with these stop texts, or leave them as they are",
+        )
+
+
+def check_stop_tokens(stop_tokens: frozenset[int], vocabulary: int) -> None:
+    """Show that every stop token can be drawn.
+
+    Raises:
+        RolloutError: one of them is outside the vocabulary.
+    """
+    for token in sorted(stop_tokens):
+        if not 0 <= token < vocabulary:
+            raise RolloutError(
+                f"stop token {token} is outside the vocabulary",
+                why=f"the model's vocabulary is 0 to {vocabulary - 1}, so it is never drawn",
+                fix="use the tokeniser the model was trained with",
+            )
+
+
+def check_ids(rows: Iterable[RowId]) -> None:
+    """Show that no two rows have one id.
+
+    Raises:
+        RolloutError: two have.
+    """
+    id_, count = max(Counter(rows).items(), key=itemgetter(1), default=(None, 0))
+    if id_ is not None and count > 1:
+        raise twice(id_)

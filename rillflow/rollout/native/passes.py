@@ -20,7 +20,9 @@ of keys and values; V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,58 +64,33 @@ class Prefixes:
     @staticmethod
     def of(prefills: Sequence[Prefill], device: torch.device, fill: int = 0) -> Prefixes:
         """The prefixes of a step; ``fill`` tokens are added that nobody sees."""
-        lengths = [len(prefill.tokens) for prefill in prefills]
-        longest = max(lengths) + fill
-        tokens: list[int] = []
-        positions: list[int] = []
-        spread: list[list[int]] = []
-        gather: list[int] = []
-        slots: list[int] = []
-        places: list[int] = []
-        sources: list[int] = []
-        for index, (prefill, length) in enumerate(zip(prefills, lengths, strict=True)):
-            own = range(len(tokens), len(tokens) + length)
-            spread.append([*own, *([own[-1]] * (longest - length))])
-            gather.extend(range(index * longest, index * longest + length))
-            tokens.extend(prefill.tokens)
-            positions.extend(range(length))
-            for slot in prefill.slots:
-                slots.extend([slot] * length)
-                places.extend(range(length))
-                sources.extend(own)
-        tail = [0] * fill
-
-        def on_device(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-            return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-        return Prefixes(
-            tokens=on_device(tokens + tail),
-            positions=on_device(positions + tail),
-            spread=on_device(spread),
-            gather=on_device(gather + tail),
-            slots=on_device(slots),
-            places=on_device(places),
-            sources=on_device(sources),
+        ends = [*accumulate((len(prefill.tokens) for prefill in prefills), initial=0)]
+        own = [range(start, stop) for start, stop in pairwise(ends)]
+        steps = [range(len(each)) for each in own]
+        longest, tail = max(map(len, own)) + fill, [0] * fill
+        filled = [(slot, each) for prefill, each in zip(prefills, own, strict=True) for slot in prefill.slots]
+        columns: dict[str, list[Any]] = {  # in the order of the fields
+            "tokens": [*chain.from_iterable(prefill.tokens for prefill in prefills), *tail],
+            "positions": [*chain.from_iterable(steps), *tail],
+            "spread": [[*each, *([each[-1]] * (longest - len(each)))] for each in own],
+            "gather": [index * longest + step for index, each in enumerate(steps) for step in each] + tail,
+            "slots": [*chain.from_iterable([slot] * len(each) for slot, each in filled)],
+            "places": [*chain.from_iterable(range(len(each)) for _, each in filled)],
+            "sources": [*chain.from_iterable(each for _, each in filled)],
+        }
+        return Prefixes.of_tensors(
+            [torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in columns.values()]
         )
 
     @staticmethod
     def of_tensors(tensors: Sequence[Tensor]) -> Prefixes:
         """The inverse of ``tensors``."""
-        tokens, positions, spread, gather, slots, places, sources = tensors
-        return Prefixes(
-            tokens=tokens,
-            positions=positions,
-            spread=spread,
-            gather=gather,
-            slots=slots,
-            places=places,
-            sources=sources,
-        )
+        return Prefixes(**dict(zip((each.name for each in fields(Prefixes)), tensors, strict=True)))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All fields, in order."""
-        return self.tokens, self.positions, self.spread, self.gather, self.slots, self.places, self.sources
+        return tuple(vars(self).values())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         """[t, H, E] from ``query`` [t, H, D], ``key`` [t, K, D] and ``value`` [t, K, E]."""

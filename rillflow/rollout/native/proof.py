@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.errors import ModelError
-from rillflow.models.architecture import vocabulary_of
-from rillflow.models.attention import causal
+from rillflow.models.architecture import Witness, relative_difference, vocabulary_of
 from rillflow.rollout.native.cache import Cache, LayerShape
 from rillflow.rollout.native.passes import Feed, Prefixes, call, forward
 from rillflow.rollout.native.runner import CACHE_BLOCK
@@ -27,22 +26,6 @@ _ROUGH = 0.1
 """Largest difference of the logits over the largest logit; rough where a type is narrower than float32."""
 _SEES = {"full_attention": False, "sliding_attention": True}
 """The kinds of layers that can be driven, and whether they name a window."""
-
-
-class _Witness:
-    """An attention plan that attends plainly and remembers what it saw."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
-        self.windows: dict[int, int | None] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """See AttentionPlan."""
-        self.shapes[layer] = LayerShape(heads=key.shape[1], key_size=key.shape[3], value_size=value.shape[3])
-        self.windows[layer] = window
-        return causal(query, key, value, scaling, window).transpose(1, 2)
 
 
 def prove(module: nn.Module, context: int) -> dict[int, LayerShape]:
@@ -61,20 +44,24 @@ def prove(module: nn.Module, context: int) -> dict[int, LayerShape]:
     count = min(_TOKENS, context)
     positions = torch.arange(count, device=device)
     tokens = positions % vocabulary_of(module)
-    witness = _Witness()
+    witness = Witness()
     try:
         whole = call(module, tokens, positions, witness, wanted=positions)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise _unfit(name, f"a trial of it ended in {type(error).__name__}: {error}") from error
     config = module.config.get_text_config()  # type: ignore[union-attr, operator]
     layers = list(range(config.num_hidden_layers))
-    if sorted(witness.shapes) != layers:
-        asked = len(witness.shapes)
+    if sorted(witness.states) != layers:
+        asked = len(witness.states)
         raise _unfit(name, f"{asked} of its {len(layers)} layers ask Rillflow's attention for their result")
     for layer, kind in zip(layers, config.to_dict().get("layer_types") or (), strict=False):
         if _SEES.get(kind) is not (witness.windows[layer] is not None):
             raise _unfit(name, f"layer {layer} is of type {kind!r} and has window {witness.windows[layer]}")
-    cache = Cache(witness.shapes, device, embedding.dtype)
+    shapes = {
+        layer: LayerShape(heads=key.shape[1], key_size=key.shape[3], value_size=value.shape[3])
+        for layer, (key, value) in witness.states.items()
+    }
+    cache = Cache(shapes, device, embedding.dtype)
     cache.reserve(1, count, count)
     places = torch.arange(count, device=device)
     parts = []
@@ -84,7 +71,7 @@ def prove(module: nn.Module, context: int) -> dict[int, LayerShape]:
         feed = Feed(tokens=tokens[last : last + 1], positions=positions[last : last + 1])
         parts.append(forward(module, cache.layers, feed, places, prefixes))
     _compare(name, whole[-2:], torch.cat(parts), embedding.dtype)
-    return witness.shapes
+    return shapes
 
 
 def prove_fixed(module: nn.Module, shapes: dict[int, LayerShape], rows: int) -> None:
@@ -122,7 +109,7 @@ def prove_fixed(module: nn.Module, shapes: dict[int, LayerShape], rows: int) -> 
 def _compare(name: str, whole: Tensor, cached: Tensor, dtype: torch.dtype) -> None:
     if not bool(whole.isfinite().all()):
         return  # the first step says so, and names the row
-    difference = float((whole - cached).abs().max() / whole.abs().max().clamp_min(1e-30))
+    difference = relative_difference(cached, whole)
     if not difference <= (_TOLERANCE if dtype.itemsize >= 4 else _ROUGH):
         raise _unfit(
             name,

@@ -19,9 +19,8 @@ from rillflow.cli.main import main
 from rillflow.config.load import validate
 from rillflow.dataflow.checkpoint import save_checkpoint
 from rillflow.errors import ConfigError, DataError, RolloutError, RunDirectoryError
-from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import LanguageModel, load_model
+from rillflow.models.language_model import LanguageModel, load_model, save_model
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.view.summary import render_text, summarise
 

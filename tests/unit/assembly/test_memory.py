@@ -18,9 +18,8 @@ from rillflow.assembly.memory import (
 from rillflow.assembly.recipe import Recipe
 from rillflow.config.load import validate
 from rillflow.errors import ModelError
-from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import LanguageModel, load_model
+from rillflow.models.language_model import LanguageModel, load_model, save_model
 
 NEW = NewModel(hidden=32, layers=2, heads=4, kv_heads=2, context=48, alphabet="0123456789+=")
 

@@ -14,10 +14,8 @@ from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.assembly.replay import replay
 from rillflow.errors import RunDirectoryError
 from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
-from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import LanguageModel, load_model
-from rillflow.models.scalar_model import load_scalar_model
+from rillflow.models.language_model import LanguageModel, load_model, load_scalar_model, save_model
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId

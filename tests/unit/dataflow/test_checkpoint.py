@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from rillflow.dataflow.checkpoint import kept_steps, latest_checkpoint, save_checkpoint, write_role
 from rillflow.errors import RunDirectoryError
-from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import LanguageModel, load_model
+from rillflow.models.language_model import LanguageModel, load_model, save_model
 from rillflow.observe.wording import size
 
 TENSORS = {"exp_avg/a": torch.arange(6.0).view(2, 3)}

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from rillflow.errors import ModelError
-from rillflow.models.bare import BareTokenizer, bare_tokenizer
-from rillflow.models.characters import END, character_tokenizer
+from rillflow.models.bare import END, BareTokenizer, bare_tokenizer, character_tokenizer
 from rillflow.models.tokenizer import Chat, Tokenizer, load_tokenizer
 
 TEXTS = ["the cat", " sat  on\nthe mat", "", "日本 é 🙂", "</s>", "a<|user|>b</s>", "<s><s>twice", "x" * 300]
@@ -147,7 +146,7 @@ def test_a_tokenizer_file_of_another_shape_is_refused(byte_pair: Make, tmp_path:
 
 def test_tokens_of_a_new_model_are_there_before_transformers() -> None:
     code = (
-        "import sys; from rillflow.models.characters import character_tokenizer as made;"
+        "import sys; from rillflow.models.bare import character_tokenizer as made;"
         "from rillflow.models.tokenizer import Tokenizer;"
         "print(Tokenizer(made('0123', 8)).encode('310'), 'transformers' in sys.modules)"
     )

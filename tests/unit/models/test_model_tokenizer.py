@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from rillflow.errors import ModelError
-from rillflow.models.characters import character_tokenizer
+from rillflow.models.bare import character_tokenizer
 from rillflow.models.tokenizer import Chat, Tokenizer, load_tokenizer
 
 Make = Callable[..., PreTrainedTokenizerFast]

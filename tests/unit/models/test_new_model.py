@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import ModelError
-from rillflow.models.characters import END, character_tokenizer
+from rillflow.models.bare import END, character_tokenizer
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.models.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from transformers import (
 from rillflow.cluster.ranks import Alone
 from rillflow.errors import ModelError
 from rillflow.models.attention import ATTENTION
-from rillflow.models.characters import character_tokenizer
+from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.models.positions import settle_positions

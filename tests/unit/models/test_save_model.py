@@ -11,9 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rillflow.models.attention import ATTENTION
-from rillflow.models.checkpoint import save_model
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import LanguageModel, load_model
+from rillflow.models.language_model import LanguageModel, load_model, save_model
 
 CPU = torch.device("cpu")
 Make = Callable[..., Path]

@@ -20,12 +20,16 @@ from transformers import (
 )
 
 from rillflow.errors import ConfigError, ModelError
-from rillflow.models.characters import character_tokenizer
-from rillflow.models.checkpoint import save_model
+from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import load_model
+from rillflow.models.language_model import (
+    ScalarModel,
+    load_model,
+    load_scalar_model,
+    require_same_tokens,
+    save_model,
+)
 from rillflow.models.scalar_head import HeadStart, head_of, token_scores
-from rillflow.models.scalar_model import ScalarModel, load_scalar_model, require_same_tokens
 from rillflow.models.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -49,7 +53,7 @@ def new(head: HeadStart = "normal", seed: int = 0, dtype: str = "float32", **siz
 def scores(model: ScalarModel, tokens: Tensor) -> Tensor:
     """[T] the head's number at every token of one row."""
     inputs = {"input_ids": tokens[None], "use_cache": False}
-    return token_scores(model.module.base_model, model.head, inputs)
+    return token_scores(model.module.base_model, head_of(model.module), inputs)
 
 
 def edit(file: Path, **changes: object) -> None:
@@ -123,9 +127,9 @@ def test_a_language_model_gets_a_new_head_and_keeps_its_body(make_directory: Mak
     assert found.tokenizer.stop_tokens == {1} and found.context == 64
     assert not found.module.training
     first, again, other = (load(folder, head="normal", seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first.head.weight, again.head.weight)
-    assert not torch.equal(first.head.weight, other.head.weight)
-    assert 0.01 < float(first.head.weight.detach().std()) < 0.04
+    assert torch.equal(head_of(first.module).weight, head_of(again.module).weight)
+    assert not torch.equal(head_of(first.module).weight, head_of(other.module).weight)
+    assert 0.01 < float(head_of(first.module).weight.detach().std()) < 0.04
 
 
 def test_a_new_head_leaves_the_global_generator_alone(make_directory: Make) -> None:

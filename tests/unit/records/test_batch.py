@@ -67,18 +67,6 @@ def test_join_matches_by_row_id_whatever_the_order(lengths: list[int], data: st.
     assert found.dense("score").tolist() == list(range(len(lengths)))
 
 
-@settings(max_examples=50, deadline=None)
-@given(lengths=LENGTHS)
-def test_packed_and_padded_views_hold_the_same_tokens(lengths: list[int]) -> None:
-    batch = batch_of(lengths)
-    packed, padded = batch.packed(), batch.padded(fill=-1)
-    assert packed.tokens.shape == packed.positions.shape == (1, sum(lengths))
-    assert torch.equal(padded.values[padded.mask], packed.tokens[0])
-    assert padded.mask.sum(1).tolist() == packed.lengths.tolist() == lengths
-    assert bool((padded.values[~padded.mask] == -1).all())
-    assert packed.positions[0].tolist() == [place for length in lengths for place in range(length)]
-
-
 def test_a_join_may_ask_for_some_of_the_other_rows() -> None:
     wide = Batch(ids=batch_of([1] * 4).ids, fields={"score": torch.arange(4)})
     found = batch_of([1] * 2).join(wide)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.scalar_model import ScalarModel, load_scalar_model
+from rillflow.models.language_model import ScalarModel, load_scalar_model
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout, rollout_batch
 from rillflow.records.row import RowId

@@ -11,8 +11,8 @@ from torch import Tensor
 from rillflow.errors import GraphError, ModelError, RecordError, TrainingError
 from rillflow.formulas.config import ValueLossConfig
 from rillflow.graph.loss import LossTerm
-from rillflow.models.characters import character_tokenizer
-from rillflow.models.scalar_model import ScalarModel
+from rillflow.models.bare import character_tokenizer
+from rillflow.models.language_model import ScalarModel
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged

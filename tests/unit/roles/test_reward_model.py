@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rillflow.errors import ModelError, RewardError, TrainingError
 from rillflow.formulas.losses import preference_loss
-from rillflow.models.characters import character_tokenizer
+from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
-from rillflow.models.scalar_model import ScalarModel, load_scalar_model
+from rillflow.models.language_model import ScalarModel, load_scalar_model
+from rillflow.models.scalar_head import head_of
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
@@ -69,7 +70,7 @@ def test_scores_have_the_reward_role_s_fields(make_model: MakeModel, make_rollou
     model = make_model()
     rollouts = make_rollouts(model, ["7", "42", ""])
     with torch.no_grad():
-        model.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+        head_of(model.module).weight.normal_(generator=torch.Generator().manual_seed(0))
     found = role(model).score(rollouts)
     assert list(found.fields) == ["rewards", "valid", "outcome", "completion", "message"]
     rewards = found.dense("rewards")
@@ -143,7 +144,7 @@ def test_an_empty_row_and_a_score_that_is_not_finite_are_named(
     with pytest.raises(TrainingError, match=r"row \(epoch 0 prompt 1 sample 0\) is empty"):
         role(model).score(empty)
     with torch.no_grad():
-        model.head.weight.fill_(torch.inf)
+        head_of(model.module).weight.fill_(torch.inf)
     with pytest.raises(RewardError, match=r"score of row \(epoch 0 prompt 0 sample 0\) is (nan|-?inf)"):
         role(model).score(rollouts)
 

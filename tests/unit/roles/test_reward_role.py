@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RewardError
-from rillflow.models.characters import character_tokenizer
+from rillflow.models.bare import character_tokenizer
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout, rollout_batch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rillflow.errors import DataError
-from rillflow.models.characters import character_tokenizer
+from rillflow.models.bare import character_tokenizer
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.row import RowId
 from rillflow.tasks.arithmetic import arithmetic_examples

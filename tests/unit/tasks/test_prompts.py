@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from rillflow.errors import DataError
-from rillflow.models.characters import END, character_tokenizer
+from rillflow.models.bare import END, character_tokenizer
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Finish, Rollout, completions, rollout_batch, rollouts_of
 from rillflow.records.row import RowId

@@ -17,11 +17,13 @@ from rillflow.weights.layout import (
     cast,
     generation_layout,
     generation_mesh,
+    intervals,
+    local_index,
+    local_shape,
     logical_weights,
     merged_stages,
     training_layout,
 )
-from rillflow.weights.local import intervals, local_index, local_shape
 
 
 def test_generation_groups_take_ranks_at_a_stride() -> None:
