@@ -135,7 +135,7 @@ def _simulated(
 
 def simulate(arguments: argparse.Namespace) -> int:
     """``rillflow simulate``: a plan, event by event."""
-    from rillflow.assembly.planned import open_plan
+    from rillflow.planner.plan_file import open_plan
     from rillflow.planner.simulator.layout import Settings
     from rillflow.view.plans import simulation_data, simulation_lines
 
@@ -158,8 +158,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 def calibrate(arguments: argparse.Namespace) -> int:
     """``rillflow calibrate``: the factors with which predictions meet a run."""
-    from rillflow.assembly.observed import cluster_text, observe
-    from rillflow.assembly.planning import open_cluster
+    from rillflow.assembly.planning import cluster_text, observe, open_cluster
     from rillflow.planner.calibration import calibrate as fit
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.view.plans import calibration_data, calibration_lines

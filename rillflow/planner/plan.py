@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from rillflow.planner.grid import Grid
+
+SAMPLER = "sampler"
+"""The unit that generates where that is done apart from the policy's training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,27 @@ class Plan:
     """What the planner expects of a step."""
     predicted_stages_s: Mapping[str, float] = field(default_factory=dict)
     """What it expects of the stages of a step by name; empty where nobody said."""
+
+    @property
+    def placement(self) -> Mapping[str, Mapping[str, Any]]:
+        """The section of a recipe that places it so, but for experts apart, which none can say.
+
+        A pool whose models share it in one grid has it under its own name; else every model has its own. A
+        pool called as a unit would hide that unit's own grid, so it is called otherwise.
+        """
+        names = {one.name: f"pool_{one.name}" if one.name in self.units else one.name for one in self.pools}
+        train: dict[str, dict[str, int]] = {}
+        for pool in names:
+            units = {name: unit.grid for name, unit in self.units.items() if unit.pool == pool}
+            grids = {name: replace(grid, ep=1).axes for name, grid in units.items()}
+            first = next(iter(grids.values()))
+            train |= grids if any(axes != first for axes in grids.values()) else {names[pool]: first}
+        return {
+            "pools": {names[pool.name]: pool.devices for pool in self.pools},
+            "roles": {name: names[unit.pool] for name, unit in self.units.items()},
+            "train": train,
+            "generate": {"tp": max([1, *(unit.generate_tp for unit in self.units.values())])},
+        }
 
     def pool(self, name: str) -> PlannedPool:
         """The pool of a name."""

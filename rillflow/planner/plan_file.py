@@ -1,20 +1,18 @@
 """Plan file: a plan as TOML that a person can read, change and launch.
 
-Plan ─ plan_text ─> plan.toml ─ read_plan ─> the same Plan, or what contradicts in it
+Plan ─ plan_text ─> plan.toml ─ open_plan ─> the same Plan, or what contradicts in it
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
 
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError, nearest
 from rillflow.planner.grid import Grid
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import SAMPLER
+from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow.planner.quantities import TABLE, TEXT, YES, Reader, number, one_of, values, whole
 
 COMMENT = "Where models lie and what a step should take; rillflow run RECIPE --plan FILE launches it."
@@ -27,10 +25,6 @@ def plan_text(plan: Plan) -> str:
         PlanError: it contradicts itself, so that it could not be read back.
     """
     require_possible(plan)
-    pools = {
-        pool.name: {"fleet": pool.fleet, "devices": pool.devices, "device": pool.device or None}
-        for pool in plan.pools
-    }
     tables = {
         "name": plan.name,
         "freshness": plan.freshness,
@@ -40,14 +34,35 @@ def plan_text(plan: Plan) -> str:
         "weights": None if plan.weights == "exposed" else plan.weights,
         "oversample_prompts": float(plan.oversample_prompts),
         "oversample_samples": float(plan.oversample_samples),
-        "pools": pools,
-        "units": {name: _unit_table(unit) for name, unit in plan.units.items()},
+        "pools": {
+            pool.name: {"fleet": pool.fleet, "devices": pool.devices, "device": pool.device or None}
+            for pool in plan.pools
+        },
+        "units": {
+            name: {"pool": unit.pool, **unit.grid.axes, "generate_tp": unit.generate_tp or None}
+            for name, unit in plan.units.items()
+        },
         "predicted": {
             "step_s": float(plan.predicted_step_s),
             "stages_s": {name: float(value) for name, value in plan.predicted_stages_s.items()},
         },
     }
     return toml_text(tables, comment=COMMENT)
+
+
+def open_plan(file: Path) -> Plan:
+    """The plan of a file.
+
+    Raises:
+        PlanError: it is not there, or no plan.
+    """
+    try:
+        text = file.read_text("utf-8")
+    except FileNotFoundError:
+        raise PlanError(f"{file} does not exist", why="a plan is a file", fix="rillflow plan --out") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{file} cannot be read", why=str(error)) from error
+    return read_plan(text, str(file))
 
 
 def read_plan(text: str, name: str) -> Plan:
@@ -68,103 +83,76 @@ def read_plan(text: str, name: str) -> Plan:
         ) from None
     said = values(data, _PLAN, name, needed={"name", "pools", "units"})
     predicted = values(said.pop("predicted", {}), _PREDICTED, f"{name}: predicted")
-    pools, units = said.pop("pools"), said.pop("units")
-    plan = Plan(
-        **said,
-        pools=tuple(_pool(key, one, f"{name}: pools.{key}") for key, one in pools.items()),
-        units={key: _unit(one, f"{name}: units.{key}") for key, one in units.items()},
-        predicted_step_s=predicted.get("step_s", 0.0),
-        predicted_stages_s={
-            key: _SECONDS(spent, f"{name}: predicted.stages_s.{key}")
-            for key, spent in predicted.get("stages_s", {}).items()
-        },
+    stages_s = predicted.get("stages_s", {})
+    said["pools"] = tuple(
+        PlannedPool(name=key, **values(one, _POOL, f"{name}: pools.{key}", needed={"fleet", "devices"}))
+        for key, one in said["pools"].items()
     )
-    problem = next(contradictions(plan), None)
-    if problem is not None:
-        raise PlanError(f"{name}: {problem.what}", why=problem.why, fix=problem.fix)
+    said["units"] = {key: _unit(one, f"{name}: units.{key}") for key, one in said["units"].items()}
+    said["predicted_step_s"] = predicted.get("step_s", 0.0)
+    said["predicted_stages_s"] = values(
+        stages_s, dict.fromkeys(stages_s, number(0.0)), f"{name}: predicted.stages_s"
+    )
+    plan = Plan(**said)
+    try:
+        require_possible(plan)
+    except PlanError as error:
+        raise PlanError(f"{name}: {error.what}", why=error.why, fix=error.fix) from None
     return plan
 
 
 def require_possible(plan: Plan) -> None:
-    """Refuse a plan that contradicts itself.
+    """Refuse a plan that contradicts itself, whatever it is a plan of.
 
     Raises:
         PlanError: the first contradiction.
     """
-    for problem in contradictions(plan):
-        raise problem
-
-
-def contradictions(plan: Plan) -> Iterator[PlanError]:
-    """What cannot be in a plan, whatever it is a plan of."""
-    counted = Counter(pool.name for pool in plan.pools)
-    for name, count in counted.items():
-        if count > 1:
-            yield PlanError(f"{count} pools are called {name!r}", why="a pool is known by its name")
+    names = [pool.name for pool in plan.pools]
+    for name in names:
+        if names.count(name) > 1:
+            count = names.count(name)
+            raise PlanError(f"{count} pools are called {name!r}", why="a pool is known by its name")
     for name, unit in plan.units.items():
-        if unit.pool not in counted:
-            yield PlanError(
+        if unit.pool not in names:
+            raise PlanError(
                 f"units.{name}.pool is {unit.pool!r}",
-                why=f"the pools are {', '.join(counted) or 'none'}",
-                fix=nearest(unit.pool, counted),
+                why=f"the pools are {', '.join(names) or 'none'}",
+                fix=nearest(unit.pool, names),
             )
-            continue
-        yield from _misfits(name, unit, plan.pool(unit.pool))
-    for pool in plan.pools:
-        if all(unit.pool != pool.name for unit in plan.units.values()):
-            yield PlanError(f"the pool {pool.name} has no unit", why="its devices would do nothing")
-    for name, value, least in (
-        ("freshness", plan.freshness, 0),
-        ("oversample_prompts", plan.oversample_prompts, 1),
-        ("oversample_samples", plan.oversample_samples, 1),
-    ):
-        if not value >= least:
-            yield PlanError(f"{name} is {value:g}", why=f"it is {least} or more")
-    ahead = plan.freshness > 0 or plan.streams or plan.publish_every > 0
-    if ahead and SAMPLER not in plan.units:
-        yield PlanError(
+        _require_filled(name, unit, plan.pool(unit.pool))
+    for idle in sorted(set(names) - {unit.pool for unit in plan.units.values()}):
+        raise PlanError(f"the pool {idle} has no unit", why="its devices would do nothing")
+    for name, least in (("freshness", 0), ("oversample_prompts", 1), ("oversample_samples", 1)):
+        if not vars(plan)[name] >= least:
+            raise PlanError(f"{name} is {vars(plan)[name]:g}", why=f"it is {least} or more")
+    if (plan.freshness or plan.streams or plan.publish_every) and SAMPLER not in plan.units:
+        raise PlanError(
             f"freshness is {plan.freshness} and no unit is called {SAMPLER}",
             why="where generation takes turns with training it never runs ahead of the weights",
             fix="set freshness = 0",
         )
 
 
-def _misfits(name: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[PlanError]:
+def _require_filled(name: str, unit: PlannedUnit, pool: PlannedPool) -> None:
+    """Refuse a grid that does not fill its pool, or cannot be cut so."""
     grid = unit.grid
     if grid.devices != pool.devices:
-        product = (
-            " x ".join(map(str, (grid.dp, grid.pp, grid.tp, *([grid.cp] if grid.cp > 1 else []))))
-            + f" = {grid.devices}"
-        )
-        yield PlanError(
+        sizes = " x ".join(str(size) for axis, size in grid.axes.items() if axis != "ep")
+        raise PlanError(
             f"units.{name} is {grid} and the pool {pool.name} has {pool.devices} devices",
-            why=f"every device has one place in the grid; {product}",
+            why=f"every device has one place in the grid; {sizes} = {grid.devices}",
             fix="change an axis or the pool's size",
         )
     if (grid.devices // grid.pp) % grid.ep:
-        yield PlanError(
+        raise PlanError(
             f"units.{name}.ep is {grid.ep} with dp {grid.dp} x tp {grid.tp}",
             why=f"experts lie on those devices; {grid.devices // grid.pp} / {grid.ep} is no whole number",
         )
     if unit.generate_tp and pool.devices % unit.generate_tp:
-        yield PlanError(
+        raise PlanError(
             f"units.{name}.generate_tp is {unit.generate_tp} and its pool has {pool.devices} devices",
             why=f"copies are alike; {pool.devices} / {unit.generate_tp} is no whole number",
         )
-
-
-def _unit_table(unit: PlannedUnit) -> dict[str, Any]:
-    grid = unit.grid
-    table: dict[str, Any] = {"pool": unit.pool, "fsdp" if grid.is_sharded else "dp": grid.dp}
-    table |= {"pp": grid.pp, "tp": grid.tp}
-    table |= {axis: size for axis, size in (("cp", grid.cp), ("ep", grid.ep)) if size > 1}
-    if unit.generate_tp:
-        table["generate_tp"] = unit.generate_tp
-    return table
-
-
-def _pool(name: str, data: object, where: str) -> PlannedPool:
-    return PlannedPool(name=name, **values(data, _POOL, where, needed={"fleet", "devices"}))
 
 
 def _unit(data: object, where: str) -> PlannedUnit:
@@ -175,14 +163,12 @@ def _unit(data: object, where: str) -> PlannedUnit:
             why="devices with other rows each hold all parameters (dp) or their share of them (fsdp)",
             fix="remove one of the two",
         )
-    pool, generate_tp = said.pop("pool"), said.pop("generate_tp", 0)
-    is_sharded = "fsdp" in said
+    pool, generate_tp, is_sharded = said.pop("pool"), said.pop("generate_tp", 0), "fsdp" in said
     grid = Grid(dp=said.pop("fsdp", said.pop("dp", 1)), **said, is_sharded=is_sharded)
     return PlannedUnit(pool=pool, grid=grid, generate_tp=generate_tp)
 
 
-_SECONDS = number(0.0)
-_PREDICTED: Mapping[str, Reader] = {"step_s": _SECONDS, "stages_s": TABLE}
+_PREDICTED: Mapping[str, Reader] = {"step_s": number(0.0), "stages_s": TABLE}
 _POOL: Mapping[str, Reader] = {"fleet": TEXT, "devices": whole(1), "device": TEXT}
 _UNIT: Mapping[str, Reader] = {
     "pool": TEXT,

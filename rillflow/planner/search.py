@@ -24,7 +24,7 @@ from rillflow.planner.hardware import Hardware
 from rillflow.planner.option import Costs
 from rillflow.planner.problem import Problem
 from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking
-from rillflow.planner.reasons import no_plan_fits, why_it_is_behind
+from rillflow.planner.reasons import explained, no_plan_fits
 from rillflow.planner.variant import Variant, preference
 
 CostsOf = Callable[[Problem], Costs]
@@ -137,9 +137,7 @@ def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> 
         best = variant.best(partition, room) if np.isfinite(bounds[place]) else None
         nowhere += best is None
         found = sorted([*found, *([] if best is None else [best])], key=preference)
-    ranked = [
-        one if one is found[0] else replace(one, **why_it_is_behind(one, found[0])) for one in found[:kept]
-    ]
+    ranked = [*found[:1], *(explained(one, found[0]) for one in found[1:kept])]
     return Ranking(best=tuple(ranked), placements=len(every), nowhere=nowhere)
 
 

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
+from rillflow.config.toml_text import inline_text
 from rillflow.observe.wording import number, size
-from rillflow.planner.plan import Plan
+from rillflow.planner.plan import SAMPLER, Plan
 from rillflow.planner.problem import Statement
 from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking
 from rillflow.planner.search import LITTLE, ClusterSize
@@ -365,19 +366,9 @@ def _warnings(found: Decision) -> Iterator[str]:
 
 def _placement(plan: Plan) -> list[str]:
     """The recipe's section, where a run can follow the plan."""
-    if plan.freshness or "sampler" in plan.units or any(unit.grid.ep > 1 for unit in plan.units.values()):
+    if SAMPLER in plan.units or any(unit.grid.ep > 1 for unit in plan.units.values()):
         return ["", "a recipe cannot say this placement yet: --out keeps it as a plan"]
-    tp = max(unit.generate_tp for unit in plan.units.values())
-    pools = ", ".join(f"{pool.name}_pool = {pool.devices}" for pool in plan.pools)
-    roles = ", ".join(f'{name} = "{unit.pool}_pool"' for name, unit in plan.units.items())
-    grids = [
-        f"train.{name} = {{ {'fsdp' if grid.is_sharded else 'dp'} = {grid.dp}, pp = {grid.pp}, "
-        f"tp = {grid.tp} }}"
-        for name, unit in plan.units.items()
-        for grid in [unit.grid]
-    ]
-    head = ["", "[placement]", f"pools = {{ {pools} }}", f"roles = {{ {roles} }}"]
-    return [*head, *grids, f"generate.tp = {max(1, tp)}"]
+    return ["", "[placement]", *(f"{key} = {inline_text(value)}" for key, value in plan.placement.items())]
 
 
 def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:

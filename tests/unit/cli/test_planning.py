@@ -116,8 +116,9 @@ def test_the_price_that_an_error_asks_for_is_one_that_a_cluster_may_have(
 
 
 def test_a_planned_recipe_passes_the_check_of_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rillflow.assembly.planned import open_plan, require_for, settings_of
+    from rillflow.assembly.planned import require_for, settings_of
     from rillflow.assembly.recipe import load_recipe
+    from rillflow.planner.plan_file import open_plan
 
     said(capsys, *PLAN, "--out", "plan.toml")
     plan = open_plan(here / "plan.toml")
