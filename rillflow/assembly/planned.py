@@ -17,8 +17,7 @@ from rillflow.config.overrides import parse_override
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError, PlanError, nearest
 from rillflow.observe import durable, layout
-from rillflow.planner.plan import SAMPLER, Plan
-from rillflow.planner.plan_file import open_plan, plan_text
+from rillflow.planner.plan import SAMPLER, Plan, open_plan, plan_text
 
 PLANNED = ("placement.pools", "placement.roles", "placement.train", "placement.generate")
 """What a plan settles."""

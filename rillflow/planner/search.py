@@ -96,8 +96,8 @@ def explore(
     """
     objective = objective or Objective()
     _require_prices(problem, objective)
-    scaled = [_scaled(problem.hardware, Fraction(factor)) for factor in sorted(times)]
-    clusters = [hardware for hardware in scaled if hardware is not None]
+    other = [scaled(problem.hardware, Fraction(factor)) for factor in sorted(times)]
+    clusters = [hardware for hardware in other if hardware is not None]
     largest = max([problem.hardware, *clusters], key=lambda hardware: hardware.devices)
     made = [
         Variant(one, costs(one), objective)
@@ -149,7 +149,7 @@ def _variants(problem: Problem, freshness: int, apart_in_step: bool) -> list[Pro
     return [problem.apart(freshness)]
 
 
-def _scaled(hardware: Hardware, factor: Fraction) -> Hardware | None:
+def scaled(hardware: Hardware, factor: Fraction) -> Hardware | None:
     """So many times the machines; none where that is no whole number of each kind."""
     fleets = []
     for fleet in hardware.fleets:

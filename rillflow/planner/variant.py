@@ -97,12 +97,12 @@ class Variant:
         self._beside = np.array(
             [0.0 if stage.index in owned else costs.function_s(stage, most) for stage in self._stages]
         )
-        places = [(number, size) for number, fleet in enumerate(self._fleets) for size in fleet.sizes]
-        self._fleet, self._devices = np.array(places, dtype=np.int64).T
-        self._prices = np.array([self._fleets[number].price_per_hour * size for number, size in places])
-        self._taken = np.where(
-            self._fleet[:, None] == np.arange(len(self._fleets)), self._devices[:, None], 0
-        )
+        self._places = [(fleet, size) for fleet in self._fleets for size in fleet.sizes]
+        """Where a pool may lie; the arrays say of each its fleet's number, devices, price an hour."""
+        self._fleet = np.array([self._fleets.index(fleet) for fleet, _ in self._places])
+        self._devices = np.array([size for _, size in self._places])
+        self._prices = np.array([fleet.price_per_hour * size for fleet, size in self._places])
+        self._taken = self._devices[:, None] * (self._fleet[:, None] == np.arange(len(self._fleets)))
 
     def partitions(self) -> list[Partition]:
         """Every way to put the units into pools."""
@@ -143,12 +143,8 @@ class Variant:
         """The plan of an allocation, evaluated."""
         pools, units = [], {}
         for pool, place in zip(partition, row.tolist(), strict=True):
-            way, name, size = (
-                self._ways(pool).ways[place],
-                self._units[pool[0]].name,
-                int(self._devices[place]),
-            )
-            fleet = self._fleets[self._fleet[place]]
+            (fleet, size), way = self._places[place], self._ways(pool).ways[place]
+            name = self._units[pool[0]].name
             pools.append(PlannedPool(name=name, fleet=fleet.name, devices=size, device=fleet.device.name))
             assert way is not None, "a plan is made of ways that were found"
             for unit, option in zip(pool, way.options, strict=True):
@@ -244,78 +240,58 @@ class Variant:
 
     def _way(self, pool: Pool, place: int) -> _Way | None:
         """Grids of a pool's units: from the fastest and from the smallest of each, one changed at a time."""
-        choices = [self._alone(unit, place) for unit in pool]
+        fleet, devices = self._places[place]
+        choices = [self._costs.options(self._units[unit], fleet.name, devices) for unit in pool]
         if not all(choices):
             return None
-        if len(pool) == 1:
-            return min(choices[0], key=lambda way: way.score)
         starts = (
-            [ways[0] for ways in choices],
-            [min(ways, key=lambda way: way.options[0].bytes) for ways in choices],
+            [min(options, key=lambda one: (sum(one.seconds.values()), one.bytes)) for options in choices],
+            [min(options, key=lambda one: one.bytes) for options in choices],
         )
         found = [self._descended(pool, place, choices, start) for start in starts]
         return min((one for one in found if one is not None), key=lambda way: way.score, default=None)
 
     def _descended(
-        self, pool: Pool, place: int, choices: Sequence[Sequence[_Way]], picked: Sequence[_Way]
+        self, pool: Pool, place: int, choices: Sequence[Sequence[Option]], picked: Sequence[Option]
     ) -> _Way | None:
-        """The way that no change of one option makes faster, from a start; none where it never fits.
-
-        Units that share a pool have less room to generate in than each alone, so that their loads alone bound
-        the score from below.
-        """
-        best = self._laid(pool, place, [way.options[0] for way in picked])
+        """The way that no change of one option makes faster, from a start; none where it never fits."""
+        best = self._laid(pool, place, picked)
         while True:
             before = best
-            for number, ways in enumerate(choices):
-                for way in ways:
-                    tried = [*picked[:number], way, *picked[number + 1 :]]
+            for number, options in enumerate(choices):
+                for option in options:
+                    tried = [*picked[:number], option, *picked[number + 1 :]]
                     most = math.inf if best is None else best.score * (1 - 1e-9)
-                    if way is picked[number] or sum(one.load_s for one in tried) >= most:
-                        continue
-                    laid = self._laid(pool, place, [one.options[0] for one in tried])
-                    if laid is not None and laid.score < most:
+                    laid = None if option is picked[number] else self._laid(pool, place, tried, most)
+                    if laid is not None:
                         picked, best = tried, laid
             if best is before:
                 return best
 
-    def _alone(self, unit: int, place: int) -> tuple[_Way, ...]:
-        """A unit by itself on each of its options that fits, the fastest first."""
-        if (unit, place) not in self._single:
-            fleet, devices = self._fleets[self._fleet[place]].name, int(self._devices[place])
-            options = self._costs.options(self._units[unit], fleet, devices)
-            fastest = sorted(options, key=lambda one: (sum(one.seconds.values()), one.bytes))
-            ways = [self._laid((unit,), place, [one]) for one in fastest]
-            self._single[unit, place] = tuple(way for way in ways if way is not None)
-        return self._single[unit, place]
-
-    def _laid(self, pool: Pool, place: int, options: Sequence[Option]) -> _Way | None:
-        """What the units cost on these options; none where they do not fit."""
-        fleet, devices = self._fleets[self._fleet[place]].name, int(self._devices[place])
+    def _laid(self, pool: Pool, place: int, options: Sequence[Option], most: float = math.inf) -> _Way | None:
+        """What the units cost on these options; none where they do not fit, or score ``most`` or more."""
+        fleet, devices = self._places[place]
         units = [self._units[unit] for unit in pool]
-        room = self._costs.room_bytes(
-            fleet, {unit.name: option for unit, option in zip(units, options, strict=True)}
-        )
+        seconds = {index: spent for option in options for index, spent in option.seconds.items()}
+        load, bound = sum(seconds.values()), self.problem.freshness
+        if load >= most:
+            return None
+        named = {unit.name: option for unit, option in zip(units, options, strict=True)}
+        room = self._costs.room_bytes(fleet.name, named)
         if room < 0:
             return None
-        seconds: dict[int, float] = {}
-        load = 0.0
         for unit, option in zip(units, options, strict=True):
-            seconds |= option.seconds
-            load += sum(option.seconds.values())
-            for index in unit.stages:
-                if index not in self._generated:
-                    continue
-                decoder = self._costs.decoder(unit, option, fleet, devices, room)
+            for index in self._generated.intersection(unit.stages):
+                decoder = self._costs.decoder(unit, option, fleet.name, devices, room)
                 if decoder is None:
                     return None
                 stage = self._stages[index]
                 seconds[index] = spent = self._costs.generate_s(stage, decoder)
-                load += self._costs.steady_s(stage, decoder) if self.problem.freshness else spent
+                load += self._costs.steady_s(stage, decoder) if bound else spent
         if self._is_apart:
             seconds |= dict.fromkeys(self._published.intersection(seconds), 0.0)
-        score, bound = load, self.problem.freshness
-        if bound:
-            latency = sum(seconds.values()) / (bound + 1)
-            score = max(load, latency) + 0.1 * (load + latency)
+        latency = sum(seconds.values()) / (bound + 1)
+        score = max(load, latency) + 0.1 * (load + latency) if bound else load
+        if score >= most:
+            return None
         return _Way(options=tuple(options), seconds=seconds, load_s=load, score=score)

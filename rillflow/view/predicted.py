@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from rillflow.observe import layout
-from rillflow.planner.plan_file import open_plan
+from rillflow.planner.plan import open_plan
 from rillflow.records.metrics import Mean
 from rillflow.view.columns import columns, seconds
 from rillflow.view.html import Html, el, table

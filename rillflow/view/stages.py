@@ -37,12 +37,12 @@ class StageTime:
 
 
 def stage_times(data: RunData, first: int, last: int) -> list[StageTime]:
-    """The stages of steps ``first`` to ``last``, the longest first."""
+    """The stages of steps ``first`` to ``last``, in order of appearance."""
     by_stage: dict[str, list[SpanRecord]] = defaultdict(list)
     for span in data.spans:
         if first <= span.step <= last:
             by_stage[span.stage].append(span)
-    return sorted((_stage_time(*one) for one in by_stage.items()), key=lambda one: -one.seconds)
+    return [_stage_time(stage, spans) for stage, spans in by_stage.items()]
 
 
 def covered(spans: Sequence[SpanRecord], start_s: float, end_s: float) -> float:
@@ -60,7 +60,7 @@ def draw_stages(data: RunData) -> list[Html]:
     colours: dict[str, int] = {}
     cards = []
     for phase in data.phases:
-        times = stage_times(data, phase.first, phase.last)
+        times = sorted(stage_times(data, phase.first, phase.last), key=lambda one: -one.seconds)
         for one in times:
             colours.setdefault(one.stage, len(colours) % COLOURS)
         spans = [span for span in data.spans if phase.first <= span.step <= phase.last]

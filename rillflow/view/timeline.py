@@ -20,7 +20,7 @@ from rillflow.view.style import COLOURS
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1080, 190, 14, 8, 26
 LANE, GAP, POOL_GAP = 18, 4, 10
 SHOWN_STEPS = 4
-"""Steps of a run that are drawn: its last ones."""
+"""Steps that are drawn: of a run its last ones, of a simulation the first."""
 
 
 @dataclass(frozen=True, kw_only=True)

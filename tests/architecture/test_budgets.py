@@ -42,7 +42,7 @@ PACKAGE_LINES = 24_650
 PLANNER = [
     "rillflow/planner/",
     *(f"rillflow/assembly/{name}.py" for name in ("planning", "planned", "rows")),
-    *(f"rillflow/view/{name}.py" for name in ("plans", "plan_page", "predicted", "timeline")),
+    *(f"rillflow/view/{name}.py" for name in ("plans", "predicted", "timeline")),
     "rillflow/cli/planning.py",
 ]
 """What plans, with what feeds and shows it."""

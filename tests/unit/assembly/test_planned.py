@@ -16,8 +16,7 @@ from rillflow.cluster.config import PlacementConfig
 from rillflow.errors import ConfigError, PlanError
 from rillflow.observe import layout
 from rillflow.planner.grid import Grid
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.plan_file import open_plan, plan_text
+from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit, open_plan, plan_text
 
 RECIPE = """
 [policy]

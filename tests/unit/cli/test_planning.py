@@ -13,7 +13,7 @@ import pytest
 from rillflow.assembly.planned import is_placed_by
 from rillflow.assembly.recipe import load_recipe
 from rillflow.cli.main import main
-from rillflow.planner.plan_file import read_plan
+from rillflow.planner.plan import read_plan
 
 ROOT = Path(__file__).parents[3]
 RECIPE = """
@@ -118,7 +118,7 @@ def test_the_price_that_an_error_asks_for_is_one_that_a_cluster_may_have(
 def test_a_planned_recipe_passes_the_check_of_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rillflow.assembly.planned import require_for, settings_of
     from rillflow.assembly.recipe import load_recipe
-    from rillflow.planner.plan_file import open_plan
+    from rillflow.planner.plan import open_plan
 
     said(capsys, *PLAN, "--out", "plan.toml")
     plan = open_plan(here / "plan.toml")
