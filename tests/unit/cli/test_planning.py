@@ -235,7 +235,6 @@ def test_generation_may_be_apart_in_step(here: Path, capsys: pytest.CaptureFixtu
         ([*PLAN, "--objective", "devices"], "no deadline"),
         ([*PLAN, "--objective", "cost"], "price"),
         ([*PLAN, "--deadline", "1e-9"], "1e-09"),
-        ([*PLAN, "--plot", "plan.pdf"], "names no kind of picture"),
         ([*PLAN, "--lengths", "nowhere"], "no run directory"),
         ([*SIMULATE], "plan.toml does not exist"),
         (["calibrate", "nowhere"], "no run directory"),
@@ -254,11 +253,22 @@ def test_what_cannot_be_planned_is_said(
     assert what in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("words", [["--freshness", "-1"], ["--freshness", "a"], ["--objective", "speed"]])
-def test_wrong_words_are_usage_errors(here: Path, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--freshness", "-1"], "-1"),
+        (["--freshness", "a"], "'a' is no list"),
+        (["--objective", "speed"], "'speed'"),
+        (["--plot", "plan.pdf"], "plan.pdf names no kind of picture"),
+    ],
+)
+def test_wrong_words_are_usage_errors(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], what: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*PLAN, *words])
     assert caught.value.code == 2
+    assert what in capsys.readouterr().err
 
 
 def test_what_places_and_what_only_predicts_are_not_given_together(here: Path) -> None:
