@@ -2,7 +2,42 @@
 
     recipe.toml -> config -> algorithm -> flow -> run directory -> view, resume
 
-Importing this package imports neither torch nor any engine: each room is imported by its own name.
+Importing this package imports neither torch nor any engine: each room is imported by its own name, and what
+stands here, ``train`` and ``open_run``, when it is first used.
 """
 
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rillflow.assembly.python import StepResult, train
+    from rillflow.assembly.run import Run, open_run
+
 __version__ = "0.1.0"
+__all__ = ["Run", "StepResult", "open_run", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rillflow.assembly import python, run
+
+    return {**vars(run), **vars(python)}[name]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+class _Package(ModuleType):
+    """This package, whose ``train`` stays the function when the engine of that name is imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in __all__:
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

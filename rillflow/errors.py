@@ -95,6 +95,10 @@ class RunDirectoryError(RillflowError):
     """A run directory that cannot be written, resumed or read."""
 
 
+class CallbackError(RillflowError):
+    """A callback of the user's raised, after a whole step."""
+
+
 class Interrupted(RillflowError):
     """The user asked the run to stop; the checkpoint named in the message resumes it."""
 

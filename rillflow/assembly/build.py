@@ -18,6 +18,7 @@ from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.cast import JUDGE, Cast
 from rillflow.assembly.encoding import EncodedTask, Voice, encode_task
 from rillflow.assembly.phases import PhasePlan, phase_plans
+from rillflow.assembly.preflight import cost_functions, reward_functions
 from rillflow.assembly.recipe import Recipe
 from rillflow.cluster.start import start_backend
 from rillflow.config.problems import together
@@ -26,8 +27,9 @@ from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.models.language_model import choose_device
 from rillflow.observe.progress import Progress
+from rillflow.observe.reader import Evaluation
 from rillflow.observe.run_directory import RunDirectory
-from rillflow.pipeline.evaluate import Evaluation, judged, ranked
+from rillflow.pipeline.evaluate import judged, ranked
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.pipeline.loop import Cadence, Loop, Phase, Stream
 from rillflow.records.batch import Batch
@@ -78,7 +80,7 @@ class Build:
                 raise together(encoded.problems, f"the task {task.name}")
         self.encoded = encoded
         """Its rows."""
-        self._cast.start_scorers(task.reward)
+        self._cast.start_scorers(reward_functions(recipe, base, task), cost_functions(recipe, base))
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
         """Run what is left of every phase."""

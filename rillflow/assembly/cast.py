@@ -9,7 +9,7 @@ The reference of the second phase is the policy the first one left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rillflow.dataflow.executor import GroupExecutor
 from rillflow.models.config import ModelConfig
 from rillflow.observe import layout
 from rillflow.placement.mesh import Mesh
-from rillflow.rewards.function import parse_function
+from rillflow.rewards.function import FunctionPath
 from rillflow.roles.critic import Critic
 from rillflow.roles.policy import Policy
 from rillflow.roles.reference import Reference
@@ -81,24 +81,26 @@ class Cast:
     def __contains__(self, role: str) -> bool:
         return role in self._groups
 
-    def start_scorers(self, own: str | None) -> None:
+    def start_scorers(self, functions: Sequence[FunctionPath], costs: Sequence[FunctionPath]) -> None:
         """Make the reward, the cost and the judge; none of them where nothing is sampled or no one asks.
 
         Args:
-            own: the task's scorer, for a recipe that names no function.
+            functions: what scores, or judges where a model scores.
+            costs: what says what a row costs.
         """
         if not self._recipe.has_policy:
             return
         reward, cost = self._recipe.reward, self._recipe.cost
-        function = reward.function or own
-        if function is not None:
-            self._start(JUDGE if reward.model else "reward", self._function_factory(casting.reward, function))
+        if functions:
+            self._start(
+                JUDGE if reward.model else "reward", self._function_factory(casting.reward, functions)
+            )
         if reward.model is not None:
             self._start("reward", self._scorer_factory("reward", reward.model, RewardModel))
         if cost.model is not None:
             self._start("cost", self._scorer_factory("cost", cost.model, CostModel))
-        elif cost.function is not None:
-            self._start("cost", self._function_factory(casting.cost, cost.function))
+        elif costs:
+            self._start("cost", self._function_factory(casting.cost, costs))
 
     def begin(self, plan: PhasePlan, goes_on: Checkpoint | None) -> tuple[str, ...]:
         """Get everything ready for a phase; the roles it trains, the lead first.
@@ -185,8 +187,8 @@ class Cast:
             kept.read(self._recipe.placement.deadline_s)
         return _directory(folder, self._recipe)
 
-    def _function_factory(self, kind: Callable[..., Reward], function: str) -> Factory:
-        return partial(kind, parse_function(function, self._base), self._recipe.reward, self.tokenizer)
+    def _function_factory(self, kind: Callable[..., Reward], functions: Sequence[FunctionPath]) -> Factory:
+        return partial(kind, functions, self._recipe.reward, self.tokenizer)
 
     def _scorer_factory(self, role: str, path: str, kind: type[RewardModel]) -> Factory:
         recipe = self._recipe

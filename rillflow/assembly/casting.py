@@ -8,6 +8,7 @@ they are used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from rillflow.observe.durable import write_error
 from rillflow.placement.mesh import Mesh
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.workers import RewardWorkers
+from rillflow.rewards.weighted import WeightedWorkers
 from rillflow.roles.critic import Critic
 from rillflow.roles.policy import Policy
 from rillflow.roles.reference import Reference
@@ -80,9 +81,11 @@ def reference(
     return Reference(meshes.share(loaded, site), train=train, temperature=temperature)
 
 
-def reward(function: FunctionPath, settings: RewardConfig, tokenizer: Tokenizer, site: Site) -> Reward:
-    """The reward function, in children that end with the rank."""
-    workers = site.stack.enter_context(RewardWorkers(function, settings))
+def reward(
+    functions: Sequence[FunctionPath], settings: RewardConfig, tokenizer: Tokenizer, site: Site
+) -> Reward:
+    """The reward functions, in children that end with the rank."""
+    workers = site.stack.enter_context(WeightedWorkers(functions, settings))
     return Reward(workers, tokenizer, max_failures=settings.max_failures)
 
 
@@ -130,9 +133,11 @@ def learner(
     )
 
 
-def cost(function: FunctionPath, settings: RewardConfig, tokenizer: Tokenizer, site: Site) -> Reward:
+def cost(
+    functions: Sequence[FunctionPath], settings: RewardConfig, tokenizer: Tokenizer, site: Site
+) -> Reward:
     """The cost function, under the reward's limits; its scores are called ``costs``."""
-    workers = site.stack.enter_context(RewardWorkers(function, settings))
+    workers = site.stack.enter_context(WeightedWorkers(functions, settings))
     return Cost(workers, tokenizer, max_failures=settings.max_failures)
 
 

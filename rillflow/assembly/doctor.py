@@ -32,7 +32,6 @@ LEAST_MEMORY_BYTES = 2 * GIB
 LEAST_DISK_BYTES = 2 * GIB
 LEAST_FILES = 256
 LEAST_PROCESSES = 64
-OLDEST_PYTHON = (3, 11)
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
@@ -81,9 +80,6 @@ def examine(folder: Path) -> list[Finding]:
 def python() -> list[Finding]:
     """The interpreter's version."""
     found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info < OLDEST_PYTHON:
-        fix = "make a virtual environment with Python 3.11 or newer"
-        return [Finding(name="python", health=Health.FAIL, what=found, fix=fix)]
     return [Finding(name="python", health=Health.OK, what=found)]
 
 

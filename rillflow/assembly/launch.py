@@ -8,14 +8,13 @@ Nothing heavy is imported before the data and the run directory are known to be 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from rillflow.assembly.encoding import EncodedTask
-from rillflow.assembly.looks import require_sound
+from rillflow.assembly.looks import Report, require_sound
 from rillflow.assembly.planned import keep_plan
+from rillflow.assembly.preflight import NOTHING, Given
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.resume import (
     MAY_CHANGE,
@@ -34,23 +33,13 @@ from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
 from rillflow.observe.reader import read_metrics
 from rillflow.observe.run_directory import RunDirectory, holds_step, set_aside
+from rillflow.pipeline.interrupt import Interruption
 from rillflow.planner.plan import Plan
-from rillflow.tasks.example import Example
-from rillflow.tasks.task import Task
+from rillflow.records.metrics import Metrics
 from rillflow.view.predicted import compare, render_comparison
 from rillflow.view.report import write_report
 from rillflow.view.run_data import load
 from rillflow.view.summary import Summary, render_text, summarise, warnings_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launched:
-    """How a run ended."""
-
-    run: Path
-    """Its directory."""
-    summary: Summary
-    """What came of it."""
 
 
 def launch(
@@ -61,8 +50,11 @@ def launch(
     quiet: bool = False,
     plan: Plan | None = None,
     command: Sequence[str] = (),
-) -> Launched:
-    """Run a recipe to its end, from the newest checkpoint where there is one.
+    given: Given = NOTHING,
+    told: Callable[[str, int, Metrics], None] | None = None,
+    interruption: Interruption | None = None,
+) -> Summary:
+    """Run a recipe to its end, from the newest checkpoint where there is one; what came of it.
 
     Args:
         recipe: the checked settings.
@@ -72,6 +64,9 @@ def launch(
         plan: what the recipe's placement is from, or what is expected of it; kept in the run directory, and
             compared with at the end. None: that of an earlier start, where the placement is still as it says.
         command: what was typed, for the commands that the summary suggests; empty where a program launches.
+        given: rows and rewards that are no files.
+        told: called after every whole step with its phase, number and metrics; an error of it ends the run.
+        interruption: what asks the run to stop, beside the signals.
 
     Raises:
         RillflowError: anything a user can mend, with what, why and what to do.
@@ -79,23 +74,23 @@ def launch(
     """
     path = Path(recipe.run.dir or "runs/run")
     drawn = None if fresh else drawn_from(path)
-    sound = require_sound(recipe, base, (lambda _: None) if quiet else Progress.say, drawn=drawn)
-    task = sound.task
-    assert task is not None, "a recipe without rows is not sound"
+    sound = require_sound(recipe, base, (lambda _: None) if quiet else Progress.say, drawn=drawn, given=given)
     if fresh:
         set_aside(path)
     with ExitStack() as stack:
-        run = RunDirectory.open(path, resolved(recipe, task, base), may_change=MAY_CHANGE)
-        stack.callback(run.close)
-        require_possible(recipe, path, run.changes, task)
-        progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet))
+        settings = resolved(recipe, sound.rows, base)
+        run = stack.enter_context(RunDirectory.open(path, settings, may_change=MAY_CHANGE))
+        require_possible(recipe, path, run.changes, sound.rows)
+        progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet, told=told))
         if is_finished(recipe, path):
             progress.note(f"{path} is finished; --fresh sets it aside and starts again")
         else:
             for note in (*sound.notes, *warnings_of(load(path))):
                 progress.note(f"note: {note}")
             try:
-                _train(recipe, base, task, sound.encoded, run, progress, stack, plan, command)
+                with interruption or Interruption() as asked:
+                    asked.say = progress.note
+                    _train(recipe, base, sound, run, progress, stack, plan, command, asked)
             except Exception:
                 _leave_report(run, progress)
                 raise
@@ -105,11 +100,16 @@ def launch(
             progress.note(f"the run is finished, and its report is not; the same command writes it: {error}")
         summary = summarise(path)
     if not quiet:
-        Progress.say(render_text(summary))
-        compared = compare(load(path))
-        if compared is not None:
-            Progress.say(render_comparison(compared))
-    return Launched(run=path, summary=summary)
+        _say(summary, path)
+    return summary
+
+
+def _say(summary: Summary, path: Path) -> None:
+    """Show what came of a run, and its plan's seconds beside those measured."""
+    Progress.say(render_text(summary))
+    compared = compare(load(path))
+    if compared is not None:
+        Progress.say(render_comparison(compared))
 
 
 def _leave_report(run: RunDirectory, progress: Progress) -> None:
@@ -137,57 +137,56 @@ def _steps(recipe: Recipe) -> dict[str, int]:
 def _train(
     recipe: Recipe,
     base: Path,
-    task: Task[Example],
-    encoded: EncodedTask | None,
+    sound: Report,
     run: RunDirectory,
     progress: Progress,
     stack: ExitStack,
     plan: Plan | None,
     command: Sequence[str],
+    interruption: Interruption,
 ) -> None:
     from rillflow.assembly.build import Build
     from rillflow.dataflow.checkpoint import latest_checkpoint
-    from rillflow.pipeline.interrupt import Interruption
 
+    task, encoded = sound.rows, sound.encoded
     (run.path / layout.FINISHED).unlink(missing_ok=True)
-    keep_sources(recipe, base, run.path)
+    keep_sources(recipe, task, base, run.path)
     keep_data(task, run.path)
-    with Interruption(progress.note) as interruption:
-        checkpoint = latest_checkpoint(run.checkpoints, run.id)
-        kept = checkpoint.step if checkpoint else 0
-        lost = max((record.step for record in read_metrics(run.path)), default=0) - kept
-        run.rewind(checkpoint.step if checkpoint else -1)
-        again = f"; {lost} steps that no checkpoint has are made again" if lost > 0 else ""
-        if checkpoint:
-            progress.note(f"resuming after step {kept} from {checkpoint.path}{again}")
-        else:
-            if again:
-                progress.note(f"beginning again{again}")
-            shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
-        shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
-        for change in run.changes:
-            progress.note(f"changed: {after(kept, change)}")
-        build = Build(recipe, base, task, encoded, run, checkpoint, stack)
-        for note in build.encoded.notes if build.encoded is not encoded else ():
-            progress.note(f"note: {note}")
-        is_planned = keep_plan(run.path, plan, recipe.placement)
-        left = run.path / layout.PLAN
-        if not is_planned and left.is_file():
-            progress.note(f"not placed as {left} says, so no longer compared with it; --plan {left} goes on")
-        run.log_start(
-            {
-                **environment(device=str(build.device), command=command),
-                "base": str(base.absolute()),
-                "after_step": kept,
-                "placement": recipe.placement.model_dump(mode="json"),
-                "is_planned": is_planned,
-                "left_out": {str(use): count for use, count in build.encoded.left_out.items()},
-            }
-        )
-        try:
-            with rows_named(task):
-                build.train(progress, interruption)
-                run.write_json(layout.FINISHED, {"steps": recipe.total_steps})
-        except RillflowError as error:
-            error.is_underway = True
-            raise
+    checkpoint = latest_checkpoint(run.checkpoints, run.id)
+    kept = checkpoint.step if checkpoint else 0
+    lost = max((record.step for record in read_metrics(run.path)), default=0) - kept
+    run.rewind(checkpoint.step if checkpoint else -1)
+    again = f"; {lost} steps that no checkpoint has are made again" if lost > 0 else ""
+    if checkpoint:
+        progress.note(f"resuming after step {kept} from {checkpoint.path}{again}")
+    else:
+        if again:
+            progress.note(f"beginning again{again}")
+        shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
+    shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
+    for change in run.changes:
+        progress.note(f"changed: {after(kept, change)}")
+    build = Build(recipe, base, task, encoded, run, checkpoint, stack)
+    for note in build.encoded.notes if build.encoded is not encoded else ():
+        progress.note(f"note: {note}")
+    is_planned = keep_plan(run.path, plan, recipe.placement)
+    left = run.path / layout.PLAN
+    if not is_planned and left.is_file():
+        progress.note(f"not placed as {left} says, so no longer compared with it; --plan {left} goes on")
+    run.log_start(
+        {
+            **environment(device=str(build.device), command=command),
+            "base": str(base.absolute()),
+            "after_step": kept,
+            "placement": recipe.placement.model_dump(mode="json"),
+            "is_planned": is_planned,
+            "left_out": {str(use): count for use, count in build.encoded.left_out.items()},
+        }
+    )
+    try:
+        with rows_named(task):
+            build.train(progress, interruption)
+            run.write_json(layout.FINISHED, {"steps": recipe.total_steps})
+    except RillflowError as error:
+        error.is_underway = True
+        raise

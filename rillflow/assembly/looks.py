@@ -24,10 +24,12 @@ from rillflow.assembly.memory import estimate, rank_lines, sizes_of_directory, s
 from rillflow.assembly.meshes import unfit
 from rillflow.assembly.model_files import require_model_files
 from rillflow.assembly.preflight import (
-    cost_function,
+    NOTHING,
+    Given,
+    cost_functions,
     model_source,
     open_rows,
-    reward_function,
+    reward_functions,
     scorer_sources,
 )
 from rillflow.assembly.recipe import Recipe
@@ -71,6 +73,12 @@ class Report:
     encoded: EncodedTask | None = None
     """The rows as tokens, where the model's tokeniser and context are at hand."""
 
+    @property
+    def rows(self) -> Task[Example]:
+        """The rows of a recipe without a problem."""
+        assert self.task is not None, "a recipe without rows is not sound"
+        return self.task
+
     def say(self, title: str, lines: Sequence[str]) -> None:
         """Add a topic."""
         self.topics.append(Topic(title=title, lines=lines))
@@ -90,6 +98,7 @@ def look(
     say: Callable[[str], None] | None = None,
     *,
     drawn: int | None = None,
+    given: Given = NOTHING,
 ) -> None:
     """Add everything that is seen of what a recipe names to a report.
 
@@ -100,17 +109,18 @@ def look(
         say: for a run, which needs torch anyway: is told how far the rows are encoded, by the very tokeniser
             that the run will have. None reads tokenizer.json as it is.
         drawn: how many rows held-out ones are drawn from, where a run goes on; see ``open_task``.
+        given: rows and rewards that are no files.
     """
     report.attempt(lambda: _look_at_step(recipe, report))
     report.notes += _unreachable(recipe)
-    report.attempt(lambda: _look_at_data(recipe, base, report, drawn))
+    report.attempt(lambda: _look_at_data(recipe, base, report, drawn, given))
     report.attempt(lambda: _look_at_model(recipe, base, report))
     if not report.problems:
         report.attempt(lambda: _look_at_tokens(recipe, base, report, say))
     report.attempt(lambda: _look_at_scorers(recipe, base, report))
     report.attempt(lambda: _look_at_machine(recipe, report))
-    report.attempt(lambda: _look_at_function(reward_function(recipe, base, report.task), recipe, report))
-    report.attempt(lambda: _look_at_function(cost_function(recipe, base), recipe, report))
+    report.attempt(lambda: _look_at_functions(reward_functions(recipe, base, report.task), recipe, report))
+    report.attempt(lambda: _look_at_functions(cost_functions(recipe, base), recipe, report))
 
 
 def _look_at_step(recipe: Recipe, report: Report) -> None:
@@ -137,7 +147,12 @@ def _unreachable(recipe: Recipe) -> list[str]:
 
 
 def require_sound(
-    recipe: Recipe, base: Path, say: Callable[[str], None], *, drawn: int | None = None
+    recipe: Recipe,
+    base: Path,
+    say: Callable[[str], None],
+    *,
+    drawn: int | None = None,
+    given: Given = NOTHING,
 ) -> Report:
     """What was seen of a recipe that can be run, its rows among it; see ``look``.
 
@@ -145,14 +160,14 @@ def require_sound(
         RillflowError: the one problem, or a ConfigError that lists all of them.
     """
     report = Report()
-    look(recipe, base, report, say, drawn=drawn)
+    look(recipe, base, report, say, drawn=drawn, given=given)
     if report.problems:
         raise together(report.problems, "the recipe")
     return report
 
 
-def _look_at_data(recipe: Recipe, base: Path, report: Report, drawn: int | None) -> None:
-    task = report.task = open_rows(recipe, base, drawn)
+def _look_at_data(recipe: Recipe, base: Path, report: Report, drawn: int | None, given: Given) -> None:
+    task = report.task = open_rows(recipe, base, drawn, given)
     report.say("data", _data_lines(recipe, task, report))
     report.attempt(lambda: _require_few_repeats(recipe, task))
 
@@ -273,13 +288,18 @@ def _look_at_machine(recipe: Recipe, report: Report) -> None:
         )
 
 
-def _look_at_function(function: FunctionPath | None, recipe: Recipe, report: Report) -> None:
-    """Call a function on two rows, in the child process a run would use, each row with its own answer."""
-    task = report.task
-    if function is None or task is None or not recipe.has_policy:
+def _look_at_functions(functions: Sequence[FunctionPath], recipe: Recipe, report: Report) -> None:
+    """Call functions on two rows, in the child process a run would use, each row with its own answer."""
+    if report.task is None or not recipe.has_policy:
         return
-    answered = [row for row in task.train if row.completion is not None]
-    rows = (answered or task.train)[:_TRIED]
+    answered = [row for row in report.task.train if row.completion is not None]
+    for function in functions:
+        _look_at_function(function, recipe, report, (answered or report.task.train)[:_TRIED])
+
+
+def _look_at_function(
+    function: FunctionPath, recipe: Recipe, report: Report, rows: Sequence[Example]
+) -> None:
     answers = [row.completion or "" for row in rows]
     scores = _tried(function, recipe, rows, answers)
     report.say("reward", [f"{function}", *map(_scored, rows, answers, scores)])

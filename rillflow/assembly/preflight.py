@@ -1,11 +1,13 @@
 """Preflight: what a recipe names and must be there, a function each.
 
-recipe ─ open_rows, model_source, scorer_sources, reward_function, cost_function ─> rows, models, functions
+recipe ─ open_rows, model_source, scorer_sources, reward_functions, cost_functions ─> rows, models, functions
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.recipe import Recipe
@@ -15,20 +17,35 @@ from rillflow.models.locate import locate
 from rillflow.observe import layout
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.tasks.example import Example
+from rillflow.tasks.files import Rows
 from rillflow.tasks.task import Task, open_preferences, open_task
 
 
-def open_rows(recipe: Recipe, base: Path, drawn: int | None = None) -> Task[Example]:
-    """The rows of the recipe's task, pairs of answers where its algorithm learns from those.
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What of a run somebody holds in Python, in place of what a recipe names."""
+
+    rows: Rows | None = None
+    """Prompts, or rows as a file has them."""
+    reward: tuple[FunctionPath, ...] = ()
+    """Functions with their text; their weighted sum scores."""
+
+
+NOTHING = Given()
+
+
+def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given = NOTHING) -> Task[Example]:
+    """The rows of the recipe's task, or those that are given; pairs where its algorithm learns from those.
 
     Of ``drawn`` see ``open_task``.
 
     Raises:
         DataError: the source is unknown or its data cannot be used.
     """
-    if recipe.chosen.data is Data.PREFERENCES:
-        return open_preferences(recipe.task, base=base, seed=recipe.run.seed, drawn=drawn)
-    return open_task(recipe.task, base=base, seed=recipe.run.seed, drawn=drawn)
+    how: Any = {"base": base, "seed": recipe.run.seed, "drawn": drawn, "rows": given.rows}
+    is_pairs = recipe.chosen.data is Data.PREFERENCES
+    task: Any = open_preferences(recipe.task, **how) if is_pairs else open_task(recipe.task, **how)
+    return replace(task, reward=given.reward) if given.reward else task
 
 
 def model_source(recipe: Recipe, base: Path) -> str | None:
@@ -80,27 +97,26 @@ def _existing(setting: str, path: str, base: Path) -> str:
     return source
 
 
-def reward_function(recipe: Recipe, base: Path, task: Task[Example] | None = None) -> FunctionPath | None:
-    """The function that scores: the recipe's, or else the task's own; None where only the task could tell.
+def reward_functions(recipe: Recipe, base: Path, task: Task[Example] | None) -> tuple[FunctionPath, ...]:
+    """The functions that score: the recipe's, or else the task's own; none where only the task could tell.
 
     Raises:
         RewardError: there is no such function.
         ConfigError: neither the recipe nor the task names one.
     """
-    text = recipe.reward.function
-    if text is None and task is not None:
-        text = task.reward
-        if text is None and recipe.reward.model is None and "reward" in recipe.roles:
-            raise ConfigError(
-                "reward.function is missing",
-                why=f"{task.name} has no scorer of its own",
-                fix='write [reward] function = "reward.py:name"',
-            )
-    return None if text is None else parse_function(text, base)
+    if recipe.reward.function is not None:
+        return (parse_function(recipe.reward.function, base),)
+    if task is not None and not task.reward and recipe.reward.model is None and "reward" in recipe.roles:
+        raise ConfigError(
+            "reward.function is missing",
+            why=f"{task.name} has no scorer of its own",
+            fix='write [reward] function = "reward.py:name"',
+        )
+    return () if task is None else task.reward
 
 
-def cost_function(recipe: Recipe, base: Path) -> FunctionPath | None:
-    """The function that says what a row costs; None where a model does, or nothing is asked.
+def cost_functions(recipe: Recipe, base: Path) -> tuple[FunctionPath, ...]:
+    """The function that says what a row costs; none where a model does, or nothing is asked.
 
     Raises:
         RewardError: there is no such function.
@@ -113,7 +129,7 @@ def cost_function(recipe: Recipe, base: Path) -> FunctionPath | None:
             why=f"{recipe.algorithm.name} bounds a cost, and nothing says what a row costs",
             fix='write cost.function = "cost.py:name", relative to the recipe',
         )
-    return None if text is None or recipe.cost.model is not None else parse_function(text, base)
+    return () if text is None or recipe.cost.model is not None else (parse_function(text, base),)
 
 
 def prompt_length(example: Example) -> int:

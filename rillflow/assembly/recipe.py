@@ -20,7 +20,7 @@ from rillflow.algorithms.registry import ALGORITHMS, warm_start
 from rillflow.assembly.consistency import inconsistencies
 from rillflow.cluster.config import PlacementConfig
 from rillflow.config.load import read_toml, validate
-from rillflow.config.overrides import apply_overrides, parse_override
+from rillflow.config.overrides import Override, apply_overrides, parse_override
 from rillflow.config.problems import together
 from rillflow.config.schema import tags
 from rillflow.config.section import Section
@@ -172,20 +172,26 @@ class LoadedRecipe:
 
 
 def load_recipe(
-    path: Path, overrides: Sequence[str] = (), algorithms: Sequence[Algorithm] = ()
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    algorithms: Sequence[Algorithm] = (),
 ) -> LoadedRecipe:
-    """Read a recipe and lay ``--set`` texts over it.
+    """Read a recipe and lay settings over it.
 
     Args:
-        path: the TOML file.
-        overrides: ``KEY=VALUE`` texts.
+        source: the TOML file, or its sections; paths in the latter are relative to the present folder.
+        overrides: ``KEY=VALUE`` texts as of ``--set``, or values by dotted keys.
         algorithms: what the recipe may name beside those that are shipped.
 
     Raises:
         ConfigError: every reason why it cannot be run, as far as the settings alone tell.
     """
-    data = read_toml(path)
-    settings = [parse_override(text) for text in overrides]
+    path = Path("recipe") if isinstance(source, Mapping) else Path(source)
+    data = source if isinstance(source, Mapping) else read_toml(path)
+    if isinstance(overrides, Mapping):
+        settings = [Override(path=tuple(key.split(".")), value=value) for key, value in overrides.items()]
+    else:
+        settings = [parse_override(text) for text in overrides]
     recipe = validate(recipe_class(algorithms), apply_overrides(data, settings), str(path))
     if recipe.run.dir is None:
         run = recipe.run.model_copy(update={"dir": str(Path("runs") / run_name(path))})

@@ -56,40 +56,38 @@ BESIDE_SETTINGS = ("data", "sources")
 
 def resolved(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, Any]:
     """What a run directory keeps as its config: every setting, the digests of the data and of functions."""
-    sources = {setting: digest(file) for setting, file in source_files(recipe, base).items()}
+    sources = {setting: digest(text) for setting, text in sources_of(recipe, task, base).items()}
     data = {"rows": len(task.fingerprint.rows), "digest": task.digest}
     return {**recipe.model_dump(mode="json"), "data": data, "sources": sources}
 
 
-def source_files(recipe: Recipe, base: Path) -> dict[str, Path]:
-    """The files of the recipe's own functions, by their settings.
+def sources_of(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, bytes]:
+    """The files of the recipe's own functions by their settings, and the texts of those given in Python.
 
     Raises:
-        RewardError: one is not there.
+        RewardError: a file is not there.
     """
     named = {"reward": recipe.reward.function, "cost": recipe.cost.function}
-    return {name: parse_function(text, base).file for name, text in named.items() if text is not None}
+    files = {name: parse_function(text, base).file for name, text in named.items() if text is not None}
+    given = {f"reward.{each.name}": each.text.encode() for each in task.reward if each.text}
+    return {**given, **{name: file.read_bytes() for name, file in files.items()}}
 
 
-def digest(file: Path) -> str:
-    """The first letters of a file's SHA-256."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+def digest(text: bytes) -> str:
+    """The first letters of a text's SHA-256."""
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
-def keep_sources(recipe: Recipe, base: Path, run: Path) -> None:
-    """Copy the files of the recipe's functions into the run directory, each version once.
+def keep_sources(recipe: Recipe, task: Task[Example], base: Path, run: Path) -> None:
+    """Copy the sources of the run's functions into the run directory, each version once.
 
     Raises:
         RunDirectoryError: the disk is full or cannot be written.
     """
-    for setting, file in source_files(recipe, base).items():
-        kept = run / layout.SOURCES / f"{setting}-{digest(file)}.py"
+    for setting, text in sources_of(recipe, task, base).items():
+        kept = run / layout.SOURCES / f"{setting}-{digest(text)}.py"
         if not kept.is_file():
-            try:
-                kept.parent.mkdir(exist_ok=True)
-            except OSError as error:
-                raise durable.write_error(kept, error) from error
-            durable.replace(kept, [file.read_bytes()])
+            durable.replace(kept, [text])
 
 
 def drawn_from(run: Path) -> int | None:

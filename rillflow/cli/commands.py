@@ -30,8 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     plan, placed = None, []
     if arguments.plan is not None:
-        from rillflow.assembly.planned import require_for, settings_of
-        from rillflow.planner.plan import open_plan
+        from rillflow.assembly.planned import open_plan, require_for, settings_of
 
         plan = open_plan(arguments.plan)
         placed = settings_of(plan, arguments.set)
@@ -158,15 +157,10 @@ def load(arguments: argparse.Namespace, placed: Sequence[str] = ()) -> LoadedRec
 
     overrides = [*placed, *arguments.set]
     if arguments.dir is not None:
-        overrides.append(f"run.dir={_quoted(arguments.dir)}")
+        import json
+
+        overrides.append(f"run.dir={json.dumps(arguments.dir)}")  # a TOML string is a JSON string
     return load_recipe(arguments.recipe, overrides, arguments.algorithms)
-
-
-def _quoted(text: str) -> str:
-    """The text as a TOML string, which is a JSON string."""
-    import json
-
-    return json.dumps(text)
 
 
 def _show_report(report: Report) -> None:

@@ -12,10 +12,9 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rillflow import __version__
 from rillflow.cli import commands, planning
@@ -25,18 +24,6 @@ if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
 
 EPILOG = "exit codes: 0 done, 1 failed on the way, 2 cannot be done and nothing was started, 130 interrupted"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """One word after ``rillflow``."""
-
-    help: str
-    """What it does, in a line."""
-    run: Callable[[argparse.Namespace], int]
-    """Does it; returns the exit code."""
-    arguments: Callable[[argparse.ArgumentParser], None]
-    """Adds its arguments to a parser."""
 
 
 def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()) -> int:
@@ -55,7 +42,7 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     level = logging.DEBUG if arguments.debug else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     try:
-        code = COMMANDS[arguments.command].run(arguments)
+        code = COMMANDS[arguments.command][0](arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -88,9 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rillflow {__version__}")
     words = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        inner = words.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
-        command.arguments(inner)
+    for name, (_, add_arguments) in COMMANDS.items():
+        inner = words.add_parser(name, help=HELP[name], description=HELP[name], allow_abbrev=False)
+        add_arguments(inner)
         inner.add_argument("--debug", action="store_true", help="show log messages and tracebacks")
     return parser
 
@@ -115,20 +102,16 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     _recipe_arguments(parser)
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="begin anew: an older run in the directory is moved aside, not deleted",
-    )
+    told = "begin anew: an older run in the directory is moved aside, not deleted"
+    parser.add_argument("--fresh", action="store_true", help=told)
     parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
     planning.run_arguments(parser)
 
 
 def _graph_arguments(parser: argparse.ArgumentParser) -> None:
     _recipe_arguments(parser)
-    parser.add_argument(
-        "--format", choices=("text", "mermaid", "json"), default="text", help="how it is drawn (text)"
-    )
+    forms = ("text", "mermaid", "json")
+    parser.add_argument("--format", choices=forms, default="text", help="how it is drawn (text)")
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,24 +125,15 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ask_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="left out: one prompt a line of the input"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="longest answer; as in training if left out"
-    )
+    add = parser.add_argument
+    _report_arguments(parser)
+    add("prompt", nargs="?", metavar="PROMPT", help="left out: one prompt a line of the input")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; as in training if left out")
     chat = parser.add_mutually_exclusive_group()
     chat.add_argument("--system", metavar="TEXT", help="the system message before the prompt")
-    chat.add_argument(
-        "--messages",
-        type=Path,
-        metavar="FILE",
-        help="ask a conversation: a JSON list of messages, or a message a line; - for standard input",
-    )
+    told = "ask a conversation: a JSON list of messages, or a message a line; - for standard input"
+    chat.add_argument("--messages", type=Path, metavar="FILE", help=told)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", type=int, metavar="STEP", help="the newest if left out")
     which.add_argument("--best", action="store_true", help="the one with the highest held-out mean reward")
@@ -173,58 +147,32 @@ def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="such as RUN/bundles/step-000012")
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    del parser
-
-
-COMMANDS = {
-    "run": Command(
-        help="run a recipe to its end, or go on with it from its last checkpoint",
-        run=commands.run,
-        arguments=_run_arguments,
-    ),
-    "check": Command(
-        help="say everything about a recipe that can be known before it runs",
-        run=commands.check,
-        arguments=_check_arguments,
-    ),
-    "graph": Command(
-        help="draw the stages of a recipe's phases and the fields that flow between them",
-        run=commands.graph,
-        arguments=_graph_arguments,
-    ),
-    "plan": Command(
-        help="say which model goes on which devices of a cluster, how, and what a step will cost",
-        run=planning.plan,
-        arguments=_plan_arguments,
-    ),
-    "simulate": Command(
-        help="run a plan event by event: step time, idle time and its causes, memory, age of rows",
-        run=planning.simulate,
-        arguments=_simulate_arguments,
-    ),
-    "calibrate": Command(
-        help="fit a cluster's factors to a run, so that predictions meet what it measured",
-        run=planning.calibrate,
-        arguments=planning.calibrate_arguments,
-    ),
-    "ask": Command(
-        help="let the trained model of a run answer a prompt", run=commands.ask, arguments=_ask_arguments
-    ),
-    "report": Command(
-        help="write the report of a run again", run=commands.report, arguments=_report_arguments
-    ),
-    "replay": Command(
-        help="make an update that a run left out again, and say where its first odd number is",
-        run=commands.replay,
-        arguments=_replay_arguments,
-    ),
-    "doctor": Command(
-        help="look at this machine and say what would be in the way",
-        run=commands.doctor,
-        arguments=_no_arguments,
-    ),
+COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentParser], None]]] = {
+    "run": (commands.run, _run_arguments),
+    "check": (commands.check, _check_arguments),
+    "graph": (commands.graph, _graph_arguments),
+    "plan": (planning.plan, _plan_arguments),
+    "simulate": (planning.simulate, _simulate_arguments),
+    "calibrate": (planning.calibrate, planning.calibrate_arguments),
+    "ask": (commands.ask, _ask_arguments),
+    "report": (commands.report, _report_arguments),
+    "replay": (commands.replay, _replay_arguments),
+    "doctor": (commands.doctor, lambda _: None),
 }
+"""What a word after ``rillflow`` runs, which gives the exit code; and what adds its arguments to a parser."""
+HELP = {
+    "run": "run a recipe to its end, or go on with it from its last checkpoint",
+    "check": "say everything about a recipe that can be known before it runs",
+    "graph": "draw the stages of a recipe's phases and the fields that flow between them",
+    "plan": "say which model goes on which devices of a cluster, how, and what a step will cost",
+    "simulate": "run a plan event by event: step time, idle time and its causes, memory, age of rows",
+    "calibrate": "fit a cluster's factors to a run, so that predictions meet what it measured",
+    "ask": "let the trained model of a run answer a prompt",
+    "report": "write the report of a run again",
+    "replay": "make an update that a run left out again, and say where its first odd number is",
+    "doctor": "look at this machine and say what would be in the way",
+}
+"""Every command in a line."""
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -60,9 +60,11 @@ def validate(schema: type[S], data: Data, title: str) -> S:
 
 
 def _with_tuples(value: Any) -> Any:
-    """TOML's lists as the tuples that frozen records hold."""
+    """TOML's lists as the tuples that frozen records hold, and paths as texts."""
     if isinstance(value, Mapping):
         return {name: _with_tuples(entry) for name, entry in value.items()}
+    if isinstance(value, PurePath):
+        return str(value)
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 

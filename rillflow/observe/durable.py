@@ -44,13 +44,14 @@ def append(path: Path, line: bytes) -> None:
 
 
 def replace(path: Path, chunks: Iterable[bytes]) -> None:
-    """Give a file a new content, atomically, also across a loss of power.
+    """Give a file a new content, atomically, also across a loss of power; its folder is made.
 
     Raises:
         RunDirectoryError: it could not be written; the file has its old content.
     """
     temporary = temporary_of(path)
     try:
+        path.parent.mkdir(exist_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             for chunk in chunks:

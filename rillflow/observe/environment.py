@@ -12,17 +12,8 @@ from pathlib import Path
 
 from rillflow.observe.json_lines import JSON
 
-_PACKAGES = (
-    "rillflow",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pydantic",
-    "vllm",
-    "ray",
-)
+_PACKAGES = ["rillflow", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic"]
+_PACKAGES += ["vllm", "ray"]
 
 
 def environment(*, device: str, command: Sequence[str]) -> dict[str, JSON]:

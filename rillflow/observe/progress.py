@@ -8,7 +8,7 @@ quiet             nothing
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TextIO
 
@@ -45,13 +45,19 @@ class Progress:
         total_steps: the steps of every phase, in order. A step's number counts from 1 over all phases.
         stream: where to; the standard output when it is not given.
         quiet: show nothing.
+        told: called after each step, shown or not, with its phase, number and metrics.
     """
 
     def __init__(
-        self, *, total_steps: Mapping[str, int], stream: TextIO | None = None, quiet: bool = False
+        self,
+        *,
+        total_steps: Mapping[str, int],
+        stream: TextIO | None = None,
+        quiet: bool = False,
+        told: Callable[[str, int, Metrics], None] | None = None,
     ) -> None:
         self._left = TimeLeft(total_steps)
-        self._quiet = quiet
+        self._quiet, self._told = quiet, told
         self._console = Console(
             file=sys.stdout if stream is None else stream,
             quiet=quiet,
@@ -103,6 +109,8 @@ class Progress:
         if found and found[0].why != self._said:
             self.note(f"warning: {found[0].text}")
         self._said = found[0].why if found else ""
+        if self._told is not None:
+            self._told(phase, step, metrics)
 
     def note(self, text: str) -> None:
         """A line that stays: an evaluation, a resume."""

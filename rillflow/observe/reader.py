@@ -10,8 +10,9 @@ names file, line and field. A field this version does not know is no error.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -46,7 +47,7 @@ class SpanRecord:
     step: int
     """The step it belongs to."""
     stage: str
-    """The stage's name."""
+    """The stage's name, ``role.endpoint``."""
     start_s: float
     """When it began, in seconds of the run."""
     duration_s: float
@@ -58,23 +59,46 @@ class SpanRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationRecord:
-    """One look at the held-out rows."""
+class Evaluation:
+    """How held-out rows, or pairs of them, come out.
+
+    Example:
+        Evaluation(count=50, mean_reward=0.86, correct=43, is_accuracy=True, interval=(0.74, 0.93), more={})
+    """
+
+    count: int
+    """Rows or pairs looked at."""
+    mean_reward: float
+    """Mean over the rows that have a score; of pairs the accuracy, for an order is right or wrong."""
+    correct: int | None
+    """Rows that are right: a reward of 1 where every reward is 0 or 1, else one of at least
+    ``evaluate.success``, and None without that. Pairs in the right order: the chosen answer scores higher."""
+    is_accuracy: bool
+    """Whether right and wrong is all there is: every reward is 0 or 1, or an order of two."""
+    interval: tuple[float, float] | None
+    """95%: of the accuracy (Wilson), a row without a score counting as not right; else of the mean reward."""
+    more: Mapping[str, JSON]
+    """What else was measured, by name: mean tokens of an answer, or mean margin of a pair."""
+
+    @property
+    def text(self) -> str:
+        """In a line. Example: ``held-out accuracy 0.860 [0.738, 0.930] (43 of 50)``."""
+        ends = "" if self.interval is None else f" [{self.interval[0]:.3f}, {self.interval[1]:.3f}]"
+        if self.is_accuracy and self.correct is not None:
+            right = self.correct / self.count
+            return f"held-out accuracy {right:.3f}{ends} ({self.correct} of {self.count})"
+        if math.isnan(self.mean_reward):
+            return f"no reward for any of {self.count} held-out answers"
+        share = "" if self.correct is None else f", {self.correct} of them right"
+        return f"held-out mean reward {self.mean_reward:.3f}{ends} ({self.count} answers{share})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord(Evaluation):
+    """One look at the held-out rows, as it was written; ``more`` is what else stands there."""
 
     step: int
     """The step after which it was made; 0 is before the first update."""
-    correct: int | None
-    """Rows that were right; None where nothing says which are."""
-    count: int
-    """Rows looked at."""
-    mean_reward: float
-    """The mean of their rewards."""
-    is_accuracy: bool
-    """Whether right and wrong is all there is."""
-    interval: tuple[float, float] | None
-    """Of the accuracy, or of the mean reward, as it was computed when it was made; None when it was not."""
-    more: Mapping[str, JSON]
-    """What else was written."""
 
     @property
     def accuracy(self) -> float | None:
@@ -114,6 +138,8 @@ class RolloutRecord:
     """What was made of its reward, where a penalty changed it."""
     advantage: float | None
     """Its advantage; None when it has none."""
+    parts: Mapping[str, JSON] = field(default_factory=dict)
+    """What each reward function said, by name and before its weight, where several are summed."""
     columns: Mapping[str, JSON]
     """The prompt's other columns."""
 
@@ -285,6 +311,7 @@ def _rollout_record(fields: Fields) -> RolloutRecord:
         penalised_reward=fields.number("penalised_reward") if fields.has("penalised_reward") else None,
         advantage=fields.number("advantage") if fields.has("advantage") else None,
         columns=fields.mapping("columns") if fields.has("columns") else {},
+        parts=fields.mapping("parts") if fields.has("parts") else {},
     )
     for name, values in (("logprobs", record.logprobs), ("versions", record.versions)):
         if len(values) != len(record.tokens):

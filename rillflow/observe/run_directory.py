@@ -2,7 +2,7 @@
 
     open ─ lock ─> holds a step? ─ no ──> config.json
                      └──────────── yes ─> same config? torn lines mended ─ rewind(step of the checkpoint) ─┐
-    every step: log_metrics, spans, log_rollouts, sometimes log_evaluation <───────────────────────────────┘
+    every step: log_metrics, log_span, write_rollouts, sometimes log_evaluation <──────────────────────────┘
 
 The caller resumes from a checkpoint of step s by ``rewind(s)``: what the lost steps had written goes,
 and is written again. Steps count from 1 over all phases; step 0 is before the first update.
@@ -15,10 +15,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe import durable, layout
@@ -26,18 +26,15 @@ from rillflow.observe.changes import Change, allowed_changes
 from rillflow.observe.fields import Fields
 from rillflow.observe.json_lines import JSON, encode, read_json, read_lines
 from rillflow.observe.lock import Lock
-from rillflow.observe.reader import read_metrics, read_spans, read_starts
-from rillflow.observe.spans import Span, Spans
+from rillflow.observe.reader import SpanRecord, read_metrics, read_spans, read_starts
 from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum, Variance
 
 
-class RunDirectory:
-    """An open run directory, locked against every other driver. Make one with ``RunDirectory.open``.
+class RunDirectory(ExitStack):
+    """An open run directory, locked until ``close``. Make one with ``RunDirectory.open``.
 
     Example:
         with RunDirectory.open(Path("runs/first"), config) as run:
-            with run.spans.span("policy.update", step=1, rows=512):
-                ...
             run.log_metrics(1, "grpo", {"reward/score/mean": Mean(total=3.0, count=4)})
     """
 
@@ -51,6 +48,8 @@ class RunDirectory:
         changes: Sequence[Change],
         clock: Callable[[], float],
     ) -> None:
+        super().__init__()
+        self.callback(self._release)
         self.path = path
         """The directory."""
         self.is_new = is_new
@@ -61,8 +60,6 @@ class RunDirectory:
         """What tells this run from every other; its checkpoints bear it."""
         self.checkpoints = path / layout.CHECKPOINTS
         """The folder of checkpoints, which another package fills."""
-        self.spans = Spans(clock=self.elapsed_s, write=self.log_span)
-        """Measures stages; each goes to spans.jsonl when it ends."""
         self._lock: Lock | None = lock
         self._config = config
         self._clock = clock
@@ -169,14 +166,6 @@ class RunDirectory:
         except OSError as error:
             raise durable.write_error(kept, error) from error
 
-    def log_rollouts(self, step: int, rows: Iterable[Mapping[str, JSON]]) -> None:
-        """Write the file of one step's rollouts, one line a row; it is there whole or not at all.
-
-        A step that sampled nothing has no file.
-        """
-        self._require_open()
-        write_rollouts(self.path, step, rows)
-
     def write_json(self, name: str, data: Mapping[str, JSON]) -> None:
         """Write a file of one record, atomically. ``name`` is a plain file name."""
         if Path(name).name != name or name in ("", ".", ".."):
@@ -203,21 +192,12 @@ class RunDirectory:
                 file.unlink()
         self._set_clock()
 
-    def close(self) -> None:
-        """Release the lock; closing twice does nothing."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+    def _release(self) -> None:
+        assert self._lock is not None, "it is released once"
+        self._lock.release()
+        self._lock = None
 
-    def __enter__(self) -> RunDirectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def log_span(self, span: Span) -> None:
+    def log_span(self, span: SpanRecord) -> None:
         """Add one stage of one step to spans.jsonl."""
         times = {"start_s": round(span.start_s, 6), "duration_s": round(span.duration_s, 6)}
         self._append(layout.SPANS, {**asdict(span), **times})
@@ -275,12 +255,8 @@ def metric_json(metric: Metric) -> dict[str, JSON]:
             return {"mean": metric.value, "count": metric.count}
         case Variance():
             return {"variance": metric.value, "about": metric.mean, "count": metric.count}
-        case Sum():
-            return {"sum": metric.value}
-        case Max():
-            return {"max": metric.value}
-        case Min():
-            return {"min": metric.value}
+        case Sum() | Max() | Min():
+            return {type(metric).__name__.lower(): metric.value}
 
 
 def _require_ours_or_empty(path: Path) -> None:
@@ -351,9 +327,4 @@ def write_rollouts(run: Path, step: int, rows: Iterable[Mapping[str, JSON]]) -> 
     first = next(lines, None)
     if first is None:
         return
-    file = layout.rollout_file(run, step)
-    try:
-        file.parent.mkdir(exist_ok=True)
-    except OSError as error:
-        raise durable.write_error(file, error) from error
-    durable.replace(file, chain([first], lines))
+    durable.replace(layout.rollout_file(run, step), chain([first], lines))

@@ -6,47 +6,9 @@ pairs ─ reward_model.score ─> scores of two answers each ─ ranked ─> the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from rillflow.formulas.interval import mean_interval, wilson
+from rillflow.observe.reader import Evaluation
 from rillflow.records.batch import Batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """How held-out rows, or pairs of them, come out.
-
-    Example:
-        Evaluation(count=50, mean_reward=0.86, correct=43, is_accuracy=True, interval=(0.74, 0.93), more={})
-    """
-
-    count: int
-    """Rows or pairs looked at."""
-    mean_reward: float
-    """Mean over the rows that have a score; of pairs the accuracy, for an order is right or wrong."""
-    correct: int | None
-    """Rows that are right: a reward of 1 where every reward is 0 or 1, else one of at least
-    ``evaluate.success``, and None without that. Pairs in the right order: the chosen answer scores higher."""
-    is_accuracy: bool
-    """Whether right and wrong is all there is: every reward is 0 or 1, or an order of two."""
-    interval: tuple[float, float] | None
-    """95%: of the accuracy (Wilson), a row without a score counting as not right; else of the mean reward."""
-    more: Mapping[str, float]
-    """What else was measured, by name: mean tokens of an answer, or mean margin of a pair."""
-
-    @property
-    def text(self) -> str:
-        """In a line. Example: ``held-out accuracy 0.860 [0.738, 0.930] (43 of 50)``."""
-        ends = "" if self.interval is None else f" [{self.interval[0]:.3f}, {self.interval[1]:.3f}]"
-        if self.is_accuracy and self.correct is not None:
-            right = self.correct / self.count
-            return f"held-out accuracy {right:.3f}{ends} ({self.correct} of {self.count})"
-        if math.isnan(self.mean_reward):
-            return f"no reward for any of {self.count} held-out answers"
-        share = "" if self.correct is None else f", {self.correct} of them right"
-        return f"held-out mean reward {self.mean_reward:.3f}{ends} ({self.count} answers{share})"
 
 
 def judged(rollouts: Batch, scores: Batch, *, success: float | None) -> Evaluation:

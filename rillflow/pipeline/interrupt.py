@@ -32,7 +32,8 @@ class Interruption:
         self.requested = False
         self.pace = ""
         """How long the present step may take, as the loop knows it."""
-        self._say = say
+        self.say = say
+        """Where the answer to the first signal goes."""
         self._asked: SimpleQueue[str | None] = SimpleQueue()
         self._previous: dict[int, Any] = {}
 
@@ -60,8 +61,8 @@ class Interruption:
 
     def _answer(self) -> None:
         asked = self._asked.get()
-        if asked is not None and self._say is not None:
-            self._say(
+        if asked is not None and self.say is not None:
+            self.say(
                 f"{asked}: finishing this step{self.pace}, then a checkpoint; once more to end at once, "
                 "without this step"
             )

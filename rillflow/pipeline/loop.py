@@ -31,11 +31,9 @@ from rillflow.graph.handle import reports_of
 from rillflow.observe import layout
 from rillflow.observe.json_lines import read_lines
 from rillflow.observe.progress import Progress
-from rillflow.observe.reader import best_checkpoint, read_evaluations
+from rillflow.observe.reader import Evaluation, SpanRecord, best_checkpoint, read_evaluations
 from rillflow.observe.run_directory import RunDirectory
-from rillflow.observe.spans import Span
 from rillflow.observe.wording import duration
-from rillflow.pipeline.evaluate import Evaluation
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.pipeline.telemetry import record
 from rillflow.records.batch import Batch
@@ -170,8 +168,9 @@ class Loop:
                 self._evaluate(phase, first + start)
             for done in range(start + 1, phase.steps + 1):
                 step, last = first + done, done == phase.steps
-                self._step(phase, step)
+                metrics = self._step(phase, step)
                 self._place = self._whole(phase, index, step, done)
+                self._progress.step(phase.name, step, metrics, metrics["run/step_seconds/mean"].value)
                 self._require_few_skipped(step)
                 stopping = self._interruption.requested and step < self._total_steps
                 best = False
@@ -234,13 +233,12 @@ class Loop:
             if self._updates(phase, wait_s) == self._place.updates:
                 self._checkpoint(phase, wait_s)
 
-    def _step(self, phase: Phase, step: int) -> None:
+    def _step(self, phase: Phase, step: int) -> Metrics:
         began = time.monotonic()
         phase.flow.begin(
             Supply(take=phase.stream.take, gather=phase.executor.gather, deadline_s=self._deadline_s)
         )
-        data = phase.stream.take(phase.rows)
-        beside = [phase.beside.take(phase.rows)] if phase.beside is not None else []
+        data, *beside = (each.take(phase.rows) for each in (phase.stream, phase.beside) if each is not None)
         reports = reports_of(phase.step(phase.flow, data, phase.config, *beside))
         metrics = {**self._record(phase, step), **phase.stream.metrics}
         for part in reports:
@@ -251,9 +249,9 @@ class Loop:
         self._note_skipped(phase, step, metrics)
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
         self._run.log_metrics(step, phase.name, metrics)
-        self._progress.step(phase.name, step, metrics, seconds)
         self._interruption.pace = f" (the last one took {duration(seconds)})"
         phase.flow.begin()  # evaluation and checkpoint need none of its batches, and the store wants the room
+        return metrics
 
     def _record(self, phase: Phase, step: int) -> dict[str, Metric]:
         """Write down the step's stages and rows; return what was measured of them."""
@@ -332,10 +330,10 @@ class Loop:
         return path
 
 
-def _span(stage: str, step: int, facts: Sequence[Facts], now_s: float) -> Span:
+def _span(stage: str, step: int, facts: Sequence[Facts], now_s: float) -> SpanRecord:
     """A stage as its ranks saw it: from the first that began to the last that ended."""
     began, ended = min(each.began for each in facts), max(each.ended for each in facts)
-    return Span(
+    return SpanRecord(
         step=step,
         stage=stage,
         start_s=max(0.0, now_s - (time.time() - began)),

@@ -86,7 +86,17 @@ def reward_metrics(scores: Batch) -> dict[str, Metric]:
         metrics["reward/score/min"] = Min(value=float(rewards.min()))
     for index, outcome in enumerate(OUTCOMES):
         metrics[f"reward/{outcome}/share"] = _mean((scores.dense("outcome") == index).double())
+    parts = _parts(scores)
+    for name in sorted({name for each in parts for name in each}):
+        said = [each[name] for each in parts if name in each]
+        metrics[f"rewards/{name}/mean"] = Mean(total=sum(said), count=len(said))
     return metrics
+
+
+def _parts(scores: Batch) -> list[dict[str, float]]:
+    """Of every row, what each function said where several are summed."""
+    texts = scores.ragged("parts").to_text() if "parts" in scores.fields else []
+    return [json.loads(text or "{}") for text in texts]
 
 
 def cost_metrics(scores: Batch) -> dict[str, Metric]:
@@ -169,6 +179,8 @@ def _verdicts(batch: Batch) -> dict[str, list[Any]]:
     if "outcome" in batch.fields:
         found["outcome"] = [str(OUTCOMES[index]) for index in batch.dense("outcome").tolist()]
         found["reward"] = _known(batch.dense("rewards"), batch.dense("valid"))
+    if any(parts := _parts(batch)):
+        found["parts"] = parts
     if "costs" in batch.fields:
         found["cost"] = _known(batch.dense("costs"), ~batch.dense("costs").isnan())
     return found

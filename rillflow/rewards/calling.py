@@ -29,7 +29,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from rillflow.rewards.frames import Frame, encode, read_frame, write_all
+from rillflow.rewards.frames import Frame, encode, read_frames, write_all
 
 MESSAGE_CHARACTERS = 2000
 """Longest text about one exception."""
@@ -55,6 +55,17 @@ class _Loaded:
     """The file it was loaded from."""
 
 
+class _Loader(SourceFileLoader):
+    """Loads a file, or the text that came in its place; tracebacks find the lines of either."""
+
+    text = ""
+    """What the driver sent."""
+
+    def get_data(self, path: str) -> bytes:
+        """The source."""
+        return self.text.encode() or super().get_data(path)
+
+
 def serve(requests: int, answers: int, shortcomings: list[str]) -> None:
     """Answer every frame until the request pipe ends.
 
@@ -70,7 +81,8 @@ def serve(requests: int, answers: int, shortcomings: list[str]) -> None:
             os._exit(0)  # a fork that came back from the user's code must not answer a second time
         write_all(answers, encode(frame))
 
-    load = read_frame(requests)
+    frames = read_frames(requests)
+    load = next(frames, None)
     if load is None:
         return
     try:
@@ -87,7 +99,7 @@ def serve(requests: int, answers: int, shortcomings: list[str]) -> None:
     except Refused as refusal:
         answer({"type": "refused", "what": str(refusal)})
         return
-    while (request := read_frame(requests)) is not None:
+    for request in frames:
         answer(_call(loaded, request))
 
 
@@ -109,7 +121,8 @@ def _load(request: Frame) -> _Loaded:
     sys.path.insert(0, str(file.parent))
     sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
     module_name = file.stem if file.stem not in sys.modules else f"reward_{file.stem}"
-    loader = SourceFileLoader(module_name, str(file))
+    loader = _Loader(module_name, str(file))
+    loader.text = request["text"]
     spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
     assert spec is not None, "a spec made with a loader is never None"
     module = importlib.util.module_from_spec(spec)

@@ -99,6 +99,7 @@ class Child:
         load = {
             "type": "load",
             "file": str(function.file),
+            "text": function.text,
             "name": function.name,
             "memory_bytes": memory_bytes,
         }

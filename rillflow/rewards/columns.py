@@ -1,13 +1,12 @@
 """The rows of a batch as named columns.
 
-    prompts, completions, columns ── one length? ── parameters ──> those the function takes ──> call frame
+    prompts, completions, columns ── parameters ──> those the function takes ──> call frame
 
 TRL's rule: prompts and completions by those names, every column of the prompts file by its own.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,29 +32,6 @@ class Parameters:
     """Whether it has a ``**columns``."""
 
 
-def gather(prompts: Sequence[Text], completions: Sequence[Text], others: Columns) -> Columns:
-    """All columns under their names.
-
-    Raises:
-        RewardError: another column is called prompts or completions, or the lengths differ.
-    """
-    columns: Columns = {"prompts": prompts, "completions": completions, **others}
-    for name in ("prompts", "completions"):
-        if name in others:
-            raise RewardError(
-                f"a column is called {name!r}",
-                why=f"the function gets the {name} of the rollouts under that name",
-                fix="rename the column in the prompts file",
-            )
-    for name, values in columns.items():
-        if len(values) != len(prompts):
-            raise RewardError(
-                f"column {name!r} has {len(values)} values for {len(prompts)} prompts",
-                why="every column has one value a row",
-            )
-    return columns
-
-
 def choose(columns: Columns, parameters: Parameters, function: object) -> Columns:
     """The columns the function takes.
 
@@ -78,7 +54,7 @@ def encode_call(columns: Columns, rows: Sequence[int]) -> bytes:
     """The frame that asks for the scores of these rows.
 
     Raises:
-        RewardError: a value is not JSON, or the frame is too long.
+        RewardError: the frame is too long.
     """
     taken = {name: [values[row] for row in rows] for name, values in columns.items()}
     try:
@@ -89,19 +65,3 @@ def encode_call(columns: Columns, rows: Sequence[int]) -> bytes:
             why="a call is one message",
             fix="raise reward.workers, or take fewer rows a step",
         ) from None
-    except (TypeError, ValueError, RecursionError):
-        raise _not_json(taken, rows) from None
-
-
-def _not_json(taken: Mapping[str, list[object]], rows: Sequence[int]) -> RewardError:
-    for name, values in taken.items():
-        for row, value in zip(rows, values, strict=True):
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError, RecursionError) as error:
-                return RewardError(
-                    f"column {name!r} holds a {type(value).__name__} in row {row}",
-                    why=f"it travels to the reward function as JSON: {error}",
-                    fix="turn the column into texts, numbers, lists or objects",
-                )
-    raise AssertionError("a column that cannot be encoded has a value that cannot be encoded")

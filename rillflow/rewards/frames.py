@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 MAX_FRAME_BYTES = 1 << 30
@@ -35,15 +36,6 @@ def encode(frame: Frame) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(body)} bytes is longer than {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
-
-
-def read_frame(descriptor: int) -> Frame | None:
-    """Wait for one frame; None when the writer is gone."""
-    head = _read_exactly(descriptor, _LENGTH.size)
-    if head is None:
-        return None
-    body = _read_exactly(descriptor, _LENGTH.unpack(head)[0])
-    return None if body is None else _decode(body)
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -79,15 +71,11 @@ class FrameReader:
         return frames
 
 
-def _read_exactly(descriptor: int, size: int) -> bytes | None:
-    pieces: list[bytes] = []
-    while size:
-        piece = os.read(descriptor, min(size, 1 << 20))
-        if not piece:
-            return None
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
+def read_frames(descriptor: int) -> Iterator[Frame]:
+    """Every frame, until the writer is gone."""
+    reader = FrameReader()
+    while piece := os.read(descriptor, 1 << 20):
+        yield from reader.feed(piece)
 
 
 def _decode(body: bytes) -> Frame:

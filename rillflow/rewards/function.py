@@ -31,9 +31,13 @@ class FunctionPath:
     """The file, absolute."""
     name: str
     """The function's name at the file's top level."""
+    text: str = ""
+    """What is loaded in the file's place, where a function given in Python has no file of its own."""
+    weight: float = 1.0
+    """Of its scores, where several functions are summed."""
 
     def __str__(self) -> str:
-        return f"{self.file.name}:{self.name}"
+        return self.name if self.text else f"{self.file.name}:{self.name}"
 
 
 def parse_function(text: str, base: Path) -> FunctionPath:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -29,3 +30,5 @@ class Score:
     """The score, finite also in float32; None for every other outcome."""
     message: str = ""
     """What went wrong, a few thousand characters at most; on a score, why the row was scored alone."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What each function said, where several are summed."""

@@ -18,7 +18,6 @@ A function that must see the whole batch sees it with one worker; see docs/desig
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
@@ -26,12 +25,12 @@ import select
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from rillflow.errors import RewardError
 from rillflow.rewards.child import Answer, Child, Failure, State
-from rillflow.rewards.columns import Columns, Parameters, Text, choose, encode_call, gather
+from rillflow.rewards.columns import Columns, Parameters, Text, choose, encode_call
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
@@ -72,7 +71,7 @@ class _Reply:
         return dict(zip(self.rows, self.answer, strict=True))
 
 
-class RewardWorkers:
+class RewardWorkers(ExitStack):
     """Children that score rows; a context manager, used from one thread.
 
     Args:
@@ -92,6 +91,8 @@ class RewardWorkers:
         *,
         containment: Containment = Containment.NAMESPACE,
     ) -> None:
+        super().__init__()
+        self.callback(self._stop)
         self._function = function
         self._config = config
         self._containment = Containment.SANDBOX if config.sandbox else containment
@@ -105,18 +106,10 @@ class RewardWorkers:
             self.close()
             raise
 
-    def __enter__(self) -> RewardWorkers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End every child; a second time does nothing."""
+    def _stop(self) -> None:
+        """End every child, also after one that does not end."""
         self._closed = True
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             for child in self._children:
                 stack.callback(child.stop)
 
@@ -135,11 +128,11 @@ class RewardWorkers:
 
         Raises:
             RewardError: the function cannot be loaded, needs a column that is not there, or returned
-                something else than one entry a row; the columns differ in length or are not JSON.
+                something else than one entry a row.
         """
         if self._closed:
             raise RewardError(f"{self._function} was asked to score after close", why="its children are gone")
-        everything = gather(prompts, completions, columns)
+        everything = {"prompts": prompts, "completions": completions, **columns}
         if not prompts:
             return []
         try:

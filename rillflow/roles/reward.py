@@ -20,7 +20,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.workers import RewardWorkers
+from rillflow.rewards.weighted import WeightedWorkers
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
 
@@ -41,7 +41,7 @@ class Reward:
     field = "rewards"
     """What the scores are called."""
 
-    def __init__(self, workers: RewardWorkers, tokenizer: Tokenizer, *, max_failures: float) -> None:
+    def __init__(self, workers: WeightedWorkers, tokenizer: Tokenizer, *, max_failures: float) -> None:
         self._workers = workers
         self._tokenizer = tokenizer
         self._max_failures = max_failures
@@ -112,10 +112,12 @@ def scored_rows(
         scores: their outcomes.
         name: what the values are called.
     """
+    parts = Ragged.from_text([json.dumps(score.parts) if score.parts else "" for score in scores])
     return Batch(
         ids=rollouts.ids,
         fields={
             name: torch.tensor([score.value or 0.0 for score in scores], dtype=torch.float32),
+            **({"parts": parts} if name == "rewards" else {}),
             "valid": torch.tensor([score.outcome is Outcome.SCORE for score in scores], dtype=torch.bool),
             "outcome": torch.tensor([OUTCOMES.index(score.outcome) for score in scores], dtype=torch.int8),
             "completion": Ragged.from_text(texts),

@@ -83,11 +83,6 @@ class Share(Generic[Model]):
         )
 
     @property
-    def is_whole(self) -> bool:
-        """Whether this rank has the whole model."""
-        return self.parallel is None
-
-    @property
     def saved_bytes(self) -> int:
         """Bytes of the whole model's weights."""
         if self.parallel is None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from random import Random
 
 from rillflow.errors import DataError
+from rillflow.rewards.function import FunctionPath
 from rillflow.tasks.example import Example
 
-REWARD = f"{Path(__file__).resolve().with_name('arithmetic_reward.py')}:reward"
+REWARD = FunctionPath(file=Path(__file__).resolve().with_name("arithmetic_reward.py"), name="reward")
 """The task's own scorer."""
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}

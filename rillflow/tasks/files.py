@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from rillflow.errors import DataError
 from rillflow.tasks.example import Example, check_names, example_of
@@ -21,6 +21,10 @@ ENDINGS = (".jsonl", ".parquet")
 _MARK = b"\xef\xbb\xbf"
 _NO_NUMBER = "JSON has no such number, and no reward could use it"
 Row = TypeVar("Row")
+Rows: TypeAlias = Iterable[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]]
+"""Rows that somebody holds in Python: prompts, or objects as a file's rows are."""
+GIVEN = "<prompts>"
+"""The source of a run whose rows were given in Python."""
 
 
 def read_examples(path: Path) -> list[Example]:
@@ -39,6 +43,30 @@ def read_rows(path: Path, make: Callable[[dict[str, Any], int, str], Row]) -> li
     if path.suffix == ".jsonl":
         return _made(_json_lines(path), path, "line", make)
     return _made(_parquet_rows(path), path, "row", make)
+
+
+def given_rows(rows: Rows, make: Callable[[dict[str, Any], int, str], Row]) -> list[Row]:
+    """The same of rows that were given in Python: each is a prompt, or an object as a file's rows are.
+
+    Raises:
+        DataError: as ``read_examples``; the rows are no list of rows.
+    """
+    if isinstance(rows, Mapping):
+        raise DataError(
+            f"the prompts are one object with the keys {', '.join(map(repr, rows))}",
+            why="rows come one after the other",
+            fix="give one of its parts, or a list of rows",
+        )
+    return _made(_given(rows), Path(GIVEN), "row", make)
+
+
+def _given(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, given in enumerate(rows, 1):
+        row = {str(name): value for name, value in given.items()} if isinstance(given, Mapping) else None
+        row = {"prompt": given} if row is None else row
+        for name, value in row.items():
+            _check_plain(value, f"{GIVEN}, row {number}: column {name!r}")
+        yield number, row
 
 
 def _check_path(path: Path) -> None:

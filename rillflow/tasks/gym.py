@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.errors import DataError, nearest
+from rillflow.rewards.function import FunctionPath
 from rillflow.tasks.example import Example
 
 PREFIX = "reasoning-gym:"
-REWARD = f"{Path(__file__).resolve().with_name('gym_reward.py')}:reward"
+REWARD = FunctionPath(file=Path(__file__).resolve().with_name("gym_reward.py"), name="reward")
 """The scorer of every such task."""
 
 

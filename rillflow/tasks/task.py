@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rillflow.errors import DataError, nearest
+from rillflow.rewards.function import FunctionPath
 from rillflow.tasks import arithmetic, gym
 from rillflow.tasks.config import TaskConfig
-from rillflow.tasks.example import Example
-from rillflow.tasks.files import read_examples
+from rillflow.tasks.example import Example, example_of
+from rillflow.tasks.files import Rows, given_rows, read_examples
 from rillflow.tasks.fingerprint import Fingerprint, row_digests
-from rillflow.tasks.preference import Preference, arithmetic_preferences, read_preferences
+from rillflow.tasks.preference import Preference, arithmetic_preferences, preference_of, read_preferences
 
 Row = TypeVar("Row", bound=Example)
 RowOut = TypeVar("RowOut", bound=Example, covariant=True)
@@ -43,8 +44,8 @@ class Task(Generic[RowOut]):
     """Rows to judge by; any first part of them is as good a sample as another."""
     left_out: int
     """Training rows left out because their prompt is held out."""
-    reward: str | None
-    """The task's own scorer, ``/absolute/file.py:name``; None where the recipe must name one."""
+    reward: tuple[FunctionPath, ...]
+    """The task's own scorers, which are summed; none where the recipe must name one."""
     fingerprint: Fingerprint
     """What a resumed run knows its rows by."""
 
@@ -54,7 +55,9 @@ class Task(Generic[RowOut]):
         return self.fingerprint.digest
 
 
-def open_task(config: TaskConfig, *, base: Path, seed: int, drawn: int | None = None) -> Task[Example]:
+def open_task(
+    config: TaskConfig, *, base: Path, seed: int, drawn: int | None = None, rows: Rows | None = None
+) -> Task[Example]:
     """Make or read a task's rows and hold some of them out.
 
     Args:
@@ -63,34 +66,40 @@ def open_task(config: TaskConfig, *, base: Path, seed: int, drawn: int | None = 
         seed: decides made problems, and which rows are held out.
         drawn: how many rows, the source's first, they are drawn from; None: all. Rows that were added to a
             run's data are to train on, and leave the choice alone.
+        rows: what somebody holds in Python, in the source's place.
 
     Raises:
         DataError: the source is unknown or its data cannot be used; nothing is left to train on.
     """
-    examples, reward = _rows(config, base, seed)
-    return _split(config, examples, base, seed, drawn, read_examples, reward)
+    made = (given_rows(rows, example_of), None) if rows is not None else _rows(config, base, seed)
+    return _split(config, made[0], base, seed, drawn, read_examples, made[1])
 
 
 def open_preferences(
-    config: TaskConfig, *, base: Path, seed: int, drawn: int | None = None
+    config: TaskConfig, *, base: Path, seed: int, drawn: int | None = None, rows: Rows | None = None
 ) -> Task[Preference]:
     """Make or read pairs of answers and hold those of some prompts out.
 
     Args and raises as ``open_task``; reasoning-gym has no pairs.
     """
+    pairs = given_rows(rows, preference_of) if rows is not None else _pairs(config, base, seed)
+    return _split(config, pairs, base, seed, drawn, read_preferences)
+
+
+def _pairs(config: TaskConfig, base: Path, seed: int) -> list[Preference]:
     if config.source == "arithmetic":
-        pairs = arithmetic_preferences(
-            size=config.size, digits=config.digits, operators=config.operators, seed=seed
-        )
-    elif config.source.startswith(gym.PREFIX):
+        return arithmetic_preferences(**_drawing(config, seed))
+    if config.source.startswith(gym.PREFIX):
         raise DataError(
             f"task.source is {config.source!r}",
             why="its problems have one answer each, and pairs are needed",
             fix="name a file with the columns 'prompt', 'chosen' and 'rejected', or arithmetic",
         )
-    else:
-        pairs = read_preferences(_file("source", config.source, base))
-    return _split(config, pairs, base, seed, drawn, read_preferences, None)
+    return read_preferences(_file("source", config.source, base))
+
+
+def _drawing(config: TaskConfig, seed: int) -> dict[str, Any]:
+    return {"size": config.size, "digits": config.digits, "operators": config.operators, "seed": seed}
 
 
 def _split(
@@ -100,7 +109,7 @@ def _split(
     seed: int,
     drawn: int | None,
     read: Callable[[Path], list[Row]],
-    reward: str | None,
+    reward: FunctionPath | None = None,
 ) -> Task[Row]:
     if config.held_out_source is not None:
         held_out = tuple(read(_file("held_out_source", config.held_out_source, base)))
@@ -120,7 +129,7 @@ def _split(
         train=train,
         held_out=held_out,
         left_out=left_out,
-        reward=reward,
+        reward=() if reward is None else (reward,),
         fingerprint=Fingerprint(
             drawn=len(examples) if drawn is None else drawn,
             rows=row_digests(examples),
@@ -129,14 +138,11 @@ def _split(
     )
 
 
-def _rows(config: TaskConfig, base: Path, seed: int) -> tuple[list[Example], str | None]:
+def _rows(config: TaskConfig, base: Path, seed: int) -> tuple[list[Example], FunctionPath | None]:
     """The source's rows, and its own scorer."""
     source = config.source
     if source == "arithmetic":
-        made = arithmetic.arithmetic_examples(
-            size=config.size, digits=config.digits, operators=config.operators, seed=seed
-        )
-        return made, arithmetic.REWARD
+        return arithmetic.arithmetic_examples(**_drawing(config, seed)), arithmetic.REWARD
     if source.startswith(gym.PREFIX):
         return gym.gym_examples(source, size=config.size, seed=seed), gym.REWARD
     return read_examples(_file("source", source, base)), None

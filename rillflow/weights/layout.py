@@ -153,26 +153,11 @@ def generation_layout(
         weights: of the whole model.
         parts: how tp lays each.
         mesh: see ``generation_mesh``; any with an axis tp will do.
-        stages: the stages of this mesh each lies on (see ``merged_stages``); without them, all.
+        stages: the stages of this mesh each lies on; without them, all.
     """
     if stages is None:
         return {name: Placement(mesh, {"tp": parts[name]}) for name in weights}
     return {name: Placement(_stage_mesh(name, mesh, stages[name]), {"tp": parts[name]}) for name in weights}
-
-
-def merged_stages(stages: Mapping[str, Sequence[int]], before: int, after: int) -> dict[str, tuple[int, ...]]:
-    """The stages weights lie on once ``before`` stages have come together in ``after``.
-
-    Raises:
-        PlacementError: ``before`` does not divide by ``after``.
-    """
-    if after < 1 or before % after:
-        raise PlacementError(
-            f"{before} pipeline stages come together in {after}", why="as many of them have to meet in each"
-        )
-    return {
-        name: tuple(sorted({stage * after // before for stage in found})) for name, found in stages.items()
-    }
 
 
 @lru_cache(maxsize=4096)

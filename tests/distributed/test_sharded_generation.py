@@ -23,10 +23,11 @@ from rillflow.models.sampling_shard import assign, local_weights, sampling_modul
 from rillflow.models.tensor_plan import tensor_plan
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
-from rillflow.records.rollout import Rollout, rollouts_of
+from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from tests.unit.records.singles import rollouts_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together

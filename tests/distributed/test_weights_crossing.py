@@ -29,11 +29,11 @@ from rillflow.weights.layout import (
     intervals,
     local_index,
     local_shape,
-    merged_stages,
     training_layout,
 )
 from rillflow.weights.plan import ReshardPlan, reshard_plan
 from rillflow.weights.switch import Switch
+from tests.unit.weights.merging import merged_stages
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together

@@ -74,7 +74,7 @@ def loaded(recipe: Path, run: str, *settings: str) -> LoadedRecipe:
 
 def ran(recipe: Path, run: str, *settings: str) -> Path:
     chosen = loaded(recipe, run, *settings)
-    return launch(chosen.recipe, chosen.base, quiet=True).run
+    return Path(launch(chosen.recipe, chosen.base, quiet=True).run)
 
 
 def lines(run: Path, name: str) -> list[dict[str, Any]]:
@@ -198,11 +198,11 @@ def test_the_recipe_s_pairs_are_those_its_script_makes(tmp_path: Path) -> None:
 def test_the_two_recipes_raise_the_true_accuracy(tmp_path: Path) -> None:
     """The policy never sees a right answer named: it is scored by what learned from pairs."""
     scorer = load_recipe(RECIPES / "run.toml", [f"run.dir={json.dumps(str(tmp_path / 'scorer'))}"])
-    found = launch(scorer.recipe, scorer.base, quiet=True).summary
+    found = launch(scorer.recipe, scorer.base, quiet=True)
     assert found.after is not None and found.after.accuracy > 0.7
     settings = [f"run.dir={json.dumps(str(tmp_path / 'use'))}", f"reward.model={json.dumps(found.run)}"]
     use = load_recipe(RECIPES / "use.toml", [*settings, "algorithm.steps=25"])
-    run = launch(use.recipe, use.base, quiet=True).run
+    run = Path(launch(use.recipe, use.base, quiet=True).run)
     right = [
         mean(row["completion"] == row["columns"]["answer"] for row in map(json.loads, file.open()))
         for file in sorted((run / "rollouts").iterdir())

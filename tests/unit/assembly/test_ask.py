@@ -21,7 +21,7 @@ from rillflow.dataflow.checkpoint import save_checkpoint
 from rillflow.errors import ConfigError, DataError, RolloutError, RunDirectoryError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, save_model
-from rillflow.observe.run_directory import RunDirectory
+from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.view.summary import render_text, summarise
 
 NEW = NewModel(hidden=32, layers=2, heads=4, kv_heads=2, context=24, alphabet="0123456789+=")
@@ -154,7 +154,7 @@ def make_run(tmp_path: Path) -> Callable[..., str]:
         path = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         with RunDirectory.open(path, recipe) as directory:
             save_checkpoint(directory.checkpoints, 1, save, {}, keep=1)
-            directory.log_rollouts(1, [{"prompt": prompt} for prompt in prompts])
+            write_rollouts(directory.path, 1, [{"prompt": prompt} for prompt in prompts])
             directory.write_json("finished.json", {})
         return str(path)
 

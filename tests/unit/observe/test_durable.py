@@ -16,11 +16,11 @@ FILL = """
 import resource, sys
 from pathlib import Path
 from rillflow.errors import RunDirectoryError
-from rillflow.observe.run_directory import RunDirectory
+from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.records.metrics import Sum
 
 run = RunDirectory.open(Path(sys.argv[1]), {})
-run.log_rollouts(1, [{"completion": "a"}])
+write_rollouts(run.path, 1, [{"completion": "a"}])
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 step = 0
 try:
@@ -30,7 +30,7 @@ try:
 except RunDirectoryError as error:
     print(error)
 long = {"text": "y" * 5000}
-for act in (lambda: run.log_rollouts(1, [long]), lambda: run.write_json("config.json", long)):
+for act in (lambda: write_rollouts(run.path, 1, [long]), lambda: run.write_json("config.json", long)):
     try:
         act()
     except RunDirectoryError as error:

@@ -22,7 +22,7 @@ from rillflow.observe.reader import (
     read_spans,
     read_starts,
 )
-from rillflow.observe.run_directory import RunDirectory
+from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, Variance
 from rillflow.records.row import RowId
 
@@ -77,7 +77,7 @@ def test_numbers_json_does_not_have_become_null_with_a_note_and_come_back(tmp_pa
     }
     with RunDirectory.open(tmp_path / "run", {}) as run:
         run.log_metrics(1, "grpo", metrics)
-        run.log_rollouts(1, [{**ROW, "reward": math.nan, "logprobs": [0.0, -0.5, -math.inf, -0.1]}])
+        write_rollouts(run.path, 1, [{**ROW, "reward": math.nan, "logprobs": [0.0, -0.5, -math.inf, -0.1]}])
         run.log_evaluation(1, correct=0, count=0, mean_reward=math.nan, interval=(0.0, 1.0))
     line = strict((tmp_path / "run" / "metrics.jsonl").read_text())
     assert line["metrics"]["nan"] == {"mean": None, "count": 2}
@@ -145,7 +145,7 @@ def test_a_file_cut_anywhere_gives_the_lines_before_the_cut(
 
 def test_a_rollout_comes_back(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", {}) as run:
-        run.log_rollouts(12, [ROW, {**ROW, "outcome": "timeout", "reward": None, "message": "10 s"}])
+        write_rollouts(run.path, 12, [ROW, {**ROW, "outcome": "timeout", "reward": None, "message": "10 s"}])
     assert (tmp_path / "run" / "rollouts" / "step-000012.jsonl").is_file()
     first, second = read_rollouts(tmp_path / "run", 12)
     assert first.row == RowId(epoch=1, prompt=17, sample=3)
@@ -157,14 +157,14 @@ def test_a_rollout_comes_back(tmp_path: Path) -> None:
 
 def test_a_step_that_sampled_nothing_has_no_file(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", {}) as run:
-        run.log_rollouts(1, iter([]))
+        write_rollouts(run.path, 1, iter([]))
         assert not (run.path / "rollouts").exists()
 
 
 def test_a_chat_prompt_is_read_as_text(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     with RunDirectory.open(tmp_path / "run", {}) as run:
-        run.log_rollouts(1, [{**ROW, "prompt": chat}])
+        write_rollouts(run.path, 1, [{**ROW, "prompt": chat}])
     assert read_rollouts(tmp_path / "run", 1)[0].prompt == "system: Be brief.\n\nuser: 2+2?"
 
 
@@ -176,7 +176,7 @@ def test_files_that_are_not_there_are_empty_and_a_missing_step_names_those_there
             read_rollouts(run.path, 3)
         assert "none at all" in caught.value.why
         for step in (2, 12):
-            run.log_rollouts(step, [ROW])
+            write_rollouts(run.path, step, [ROW])
         with pytest.raises(RunDirectoryError, match="steps 2 to 12"):
             read_rollouts(run.path, 3)
 

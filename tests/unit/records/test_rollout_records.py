@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from rillflow.errors import RecordError
 from rillflow.records.batch import Batch
-from rillflow.records.rollout import Finish, Rollout, completions, rollout_batch, rollouts_of
+from rillflow.records.rollout import Finish, Rollout, completions, rollout_batch
 from rillflow.records.row import RowId
+from tests.unit.records.singles import rollouts_of
 
 TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 

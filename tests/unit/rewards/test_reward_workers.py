@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from types import FrameType
 
 import pytest
@@ -176,30 +175,6 @@ def test_a_functions_state_lives_on_from_call_to_call(write: Write) -> None:
 def test_no_rows_need_no_call(write: Write) -> None:
     with RewardWorkers(write("1 / 0\ndef reward(completions): ..."), RewardConfig()) as rewards:
         assert rewards.score([], [], {"answer": []}) == []
-
-
-@pytest.mark.parametrize(
-    ("columns", "told"),
-    [
-        ({"answer": [1]}, "column 'answer' has 1 values for 2 prompts"),
-        ({"prompts": [1, 2]}, "a column is called 'prompts'"),
-        ({"completions": [1, 2]}, "a column is called 'completions'"),
-        ({"day": [None, date(2026, 1, 1)]}, "column 'day' holds a date in row 1"),
-    ],
-)
-def test_columns_that_cannot_be_passed_are_named(
-    write: Write, columns: dict[str, list[object]], told: str
-) -> None:
-    function = write("def reward(completions, **columns): return [1.0] * len(completions)")
-    with RewardWorkers(function, RewardConfig()) as rewards, pytest.raises(RewardError) as caught:
-        rewards.score(["p"] * 2, ["c"] * 2, columns)
-    assert caught.value.what == told
-
-
-def test_completions_must_be_as_many_as_prompts(write: Write) -> None:
-    with RewardWorkers(write(LENGTHS), RewardConfig()) as rewards, pytest.raises(RewardError) as caught:
-        rewards.score(["p"] * 2, ["c"] * 3, {})
-    assert caught.value.what == "column 'completions' has 3 values for 2 prompts"
 
 
 def test_a_parameter_without_a_column_is_named_with_the_columns_there_are(write: Write) -> None:

@@ -17,9 +17,10 @@ from transformers import AutoConfig
 
 from rillflow.errors import ModelError
 from rillflow.records.batch import Batch
-from rillflow.records.rollout import Rollout, rollouts_of
+from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.native.engine import NativeEngine
+from tests.unit.records.singles import rollouts_of
 
 Build = Callable[..., nn.Module]
 Engines = Callable[..., NativeEngine]

@@ -11,9 +11,10 @@ from torch import nn
 
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch
-from rillflow.records.rollout import Rollout, completions, rollouts_of
+from rillflow.records.rollout import Rollout, completions
 from rillflow.records.row import RowId
 from rillflow.rollout.native.engine import LANE_ROWS, NativeEngine
+from tests.unit.records.singles import rollouts_of
 
 Engines = Callable[..., NativeEngine]
 Prompts = Callable[..., Batch]

@@ -12,10 +12,11 @@ from transformers import AutoConfig, GPT2Config, PreTrainedConfig
 from rillflow.errors import RolloutError
 from rillflow.formulas.counter import uniform
 from rillflow.records.batch import Batch
-from rillflow.records.rollout import Finish, Rollout, completions, rollouts_of
+from rillflow.records.rollout import Finish, Rollout, completions
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
+from tests.unit.records.singles import rollouts_of
 
 Build = Callable[..., nn.Module]
 Engines = Callable[..., NativeEngine]

@@ -18,9 +18,9 @@ from rillflow.errors import RolloutError
 from rillflow.models.sampling_shard import assign, local_weights, release, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
 from rillflow.records.batch import Batch
-from rillflow.records.rollout import rollouts_of
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from tests.unit.records.singles import rollouts_of
 
 Build = Callable[..., PreTrainedModel]
 Prompts = Callable[..., Batch]

@@ -188,7 +188,7 @@ def test_an_answer_that_cannot_be_encoded_names_its_row(name: str, says: str) ->
 def test_pairs_are_split_streamed_and_digested_as_tasks_are(tmp_path: Path, write: Write) -> None:
     config = TaskConfig(size=60, held_out=10, digits=1)
     task = open_preferences(config, base=tmp_path, seed=0)
-    assert (len(task.train), len(task.held_out), task.reward) == (50, 10, None)
+    assert (len(task.train), len(task.held_out), task.reward) == (50, 10, ())
     assert not {pair.key for pair in task.train} & {pair.key for pair in task.held_out}
     assert task.digest != open_task(config, base=tmp_path, seed=0).digest
     drawn = PromptStream(encoded(task.train), seed=0).take(60)

@@ -15,13 +15,14 @@ from tokenizers import processors
 from rillflow.errors import DataError
 from rillflow.models.bare import END, character_tokenizer
 from rillflow.models.tokenizer import Tokenizer
-from rillflow.records.rollout import Finish, Rollout, completions, rollout_batch, rollouts_of
+from rillflow.records.rollout import Finish, Rollout, completions, rollout_batch
 from rillflow.records.row import RowId
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Answers, Encoded, Encoder
 from rillflow.tasks.example import Example
 from rillflow.tasks.prompts import PromptStream, StreamPosition, answered_batch, prompt_batch
 from rillflow.tasks.task import open_task
+from tests.unit.records.singles import rollouts_of
 
 ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz:\n"
 

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import DataError
+from rillflow.rewards.function import FunctionPath
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.task import Task, open_task
 
@@ -35,13 +36,12 @@ def solution(prompt: str) -> int:
     return {"+": left + right, "-": left - right, "*": left * right}[found[2]]
 
 
-def scorer(path: str) -> object:
-    file, _, name = path.rpartition(":")
-    spec = importlib.util.spec_from_file_location("scorer", file)
+def scorer(function: FunctionPath) -> object:
+    spec = importlib.util.spec_from_file_location("scorer", function.file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.__dict__[name]
+    return module.__dict__[function.name]
 
 
 def test_arithmetic_is_right_distinct_and_split() -> None:
@@ -75,7 +75,7 @@ def test_arithmetic_s_operators_are_checked(operators: str, says: str) -> None:
 
 
 def test_arithmetic_s_scorer() -> None:
-    reward = scorer(str(arithmetic().reward))
+    reward = scorer(arithmetic().reward[0])
     answers = ["42", " 42\n", "42.", "4 2", "", "-42"]
     scores = reward(prompts=["17+25="] * 6, completions=answers, answer=["42"] * 6, level=[1] * 6)  # type: ignore[operator]
     assert scores == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
@@ -95,7 +95,7 @@ def test_more_held_out_than_there_is(held_out: int) -> None:
 
 def test_one_row_and_nothing_held_out(tmp_path: Path) -> None:
     task = from_rows(tmp_path, [{"prompt": "only"}], held_out=0)
-    assert (len(task.train), task.held_out, task.reward) == (1, (), None)
+    assert (len(task.train), task.held_out, task.reward) == (1, (), ())
     with pytest.raises(DataError, match="held_out is 1"):
         from_rows(tmp_path, [{"prompt": "only"}], held_out=1)
 
@@ -202,7 +202,7 @@ def test_gym_problems_and_their_scorer() -> None:
     rows = [json.loads(row.as_json()) for row in task.train[:4]]
     given_ = {name: [row[name] for row in rows] for name in ("answer", "metadata")}
     prompts = [row["prompt"] for row in rows]
-    reward = scorer(str(task.reward))
+    reward = scorer(task.reward[0])
     assert reward(prompts, [f" {row.completion}\n" for row in task.train[:4]], **given_) == [1.0] * 4  # type: ignore[operator]
     assert max(reward(prompts, ["", "no idea", "1e9", "[]"], **given_)) < 1.0  # type: ignore[operator]
 
@@ -212,7 +212,7 @@ def test_an_answer_a_data_set_cannot_read_is_wrong_not_an_error() -> None:
     config = TaskConfig(source="reasoning-gym:prime_factorization", size=3, held_out=0)
     task = open_task(config, base=Path(), seed=1)
     row = task.train[0]
-    score = scorer(str(task.reward))(
+    score = scorer(task.reward[0])(
         [row.prompt], ["x"], answer=[row.completion], metadata=[row.columns["metadata"]]
     )  # type: ignore[operator]
     assert score == [0.0]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rillflow.observe.run_directory import RunDirectory
+from rillflow.observe.reader import SpanRecord
+from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.records.metrics import Max, Mean, Metric, Sum
 
 CONFIG = {
@@ -120,12 +121,14 @@ def write_run(path: Path, *, steps: int = 60, final: float = 0.9) -> Path:
                 clock.now += 0.6
                 evaluate(run, 20, 0.5)
             for stage, seconds in stages.items():
-                with run.spans.span(stage, step=step, rows=1024, tokens=9000):
-                    clock.now += seconds * numbers.uniform(0.8, 1.3)
+                began, took = run.elapsed_s(), seconds * numbers.uniform(0.8, 1.3)
+                size = {"rows": 1024, "tokens": 9000}
+                run.log_span(SpanRecord(step=step, stage=stage, start_s=began, duration_s=took, **size))
+                clock.now += took
             clock.now += 0.02
             if step > 20:
                 run.log_metrics(step, "grpo", learning_metrics(step, skill, numbers))
-                run.log_rollouts(step, rows(step, skill, numbers))
+                write_rollouts(run.path, step, rows(step, skill, numbers))
                 if step % 20 == 0:
                     evaluate(run, step, skill)
             else:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RunDirectoryError
-from rillflow.observe.run_directory import RunDirectory
+from rillflow.observe.reader import SpanRecord
+from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.records.metrics import Max, Mean
 from rillflow.view.chart import MAX_POINTS
 from rillflow.view.report import write_report
@@ -101,13 +102,12 @@ def test_nothing_of_the_run_becomes_markup(tmp_path: Path) -> None:
     ) as run:
         run.log_start({"command": ["rillflow", HOSTILE], "device": HOSTILE})
         for step in (1, 2):
-            with run.spans.span(HOSTILE, step=step):
-                pass
+            run.log_span(SpanRecord(step=step, stage=HOSTILE, start_s=0, duration_s=0, rows=0, tokens=0))
             run.log_metrics(step, HOSTILE, {HOSTILE: Mean(total=1.0, count=1)})
             row = {**ROW, "prompt": HOSTILE, "completion": HOSTILE, "finish": HOSTILE, "outcome": HOSTILE}
             chat = [{"role": HOSTILE, "content": HOSTILE}]
             texts = {"token_texts": [HOSTILE], "message": HOSTILE, "reward": float(step)}
-            run.log_rollouts(step, [row, {**row, "prompt": chat, **texts}])
+            write_rollouts(run.path, step, [row, {**row, "prompt": chat, **texts}])
     text, page = report(tmp_path / "a&b <i>")
     assert page.tags["script"] == 1
     assert "img" not in page.tags
@@ -137,8 +137,8 @@ def test_long_samples_are_cut_and_say_so(tmp_path: Path) -> None:
                 "finish": finish,
                 "reward": 1.0,
             }
-            run.log_rollouts(
-                1 if texts else 2, [{**row, "sample": i, "token_texts": texts} for i in range(30)]
+            write_rollouts(
+                run.path, 1 if texts else 2, [{**row, "sample": i, "token_texts": texts} for i in range(30)]
             )
     text, page = report(tmp_path / "run")
     assert "… 4,700 more tokens" in page.text

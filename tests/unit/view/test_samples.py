@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.observe.reader import RolloutRecord
-from rillflow.observe.run_directory import RunDirectory
+from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.records.row import RowId
 from rillflow.view.html import el, markup
 from rillflow.view.samples import Sample, best, draw_sample, longest, read_samples, worst
@@ -73,7 +73,7 @@ def test_a_long_run_is_read_at_a_few_steps_first_and_last_among_them(tmp_path: P
     row = {"epoch": 0, "prompt_id": 0, "sample": 0, "finish": "stop"}
     with RunDirectory.open(tmp_path / "run", {}) as run:
         for step in range(1, 101):
-            run.log_rollouts(step, [row] if step != 100 else [row, row])
+            write_rollouts(run.path, step, [row] if step != 100 else [row, row])
     read = read_samples(tmp_path / "run")
     assert len(read) == 8
     assert (read[0][0].step, read[-1][0].step, len(read[-1])) == (1, 100, 2)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RunDirectoryError
-from rillflow.observe.run_directory import RunDirectory
+from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.records.metrics import Mean
 from rillflow.view.report import write_report
 from rillflow.view.summary import Score, render_text, summarise, verdict
@@ -205,7 +205,7 @@ def test_what_is_pasted_is_quoted(tmp_path: Path) -> None:
             "finish": "stop",
             "prompt": "what's $(rm -rf ~)?\nnow",
         }
-        run.log_rollouts(1, [row])
+        write_rollouts(run.path, 1, [row])
         run.write_json("finished.json", {})
     summary = summarise(tmp_path / "my run")
     assert summary.checkpoint == str(policy)

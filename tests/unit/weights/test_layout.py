@@ -21,7 +21,6 @@ from rillflow.weights.layout import (
     local_index,
     local_shape,
     logical_weights,
-    merged_stages,
     training_layout,
 )
 
@@ -112,14 +111,9 @@ def test_a_stage_that_is_not_there() -> None:
         training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=1, tp=1), shard=False)
 
 
-def test_stages_come_together() -> None:
-    stages = {"a": (0,), "b": (1,), "c": (2,), "d": (3,), "tied": (0, 3)}
-    assert merged_stages(stages, 4, 2) == {"a": (0,), "b": (0,), "c": (1,), "d": (1,), "tied": (0, 1)}
-    assert set(merged_stages(stages, 4, 1).values()) == {(0,)}
-    with pytest.raises(PlacementError, match="4 pipeline stages come together in 3"):
-        merged_stages(stages, 4, 3)
+def test_generation_keeps_the_stages_it_is_given() -> None:
     mesh = generation_mesh(Mesh.of(dp=1, pp=2, tp=2), 1, 2)
-    found = generation_layout(WEIGHTS, PARTS, mesh, merged_stages(STAGES, 2, 2))
+    found = generation_layout(WEIGHTS, PARTS, mesh, STAGES)
     assert sorted(found["up"].mesh.ranks) == [0, 1]
 
 

@@ -16,10 +16,10 @@ from rillflow.weights.layout import (
     cast,
     generation_layout,
     generation_mesh,
-    merged_stages,
     training_layout,
 )
 from rillflow.weights.plan import ReshardPlan, reshard_plan
+from tests.unit.weights.merging import merged_stages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,153 @@
+"""Run: a run directory as an object: what was measured, sampled and kept, and its model to talk to.
+
+run directory ─┬─ metrics, evaluations, rollouts, settings   read anew at every look, also while it goes on
+               └─ checkpoint ─> its folder ─ ask ─> an answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rillflow.assembly.trained import model_directory
+from rillflow.errors import RunDirectoryError
+from rillflow.observe import layout
+from rillflow.observe.json_lines import JSON
+from rillflow.observe.reader import (
+    EvaluationRecord,
+    RolloutRecord,
+    best_step,
+    read_config,
+    read_evaluations,
+    read_metrics,
+    read_rollouts,
+    require_run,
+)
+from rillflow.pipeline.interrupt import Interruption
+from rillflow.view.curves import cards
+from rillflow.view.html import el
+from rillflow.view.page import page
+from rillflow.view.report import write_report
+from rillflow.view.run_data import load
+
+if TYPE_CHECKING:
+    from rillflow.assembly.ask import Question, Respondent
+
+
+class Run:
+    """A run, finished or not; ``rillflow.train`` and ``rillflow.open_run`` make one.
+
+    Example:
+        run = rillflow.open_run("runs/first")
+        pandas.DataFrame(run.metrics).plot(x="step", y="reward/score/mean")
+
+    Args:
+        path: its directory.
+        interruption: what asks it to stop, where this process trains it.
+    """
+
+    def __init__(self, path: Path, interruption: Interruption | None = None) -> None:
+        self.path = path
+        """The run directory."""
+        self.is_stopped = False
+        """Whether ``stop`` was called."""
+        self._interruption = interruption
+        self._respondents: dict[str, Respondent] = {}
+
+    def __repr__(self) -> str:
+        made = max((each["step"] for each in self.metrics), default=0)
+        return f"<run {self.path}: {made} steps, {'finished' if self.is_finished else 'not finished'}>"
+
+    def _repr_html_(self) -> str:
+        """The report's first two curves; for notebooks."""
+        shown = page(str(self.path), cards(load(self.path))[:2])
+        return el("iframe", srcdoc=shown, style="width: 100%; height: 22em; border: 0")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run made its last step."""
+        return (self.path / layout.FINISHED).is_file()
+
+    @property
+    def settings(self) -> Mapping[str, JSON]:
+        """Every resolved setting, by section."""
+        return read_config(self.path)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One flat row a step: ``step``, ``phase``, ``time_s`` and every metric's value by name."""
+        return [
+            {"step": each.step, "phase": each.phase, "time_s": each.time_s}
+            | {name: metric.value for name, metric in each.metrics.items()}
+            for each in read_metrics(self.path)
+        ]
+
+    @property
+    def evaluations(self) -> list[EvaluationRecord]:
+        """Every look at the held-out rows."""
+        return read_evaluations(self.path)
+
+    def rollouts(self, step: int | None = None) -> list[RolloutRecord]:
+        """The rows that were sampled in a step, with prompt, answer, reward and tokens; of the last if None.
+
+        Raises:
+            RunDirectoryError: nothing was sampled in it; the message names the steps that sampled.
+        """
+        made = max(layout.rollout_files(self.path), default=0)
+        return read_rollouts(self.path, made if step is None else step)
+
+    def checkpoint(self, step: int | None = None, *, best: bool = False, role: str = "policy") -> Path:
+        """The folder of a role's model, a Hugging Face directory: the newest, a step's, or the best.
+
+        Raises:
+            RunDirectoryError: there is no such checkpoint, or no such role is trained.
+        """
+        return model_directory(self.path, role, best_step(self.path) if best else step)
+
+    def ask(self, question: Question, *, step: int | None = None, best: bool = False, **how: Any) -> str:
+        """What the policy answers; a question is a text, or a tuple of messages.
+
+        Args:
+            question: asked as the run's own prompts were; see ``rillflow ask``.
+            step: of which checkpoint; the newest if None.
+            best: ask the one with the highest held-out mean reward.
+            how: ``temperature`` (0), ``max_tokens``, ``system`` and ``seed``; see ``Respondent``.
+        """
+        from rillflow.assembly.ask import Respondent
+
+        folder = self.checkpoint(step, best=best).parent
+        chat = not isinstance(question, str)
+        key = f"{folder} {chat} {sorted(how.items())}"
+        if key not in self._respondents:  # one model at a time: the next question is mostly for the same
+            step = int(folder.name.removeprefix("step-"))
+            self._respondents = {key: Respondent(self.path, step=step, chat=chat, **how)}
+        return self._respondents[key].answer(question if isinstance(question, str) else tuple(question))
+
+    def report(self) -> Path:
+        """Write ``report.html``; where it is."""
+        return write_report(self.path)
+
+    def stop(self) -> None:
+        """Let the present step end, with a checkpoint, and the run with it; for callbacks and other threads.
+
+        Raises:
+            RunDirectoryError: this object does not train.
+        """
+        if self._interruption is None:
+            raise RunDirectoryError(
+                f"{self.path} is not trained by this object",
+                why="what opens a run directory only reads it",
+                fix=f"send SIGTERM to the process that {self.path / layout.LOCK} names, if it still runs",
+            )
+        self._interruption.requested = self.is_stopped = True
+
+
+def open_run(path: str | Path) -> Run:
+    """A run directory, finished or not, also while another process trains it.
+
+    Raises:
+        RunDirectoryError: the path is missing, or no run directory.
+    """
+    require_run(Path(path))
+    return Run(Path(path))

@@ -1,0 +1,176 @@
+"""Source: a function that somebody holds in Python, as text that a child can load.
+
+function ─ its own text ─ the names in it ─┬─ modules, and what a module has ─> imports
+                                           ├─ functions beside it ───────────> their text, likewise
+                                           ├─ plain values, patterns ────────> assignments
+                                           └─ anything else ─────────────────> RewardError
+
+A cell of a notebook, a script and a closure are as good as a module. What travels is Python's text, as in
+the file of a function; a value counts as it is now. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import hashlib
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from rillflow.errors import RewardError
+from rillflow.rewards.function import FunctionPath
+
+_HEAD = "from __future__ import annotations\n"
+_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+
+
+def shipped(function: Callable[..., Any], weight: float = 1.0) -> FunctionPath:
+    """A function with the text that makes it again.
+
+    Args:
+        function: one that ``def`` or ``lambda`` made, wherever.
+        weight: of its scores in a sum.
+
+    Raises:
+        RewardError: it is no such function, its text cannot be had, or it reads what has no text.
+    """
+    plain = inspect.unwrap(function)
+    if not inspect.isfunction(plain):
+        raise RewardError(
+            f"the reward {function!r} is a {type(function).__name__}",
+            why="it is called in a process of its own, which is given a function's text",
+            fix="write a function that calls it, or name one in a file: reward='rewards.py:exact'",
+        )
+    if not (isinstance(weight, int | float) and math.isfinite(weight)):
+        raise RewardError(f"the weight of {plain.__name__} is {weight!r}", why="a weight is a finite number")
+    name = plain.__name__ if plain.__name__.isidentifier() else "reward"
+    text = _Text(name)
+    text.add(name, function)
+    said = [f"# weight {weight}"] if weight != 1 else []
+    return FunctionPath(
+        file=Path.cwd() / f"<{name}>",
+        name=name,
+        text="\n".join([*said, _HEAD, *text.statements, ""]),
+        weight=float(weight),
+    )
+
+
+class _Text:
+    """The statements that make a function, those that it needs first."""
+
+    def __init__(self, root: str) -> None:
+        self.statements: list[str] = []
+        self._root = root
+        self._values: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Let a name mean a value."""
+        if name in self._values:
+            if self._values[name] is not value:
+                raise self._refusal(name, value, "and something else by the same name")
+            return
+        self._values[name] = value
+        function = inspect.unwrap(value) if callable(value) else value
+        if isinstance(value, ModuleType):
+            self.statements.append(f"import {value.__name__} as {name}")
+        elif _is_importable(value):
+            self.statements.append(
+                f"from {value.__module__} import {value.__name__} as {name}{_version(value)}"
+            )
+        elif inspect.isfunction(function):
+            self._add_function(name, function)
+        elif isinstance(value, re.Pattern):
+            self.statements.append(f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})")
+        elif _is_plain(value):
+            self.statements.append(f"{name} = {value!r}")
+        else:
+            raise self._refusal(name, value, "which has no text")
+
+    def _add_function(self, name: str, function: FunctionType) -> None:
+        text = _definition(name, function)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        known = {**function.__globals__, **{variable: cell.cell_contents for variable, cell in cells}}
+        for read in dict.fromkeys(_names(compile(_HEAD + text, self._root, "exec"))):
+            if read in known:
+                self.add(read, known[read])
+        self.statements.append(text)
+
+    def _refusal(self, name: str, value: Any, what: str) -> RewardError:
+        return RewardError(
+            f"the reward {self._root} reads {name!r}, a {type(value).__name__}, {what}",
+            why="it is called in a process of its own, which is given its text, with the modules, functions "
+            "and plain values that it names",
+            fix=f"make it inside the function, or write it into a file: reward='rewards.py:{self._root}'",
+        )
+
+
+def _definition(name: str, function: FunctionType) -> str:
+    """The statement that makes a function, decorators and all."""
+    code, kinds = function.__code__, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    try:
+        tree = ast.parse("".join(inspect.findsource(function)[0]))
+    except (OSError, SyntaxError) as error:
+        raise RewardError(
+            f"the text of the reward's function {name} is not to be had",
+            why=str(error),
+            fix=f"write it into a file: reward='rewards.py:{name}'",
+        ) from None
+    found = [
+        node for node in ast.walk(tree) if isinstance(node, kinds) and _line(node) == code.co_firstlineno
+    ]
+    found = [node for node in found if isinstance(node, ast.Lambda) == (code.co_name == "<lambda>")]
+    if len(found) != 1:
+        raise RewardError(
+            f"the text of the reward's function {name} is not to be had",
+            why=f"line {code.co_firstlineno} of {code.co_filename} has {len(found)} functions like it",
+            fix="give it a name with def, on a line of its own; load its file again if that has changed",
+        )
+    text = ast.unparse(found[0])
+    return f"{name} = {text}" if isinstance(found[0], ast.Lambda) else text
+
+
+def _line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
+    """The line by which a function's code knows itself: of its first decorator, where it has one."""
+    decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
+    return decorators[0].lineno if decorators else node.lineno
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that code, and the code in it, does not make itself."""
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname in _READS)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_importable(value: Any) -> bool:
+    """Whether a child finds a class or function by the name of its module and its own."""
+    if not isinstance(value, type | FunctionType | BuiltinFunctionType) or value.__module__ == "__main__":
+        return False
+    module = sys.modules.get(value.__module__)
+    if module is None or vars(module).get(value.__name__) is not value:
+        return False
+    file = vars(module).get("__file__")
+    return file is None or any(Path(file).is_relative_to(Path(entry).absolute()) for entry in sys.path)
+
+
+def _version(value: type | FunctionType | BuiltinFunctionType) -> str:
+    """A remark that changes with the file of what is imported, where that is the user's own."""
+    file = Path(vars(sys.modules[value.__module__]).get("__file__") or sys.prefix)
+    if file.is_relative_to(sys.prefix) or file.is_relative_to(sys.base_prefix):
+        return ""
+    return f"  # {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is what Python reads from its own text."""
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
