@@ -26,8 +26,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from rillflow.assembly.observed import this_machine
-from rillflow.assembly.planning import shape_of_new
+from rillflow.assembly.planning import shape_of_new, this_machine
 from rillflow.graph.graph import Graph, Stage
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model

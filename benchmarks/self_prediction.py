@@ -28,8 +28,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 from rillflow.assembly.launch import launch
-from rillflow.assembly.observed import observe, this_machine
-from rillflow.assembly.planning import plan_of, state_problem
+from rillflow.assembly.planning import observe, plan_of, state_problem, this_machine
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.planner.calibration import MODELLED, Calibration, Observation, calibrate, stages_by_name
 from rillflow.planner.cost_model.costs import CostModel

@@ -1,13 +1,13 @@
 """Planned: a plan laid over a recipe as if its placement had been written there, or why it cannot run.
 
-plan.toml ─ open_plan ─┬─ settings_of ─> placement.pools, roles, train, generate, as --set writes them
-                       ├─ require_for ─> what another recipe's is, or no run can do yet, is refused
-                       └─ keep_plan ───> in the run directory; whether the run goes on as it says
+Plan ─┬─ settings_of ─> placement.pools, roles, train, generate, as --set writes them
+      ├─ require_for ─> what another recipe's is, or no run can do yet, is refused
+      └─ keep_plan ───> in the run directory; whether the run goes on as it says
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rillflow.assembly.planning import grid_of
@@ -17,10 +17,7 @@ from rillflow.config.overrides import parse_override
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError, PlanError, nearest
 from rillflow.observe import durable, layout
-from rillflow.planner.grid import Grid
-from rillflow.planner.plan import Plan
-from rillflow.planner.plan_file import plan_text, read_plan
-from rillflow.planner.problem import SAMPLER
+from rillflow.planner.plan import SAMPLER, Plan, open_plan, plan_text
 
 PLANNED = ("placement.pools", "placement.roles", "placement.train", "placement.generate")
 """What a plan settles."""
@@ -28,25 +25,8 @@ PROCESSOR = "cpu"
 """How the names of devices begin that need no accelerator."""
 
 
-def open_plan(file: Path) -> Plan:
-    """The plan of a file.
-
-    Raises:
-        PlanError: it is not there, or no plan.
-    """
-    try:
-        text = file.read_text("utf-8")
-    except FileNotFoundError:
-        raise PlanError(f"{file} does not exist", why="a plan is a file", fix="rillflow plan --out") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{file} cannot be read", why=str(error)) from error
-    return read_plan(text, str(file))
-
-
 def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
     """``KEY=VALUE`` texts that place a recipe as the plan does.
-
-    A pool whose models share it in one grid has it under its own name; else every model has its own.
 
     Args:
         plan: what is to run.
@@ -55,36 +35,27 @@ def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: one of them does.
     """
-    _require_alone(overrides)
-    names = _pool_names(plan)
-    train: dict[str, Mapping[str, int]] = {}
-    for pool in plan.pools:
-        units = {name: unit for name, unit in plan.units.items() if unit.pool == pool.name}
-        grids = {name: _axes(unit.grid) for name, unit in units.items()}
-        first = next(iter(grids.values()))
-        alike = all(axes == first for axes in grids.values())
-        train |= {names[pool.name]: first} if alike else grids
-    generate = max((unit.generate_tp for unit in plan.units.values()), default=0)
-    values: Mapping[str, Mapping[str, object]] = {
-        "placement.pools": {names[pool.name]: pool.devices for pool in plan.pools},
-        "placement.roles": {name: names[unit.pool] for name, unit in plan.units.items()},
-        "placement.train": train,
-        "placement.generate": {"tp": max(1, generate)},
-    }
-    return [f"{key}={inline_text(value)}" for key, value in values.items()]
+    for text in overrides:
+        dotted = parse_override(text).dotted
+        if dotted == "placement" or dotted.startswith(PLANNED):
+            raise ConfigError(
+                f"--set {text} beside --plan",
+                why=f"the plan settles {', '.join(PLANNED)}",
+                fix="change the plan's file, or leave one of the two out",
+            )
+    return [f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items()]
 
 
 def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
     """Refuse a plan of another recipe, and one that no run can follow yet.
 
     Raises:
-        PlanError: it is another algorithm's, places a role the recipe does not call, generates apart, runs
-            ahead, begins more rows than it trains on, lies on two fleets, cuts experts apart, or needs
+        PlanError: it is another algorithm's, places a role the recipe does not call, generates apart,
+            begins more rows than it trains on, lies on two fleets, cuts experts apart, or needs
             accelerators that are not here.
     """
     recipe = loaded.recipe
-    for reason in _reasons(plan):
-        raise reason
+    _require_possible(plan)
     if plan.name != recipe.algorithm.name:
         raise PlanError(
             f"the plan is one of {plan.name}",
@@ -134,43 +105,38 @@ def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
     return plan is not None and is_placed_by(plan, placement)
 
 
-def _reasons(plan: Plan) -> Iterator[PlanError]:
+def _require_possible(plan: Plan) -> None:
+    """Refuse what no run can do yet."""
     if SAMPLER in plan.units:
-        yield PlanError(
+        raise PlanError(
             "the plan generates on devices of their own",
             why="a run generates where the policy is trained",
             fix="plan with --freshness 0 and without --apart-in-step: that keeps generation there",
         )
-    if plan.freshness:
-        yield PlanError(
-            f"the plan trains on tokens up to {plan.freshness} versions old",
-            why="a run trains in step",
-            fix="plan with --freshness 0",
-        )
     begun = plan.oversample_prompts * plan.oversample_samples
     if begun > 1:
-        yield PlanError(
+        raise PlanError(
             f"the plan begins {begun:g} rows for each it trains on",
             why="a run trains on every row it begins",
             fix="set oversample_prompts and oversample_samples to 1.0",
         )
     fleets = {pool.fleet for pool in plan.pools}
     if len(fleets) > 1:
-        yield PlanError(
+        raise PlanError(
             f"the plan lies on {' and '.join(sorted(fleets))}",
             why="a run takes its ranks from machines of one kind",
             fix="plan for one fleet",
         )
     for name, unit in plan.units.items():
         if unit.grid.ep > 1:
-            yield PlanError(
+            raise PlanError(
                 f"units.{name}.ep is {unit.grid.ep}",
                 why="a run keeps all experts of a layer together",
                 fix="plan with a cluster of one expert group, or set ep = 1",
             )
     for pool in plan.pools:
         if pool.device and not pool.device.lower().startswith(PROCESSOR) and not _has_accelerator():
-            yield PlanError(
+            raise PlanError(
                 f"the pool {pool.name} is {pool.devices} x {pool.device}",
                 why="this machine has no accelerator",
                 fix="launch it where they are; for this machine, plan with --cluster clusters/laptop.toml",
@@ -181,23 +147,3 @@ def _has_accelerator() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _require_alone(overrides: Sequence[str]) -> None:
-    for text in overrides:
-        dotted = parse_override(text).dotted
-        if dotted == "placement" or dotted.startswith(PLANNED):
-            raise ConfigError(
-                f"--set {text} beside --plan",
-                why=f"the plan settles {', '.join(PLANNED)}",
-                fix="change the plan's file, or leave one of the two out",
-            )
-
-
-def _pool_names(plan: Plan) -> Mapping[str, str]:
-    """What the plan's pools are called in a run: a pool named as a unit would hide that unit's own grid."""
-    return {pool.name: f"pool_{pool.name}" if pool.name in plan.units else pool.name for pool in plan.pools}
-
-
-def _axes(grid: Grid) -> Mapping[str, int]:
-    return {"fsdp" if grid.is_sharded else "dp": grid.dp, "pp": grid.pp, "tp": grid.tp}

@@ -1,39 +1,49 @@
-"""Planning: a recipe as the problem the planner solves; what it does not say is assumed, and named.
+"""Planning: a recipe, or a run of one, as the problem the planner solves.
 
-recipe ─┬─ last phase ─ drawing ──────────────> graph
+recipe ─┬─ a phase ─ drawing ─────────────────> graph
         ├─ models: new or config.json ────────> shapes
         ├─ prompts, samples, passes, lengths ─> workload     lengths: the data's, a run's, or assumed
         ├─ with the cluster's hardware ───────> Statement: Problem and the assumptions in it
         └─ its own placement ─ evaluate ──────> Plan that a run is compared with; nothing is searched
+run ─ recipe, placement, medians of its spans ─> Observation a phase, which factors are fitted to
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rillflow.algorithms.algorithm import Data
-from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.assembly.meshes import model_roles
+from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.preflight import model_source, scorer_sources
-from rillflow.assembly.recipe import LoadedRecipe, Recipe
-from rillflow.assembly.rows import Rows, assumed_rows, measured_rows
+from rillflow.assembly.recipe import LoadedRecipe, Recipe, recipe_class
+from rillflow.assembly.resume import BESIDE_SETTINGS
+from rillflow.assembly.rows import characters_per_token, workload_of
 from rillflow.cluster.config import MeshSizes
-from rillflow.config.load import read_toml
+from rillflow.config.load import read_toml, validate
+from rillflow.config.toml_text import toml_text
 from rillflow.errors import ModelError, PlanError
 from rillflow.graph.graph import Graph
 from rillflow.models.config import NewModel
+from rillflow.planner.calibration import Observation
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate, stages_by_name
+from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Fleet, Hardware, read_hardware
-from rillflow.planner.model_shape import ModelShape, read_shape
+from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem, Statement
-from rillflow.planner.workload import Workload
+from rillflow.planner.request import open_shape
+from rillflow.view.predicted import stage_medians, usual_step_s
+from rillflow.view.run_data import RunData, load
+
+WARM_UP = 2
+"""Steps of a phase that calibration does not look at: memory is first taken in them."""
 
 
 def open_cluster(file: Path) -> Hardware:
@@ -44,6 +54,11 @@ def open_cluster(file: Path) -> Hardware:
         PlanError: what it says cannot be.
     """
     return read_hardware(read_toml(file), str(file))
+
+
+def this_machine(ranks: int) -> Hardware:
+    """The cluster of a run without one: the processor's cores, a rank each."""
+    return read_hardware(_cores(max(ranks, os.cpu_count() or 1)), "this machine")
 
 
 def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | None = None) -> Statement:
@@ -61,18 +76,37 @@ def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | Non
     """
     from rillflow.assembly.drawing import graphs
 
-    graph = graphs(loaded.recipe)[-1]
-    cuts = loaded.recipe.algorithm.minibatches
-    rows = measured_rows(measured, cuts) if measured is not None else assumed_rows(loaded)
-    problem = Problem(
+    recipe = loaded.recipe
+    problem = _problem(loaded, phase_plans(recipe)[-1], graphs(recipe)[-1], hardware, measured)
+    assumptions = _assumptions(problem, characters_per_token(recipe) if measured is None else 1)
+    return Statement(problem=problem, assumptions=tuple(assumptions), steps=recipe.algorithm.steps)
+
+
+def _problem(
+    loaded: LoadedRecipe, phase: PhasePlan, graph: Graph, hardware: Hardware, measured: Path | None
+) -> Problem:
+    return Problem(
         graph=graph,
         shapes=shapes_of(loaded, graph),
-        workload=workload_of(loaded.recipe, rows),
+        workload=workload_of(loaded, phase, measured),
         hardware=hardware,
         recomputes=loaded.recipe.policy.gradient_checkpointing,
     )
-    steps = loaded.recipe.algorithm.steps
-    return Statement(problem=problem, assumptions=tuple(_assumptions(problem, rows)), steps=steps)
+
+
+def _assumptions(problem: Problem, per_token: int) -> Iterator[str]:
+    """What nobody said of a problem, and what would replace it."""
+    response = problem.workload.response
+    if per_token > 1:
+        yield f"prompts: {per_token} characters a token; --lengths RUN measures"
+    if response.kind == "lognormal":
+        yield (
+            f"responses: log-normal, median {response.median:g} tokens, sigma {response.sigma}, clipped at "
+            f"{response.limit:,}; --lengths RUN measures"
+        )
+    functions = [role for role in problem.graph.roles if role not in problem.shapes]
+    if functions and not problem.workload.function_s:
+        yield f"{' and '.join(functions)}: a function that takes no time; --lengths RUN measures"
 
 
 def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
@@ -115,27 +149,7 @@ def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
 
 def grid_of(mesh: MeshSizes) -> Grid:
     """The grid of a recipe's mesh."""
-    return Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, is_sharded=mesh.is_sharded)
-
-
-def workload_of(recipe: Recipe, rows: Rows) -> Workload:
-    """A step's rows as the recipe has them; a pair of answers is two rows of one prompt."""
-    config = recipe.algorithm
-    samples = config.samples_per_prompt if isinstance(config, OnlineConfig) else 1
-    return Workload(
-        prompts=config.prompts_per_step,
-        samples=2 if recipe.chosen.data is Data.PREFERENCES else samples,
-        prompt=rows.prompt,
-        response=rows.response,
-        epochs=config.epochs,
-        minibatches=config.minibatches,
-        tokens_per_micro_batch=recipe.policy.tokens_per_micro_batch,
-        function_s=rows.function_s,
-        packing=rows.packing,
-        gradient_share=rows.gradient_share,
-        dtype=recipe.policy.model.dtype,
-        rows_at_once=recipe.rollout.max_rows,
-    )
+    return Grid(**vars(mesh))
 
 
 def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
@@ -143,20 +157,16 @@ def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
     recipe, base = loaded.recipe, loaded.base
     new, source = recipe.policy.model.new, model_source(recipe, base)
     lead = shape_of_new(new) if new is not None else shape_of_directory(str(source))
-    critic = lead if recipe.critic.path is None else shape_of_directory(str(base / recipe.critic.path))
-    scorers = {key.split(".")[0]: path for key, path in scorer_sources(recipe, base).items()}
-    shapes: dict[str, ModelShape] = {}
-    for role in model_roles(recipe, graph.roles):
-        match role:
-            case "policy" | "reference":
-                shapes[role] = lead
-            case "critic" | "cost_critic":
-                shapes[role] = replace(critic, is_scalar=True)
-            case "reward" | "cost":
-                shapes[role] = replace(shape_of_directory(scorers[role]), is_scalar=True)
-            case _:
-                shapes[role] = replace(lead, is_scalar=True)
-    return shapes
+    others = {setting.split(".")[0]: path for setting, path in scorer_sources(recipe, base).items()}
+    if recipe.critic.path is not None:
+        others |= dict.fromkeys(("critic", "cost_critic"), str(base / recipe.critic.path))
+    return {
+        role: replace(
+            shape_of_directory(others[role]) if role in others else lead,
+            is_scalar=role not in ("policy", "reference"),
+        )
+        for role in model_roles(recipe, graph.roles)
+    }
 
 
 def shape_of_new(new: NewModel) -> ModelShape:
@@ -184,22 +194,99 @@ def shape_of_directory(source: str) -> ModelShape:
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(source)
-    file = folder / "config.json" if folder.is_dir() else try_to_load_from_cache(source, "config.json")
+    file = folder if folder.is_dir() else try_to_load_from_cache(source, "config.json")
     if not isinstance(file, str | Path):
         raise ModelError(
             f"the sizes of {source} are not known",
             why="its config.json is not on this machine",
             fix="give a directory that has one; weights are not needed to plan",
         )
-    try:
-        config: dict[str, Any] = json.loads(Path(file).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read", why=str(error)) from error
-    return read_shape(config, folder.name)
+    return open_shape(Path(file), folder.name)
 
 
-def _assumptions(problem: Problem, rows: Rows) -> Iterator[str]:
-    yield from rows.assumptions
-    functions = [role for role in problem.graph.roles if role not in problem.shapes]
-    if functions and not rows.function_s:
-        yield f"{' and '.join(functions)}: a function that takes no time; --lengths RUN measures"
+def observe(
+    run: Path, hardware: Hardware | None = None, algorithms: Sequence[Algorithm] = ()
+) -> list[Observation]:
+    """Every phase of a run that made steps enough.
+
+    Args:
+        run: its directory.
+        hardware: what it ran on; this machine's processor if None.
+        algorithms: what its recipe may name beside those that are shipped.
+
+    Raises:
+        RunDirectoryError: it is no run directory.
+        PlanError: it made too few steps, or ran on something unknown.
+    """
+    from rillflow.assembly.drawing import graphs
+
+    data = load(run)
+    loaded = recipe_of(data, algorithms)
+    recipe = loaded.recipe
+    if hardware is None:
+        device = str(data.starts[-1].get("device", "cpu")) if data.starts else "cpu"
+        if device.split(":")[0] != "cpu":
+            raise PlanError(
+                f"{run} ran on {device}",
+                why="what that is and how it is linked stands in no run directory",
+                fix="give the cluster's file with --cluster",
+            )
+        hardware = this_machine(sum(recipe.placement.pools.values()))
+    made, found = {phase.name: phase for phase in reversed(data.phases)}, []
+    for phase, graph in zip(phase_plans(recipe), graphs(recipe), strict=True):
+        if phase.name not in made:
+            continue
+        is_sampled = phase.algorithm.data is Data.PROMPTS
+        first, last = max(made[phase.name].first, data.placed_from) + WARM_UP, made[phase.name].last
+        if first <= last:
+            one = Observation(
+                name=phase.name,
+                problem=_problem(loaded, phase, graph, hardware, run if is_sampled else None),
+                plan=plan_of(recipe, graph, hardware.fleets[0]),
+                stages_s=stage_medians(data, first, last),
+                step_s=usual_step_s(data, first, last),
+                is_recorded=is_sampled,
+            )
+            found.append(one)
+    if not found:
+        raise PlanError(
+            f"{run} has no phase of more than {WARM_UP} steps",
+            why="the first ones are not like the others",
+            fix=f"name a run of {WARM_UP + 3} steps or more",
+        )
+    return found
+
+
+def recipe_of(data: RunData, algorithms: Sequence[Algorithm] = ()) -> LoadedRecipe:
+    """The recipe a run directory keeps, with the folder of its file, where the run says which."""
+    kept = {name: value for name, value in data.config.items() if name not in BESIDE_SETTINGS}
+    base = data.starts[-1].get("base") if data.starts else None
+    recipe = validate(recipe_class(algorithms), kept, str(data.path))
+    return LoadedRecipe(recipe=recipe, path=data.path, base=Path(str(base or "")), given={})
+
+
+def cluster_text(
+    factors: Factors, observations: Sequence[Observation], cluster: Path | None, run: Path
+) -> str:
+    """A cluster file with these factors: the given one, or the cores of the run's machine.
+
+    Args:
+        factors: what was fitted.
+        observations: what to.
+        cluster: the file of what it ran on; None for this machine.
+        run: what a comment names.
+    """
+    cores = observations[0].problem.hardware.devices
+    values = {
+        name: f"{value:.6g} s" if name.endswith("_s") else float(f"{value:.6g}")
+        for name, value in asdict(factors).items()
+        if value or not name.startswith("refit")
+    }
+    said = f"{run} by rillflow calibrate"
+    data = read_toml(cluster) if cluster is not None else _cores(cores)
+    return toml_text({**data, "calibrated": said, "factors": values}, comment=f"Factors fitted to {said}.")
+
+
+def _cores(count: int) -> dict[str, Any]:
+    fleet = {"name": "cores", "device": "cpu", "devices": count, "per_machine": count}
+    return {"name": "this machine", "like": "rillflow", "fleet": [fleet]}

@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     plan, placed = None, []
     if arguments.plan is not None:
-        from rillflow.assembly.planned import open_plan, require_for, settings_of
+        from rillflow.assembly.planned import require_for, settings_of
+        from rillflow.planner.plan import open_plan
 
         plan = open_plan(arguments.plan)
         placed = settings_of(plan, arguments.set)

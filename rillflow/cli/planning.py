@@ -33,23 +33,22 @@ SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
 """How much larger than the given one the clusters are that throughput is shown for."""
 SIMULATED, VARIED = 3, 5
 """The best plans that are simulated, and evaluated with other lengths."""
-SHOWN_STEPS = 4
-"""Simulated steps that a timeline shows."""
 SHORT = ("model", "gpus", "algorithm", "response")
 """Words that a plan without a recipe cannot do without."""
-Words = tuple[tuple[str, dict[str, Any]], ...]
+Words = dict[str, dict[str, Any]]
+"""What ``add_argument`` is told of each word."""
 
 
 def plan(arguments: argparse.Namespace) -> int:
     """``rillflow plan``: the best placements of a recipe on a cluster, and what each other is behind by."""
     from rillflow.planner.cost_model.costs import CostModel
+    from rillflow.planner.plan import plan_text
     from rillflow.planner.ranking import Goal, Objective
     from rillflow.planner.reasons import order_as_shown
     from rillflow.planner.search import explore
     from rillflow.planner.sensitivity import prompts_that_pay, variations
-    from rillflow.view.plans import Decision, decision_data, decision_lines, shown_s
+    from rillflow.view.plans import Decision, decision_data, decision_lines, plan_page, shown_s
 
-    _require_page(arguments)
     statement = _stated(arguments)
     problem = statement.problem
     objective = Objective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
@@ -75,15 +74,10 @@ def plan(arguments: argparse.Namespace) -> int:
     lines = decision_lines(found)
     _print(arguments, [f"{plans[0].name} on {problem.hardware.name}", *lines], decision_data(found))
     if arguments.out is not None:
-        from rillflow.planner.plan_file import plan_text
-
         _write(arguments.out, plan_text(plans[0]))
     if arguments.plot is not None:
-        from rillflow.view.plan_page import plan_page
-
-        drawn = _simulated(problem, plans[0], SHOWN_STEPS)
         title = f"{plans[0].name} on {problem.hardware.name}, freshness {plans[0].freshness}"
-        _write(arguments.plot, plan_page(title, drawn, SHOWN_STEPS, lines, sizes))
+        _write(arguments.plot, plan_page(title, simulated[0], lines, sizes))
     return DONE
 
 
@@ -135,31 +129,33 @@ def _simulated(
 
 def simulate(arguments: argparse.Namespace) -> int:
     """``rillflow simulate``: a plan, event by event."""
-    from rillflow.assembly.planned import open_plan
-    from rillflow.planner.simulator.layout import Settings
-    from rillflow.view.plans import simulation_data, simulation_lines
+    from dataclasses import replace
 
-    _require_page(arguments)
-    plan = _changed(open_plan(arguments.plan), arguments)
+    from rillflow.planner.plan import open_plan, require_possible
+    from rillflow.planner.simulator.layout import Settings
+    from rillflow.view.plans import plan_page, simulation_data, simulation_lines
+
+    plan = open_plan(arguments.plan)
+    prompts, samples = arguments.oversample or (plan.oversample_prompts, plan.oversample_samples)
+    freshness = plan.freshness if arguments.freshness is None else arguments.freshness
+    plan = replace(plan, freshness=freshness, oversample_prompts=prompts, oversample_samples=samples)
+    require_possible(plan)
     statement = _stated_recipe(load(arguments), arguments)
-    slow = arguments.stragglers or (0.0, 1.0)
-    settings = Settings(straggler_share=slow[0], straggler_factor=slow[1], interrupts=arguments.interrupts)
+    share, factor = arguments.stragglers or (0.0, 1.0)
+    settings = Settings(straggler_share=share, straggler_factor=factor, interrupts=arguments.interrupts)
     steps, seed = arguments.steps, arguments.seed
     found = _simulated(statement.problem, plan, steps, seed=seed, settings=settings)
     title = f"{plan.name} on {statement.problem.hardware.name}, freshness {plan.freshness}, seed {seed}"
     lines = simulation_lines(plan, found, statement)
     _print(arguments, [f"{title}: {steps} steps simulated", *lines], simulation_data(plan, found, statement))
     if arguments.plot is not None:
-        from rillflow.view.plan_page import plan_page
-
-        _write(arguments.plot, plan_page(title, found, min(SHOWN_STEPS, steps), lines))
+        _write(arguments.plot, plan_page(title, found, lines))
     return DONE
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
     """``rillflow calibrate``: the factors with which predictions meet a run."""
-    from rillflow.assembly.observed import cluster_text, observe
-    from rillflow.assembly.planning import open_cluster
+    from rillflow.assembly.planning import cluster_text, observe, open_cluster
     from rillflow.planner.calibration import calibrate as fit
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.view.plans import calibration_data, calibration_lines
@@ -204,108 +200,97 @@ def _word(metavar: str | tuple[str, ...] | None, told: str, kind: Any = Path, **
     return {"metavar": metavar, "help": told, "type": kind, **more}
 
 
-CLUSTER = ("--cluster", _word("FILE", "a cluster's TOML file"))
-LENGTHS = ("--lengths", _word("RUN", "a run whose rows say how long rows are; else assumed"))
-PLAN = ("--plan", _word("FILE", "place roles as a plan of rillflow plan does"))
-OUT = ("--out", _word("FILE", "where to write what was found: the best plan, or the cluster's file"))
-FORMAT = ("--format", {"choices": ("text", "json"), "default": "text", "help": "what is printed (text)"})
-PLOT = ("--plot", _word("FILE", "a picture, .html"))
-TWO: dict[str, Any] = {"kind": float, "nargs": 2}
+def _page(text: str) -> Path:
+    """The name of a picture's file. Example: ``_page("plan.html") == Path("plan.html")``."""
+    if Path(text).suffix != ".html":
+        raise argparse.ArgumentTypeError(
+            f"{text} names no kind of picture: a browser shows .html, and prints it"
+        )
+    return Path(text)
+
+
+CLUSTER = {"--cluster": _word("FILE", "a cluster's TOML file")}
+LENGTHS = {"--lengths": _word("RUN", "a run whose rows say how long rows are; else assumed")}
+PLAN = {"--plan": _word("FILE", "place roles as a plan of rillflow plan does")}
+OUT = {"--out": _word("FILE", "where to write what was found: the best plan, or the cluster's file")}
+FORMAT: Words = {
+    "--format": {"choices": ("text", "json"), "default": "text", "help": "what is printed (text)"}
+}
+PLOT = {"--plot": _word("FILE", "a picture, .html", _page)}
 
 
 def run_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``run`` by which predicted seconds stand beside those measured."""
-    _add(parser.add_mutually_exclusive_group(), (PLAN, CLUSTER))
-    _add(parser, (LENGTHS,))
+    _add(parser.add_mutually_exclusive_group(), PLAN | CLUSTER)
+    _add(parser, LENGTHS)
 
 
 def simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``simulate``."""
-    words: Words = (
-        (PLAN[0], {**PLAN[1], "required": True}),
-        (CLUSTER[0], {**CLUSTER[1], "required": True}),
-        LENGTHS,
-        ("--steps", _word("N", "steps to simulate (20)", int, default=20)),
-        ("--seed", _word("N", "of lengths and slow devices (0)", int, default=0)),
-        ("--freshness", _word("K", "versions a trained token may be old, instead of the plan's", int)),
-        (
-            "--oversample",
-            _word(
-                ("PROMPTS", "SAMPLES"),
-                "begin so many times the prompts and the samples, and leave the longest for later",
-                **TWO,
-            ),
-        ),
-        (
-            "--stragglers",
-            _word(("SHARE", "FACTOR"), "this share of the devices takes so many times as long", **TWO),
-        ),
-        FORMAT,
-        PLOT,
-    )
-    _add(parser, words)
-    parser.add_argument(
-        "--interrupts",
-        action=argparse.BooleanOptionalAction,
-        help="new weights interrupt rows, which go on under them; as the cluster's engine does if left out",
-    )
+    _add(parser, PLAN | CLUSTER, required=True)
+    more = "begin so many times the prompts and the samples, and leave the longest for later"
+    slow = "this share of the devices takes so many times as long"
+    words: Words = {
+        "--steps": _word("N", "steps to simulate (20)", int, default=20),
+        "--seed": _word("N", "of lengths and slow devices (0)", int, default=0),
+        "--freshness": _word("K", "versions a trained token may be old, instead of the plan's", int),
+        "--oversample": _word(("PROMPTS", "SAMPLES"), more, float, nargs=2),
+        "--stragglers": _word(("SHARE", "FACTOR"), slow, float, nargs=2),
+        "--interrupts": {
+            "action": argparse.BooleanOptionalAction,
+            "help": "new weights interrupt rows, which go on under them; else as the cluster's engine does",
+        },
+    }
+    _add(parser, LENGTHS | words | FORMAT | PLOT)
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``plan``."""
-    words: Words = (
-        ("--model", _word("FILE", "a config.json")),
-        ("--gpus", _word("NxKIND", "such as 64xH100", str)),
-        ("--algorithm", _word("NAME", "whose step: one that recipes/ has", str)),
-        ("--response", _word("LENGTHS", "mean=2000,max=8192; median, sigma, p90 too; or a file", str)),
-        ("--prompt", _word("LENGTHS", "the same of prompts, or one number (256)", str, default="256")),
-        ("--prompts", _word("N", "prompts of a step (512)", int, default=512)),
-        ("--samples", _word("N", "rows of a prompt (8)", int, default=8)),
-        ("--minibatches", _word("N", "optimiser steps of a step (1)", int, default=1)),
-        ("--like", _word("STACK", "whose factors: nemo-rl, verl, ... (nemo-rl)", str, default="nemo-rl")),
-        ("--between", _word("RATE", "one device's share of the network (50 GB/s)", str, default="")),
-        ("--price", _word("PRICE", 'of a device, such as "2.5 $/h"', str, default="")),
-        (
-            "--reward-seconds",
-            _word("S", "of the reward's function for a row (0)", float, default=0.0, dest="reward_s"),
+    short: Words = {
+        "--model": _word("FILE", "a config.json"),
+        "--gpus": _word("NxKIND", "such as 64xH100", str),
+        "--algorithm": _word("NAME", "whose step: one that recipes/ has", str),
+        "--response": _word("LENGTHS", "mean=2000,max=8192; median, sigma, p90 too; or a file", str),
+        "--prompt": _word("LENGTHS", "the same of prompts, or one number (256)", str, default="256"),
+        "--prompts": _word("N", "prompts of a step (512)", int, default=512),
+        "--samples": _word("N", "rows of a prompt (8)", int, default=8),
+        "--minibatches": _word("N", "optimiser steps of a step (1)", int, default=1),
+        "--like": _word("STACK", "whose factors: nemo-rl, verl, ... (nemo-rl)", str, default="nemo-rl"),
+        "--between": _word("RATE", "one device's share of the network (50 GB/s)", str, default=""),
+        "--price": _word("PRICE", 'of a device, such as "2.5 $/h"', str, default=""),
+        "--reward-seconds": _word(
+            "S", "of the reward's function for a row (0)", float, default=0.0, dest="reward_s"
         ),
-        ("--steps", _word("N", "of the whole run, for its hours and price", int, default=0)),
-    )
-    short = parser.add_argument_group("without a recipe")
-    _add(short, tuple((name, {**how, "action": _Once}) for name, how in words))
+        "--steps": _word("N", "of the whole run, for its hours and price", int, default=0),
+    }
+    _add(parser.add_argument_group("without a recipe"), short, action=_Once)
     goals = (
         "what is to be least: seconds of a step (step), device-hours of a step, devices under a "
         "deadline, or the cost of a step at the cluster's prices"
     )
     choices = ("step", "device-hours", "devices", "cost")
     bounds = "freshness bounds to try: 0 in step (0), more with generation on devices of its own"
-    rest: Words = (
-        CLUSTER,
-        LENGTHS,
-        ("--objective", {"choices": choices, "default": "step", "help": goals}),
-        ("--deadline", _word("S", "most seconds a step may take", float, default=math.inf)),
-        ("--freshness", _word("K,K", bounds, _freshness_bounds, default=(0,))),
-        OUT,
-        FORMAT,
-        PLOT,
-    )
-    _add(parser, rest)
-    parser.add_argument(
-        "--apart-in-step",
-        action="store_true",
-        help="try bound 0 with generation on devices of its own too, which wait while the policy trains",
-    )
+    words: Words = {
+        "--objective": {"choices": choices, "default": "step", "help": goals},
+        "--deadline": _word("S", "most seconds a step may take", float, default=math.inf),
+        "--freshness": _word("K,K", bounds, _freshness_bounds, default=(0,)),
+        "--apart-in-step": {
+            "action": "store_true",
+            "help": "try bound 0 with generation on devices of its own too, waiting while the policy trains",
+        },
+    }
+    _add(parser, CLUSTER | LENGTHS | words | OUT | FORMAT | PLOT)
 
 
 def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``calibrate``."""
     machine = _word("FILE", "what it ran on; this machine's cores if left out")
-    _add(parser, (("run", _word("RUN", "a run directory")), ("--cluster", machine), OUT, FORMAT))
+    _add(parser, {"run": _word("RUN", "a run directory"), "--cluster": machine} | OUT | FORMAT)
 
 
-def _add(parser: Any, words: Words) -> None:
-    for name, how in words:
-        parser.add_argument(name, **how)
+def _add(parser: Any, words: Words, **alike: Any) -> None:
+    for name, how in words.items():
+        parser.add_argument(name, **how, **alike)
 
 
 def _freshness_bounds(text: str) -> tuple[int, ...]:
@@ -314,29 +299,6 @@ def _freshness_bounds(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and part.isascii() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 0 on, such as 0,1,4")
     return tuple(map(int, parts))
-
-
-def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
-    """The plan with what the words say instead."""
-    from dataclasses import replace
-
-    from rillflow.planner.plan_file import require_possible
-
-    if arguments.freshness is not None:
-        plan = replace(plan, freshness=arguments.freshness)
-    if arguments.oversample is not None:
-        prompts, samples = arguments.oversample
-        plan = replace(plan, oversample_prompts=prompts, oversample_samples=samples)
-    require_possible(plan)
-    return plan
-
-
-def _require_page(arguments: argparse.Namespace) -> None:
-    """Find a wrong name before anything is searched."""
-    if arguments.plot is not None:
-        from rillflow.view.plan_page import require_page
-
-        require_page(arguments.plot)
 
 
 def _write(file: Path, text: str) -> None:

@@ -9,9 +9,12 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from rillflow.config.schema import Data
 from rillflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rillflow.config.schema import Data
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from rillflow.graph.graph import Edge, Stage
 from rillflow.planner.option import Costs
-from rillflow.planner.plan import Plan, PlannedPool
-from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.plan import SAMPLER, Plan, PlannedPool
+from rillflow.planner.problem import Problem
 from rillflow.planner.schedule import BESIDE, Schedule, period_s, schedule
 from rillflow.planner.seating import Seated, seated
 from rillflow.planner.work import Work

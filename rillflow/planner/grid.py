@@ -31,7 +31,12 @@ class Grid:
         """How many devices it takes; experts lie on devices that are counted already."""
         return self.dp * self.pp * self.tp * self.cp
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """Its sizes as files have them: ``fsdp`` where parameters are cut; cp and ep above 1."""
+        axes = {"fsdp" if self.is_sharded else "dp": self.dp, "pp": self.pp, "tp": self.tp}
+        return axes | {axis: size for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1}
+
     def __str__(self) -> str:
-        axes = f"{'fsdp' if self.is_sharded else 'dp'} {self.dp} x pp {self.pp} x tp {self.tp}"
-        axes += f" x cp {self.cp}" if self.cp > 1 else ""
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if axis != "ep")
         return axes if self.ep == 1 else f"{axes}, ep {self.ep}"

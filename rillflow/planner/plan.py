@@ -1,12 +1,24 @@
-"""Plan: pools, sizes, grids for every unit; the planner's result and the launcher's input."""
+"""Plan: pools, sizes, grids for every unit; the planner's result and the launcher's input.
+
+Plan ─ plan_text ─> plan.toml, for a person to read and change ─ open_plan ─> Plan, or what contradicts in it
+"""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
+from rillflow.config.toml_text import toml_text
+from rillflow.errors import PlanError, nearest
 from rillflow.planner.grid import Grid
+from rillflow.planner.quantities import TABLE, TEXT, YES, Reader, number, one_of, values, whole
+
+COMMENT = "Where models lie and what a step should take; rillflow run RECIPE --plan FILE launches it."
+SAMPLER = "sampler"
+"""The unit that generates where that is done apart from the policy's training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +80,196 @@ class Plan:
     predicted_stages_s: Mapping[str, float] = field(default_factory=dict)
     """What it expects of the stages of a step by name; empty where nobody said."""
 
+    @property
+    def placement(self) -> Mapping[str, Mapping[str, Any]]:
+        """The section of a recipe that places it so, but for experts apart, which none can say.
+
+        A pool whose models share it in one grid has it under its own name; else every model has its own. A
+        pool called as a unit would hide that unit's own grid, so it is called otherwise.
+        """
+        names = {one.name: f"pool_{one.name}" if one.name in self.units else one.name for one in self.pools}
+        train: dict[str, dict[str, int]] = {}
+        for pool in names:
+            units = {name: unit.grid for name, unit in self.units.items() if unit.pool == pool}
+            grids = {name: replace(grid, ep=1).axes for name, grid in units.items()}
+            first = next(iter(grids.values()))
+            train |= grids if any(axes != first for axes in grids.values()) else {names[pool]: first}
+        return {
+            "pools": {names[pool.name]: pool.devices for pool in self.pools},
+            "roles": {name: names[unit.pool] for name, unit in self.units.items()},
+            "train": train,
+            "generate": {"tp": max([1, *(unit.generate_tp for unit in self.units.values())])},
+        }
+
     def pool(self, name: str) -> PlannedPool:
         """The pool of a name."""
         return next(pool for pool in self.pools if pool.name == name)
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as TOML; a grid's data axis is called ``fsdp`` where parameters are cut over it.
+
+    Raises:
+        PlanError: it contradicts itself, so that it could not be read back.
+    """
+    require_possible(plan)
+    tables = {
+        "name": plan.name,
+        "freshness": plan.freshness,
+        "late": plan.late,
+        "streams": plan.streams or None,
+        "publish_every": plan.publish_every or None,
+        "weights": None if plan.weights == "exposed" else plan.weights,
+        "oversample_prompts": float(plan.oversample_prompts),
+        "oversample_samples": float(plan.oversample_samples),
+        "pools": {
+            pool.name: {"fleet": pool.fleet, "devices": pool.devices, "device": pool.device or None}
+            for pool in plan.pools
+        },
+        "units": {
+            name: {"pool": unit.pool, **unit.grid.axes, "generate_tp": unit.generate_tp or None}
+            for name, unit in plan.units.items()
+        },
+        "predicted": {
+            "step_s": float(plan.predicted_step_s),
+            "stages_s": {name: float(value) for name, value in plan.predicted_stages_s.items()},
+        },
+    }
+    return toml_text(tables, comment=COMMENT)
+
+
+def open_plan(file: Path) -> Plan:
+    """The plan of a file.
+
+    Raises:
+        PlanError: it is not there, or no plan.
+    """
+    try:
+        text = file.read_text("utf-8")
+    except FileNotFoundError:
+        raise PlanError(f"{file} does not exist", why="a plan is a file", fix="rillflow plan --out") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{file} cannot be read", why=str(error)) from error
+    return read_plan(text, str(file))
+
+
+def read_plan(text: str, name: str) -> Plan:
+    """The plan a text holds.
+
+    Args:
+        text: TOML.
+        name: what the text is called in an error.
+
+    Raises:
+        PlanError: it is no TOML, a key is missing, unknown or of another type, or two contradict.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(
+            f"{name} is not a plan", why=str(error), fix="rillflow plan --out writes one"
+        ) from None
+    said = values(data, _PLAN, name, needed={"name", "pools", "units"})
+    predicted = values(said.pop("predicted", {}), _PREDICTED, f"{name}: predicted")
+    stages_s = predicted.get("stages_s", {})
+    said["pools"] = tuple(
+        PlannedPool(name=key, **values(one, _POOL, f"{name}: pools.{key}", needed={"fleet", "devices"}))
+        for key, one in said["pools"].items()
+    )
+    said["units"] = {key: _unit(one, f"{name}: units.{key}") for key, one in said["units"].items()}
+    said["predicted_step_s"] = predicted.get("step_s", 0.0)
+    said["predicted_stages_s"] = values(
+        stages_s, dict.fromkeys(stages_s, number(0.0)), f"{name}: predicted.stages_s"
+    )
+    plan = Plan(**said)
+    try:
+        require_possible(plan)
+    except PlanError as error:
+        raise PlanError(f"{name}: {error.what}", why=error.why, fix=error.fix) from None
+    return plan
+
+
+def require_possible(plan: Plan) -> None:
+    """Refuse a plan that contradicts itself, whatever it is a plan of.
+
+    Raises:
+        PlanError: the first contradiction.
+    """
+    names = [pool.name for pool in plan.pools]
+    for name in names:
+        if names.count(name) > 1:
+            count = names.count(name)
+            raise PlanError(f"{count} pools are called {name!r}", why="a pool is known by its name")
+    for name, unit in plan.units.items():
+        if unit.pool not in names:
+            raise PlanError(
+                f"units.{name}.pool is {unit.pool!r}",
+                why=f"the pools are {', '.join(names) or 'none'}",
+                fix=nearest(unit.pool, names),
+            )
+        _require_filled(name, unit, plan.pool(unit.pool))
+    for idle in sorted(set(names) - {unit.pool for unit in plan.units.values()}):
+        raise PlanError(f"the pool {idle} has no unit", why="its devices would do nothing")
+    for name, least in (("freshness", 0), ("oversample_prompts", 1), ("oversample_samples", 1)):
+        if not vars(plan)[name] >= least:
+            raise PlanError(f"{name} is {vars(plan)[name]:g}", why=f"it is {least} or more")
+    if (plan.freshness or plan.streams or plan.publish_every) and SAMPLER not in plan.units:
+        raise PlanError(
+            f"freshness is {plan.freshness} and no unit is called {SAMPLER}",
+            why="where generation takes turns with training it never runs ahead of the weights",
+            fix="set freshness = 0",
+        )
+
+
+def _require_filled(name: str, unit: PlannedUnit, pool: PlannedPool) -> None:
+    """Refuse a grid that does not fill its pool, or cannot be cut so."""
+    grid = unit.grid
+    if grid.devices != pool.devices:
+        sizes = " x ".join(str(size) for axis, size in grid.axes.items() if axis != "ep")
+        raise PlanError(
+            f"units.{name} is {grid} and the pool {pool.name} has {pool.devices} devices",
+            why=f"every device has one place in the grid; {sizes} = {grid.devices}",
+            fix="change an axis or the pool's size",
+        )
+    if (grid.devices // grid.pp) % grid.ep:
+        raise PlanError(
+            f"units.{name}.ep is {grid.ep} with dp {grid.dp} x tp {grid.tp}",
+            why=f"experts lie on those devices; {grid.devices // grid.pp} / {grid.ep} is no whole number",
+        )
+    if unit.generate_tp and pool.devices % unit.generate_tp:
+        raise PlanError(
+            f"units.{name}.generate_tp is {unit.generate_tp} and its pool has {pool.devices} devices",
+            why=f"copies are alike; {pool.devices} / {unit.generate_tp} is no whole number",
+        )
+
+
+def _unit(data: object, where: str) -> PlannedUnit:
+    said = values(data, _UNIT, where, needed={"pool"})
+    if "dp" in said and "fsdp" in said:
+        raise PlanError(
+            f"{where} has dp and fsdp",
+            why="devices with other rows each hold all parameters (dp) or their share of them (fsdp)",
+            fix="remove one of the two",
+        )
+    pool, generate_tp, is_sharded = said.pop("pool"), said.pop("generate_tp", 0), "fsdp" in said
+    grid = Grid(dp=said.pop("fsdp", said.pop("dp", 1)), **said, is_sharded=is_sharded)
+    return PlannedUnit(pool=pool, grid=grid, generate_tp=generate_tp)
+
+
+_PREDICTED: Mapping[str, Reader] = {"step_s": number(0.0), "stages_s": TABLE}
+_POOL: Mapping[str, Reader] = {"fleet": TEXT, "devices": whole(1), "device": TEXT}
+_UNIT: Mapping[str, Reader] = {
+    "pool": TEXT,
+    **dict.fromkeys(("dp", "fsdp", "pp", "tp", "cp", "ep"), whole(1)),
+    "generate_tp": whole(0),
+}
+_PLAN: Mapping[str, Reader] = {
+    "name": TEXT,
+    "freshness": whole(0),
+    "late": one_of("wait", "drop"),
+    "streams": YES,
+    "publish_every": whole(0),
+    "weights": one_of("exposed", "hidden", "staggered"),
+    **dict.fromkeys(("oversample_prompts", "oversample_samples"), number(1.0)),
+    **dict.fromkeys(("pools", "units", "predicted"), TABLE),
+}

@@ -14,14 +14,12 @@ from rillflow.graph.graph import Graph, Stage
 from rillflow.planner.factors import Factors
 from rillflow.planner.hardware import Hardware
 from rillflow.planner.model_shape import ModelShape
-from rillflow.planner.plan import Plan
+from rillflow.planner.plan import SAMPLER, Plan
 from rillflow.planner.work import Work, work_of
 from rillflow.planner.workload import Workload
 
 UNFITTED = 'default factors, held against no run: like = "nemo-rl" or "verl" names fitted ones'
 UNTOLD = "the cluster's file sets factors and does not say what they were fitted to (calibrated = ...)"
-SAMPLER = "sampler"
-"""The unit that generates where that is done apart from the policy's training."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations, zip_longest
-from typing import TypedDict
+from itertools import combinations
 
 from rillflow.errors import PlanError
-from rillflow.planner.evaluate import Evaluation
 from rillflow.planner.option import Costs
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem, Unit
@@ -31,35 +29,35 @@ MOST_UNITS_FOR_EVERY_SET = 4
 """Of more units, only all together and each apart are tried for the least cluster that would do."""
 
 
-class Reason(TypedDict):
-    """Why a placement is behind."""
-
-    cause: Cause
-    why: str
-
-
-def why_it_is_behind(found: Ranked, winner: Ranked) -> Reason:
-    """Why the best plan of a placement is no better than the best of all."""
+def explained(found: Ranked, winner: Ranked) -> Ranked:
+    """The best plan of a placement, with why it is no better than the best of all."""
     mine, best = found.evaluation, winner.evaluation
     late = mine.step_s - best.step_s
-    if late <= 1e-9 * best.step_s:
-        if (found.value, mine.devices) == (winner.value, best.devices):
-            return Reason(cause=Cause.TIE, why=f"as good; {_preferred(found.plan, winner.plan)}")
-        why = (
-            f"{mine.step_s:.4g} s on {mine.devices} devices; the best takes {best.step_s:.4g} s on "
-            f"{best.devices}"
-        )
-        return Reason(cause=Cause.DEVICES, why=why)
     said = f"{mine.step_s:.4g} s, {late:.3g} s more: "
     moved = sum(mine.transfers_s) + mine.crossing_s
-    if moved >= late / 2:
-        return Reason(cause=Cause.TRANSFER, why=f"{said}{moved:.3g} s on the way between pools")
-    if mine.idle_share - best.idle_share >= 0.05:
+    if late <= 1e-9 * best.step_s:
+        cause, why = Cause.TIE, f"as good; {_preferred(found.plan, winner.plan)}"
+        if (found.value, mine.devices) != (winner.value, best.devices):
+            took = f"the best takes {best.step_s:.4g} s on {best.devices}"
+            cause, why = Cause.DEVICES, f"{mine.step_s:.4g} s on {mine.devices} devices; {took}"
+    elif moved >= late / 2:
+        cause, why = Cause.TRANSFER, f"{said}{moved:.3g} s on the way between pools"
+    elif mine.idle_share - best.idle_share >= 0.05:
         pools = zip(found.plan.pools, mine.pools, strict=True)
         pool, use = max(pools, key=lambda one: one[0].devices * one[1].idle_share)
-        why = f"the {pool.devices} devices of pool {pool.name} idle {use.idle_share:.0%} of a step"
-        return Reason(cause=Cause.IDLE, why=said + why)
-    return _slower(mine, best, said)
+        idle = f"the {pool.devices} devices of pool {pool.name} idle {use.idle_share:.0%} of a step"
+        cause, why = Cause.IDLE, said + idle
+    else:
+        more = {index: spent - best.seconds[index] for index, spent in mine.seconds.items()}
+        index = max(more, key=lambda one: more[one])
+        spent, less = mine.seconds[index], best.seconds[index]
+        cause = Cause.SLOWER
+        why = f"{said}{mine.names[index]} takes {spent:.3g} s, in the best plan {less:.3g} s"
+        if sum(max(0.0, one) for one in more.values()) < late / 2:
+            work, least = sum(mine.seconds.values()), sum(best.seconds.values())
+            cause = Cause.TURNS
+            why = f"{said}its stages take {work:.3g} s in sum, in the best plan {least:.3g} s side by side"
+    return replace(found, cause=cause, why=why)
 
 
 def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking, list[int]]:
@@ -75,14 +73,12 @@ def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking,
     order = sorted(range(len(shown_s)), key=lambda place: (shown_s[place], place))
     best = [*(ranking.best[place] for place in order), *ranking.best[len(order) :]]
     first = replace(best[0], cause=None, why="")
-    behind = [_behind(one, first, shown) for one, shown in zip_longest(best[1:], sorted(shown_s)[1:])]
+    behind = [explained(one, first) for one in best[1:]]
+    for place, shown in enumerate(sorted(shown_s)[1:]):
+        if behind[place].evaluation.step_s < first.evaluation.step_s:
+            why = f"{shown:.4g} s a step when simulated"
+            behind[place] = replace(behind[place], cause=Cause.SIMULATED, why=why)
     return replace(ranking, best=(first, *behind)), order
-
-
-def _behind(one: Ranked, first: Ranked, shown_s: float | None) -> Ranked:
-    if shown_s is None or one.evaluation.step_s >= first.evaluation.step_s:
-        return replace(one, **why_it_is_behind(one, first))
-    return replace(one, cause=Cause.SIMULATED, why=f"{shown_s:.4g} s a step when simulated")
 
 
 def no_plan_fits(
@@ -92,7 +88,7 @@ def no_plan_fits(
     name, cluster = problem.graph.name, problem.hardware.name
     tables = [(one, costs(one)) for one in variants]
     if math.isfinite(objective.deadline_s) and any(
-        all(_fits(one, own, [unit]) for unit in one.units) for one, own in tables
+        all(_fits(one, own, unit) for unit in one.units) for one, own in tables
     ):
         return PlanError(
             f"no plan of {name} keeps the deadline of {objective.deadline_s:g} s",
@@ -100,7 +96,7 @@ def no_plan_fits(
             fix="allow more seconds, more devices, or a freshness bound; goal step shows the fastest",
         )
     step, own = min(tables, key=lambda one: len(one[0].units))
-    alone = [[unit] for unit in step.units if not _fits(step, own, [unit])]
+    alone = [[unit] for unit in step.units if not _fits(step, own, unit)]
     return PlanError(
         f"no plan of {name} fits into {cluster}",
         why=_missing(step, own, alone[0] if alone else step.units),
@@ -117,25 +113,10 @@ def _preferred(plan: Plan, winner: Plan) -> str:
     return "the best comes first by its names"
 
 
-def _slower(mine: Evaluation, best: Evaluation, said: str) -> Reason:
-    """The stage that takes most seconds more than in the best plan, where such stages make up half of it."""
-    more = {index: spent - best.seconds[index] for index, spent in mine.seconds.items()}
-    if sum(max(0.0, one) for one in more.values()) < (mine.step_s - best.step_s) / 2:
-        work, least = sum(mine.seconds.values()), sum(best.seconds.values())
-        why = f"{said}its stages take {work:.3g} s in sum, in the best plan {least:.3g} s side by side"
-        return Reason(cause=Cause.TURNS, why=why)
-    index = max(more, key=lambda one: more[one])
-    spent, less, name = mine.seconds[index], best.seconds[index], mine.names[index]
-    return Reason(cause=Cause.SLOWER, why=f"{said}{name} takes {spent:.3g} s, in the best plan {less:.3g} s")
-
-
-def _fits(problem: Problem, costs: Costs, units: Sequence[Unit]) -> bool:
-    """Whether units fit together on some number of devices of the cluster."""
-    found = [least_devices(costs, units, fleet) for fleet in problem.hardware.fleets]
-    return any(
-        size is not None and size <= fleet.devices
-        for size, fleet in zip(found, problem.hardware.fleets, strict=True)
-    )
+def _fits(problem: Problem, costs: Costs, unit: Unit) -> bool:
+    """Whether a unit fits alone on some number of devices of the cluster."""
+    fleets = problem.hardware.fleets
+    return any((least_devices(costs, [unit], one) or math.inf) <= one.devices for one in fleets)
 
 
 def _missing(problem: Problem, costs: Costs, units: Sequence[Unit]) -> str:

@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from rillflow.errors import PlanError, nearest
+from rillflow.errors import ModelError, PlanError, nearest
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.hardware import Hardware, read_hardware, shipped_devices
-from rillflow.planner.model_shape import read_shape
+from rillflow.planner.model_shape import ModelShape, read_shape
 from rillflow.planner.problem import Problem, Statement
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
@@ -71,7 +71,7 @@ def state_request(request: Request) -> Statement:
         PlanError: what the words say cannot be.
     """
     graph = graph_of(request.algorithm)
-    shape = read_shape(_config(request.model), request.model.parent.name or request.model.name)
+    shape = open_shape(request.model)
     models = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
     response = lengths(request.response, "--response")
     workload = Workload(
@@ -99,6 +99,23 @@ def state_request(request: Request) -> Statement:
     if not request.between and problem.hardware.devices > MACHINE:
         assumed.append(f"{LINK} from one device to other machines; --between says otherwise")
     return Statement(problem=problem, assumptions=tuple(assumed), steps=request.steps)
+
+
+def open_shape(file: Path, name: str = "") -> ModelShape:
+    """The sizes of the model of a config.json, or of the folder that has it.
+
+    Raises:
+        ModelError: it cannot be read.
+        PlanError: it lacks a size.
+    """
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read", why=str(error), fix="name a config.json") from None
+    if not isinstance(found, Mapping):
+        raise ModelError(f"{file} is no config.json", why="it holds no table")
+    return read_shape(found, name or file.parent.name or file.name)
 
 
 def graph_of(algorithm: str) -> Graph:
@@ -228,14 +245,3 @@ def _measured(file: Path, where: str) -> Lengths:
             fix='mean=2000,max=8192, or a file with a number or {"length": ...} a line',
         ) from None
     return Lengths(kind="measured", limit=max(found, default=0), values=tuple(found))
-
-
-def _config(file: Path) -> Mapping[str, Any]:
-    file = file / "config.json" if file.is_dir() else file
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise PlanError(f"--model is {str(file)!r}", why=str(error), fix="name a config.json") from None
-    if not isinstance(found, Mapping):
-        raise PlanError(f"{file} is no config.json", why="it holds no table")
-    return found

@@ -24,7 +24,7 @@ from rillflow.planner.hardware import Hardware
 from rillflow.planner.option import Costs
 from rillflow.planner.problem import Problem
 from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking
-from rillflow.planner.reasons import no_plan_fits, why_it_is_behind
+from rillflow.planner.reasons import explained, no_plan_fits
 from rillflow.planner.variant import Variant, preference
 
 CostsOf = Callable[[Problem], Costs]
@@ -96,8 +96,8 @@ def explore(
     """
     objective = objective or Objective()
     _require_prices(problem, objective)
-    scaled = [_scaled(problem.hardware, Fraction(factor)) for factor in sorted(times)]
-    clusters = [hardware for hardware in scaled if hardware is not None]
+    other = [scaled(problem.hardware, Fraction(factor)) for factor in sorted(times)]
+    clusters = [hardware for hardware in other if hardware is not None]
     largest = max([problem.hardware, *clusters], key=lambda hardware: hardware.devices)
     made = [
         Variant(one, costs(one), objective)
@@ -137,9 +137,7 @@ def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> 
         best = variant.best(partition, room) if np.isfinite(bounds[place]) else None
         nowhere += best is None
         found = sorted([*found, *([] if best is None else [best])], key=preference)
-    ranked = [
-        one if one is found[0] else replace(one, **why_it_is_behind(one, found[0])) for one in found[:kept]
-    ]
+    ranked = [*found[:1], *(explained(one, found[0]) for one in found[1:kept])]
     return Ranking(best=tuple(ranked), placements=len(every), nowhere=nowhere)
 
 
@@ -151,7 +149,7 @@ def _variants(problem: Problem, freshness: int, apart_in_step: bool) -> list[Pro
     return [problem.apart(freshness)]
 
 
-def _scaled(hardware: Hardware, factor: Fraction) -> Hardware | None:
+def scaled(hardware: Hardware, factor: Fraction) -> Hardware | None:
     """So many times the machines; none where that is no whole number of each kind."""
     fleets = []
     for fleet in hardware.fleets:

@@ -5,15 +5,15 @@ plans of a ranking, best plans by size ─ evaluated with other lengths, more pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from rillflow.errors import PlanError
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.option import Costs
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
-from rillflow.planner.search import LITTLE, ClusterSize
+from rillflow.planner.search import LITTLE, ClusterSize, CostsOf, scaled
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 HEAVIER = 1.5
@@ -37,7 +37,7 @@ class Variation:
 
 
 def variations(
-    problem: Problem, costs: Callable[[Problem], Costs], plans: Sequence[Plan], sizes: Sequence[ClusterSize]
+    problem: Problem, costs: CostsOf, plans: Sequence[Plan], sizes: Sequence[ClusterSize]
 ) -> list[Variation]:
     """Plans and the next size with answers half and twice as long, and with a heavier tail."""
     found = []
@@ -50,9 +50,7 @@ def variations(
     return found
 
 
-def prompts_that_pay(
-    problem: Problem, costs: Callable[[Problem], Costs], sizes: Sequence[ClusterSize]
-) -> int | None:
+def prompts_that_pay(problem: Problem, costs: CostsOf, sizes: Sequence[ClusterSize]) -> int | None:
     """The least prompts of a step, of those tried, with which the next size gains ``LITTLE`` or more."""
     for times in BATCHES:
         workload = replace(problem.workload, prompts=times * problem.workload.prompts)
@@ -63,7 +61,7 @@ def prompts_that_pay(
 
 
 def gain_of(
-    problem: Problem, costs: Callable[[Problem], Costs], sizes: Sequence[ClusterSize], workload: Workload
+    problem: Problem, costs: CostsOf, sizes: Sequence[ClusterSize], workload: Workload
 ) -> float | None:
     """What the size after the cluster's own brings with such rows, each on its best plan for those said."""
     devices = problem.hardware.devices
@@ -71,14 +69,14 @@ def gain_of(
     more = next((size for size in sizes if size.devices > devices), None)
     if own is None or more is None or more.best is None:
         return None
-    times = more.devices // devices
-    fleets = tuple(replace(one, devices=times * one.devices) for one in problem.hardware.fleets)
-    larger = replace(problem, hardware=replace(problem.hardware, fleets=fleets))
+    hardware = scaled(problem.hardware, Fraction(more.devices, devices))
+    assert hardware is not None, "a larger cluster has whole machines"
+    larger = replace(problem, hardware=hardware)
     now, then = step_s(problem, costs, own.plan, workload), step_s(larger, costs, more.best.plan, workload)
     return now / then - 1 if max(now, then) < float("inf") else None
 
 
-def step_s(problem: Problem, costs: Callable[[Problem], Costs], plan: Plan, workload: Workload) -> float:
+def step_s(problem: Problem, costs: CostsOf, plan: Plan, workload: Workload) -> float:
     """Seconds of a plan's step with such rows; infinite where they do not fit."""
     step = replace(problem.of_plan(plan), workload=workload)
     try:

@@ -1,8 +1,7 @@
 """Workload: how many rows a step has, how long they are, and how often it trains on them.
 
 mean and limit, or lengths of a run ──> Lengths ─┬─ mean, mean_square ─> what training computes
-                                                 ├─ spread ────────────> how a batch drains, on paper
-                                                 └─ sample ────────────> how one batch drains, drawn
+                                                 └─ spread ────────────> how a batch drains
 """
 
 from __future__ import annotations
@@ -45,7 +44,21 @@ class Lengths:
     """Of ``measured``: lengths that were seen, ascending."""
 
     def __post_init__(self) -> None:
-        check_lengths(self)
+        _require("a longest length", self.limit, 1, MOST_TOKENS)
+        if self.kind == "lognormal":
+            if not 0.0 < self.median < math.inf:
+                raise PlanError(
+                    f"a median length of {self.median:g}", why="log-normal lengths have one above 0"
+                )
+            # At 1 the longest of 1,000 rows is 25 times the median.
+            _require("sigma of log-normal lengths", self.sigma, 0, 5)
+        if self.kind == "measured":
+            values = self.values
+            if not values or tuple(sorted(values)) != values or values[0] < 0 or values[-1] > self.limit:
+                raise PlanError(
+                    f"{len(values)} measured lengths up to {max(values, default=0)}, limit {self.limit}",
+                    why="they are ascending, at least one, none below 0 and none above the limit",
+                )
 
     def quantile(self, share: float) -> float:
         """The length that this share of rows does not exceed, in tokens, 0 < share < 1."""
@@ -112,16 +125,6 @@ class Lengths:
         shares = (np.arange(parts) + 0.5) / parts
         return np.array([self.quantile(share ** (1.0 / rows)) for share in shares.tolist()])
 
-    def sample(self, rows: int, seed: int, stream: int = 0) -> NDArray[np.int64]:
-        """So many lengths drawn, [rows]: the same for the same seed and stream, wherever it is asked."""
-        generator = np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))
-        if self.kind == "fixed":
-            return np.full(rows, self.limit, dtype=np.int64)
-        if self.kind == "measured":
-            return generator.choice(np.asarray(self.values, dtype=np.int64), size=rows)
-        drawn = self.median * np.exp(self.sigma * generator.standard_normal(rows))
-        return np.clip(np.rint(drawn), 1, self.limit).astype(np.int64)
-
 
 def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:
     """The log-normal of this spread whose mean, clipped at the limit, is ``mean`` tokens.
@@ -139,35 +142,9 @@ def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:
     return Lengths(kind="lognormal", limit=limit, median=math.exp(high), sigma=sigma)
 
 
-def check_lengths(lengths: Lengths) -> None:
-    """Refuse a distribution that cannot be.
-
-    Raises:
-        PlanError: with the value, and what it may be.
-    """
-    if not 1 <= lengths.limit <= MOST_TOKENS:
-        raise PlanError(
-            f"a longest length of {lengths.limit} tokens", why=f"it lies between 1 and {MOST_TOKENS:,}"
-        )
-    if lengths.kind == "lognormal":
-        if not 0.0 < lengths.median < math.inf:
-            raise PlanError(
-                f"a median length of {lengths.median:g}", why="log-normal lengths have one above 0"
-            )
-        if not 0.0 <= lengths.sigma <= 5.0:
-            raise PlanError(
-                f"a sigma of {lengths.sigma:g}",
-                why="it lies between 0 and 5: at 1 the longest of 1,000 rows is 25 times the median",
-            )
-    if lengths.kind == "measured":
-        odd = [value for value in lengths.values if not 0 <= value <= lengths.limit]
-        if not lengths.values or odd:
-            raise PlanError(
-                f"a measured length of {odd[0]} tokens" if odd else "no measured lengths",
-                why=f"lengths lie between 0 and the limit, {lengths.limit}",
-            )
-        if list(lengths.values) != sorted(lengths.values):
-            raise PlanError("measured lengths are not in order", fix="give them ascending")
+def _require(what: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise PlanError(f"{what} is {value:.12g}", why=f"it lies between {least:,g} and {most:,g}")
 
 
 @lru_cache(maxsize=64)
@@ -188,13 +165,9 @@ class Packing:
     """In attention, where rows share nothing; above 1 where short rows are filled up to longer ones."""
 
     def __post_init__(self) -> None:
-        for name, share in (("trained", self.trained), ("scored", self.scored)):
-            if not 0.0 <= share <= 1.0:
-                raise PlanError(f"packing.{name} is {share:g}", why="a share lies between 0 and 1")
-        if not 0.0 <= self.attended <= _MOST_FILLED:
-            raise PlanError(
-                f"packing.attended is {self.attended:g}", why=f"it lies between 0 and {_MOST_FILLED:g}"
-            )
+        _require("packing.trained", self.trained, 0, 1)
+        _require("packing.scored", self.scored, 0, 1)
+        _require("packing.attended", self.attended, 0, _MOST_FILLED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,26 +206,16 @@ class Workload:
     """Of a step's rows, those with a gradient: training passes the others forward only."""
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("prompts", self.prompts),
-            ("samples", self.samples),
-            ("epochs", self.epochs),
-            ("minibatches", self.minibatches),
-            ("tokens_per_micro_batch", self.tokens_per_micro_batch),
-            ("rows_at_once", self.rows_at_once),
-        ):
-            if not 1 <= value <= _MOST_ROWS:
-                raise PlanError(f"{name} is {value}", why=f"it lies between 1 and {_MOST_ROWS:,}")
+        for name in ("prompts", "samples", "epochs", "minibatches", "tokens_per_micro_batch", "rows_at_once"):
+            _require(name, vars(self)[name], 1, _MOST_ROWS)
         if self.minibatches > self.rows:
             raise PlanError(
                 f"minibatches is {self.minibatches} and a step has {self.rows} rows",
                 why="every optimiser step needs a row",
                 fix=f"at most {self.rows}",
             )
-        if not 0.0 <= self.gradient_share <= 1.0:
-            raise PlanError(f"gradient_share is {self.gradient_share:g}", why="a share lies between 0 and 1")
-        if not 0.0 <= self.function_s < 86_400.0:
-            raise PlanError(f"function_s is {self.function_s:g}", why="it lies between 0 and a day")
+        _require("gradient_share", self.gradient_share, 0, 1)
+        _require("function_s", self.function_s, 0, 86_400)
 
     @property
     def rows(self) -> int:

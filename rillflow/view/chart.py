@@ -67,13 +67,20 @@ class Chart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Axis:
+class Axis:
+    """Where values lie in a picture."""
+
     low: float
+    """The value at the beginning."""
     high: float
+    """The value at the end."""
     start: float
+    """The place of the first."""
     length: float
+    """From there to the place of the other."""
 
     def __call__(self, value: float) -> float:
+        """The place of a value."""
         return self.start + (value - self.low) / (self.high - self.low) * self.length
 
 
@@ -163,7 +170,7 @@ def _middle(points: Sequence[Point]) -> Point:
     )
 
 
-def _curve(series: Series, index: int, chart: Chart, x: _Axis, y: _Axis) -> list[Html]:
+def _curve(series: Series, index: int, chart: Chart, x: Axis, y: Axis) -> list[Html]:
     points = pick(series.points)
     many = len(points) > _SMOOTHED_FROM and not chart.has_marks
     phases = () if chart.has_marks else chart.phases
@@ -184,28 +191,28 @@ def _curve(series: Series, index: int, chart: Chart, x: _Axis, y: _Axis) -> list
     return parts
 
 
-def _line(points: Sequence[Point], x: _Axis, y: _Axis, kind: str, track: str | None = None) -> Html:
+def _line(points: Sequence[Point], x: Axis, y: Axis, kind: str, track: str | None = None) -> Html:
     # A line of one point is drawn as a dot only if it goes somewhere, be it to where it is.
     ends = points if len(points) > 1 else [*points, *points]
     places = " ".join(f"{x(point.x):.1f},{y(point.y):.2f}" for point in ends)
     return el("polyline", class_=f"{kind} {track}" if track else kind, points=places)
 
 
-def _band(points: Sequence[Point], x: _Axis, y: _Axis) -> Html:
+def _band(points: Sequence[Point], x: Axis, y: Axis) -> Html:
     known = [point for point in points if point.low is not None and point.high is not None]
     above = [f"{x(point.x):.1f},{y(point.high or 0.0):.2f}" for point in known]
     below = [f"{x(point.x):.1f},{y(point.low or 0.0):.2f}" for point in reversed(known)]
     return el("polygon", class_="band", points=" ".join([*above, *below]))
 
 
-def _x_axis(values: Sequence[Point]) -> _Axis:
+def _x_axis(values: Sequence[Point]) -> Axis:
     low, high = min(point.x for point in values), max(point.x for point in values)
     if low == high:
         low, high = low - 1, high + 1
-    return _Axis(low=low, high=high, start=LEFT, length=WIDTH - LEFT - RIGHT)
+    return Axis(low=low, high=high, start=LEFT, length=WIDTH - LEFT - RIGHT)
 
 
-def _y_axis(chart: Chart, values: Sequence[Point]) -> _Axis:
+def _y_axis(chart: Chart, values: Sequence[Point]) -> Axis:
     ends = [end for point in values for end in (point.y, point.low, point.high) if end is not None]
     low, high = min(ends), max(ends)
     if chart.is_share:
@@ -219,7 +226,7 @@ def _y_axis(chart: Chart, values: Sequence[Point]) -> _Axis:
         low, high = low - room, high + room
     room = 0.0 if chart.is_share or chart.is_log else 0.04 * (high - low)
     start = HEIGHT - BOTTOM
-    return _Axis(low=low if low == 0 else low - room, high=high + room, start=start, length=TOP - start)
+    return Axis(low=low if low == 0 else low - room, high=high + room, start=start, length=TOP - start)
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
@@ -231,7 +238,7 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
     return [round(place * step, 12) for place in range(first, last + 1)]
 
 
-def _y_grid(chart: Chart, axis: _Axis) -> list[Html]:
+def _y_grid(chart: Chart, axis: Axis) -> list[Html]:
     parts = []
     for value in ticks(axis.low, axis.high):
         if chart.is_log and value != round(value):
@@ -245,7 +252,7 @@ def _y_grid(chart: Chart, axis: _Axis) -> list[Html]:
     return parts
 
 
-def _x_labels(axis: _Axis) -> list[Html]:
+def _x_labels(axis: Axis) -> list[Html]:
     places = [value for value in ticks(axis.low, axis.high) if value == round(value)]
     labels = [
         el("text", f"{value:,.0f}", class_="tick middle", x=f"{axis(value):.1f}", y=HEIGHT - 8)
@@ -257,7 +264,7 @@ def _x_labels(axis: _Axis) -> list[Html]:
     ]
 
 
-def _phase_bands(chart: Chart, axis: _Axis) -> list[Html]:
+def _phase_bands(chart: Chart, axis: Axis) -> list[Html]:
     """One band a phase, named at its top, where the chart shows more than one."""
     shown = [phase for phase in chart.phases if phase.last > axis.low and phase.first < axis.high]
     parts: list[Html] = []

@@ -33,6 +33,14 @@ def el(tag: str, *children: Child, **attributes: Attribute) -> Html:
     return Html(f"<{tag}{opening}>{markup(children)}</{tag}>")
 
 
+def table(rows: Iterable[Iterable[Child]]) -> Html:
+    """Rows of cells, the first one the head; wider than its card it is scrolled."""
+    head, *others = rows
+    lines = [el("tr", (el("td", cell) for cell in row)) for row in others]
+    shown = el("thead", el("tr", (el("th", word) for word in head))), el("tbody", lines)
+    return el("div", el("table", shown), class_="scroll")
+
+
 def markup(children: Child) -> Html:
     """Children joined to markup; what is not Html is escaped."""
     if isinstance(children, Html):

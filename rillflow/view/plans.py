@@ -1,8 +1,12 @@
-"""Plans: what a search, a simulation or a calibration found, as lines of text and as data.
+"""Plans: what a search, a simulation or a calibration found, as lines of text, as data and as a page.
 
 Statement, Ranking, sizes, simulated steps ─> Decision ─┬─ decision_lines ─> text: first what to do, then why
                                                         └─ decision_data ──> JSON
 Simulation, Calibration ─ likewise
+
+Simulation ─ simulated_bars ─ timeline ─┐
+sizes of a cluster ─ chart ─────────────┼─ plan_page ─> one page, as the report of a run is
+lines of text ──────────────────────────┘
 
 Every second that is shown has its range: between which eight of ten steps predicted so were.
 """
@@ -14,13 +18,18 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
+from rillflow.config.toml_text import inline_text
 from rillflow.observe.wording import number, size
-from rillflow.planner.plan import Plan
+from rillflow.planner.plan import SAMPLER, Plan
 from rillflow.planner.problem import Statement
 from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking
 from rillflow.planner.search import LITTLE, ClusterSize
 from rillflow.planner.sensitivity import Variation
+from rillflow.view.chart import Chart, Point, Series, draw
 from rillflow.view.columns import columns, seconds
+from rillflow.view.html import Html, el
+from rillflow.view.page import page, section
+from rillflow.view.timeline import SHOWN_STEPS, Bar, draw_timeline
 
 if TYPE_CHECKING:
     from rillflow.planner.calibration import Calibration
@@ -29,6 +38,12 @@ if TYPE_CHECKING:
 TOLD = 0.1
 """Simulated and computed steps that differ by more, where nobody measured the error, are told."""
 HOUR_S = 3600.0
+AXES = "rows a second by devices"
+"""What the curve shows."""
+MOST_REPLICAS = 16
+"""Replicas of a pool that are drawn: its first ones."""
+BESIDE = "beside"
+"""The lane of what holds no devices: functions and formulas."""
 Rows = list[tuple[str, ...]]
 
 
@@ -174,13 +189,11 @@ def simulation_data(plan: Plan, found: Simulation, statement: Statement) -> dict
 
 def calibration_lines(found: Calibration) -> list[str]:
     """What a person wants to know of a calibration: every stage, measured and fitted; the factors."""
-    rows: Rows = [("stage", "phase", "measured", "fitted", "error")]
-    rows += [
+    stages = [
         (one.stage, one.phase, seconds(one.measured_s), seconds(one.fitted_s), f"{one.error:+.1%}")
         for one in found.stages
     ]
-    factors: Rows = [("factor", "value")]
-    factors += [
+    factors = [
         (name, f"{number(value)} s" if name.endswith("_s") else number(value))
         for name, value in asdict(found.factors).items()
     ]
@@ -188,12 +201,61 @@ def calibration_lines(found: Calibration) -> list[str]:
         f"note: {name} came out at 1: the device does as much as its description says, or more"
         for name in found.at_limit
     ]
-    return [*columns(rows, left=2), "", *columns(factors), *limits]
+    head = ("stage", "phase", "measured", "fitted", "error")
+    return [*columns([head, *stages], left=2), "", *columns([("factor", "value"), *factors]), *limits]
 
 
 def calibration_data(found: Calibration) -> dict[str, Any]:
     """The same as JSON has it."""
     return {**asdict(found), "stages": [{**asdict(one), "error": one.error} for one in found.stages]}
+
+
+def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequence[ClusterSize] = ()) -> str:
+    """The page.
+
+    Args:
+        title: what it shows.
+        found: whose first steps are drawn.
+        lines: what the command line says of it.
+        sizes: the best plan on other sizes of the cluster; may be none.
+    """
+    timeline = draw_timeline(simulated_bars(found))
+    header = el("header", el("h3", AXES), el("output", "", data_last=""))
+    card = el("section", header, draw(Chart(series=_growth(sizes), has_marks=True)), class_="card")
+    body: list[Html] = [
+        el("h1", title),
+        *section("In numbers", [el("pre", "\n".join(lines))]),
+        *section("Timeline", [el("section", timeline, class_="card wide")] if timeline else []),
+        *section("Throughput", [card] if sizes else []),
+        el("footer", "Made by Rillflow; docs/design/planner.md says how each number is predicted."),
+    ]
+    return page(title, body)
+
+
+def simulated_bars(found: Simulation) -> Sequence[Bar]:
+    """The bars of the first steps, replica by replica; what holds no devices comes last."""
+    until = sum(found.step_s[:SHOWN_STEPS])
+    bars = [
+        Bar(
+            pool=span.pool or BESIDE,
+            lane=f"replica {span.lane:>2}" if span.pool and span.lane else "",
+            stage=span.stage if span.cause is None else str(span.cause),
+            start_s=span.start_s,
+            end_s=min(span.end_s, until),
+            step=span.step,
+            is_idle=span.cause is not None,
+        )
+        for span in found.spans
+        if span.start_s < until and span.lane <= MOST_REPLICAS
+    ]
+    return sorted(bars, key=lambda bar: (bar.pool == BESIDE, bar.pool, bar.lane, bar.start_s))
+
+
+def _growth(sizes: Sequence[ClusterSize]) -> list[Series]:
+    """Rows a second by devices, and what they would be if the smallest size were multiplied."""
+    points = [Point(x=one.devices, y=one.rows_per_s) for one in sizes if one.best is not None]
+    ideal = [Point(x=one.x, y=points[0].y * one.x / points[0].x) for one in points]
+    return [Series(label="best plan", points=points), Series(label="ideal", points=ideal)]
 
 
 def said_lines(statement: Statement) -> list[str]:
@@ -309,15 +371,11 @@ def _unit_rows(plan: Plan) -> Rows:
 def _stage_rows(statement: Statement, one: Ranked) -> Rows:
     """What each stage takes, and its share of what its pool does; generation that streams until it is dry."""
     rows: Rows = [("stage", "pool", "takes", "share of its pool's work")]
-    spent = one.evaluation.seconds
-    pools = {timing.stage: timing.pool for timing in one.evaluation.schedule.timings}
-    whole = {
-        pool: sum(spent[stage] for stage, other in pools.items() if other == pool) for pool in pools.values()
-    }
-    for stage, name in one.evaluation.names.items():
-        pool = pools[stage]
-        share = f"{spent[stage] / whole[pool]:.0%}" if pool and whole[pool] else ""
-        rows.append((name, pool or "beside", ranged(statement, spent[stage]), share))
+    found = one.evaluation
+    for timing in found.schedule.timings:
+        spent, whole = found.seconds[timing.stage], found.schedule.busy_s(timing.pool)
+        share = f"{spent / whole:.0%}" if timing.pool and whole else ""
+        rows.append((found.names[timing.stage], timing.pool or "beside", ranged(statement, spent), share))
     return rows
 
 
@@ -365,19 +423,9 @@ def _warnings(found: Decision) -> Iterator[str]:
 
 def _placement(plan: Plan) -> list[str]:
     """The recipe's section, where a run can follow the plan."""
-    if plan.freshness or "sampler" in plan.units or any(unit.grid.ep > 1 for unit in plan.units.values()):
+    if SAMPLER in plan.units or any(unit.grid.ep > 1 for unit in plan.units.values()):
         return ["", "a recipe cannot say this placement yet: --out keeps it as a plan"]
-    tp = max(unit.generate_tp for unit in plan.units.values())
-    pools = ", ".join(f"{pool.name}_pool = {pool.devices}" for pool in plan.pools)
-    roles = ", ".join(f'{name} = "{unit.pool}_pool"' for name, unit in plan.units.items())
-    grids = [
-        f"train.{name} = {{ {'fsdp' if grid.is_sharded else 'dp'} = {grid.dp}, pp = {grid.pp}, "
-        f"tp = {grid.tp} }}"
-        for name, unit in plan.units.items()
-        for grid in [unit.grid]
-    ]
-    head = ["", "[placement]", f"pools = {{ {pools} }}", f"roles = {{ {roles} }}"]
-    return [*head, *grids, f"generate.tp = {max(1, tp)}"]
+    return ["", "[placement]", *(f"{key} = {inline_text(value)}" for key, value in plan.placement.items())]
 
 
 def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:

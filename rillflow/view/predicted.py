@@ -8,18 +8,17 @@ spans, step times ─ medians of those ───┴────┴─> Compariso
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from rillflow.errors import RunDirectoryError
 from rillflow.observe import layout
-from rillflow.planner.plan_file import read_plan
+from rillflow.planner.plan import open_plan
 from rillflow.records.metrics import Mean
 from rillflow.view.columns import columns, seconds
-from rillflow.view.html import Html, el
+from rillflow.view.html import Html, el, table
 from rillflow.view.run_data import RunData
+from rillflow.view.stages import stage_times
 
 STEP = "step"
 """What the row of the whole step is called."""
@@ -69,16 +68,12 @@ def compare(data: RunData) -> Comparison | None:
     """A run against the plan in its directory; None where there is none, or no step was placed as it says.
 
     Raises:
-        RunDirectoryError: the plan there is damaged.
-        PlanError: it contradicts itself.
+        PlanError: the plan there is damaged.
     """
     file = data.path / layout.PLAN
     if not file.is_file() or not data.phases:
         return None
-    try:
-        plan = read_plan(file.read_text("utf-8"), str(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunDirectoryError(f"{file} cannot be read", why=str(error)) from error
+    plan = open_plan(file)
     phase, begun = data.phases[-1], data.placed_from
     left = data.starts and data.starts[-1].get("is_planned") is False
     if left or phase.name != plan.name or begun > phase.last:
@@ -87,27 +82,19 @@ def compare(data: RunData) -> Comparison | None:
     first += 1 if phase.last > first else 0
     measured = stage_medians(data, first, phase.last)
     names = sorted(set(measured) | set(plan.predicted_stages_s), key=lambda name: -measured.get(name, 0.0))
+    expected = plan.predicted_stages_s
     stages = tuple(
-        Predicted(
-            name=name,
-            predicted_s=plan.predicted_stages_s.get(name, 0.0),
-            measured_s=measured.get(name, 0.0),
-        )
+        Predicted(name=name, predicted_s=expected.get(name, 0.0), measured_s=measured.get(name, 0.0))
         for name in names
     )
-    step = Predicted(
-        name=STEP, predicted_s=plan.predicted_step_s, measured_s=usual_step_s(data, first, phase.last)
-    )
+    took = usual_step_s(data, first, phase.last)
+    step = Predicted(name=STEP, predicted_s=plan.predicted_step_s, measured_s=took)
     return Comparison(stages=stages, step=step, steps=phase.last - first + 1)
 
 
 def stage_medians(data: RunData, first: int, last: int) -> Mapping[str, float]:
     """Seconds of every stage in a usual step, the median of steps ``first`` to ``last``, by name."""
-    by_step: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for span in data.spans:
-        if first <= span.step <= last:
-            by_step[span.stage][span.step] += span.duration_s
-    return {stage: median(steps.values()) for stage, steps in by_step.items()}
+    return {one.stage: one.median_s for one in stage_times(data, first, last)}
 
 
 def usual_step_s(data: RunData, first: int, last: int) -> float:
@@ -122,23 +109,8 @@ def usual_step_s(data: RunData, first: int, last: int) -> float:
 
 def render_comparison(found: Comparison) -> str:
     """The comparison as a table of text, and the stage that was furthest off."""
-    rows = [
-        ("stage", "predicted", "measured", "error"),
-        *(_cells(one) for one in (*found.stages, found.step)),
-    ]
-    lines = [f"predicted against measured, medians of {found.steps:,} steps:", *columns(rows)]
-    return "\n".join([*lines, furthest_line(found)]).rstrip()
-
-
-def furthest_line(found: Comparison) -> str:
-    """Which stage missed by most. Example: ``furthest off: policy.generate, by 0.4 s``."""
-    worst = found.furthest
-    if worst is None:
-        return ""
-    return (
-        f"furthest off: {worst.name}, predicted {seconds(worst.predicted_s)}, "
-        f"measured {seconds(worst.measured_s)}"
-    )
+    head = f"predicted against measured, medians of {found.steps:,} steps:"
+    return "\n".join([head, *columns(_rows(found)), _furthest_line(found)]).rstrip()
 
 
 def draw_comparison_card(data: RunData) -> list[Html]:
@@ -146,13 +118,22 @@ def draw_comparison_card(data: RunData) -> list[Html]:
     found = compare(data)
     if found is None:
         return []
-    head = el("tr", (el("th", word) for word in ("stage", "predicted", "measured", "error")))
-    rows = [el("tr", (el("td", cell) for cell in _cells(one))) for one in (*found.stages, found.step)]
-    table = el("div", el("table", el("thead", head), el("tbody", rows)), class_="scroll")
     title = el("h3", f"Predicted and measured, medians of {found.steps:,} steps")
-    return [el("section", title, table, el("p", furthest_line(found), class_="hint"), class_="card wide")]
+    furthest = el("p", _furthest_line(found), class_="hint")
+    return [el("section", title, table(_rows(found)), furthest, class_="card wide")]
 
 
-def _cells(one: Predicted) -> tuple[str, ...]:
-    said = "" if one.error is None or not one.predicted_s else f"{one.error:+.0%}"
-    return one.name, seconds(one.predicted_s) if one.predicted_s else "", seconds(one.measured_s), said
+def _furthest_line(found: Comparison) -> str:
+    worst = found.furthest
+    if worst is None:
+        return ""
+    said = f"predicted {seconds(worst.predicted_s)}, measured {seconds(worst.measured_s)}"
+    return f"furthest off: {worst.name}, {said}"
+
+
+def _rows(found: Comparison) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("stage", "predicted", "measured", "error")]
+    for one in (*found.stages, found.step):
+        said = (seconds(one.predicted_s), f"{one.error or 0.0:+.0%}") if one.predicted_s else ("", "")
+        rows.append((one.name, said[0], seconds(one.measured_s), said[1] if one.measured_s else ""))
+    return rows

@@ -6,13 +6,14 @@ time of the phase less the time under any span ─> evaluation, checkpoints and 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from rillflow.observe.reader import SpanRecord
 from rillflow.observe.wording import duration, number
-from rillflow.view.html import Html, el
+from rillflow.view.html import Html, el, table
 from rillflow.view.run_data import PhaseSpan, RunData
 from rillflow.view.style import COLOURS
 
@@ -21,34 +22,27 @@ REST = "evaluation, checkpoints and the rest"
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """What one stage took in one phase."""
+    """What one stage took in some steps."""
 
     stage: str
     """The stage, or REST."""
     seconds: float
-    """Its time over the phase."""
-    median_s: float | None
-    """A usual step's time; None for REST."""
-    rows_per_s: float | None
-    """Rows a second; None where rows were not counted."""
-    tokens_per_s: float | None
-    """Tokens a second, the prompts' included; None where tokens were not counted."""
+    """Its time in all of them."""
+    median_s: float
+    """A usual step's time."""
+    rows: int = 0
+    """Its rows; 0 where they were not counted."""
+    tokens: int = 0
+    """Its tokens, the prompts' included; 0 where they were not counted."""
 
 
-def stage_times(data: RunData, phase: PhaseSpan) -> list[StageTime]:
-    """The stages of a phase, the longest first, and what no stage covers."""
-    spans = [span for span in data.spans if phase.first <= span.step <= phase.last]
-    by_stage: dict[str, list[SpanRecord]] = {}
-    for span in spans:
-        by_stage.setdefault(span.stage, []).append(span)
-    found = sorted(
-        (_stage_time(stage, group) for stage, group in by_stage.items()), key=lambda one: -one.seconds
-    )
-    rest = phase.end_s - phase.start_s - covered(spans, phase.start_s, phase.end_s)
-    return [
-        *found,
-        StageTime(stage=REST, seconds=max(0.0, rest), median_s=None, rows_per_s=None, tokens_per_s=None),
-    ]
+def stage_times(data: RunData, first: int, last: int) -> list[StageTime]:
+    """The stages of steps ``first`` to ``last``, in order of appearance."""
+    by_stage: dict[str, list[SpanRecord]] = defaultdict(list)
+    for span in data.spans:
+        if first <= span.step <= last:
+            by_stage[span.stage].append(span)
+    return [_stage_time(stage, spans) for stage, spans in by_stage.items()]
 
 
 def covered(spans: Sequence[SpanRecord], start_s: float, end_s: float) -> float:
@@ -62,57 +56,48 @@ def covered(spans: Sequence[SpanRecord], start_s: float, end_s: float) -> float:
 
 
 def draw_stages(data: RunData) -> list[Html]:
-    """A card for every phase."""
+    """A card for every phase: its stages, and what no stage covers."""
     colours: dict[str, int] = {}
     cards = []
     for phase in data.phases:
-        times = stage_times(data, phase)
+        times = sorted(stage_times(data, phase.first, phase.last), key=lambda one: -one.seconds)
         for one in times:
-            if one.stage != REST:
-                colours.setdefault(one.stage, len(colours) % COLOURS)
+            colours.setdefault(one.stage, len(colours) % COLOURS)
+        spans = [span for span in data.spans if phase.first <= span.step <= phase.last]
+        rest = phase.end_s - phase.start_s - covered(spans, phase.start_s, phase.end_s)
+        times.append(StageTime(stage=REST, seconds=max(0.0, rest), median_s=0.0))
         cards.append(_card(phase, times, colours))
     return cards
 
 
 def _stage_time(stage: str, spans: Sequence[SpanRecord]) -> StageTime:
-    seconds = sum(span.duration_s for span in spans)
-    by_step: dict[int, float] = {}
+    by_step: dict[int, float] = defaultdict(float)
     for span in spans:
-        by_step[span.step] = by_step.get(span.step, 0.0) + span.duration_s
-    rows, tokens = sum(span.rows for span in spans), sum(span.tokens for span in spans)
+        by_step[span.step] += span.duration_s
     return StageTime(
         stage=stage,
-        seconds=seconds,
+        seconds=sum(span.duration_s for span in spans),
         median_s=median(by_step.values()),
-        rows_per_s=rows / seconds if rows and seconds else None,
-        tokens_per_s=tokens / seconds if tokens and seconds else None,
+        rows=sum(span.rows for span in spans),
+        tokens=sum(span.tokens for span in spans),
     )
 
 
 def _card(phase: PhaseSpan, times: Sequence[StageTime], colours: dict[str, int]) -> Html:
     total = sum(one.seconds for one in times) or 1.0
-    kinds = {one.stage: f"k{colours[one.stage]}" if one.stage in colours else "k-rest" for one in times}
-    bar = (
-        el("i", class_=kinds[one.stage], style=f"width:{100 * one.seconds / total:.2f}%", title=one.stage)
-        for one in times
-        if one.seconds > 0
-    )
-    head = el(
-        "tr", (el("th", word) for word in ("stage", "time", "share", "usual step", "rows/s", "tokens/s"))
-    )
-    rows = [_row(one, one.seconds / total, kinds[one.stage]) for one in times]
+    bar: list[Html] = []
+    rows: list[Sequence[str]] = [("stage", "time", "share", "usual step", "rows/s", "tokens/s")]
+    for one in times:
+        kind = f"k{colours[one.stage]}" if one.stage in colours else "k-rest"
+        share = one.seconds / total
+        if one.seconds > 0:
+            bar.append(el("i", class_=kind, style=f"width:{100 * share:.2f}%", title=one.stage))
+        speeds = (
+            number(count / one.seconds) if count and one.seconds else "" for count in (one.rows, one.tokens)
+        )
+        usual = "" if one.stage == REST else duration(one.median_s)
+        name = el("span", one.stage, class_=f"key {kind}")
+        rows.append((name, duration(one.seconds), f"{share:.1%}", usual, *speeds))
     count = phase.last - phase.first + 1
     title = f"{phase.name}: {count:,} steps in {duration(phase.end_s - phase.start_s)}"
-    table = el("div", el("table", el("thead", head), el("tbody", rows)), class_="scroll")
-    return el("section", el("h3", title), el("div", bar, class_="bar"), table, class_="card wide")
-
-
-def _row(one: StageTime, share: float, kind: str) -> Html:
-    cells = (
-        duration(one.seconds),
-        f"{share:.1%}",
-        "" if one.median_s is None else duration(one.median_s),
-        "" if one.rows_per_s is None else number(one.rows_per_s),
-        "" if one.tokens_per_s is None else number(one.tokens_per_s),
-    )
-    return el("tr", el("td", el("span", one.stage, class_=f"key {kind}")), (el("td", cell) for cell in cells))
+    return el("section", el("h3", title), el("div", bar, class_="bar"), table(rows), class_="card wide")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rillflow.observe.wording import duration
-from rillflow.view.chart import ticks
+from rillflow.view.chart import Axis, ticks
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import RunData
 from rillflow.view.style import COLOURS
@@ -20,7 +20,7 @@ from rillflow.view.style import COLOURS
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1080, 190, 14, 8, 26
 LANE, GAP, POOL_GAP = 18, 4, 10
 SHOWN_STEPS = 4
-"""Steps of a run that are drawn: its last ones."""
+"""Steps that are drawn: of a run its last ones, of a simulation the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,24 +45,6 @@ class Bar:
     """The step it belongs to; 0 where it belongs to none."""
     is_idle: bool = False
     """Whether nothing was done: the name is then the cause."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Lane:
-    pool: str
-    name: str
-    y: int
-    bars: Sequence[Bar]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scale:
-    start_s: float
-    end_s: float
-
-    def __call__(self, time_s: float) -> float:
-        share = (time_s - self.start_s) / (self.end_s - self.start_s)
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
 
 
 def bars_of_run(data: RunData, last_steps: int = SHOWN_STEPS) -> list[Bar]:
@@ -97,15 +79,29 @@ def draw_timeline(bars: Sequence[Bar]) -> list[Html]:
     if not bars:
         return []
     start, end = min(bar.start_s for bar in bars), max(bar.end_s for bar in bars)
-    scale = _Scale(start_s=start, end_s=end if end > start else start + 1.0)
+    length = WIDTH - LEFT - RIGHT
+    scale = Axis(low=start, high=end if end > start else start + 1.0, start=LEFT, length=length)
+    half_pixel_s = 0.5 * (scale.high - scale.low) / length
+    pools: dict[str, dict[str, list[Bar]]] = {}
+    for bar in bars:
+        pools.setdefault(bar.pool, {}).setdefault(bar.lane, []).append(bar)
     colours = colours_of(bars)
-    lanes = _lanes(bars, scale)
-    height = lanes[-1].y + LANE + BOTTOM
-    parts = [*_axis(scale, height), *_pool_names(lanes)]
-    for lane in lanes:
-        parts += _lane(lane, scale, colours)
-    svg = el("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img")
-    return [el("div", svg, class_="scroll"), _legend(bars, colours)]
+    parts, y = [], TOP
+    for pool, lanes in pools.items():
+        parts.append(el("text", pool, class_="phasename", x=0, y=y + LANE - 5))
+        for name, own in lanes.items():
+            parts.append(el("rect", class_="lane", x=LEFT, y=y, width=length, height=LANE))
+            parts.append(el("text", name, class_="end", x=LEFT - 8, y=y + LANE - 5))
+            parts += [_drawn(bar, y, scale, colours) for bar in merged(own, half_pixel_s)]
+            y += LANE + GAP
+        y += POOL_GAP
+    height = y - POOL_GAP - GAP + BOTTOM
+    box = {"viewBox": f"0 0 {WIDTH} {height}", "class_": "timeline", "role": "img"}
+    keys = [el("span", name, class_=f"key k{colour}") for name, colour in colours.items()]
+    if any(bar.is_idle for bar in bars):
+        keys.append(el("span", "idle, with its cause", class_="key k-rest"))
+    svg = el("svg", _axis(scale, height), parts, **box)
+    return [el("div", svg, class_="scroll"), el("p", keys, class_="hint legend")]
 
 
 def colours_of(bars: Iterable[Bar]) -> Mapping[str, int]:
@@ -131,60 +127,20 @@ def merged(bars: Sequence[Bar], gap_s: float) -> list[Bar]:
     return joined
 
 
-def _lanes(bars: Sequence[Bar], scale: _Scale) -> list[_Lane]:
-    """Lanes under their pools, in order of appearance."""
-    pools: dict[str, dict[str, list[Bar]]] = {}
-    for bar in bars:
-        pools.setdefault(bar.pool, {}).setdefault(bar.lane, []).append(bar)
-    half_pixel_s = 0.5 * (scale.end_s - scale.start_s) / (WIDTH - LEFT - RIGHT)
-    lanes, y = [], TOP
-    for pool, by_lane in pools.items():
-        for name, own in by_lane.items():
-            lanes.append(_Lane(pool=pool, name=name, y=y, bars=merged(own, half_pixel_s)))
-            y += LANE + GAP
-        y += POOL_GAP
-    return lanes
+def _drawn(bar: Bar, y: int, scale: Axis, colours: Mapping[str, int]) -> Html:
+    x, width = scale(bar.start_s), max(0.5, scale(bar.end_s) - scale(bar.start_s))
+    kind = "k-rest" if bar.is_idle else f"k{colours[bar.stage]}"
+    step = f", step {bar.step}" if bar.step else ""
+    since = duration(max(0.0, bar.start_s - scale.low))
+    told = el("title", f"{bar.stage}{step}: {duration(bar.end_s - bar.start_s)} from {since}")
+    return el("rect", told, class_=f"span {kind}", height=LANE, x=f"{x:.1f}", width=f"{width:.1f}", y=y)
 
 
-def _lane(lane: _Lane, scale: _Scale, colours: Mapping[str, int]) -> list[Html]:
-    ground = {"x": LEFT, "y": lane.y, "width": WIDTH - LEFT - RIGHT, "height": LANE}
-    parts = [el("rect", class_="lane", **ground)]
-    parts.append(el("text", lane.name, class_="end", x=LEFT - 8, y=lane.y + LANE - 5))
-    for bar in lane.bars:
-        x, width = scale(bar.start_s), max(0.5, scale(bar.end_s) - scale(bar.start_s))
-        box = {"x": f"{x:.1f}", "width": f"{width:.1f}", "y": str(lane.y)}
-        kind = "k-rest" if bar.is_idle else f"k{colours[bar.stage]}"
-        step = f", step {bar.step}" if bar.step else ""
-        told = f"{bar.stage}{step}: {duration(bar.end_s - bar.start_s)} from {_clock(bar, scale)}"
-        parts.append(el("rect", el("title", told), class_=f"span {kind}", height=LANE, **box))
-    return parts
-
-
-def _clock(bar: Bar, scale: _Scale) -> str:
-    return duration(max(0.0, bar.start_s - scale.start_s))
-
-
-def _pool_names(lanes: Sequence[_Lane]) -> list[Html]:
-    """Each pool's name once, left of its first lane."""
-    first = {lane.pool: lane for lane in reversed(lanes)}
-    return [
-        el("text", lane.pool, class_="phasename", x=0, y=lane.y + LANE - 5)
-        for lane in reversed(first.values())
-    ]
-
-
-def _axis(scale: _Scale, height: int) -> list[Html]:
+def _axis(scale: Axis, height: int) -> list[Html]:
     """Round seconds since the first bar."""
     parts = []
-    for value in ticks(0.0, scale.end_s - scale.start_s, count=8):
-        x = f"{scale(scale.start_s + value):.1f}"
+    for value in ticks(0.0, scale.high - scale.low, count=8):
+        x = f"{scale(scale.low + value):.1f}"
         parts.append(el("line", class_="grid", x1=x, x2=x, y1=TOP, y2=height - BOTTOM))
         parts.append(el("text", f"{value:g} s", class_="tick middle", x=x, y=height - 8))
     return parts
-
-
-def _legend(bars: Iterable[Bar], colours: Mapping[str, int]) -> Html:
-    keys = [el("span", name, class_=f"key k{colour}") for name, colour in colours.items()]
-    if any(bar.is_idle for bar in bars):
-        keys.append(el("span", "idle, with its cause", class_="key k-rest"))
-    return el("p", keys, class_="hint legend")

@@ -37,16 +37,16 @@ TRUNK = [
 ]
 TRUNK_LINES = 11_000
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 24_650
+PACKAGE_LINES = 24_324
 """Code lines of the whole package at most; lowered whenever something goes."""
 PLANNER = [
     "rillflow/planner/",
-    *(f"rillflow/assembly/{name}.py" for name in ("planning", "planned", "observed", "rows")),
-    *(f"rillflow/view/{name}.py" for name in ("plans", "plan_page", "predicted", "timeline")),
+    *(f"rillflow/assembly/{name}.py" for name in ("planning", "planned", "rows")),
+    *(f"rillflow/view/{name}.py" for name in ("plans", "predicted", "timeline")),
     "rillflow/cli/planning.py",
 ]
 """What plans, with what feeds and shows it."""
-PLANNER_LINES = 5_990
+PLANNER_LINES = 5_670
 """Code lines of it at most; lowered whenever something goes."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 _NO_CODE = (

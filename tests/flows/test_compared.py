@@ -10,7 +10,7 @@ import pytest
 
 from rillflow.cli.main import main
 from rillflow.observe import layout
-from rillflow.planner.plan_file import read_plan
+from rillflow.planner.plan import read_plan
 
 CLUSTER = '[[fleet]]\nname = "cores"\ndevice = "cpu"\ndevices = 2\nper_machine = 2\n'
 TITLE = "predicted against measured, medians of"

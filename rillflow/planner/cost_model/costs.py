@@ -31,7 +31,8 @@ from rillflow.planner.cost_model.numbers import Grids, Numbers, grids_of
 from rillflow.planner.cost_model.options import grids, sampling_sizes, undominated
 from rillflow.planner.grid import Grid
 from rillflow.planner.option import Decoder, Option, Seat
-from rillflow.planner.problem import SAMPLER, Problem, Unit
+from rillflow.planner.plan import SAMPLER
+from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.work import Work
 
 FORMULA_S = 1e-6

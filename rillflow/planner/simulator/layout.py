@@ -17,8 +17,8 @@ from functools import cached_property
 from rillflow.errors import PlanError
 from rillflow.planner.evaluate import Evaluation, evaluate
 from rillflow.planner.option import Costs, Decoder
-from rillflow.planner.plan import Plan
-from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.plan import SAMPLER, Plan
+from rillflow.planner.problem import Problem
 from rillflow.planner.seating import Seated
 from rillflow.planner.simulator.draws import Draws, slow_devices
 from rillflow.planner.simulator.replica import Replica

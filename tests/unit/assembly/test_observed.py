@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.observed import cluster_text, observe, recipe_of, this_machine
-from rillflow.assembly.planning import open_cluster
+from rillflow.assembly.planning import cluster_text, observe, open_cluster, recipe_of, this_machine
 from rillflow.assembly.preflight import open_rows
 from rillflow.assembly.recipe import Recipe, load_recipe
 from rillflow.assembly.resume import resolved
@@ -129,7 +128,8 @@ def test_each_phase_is_observed_by_its_later_steps(make_run: Callable[..., Path]
 
 def test_a_kept_recipe_is_the_recipe(make_run: Callable[..., Path], tmp_path: Path) -> None:
     kept = recipe_of(load(make_run()))
-    assert isinstance(kept, Recipe) and kept == load_recipe(tmp_path / "run.toml").recipe
+    assert isinstance(kept.recipe, Recipe) and kept.recipe == load_recipe(tmp_path / "run.toml").recipe
+    assert kept.base == tmp_path
 
 
 def test_a_run_of_too_few_steps_is_refused(make_run: Callable[..., Path]) -> None:

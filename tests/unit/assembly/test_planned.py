@@ -10,14 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rillflow.assembly import planned
-from rillflow.assembly.planned import is_placed_by, keep_plan, open_plan, require_for, settings_of
+from rillflow.assembly.planned import is_placed_by, keep_plan, require_for, settings_of
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.cluster.config import PlacementConfig
 from rillflow.errors import ConfigError, PlanError
 from rillflow.observe import layout
 from rillflow.planner.grid import Grid
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.plan_file import plan_text
+from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit, open_plan, plan_text
 
 RECIPE = """
 [policy]
@@ -155,7 +154,6 @@ def with_experts(plan: Plan) -> Plan:
     ("change", "said"),
     [
         (with_sampler, "on devices of their own"),
-        (lambda plan: replace(plan, freshness=1), "up to 1 versions old"),
         (lambda plan: replace(plan, oversample_samples=1.5), "begins 1.5 rows"),
         (with_experts, "policy.ep is 2"),
         (lambda plan: replace(plan, name="grpo"), "one of grpo"),

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.recipe import load_recipe
-from rillflow.assembly.rows import assumed_rows, distinct_prompts, learnt_rows, measured_rows
+from rillflow.assembly.rows import distinct_prompts, workload_of
 from rillflow.errors import PlanError
 from rillflow.observe.reader import SpanRecord
 from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.parallel.packed import PackedAttention, attention_seats, pack
+from rillflow.planner.workload import Workload
 from rillflow.records.ragged import Ragged
 
 RECIPE = """
@@ -61,8 +63,15 @@ def _row(prompt: int, sample: int) -> dict[str, object]:
     }
 
 
+def rows_of(folder: Path, *settings: str, run: Path | None = None) -> Workload:
+    """The rows of the recipe's last phase."""
+    (folder / "run.toml").write_text(RECIPE)
+    loaded = load_recipe(folder / "run.toml", settings)
+    return workload_of(loaded, phase_plans(loaded.recipe)[-1], run)
+
+
 def test_a_runs_rows_are_measured(tmp_path: Path) -> None:
-    rows = measured_rows(sampled_run(tmp_path / "run"))
+    rows = rows_of(tmp_path, "algorithm.minibatches=1", run=sampled_run(tmp_path / "run"))
     assert (rows.prompt.mean, rows.prompt.limit) == (3, 3)
     assert (rows.response.mean, rows.response.limit) == (2.5, 3)
     assert rows.function_s == pytest.approx(1 / 4), "the clock moves a second a look"
@@ -76,20 +85,19 @@ def test_a_run_without_rows_measures_nothing(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", {"a": 1}):
         pass
     with pytest.raises(PlanError, match="no rollouts"):
-        measured_rows(tmp_path / "run")
+        rows_of(tmp_path, run=tmp_path / "run")
 
 
 def test_what_is_learnt_from_shares_what_its_texts_share(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(RECIPE)
-    loaded = load_recipe(tmp_path / "run.toml", ["task.digits=1", "task.held_out=10"])
-    whole, cut = learnt_rows(loaded, 50, 1).packing, learnt_rows(loaded, 50, 5).packing
+    sft = "algorithm={{ name = 'sft', steps = 3, prompts_per_step = 50, minibatches = {} }}"
+    short = ("task.digits=1", "task.held_out=10")
+    whole, cut = (rows_of(tmp_path, *short, sft.format(parts)).packing for parts in (1, 5))
     assert whole.trained == whole.scored < cut.trained < 1, "fewer rows beside one another share less"
     assert whole.scored == pytest.approx(cut.scored)
 
 
 def test_of_sampled_rows_only_the_prompts_are_known_to_be_shared(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(RECIPE)
-    rows = assumed_rows(load_recipe(tmp_path / "run.toml", []))
+    rows = rows_of(tmp_path)
     prompt, response = rows.prompt.mean, rows.response.mean
     assert rows.packing.scored == pytest.approx((response + prompt / 4) / (response + prompt))
     assert rows.packing.scored < rows.packing.trained < 1

@@ -13,7 +13,7 @@ import pytest
 from rillflow.assembly.planned import is_placed_by
 from rillflow.assembly.recipe import load_recipe
 from rillflow.cli.main import main
-from rillflow.planner.plan_file import read_plan
+from rillflow.planner.plan import read_plan
 
 ROOT = Path(__file__).parents[3]
 RECIPE = """
@@ -116,8 +116,9 @@ def test_the_price_that_an_error_asks_for_is_one_that_a_cluster_may_have(
 
 
 def test_a_planned_recipe_passes_the_check_of_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rillflow.assembly.planned import open_plan, require_for, settings_of
+    from rillflow.assembly.planned import require_for, settings_of
     from rillflow.assembly.recipe import load_recipe
+    from rillflow.planner.plan import open_plan
 
     said(capsys, *PLAN, "--out", "plan.toml")
     plan = open_plan(here / "plan.toml")
@@ -234,7 +235,6 @@ def test_generation_may_be_apart_in_step(here: Path, capsys: pytest.CaptureFixtu
         ([*PLAN, "--objective", "devices"], "no deadline"),
         ([*PLAN, "--objective", "cost"], "price"),
         ([*PLAN, "--deadline", "1e-9"], "1e-09"),
-        ([*PLAN, "--plot", "plan.pdf"], "names no kind of picture"),
         ([*PLAN, "--lengths", "nowhere"], "no run directory"),
         ([*SIMULATE], "plan.toml does not exist"),
         (["calibrate", "nowhere"], "no run directory"),
@@ -253,11 +253,22 @@ def test_what_cannot_be_planned_is_said(
     assert what in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("words", [["--freshness", "-1"], ["--freshness", "a"], ["--objective", "speed"]])
-def test_wrong_words_are_usage_errors(here: Path, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--freshness", "-1"], "-1"),
+        (["--freshness", "a"], "'a' is no list"),
+        (["--objective", "speed"], "'speed'"),
+        (["--plot", "plan.pdf"], "plan.pdf names no kind of picture"),
+    ],
+)
+def test_wrong_words_are_usage_errors(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], what: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*PLAN, *words])
     assert caught.value.code == 2
+    assert what in capsys.readouterr().err
 
 
 def test_what_places_and_what_only_predicts_are_not_given_together(here: Path) -> None:

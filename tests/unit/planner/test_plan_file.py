@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rillflow.config.toml_text import inline_text, toml_text
 from rillflow.errors import ConfigError, PlanError
 from rillflow.planner.grid import Grid
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.plan_file import plan_text, read_plan
+from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit, plan_text, read_plan
 
 NAMES = st.text(min_size=1, max_size=8)
 SECONDS = st.floats(0, 1e9, allow_nan=False)

@@ -53,21 +53,6 @@ def test_quantiles_of_measured_lengths_are_those_of_their_middles() -> None:
     assert found == [1, 1, 1.5, 2.5, 6, 9, 9]
 
 
-@given(lengths=st.one_of(lognormal, measured, fixed), seed=st.integers(0, 2**32))
-def test_a_sample_is_the_same_for_the_same_seed(lengths: Lengths, seed: int) -> None:
-    drawn = lengths.sample(20, seed)
-    assert np.array_equal(drawn, lengths.sample(20, seed))
-    assert drawn.min() >= 0
-    assert drawn.max() <= lengths.limit
-
-
-def test_streams_and_seeds_differ() -> None:
-    lengths = Lengths(kind="lognormal", limit=8192, median=800, sigma=0.6)
-    first = lengths.sample(50, 1)
-    assert not np.array_equal(first, lengths.sample(50, 2))
-    assert not np.array_equal(first, lengths.sample(50, 1, stream=1))
-
-
 @given(share=st.floats(0.05, 0.95), limit=st.integers(100, 30000), sigma=st.floats(0.1, 1.3))
 def test_a_mean_and_a_limit_give_lengths_of_that_mean(share: float, limit: int, sigma: float) -> None:
     lengths = lengths_of_mean(share * limit, limit, sigma)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from rillflow.errors import PlanError
 from rillflow.observe import layout
 from rillflow.planner.grid import Grid
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.plan_file import plan_text
+from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit, plan_text
 from rillflow.view.predicted import compare, render_comparison
 from rillflow.view.report import render
 from rillflow.view.run_data import RunData, load

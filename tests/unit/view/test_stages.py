@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from rillflow.observe.reader import SpanRecord
 from rillflow.view.outcomes import outcome_counts
 from rillflow.view.run_data import load
-from rillflow.view.stages import REST, covered, stage_times
+from rillflow.view.stages import REST, covered, draw_stages, stage_times
 
 MakeRun = Callable[..., Path]
 
@@ -35,15 +36,17 @@ def test_the_stages_and_the_rest_are_the_phase(make_run: MakeRun) -> None:
         ("warm_start", 1, 20),
         ("grpo", 21, 60),
     ]
-    for phase in data.phases:
-        times = stage_times(data, phase)
-        assert sum(one.seconds for one in times) == pytest.approx(phase.end_s - phase.start_s)
-        assert times[-1].stage == REST
-    grpo = stage_times(data, data.phases[1])
-    assert [one.stage for one in grpo[:-1]] == ["policy.update", "policy.generate", "reward.score"]
-    generate = grpo[1]
-    assert generate.tokens_per_s == pytest.approx(40 * 9000 / generate.seconds)
-    assert generate.median_s is not None and 0.4 <= generate.median_s <= 0.65
+    for card in draw_stages(data):
+        shares = re.findall(r"<td>([\d.]+)%</td>", card)
+        assert sum(map(float, shares)) == pytest.approx(100, abs=0.3)
+        assert REST in card
+    longest_first = ("policy.update", "policy.generate", "reward.score")
+    places = [draw_stages(data)[1].index(f">{stage}<") for stage in longest_first]
+    assert places == sorted(places)
+    grpo = {one.stage: one for one in stage_times(data, 21, 60)}
+    assert set(grpo) == {"policy.update", "policy.generate", "reward.score"}
+    assert grpo["policy.generate"].tokens == 40 * 9000
+    assert 0.4 <= grpo["policy.generate"].median_s <= 0.65
 
 
 def test_outcomes_are_counted_over_the_run(make_run: MakeRun) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rillflow.errors import PlanError
-from rillflow.planner.plan_file import plan_text, read_plan
+from rillflow.planner.plan import plan_text, read_plan
 from rillflow.planner.simulator.result import Cause, Simulation
 from rillflow.planner.simulator.simulate import simulate
 from rillflow.planner.workload import Lengths
