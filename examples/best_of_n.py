@@ -23,8 +23,8 @@ from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.cli.main import main
 from rillflow.dataflow.flow import Flow
 from rillflow.formulas import cross_entropy
+from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Metrics
 
 
 class BestOfNConfig(AlgorithmConfig):
@@ -50,23 +50,18 @@ def is_best(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
     return best & valid
 
 
-def step(flow: Flow, prompts: Batch, config: BestOfNConfig) -> Metrics:
+def step(flow: Flow, prompts: Batch, config: BestOfNConfig) -> Handle:
     """One iteration: sample, score, imitate the best."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     judged = flow.compute(is_best, rewards, into="best")
     best = flow.filter(rollouts, "best", by=judged)
-    report: Metrics = flow.policy.update(best, loss=cross_entropy, name="supervised", passes=config)
+    report = flow.policy.update(best, loss=cross_entropy, name="supervised", passes=config)
     flow.publish(flow.policy)
     return report
 
 
-def roles(_: BestOfNConfig) -> tuple[str, ...]:
-    """Who takes part."""
-    return ("policy", "reward")
-
-
-ALGORITHM = Algorithm(config=BestOfNConfig, step=step, data=Data.PROMPTS, roles=roles)
+ALGORITHM = Algorithm(config=BestOfNConfig, step=step, data=Data.PROMPTS)
 
 if __name__ == "__main__":
     words = sys.argv[1:] or ["run", str(Path(__file__).with_suffix(".toml"))]

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
-from rillflow.algorithms.steps import look_back
+from rillflow.algorithms.steps import with_logprobs
 from rillflow.cli.main import main
 from rillflow.dataflow.flow import Flow
 from rillflow.formulas import TokenLosses
+from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Metrics
 
 
 class RankedConfig(GroupConfig):
@@ -64,25 +64,20 @@ def soft_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, ste
     return TokenLosses(losses=-4 / steepness * gate * advantages, means={"policy/soft_gate/mean": counts})
 
 
-def step(flow: Flow, prompts: Batch, config: RankedConfig) -> Metrics:
+def step(flow: Flow, prompts: Batch, config: RankedConfig) -> Handle:
     """One iteration: sample, score, prefer what beat its fellows."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
-    known = look_back(flow, rollouts, config)
+    batches = with_logprobs(flow, rollouts, config)
     advantages = flow.compute(rank_advantages, rewards, into="advantages", strength=config.strength)
-    report: Metrics = flow.policy.update(
-        *known, advantages, loss=soft_loss, passes=config, steepness=config.steepness
+    report = flow.policy.update(
+        *batches, advantages, loss=soft_loss, passes=config, steepness=config.steepness
     )
     flow.publish(flow.policy)
     return report
 
 
-def roles(_: RankedConfig) -> tuple[str, ...]:
-    """Who takes part."""
-    return ("policy", "reward")
-
-
-ALGORITHM = Algorithm(config=RankedConfig, step=step, data=Data.PROMPTS, roles=roles)
+ALGORITHM = Algorithm(config=RankedConfig, step=step, data=Data.PROMPTS)
 
 if __name__ == "__main__":
     raise SystemExit(main(algorithms=[ALGORITHM]))

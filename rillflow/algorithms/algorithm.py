@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+from rillflow.graph.handle import Handle
 
 if TYPE_CHECKING:
     from rillflow.algorithms.config import AlgorithmConfig
@@ -27,7 +29,7 @@ class Algorithm:
     """An algorithm as the rest of the system sees it.
 
     Example:
-        Algorithm(config=GRPOConfig, step=step, data=Data.PROMPTS, roles=lambda config: ("policy", "reward"))
+        Algorithm(config=GRPOConfig, step=step, data=Data.PROMPTS)
     """
 
     config: type[AlgorithmConfig]
@@ -39,7 +41,25 @@ class Algorithm:
     """
     data: Data
     """What the iteration is given."""
-    roles: Callable[[Any], tuple[str, ...]]
-    """The roles it calls, from its settings."""
+    roles: Callable[[Any], tuple[str, ...]] | None = None
+    """The roles it calls, from its settings, the trained one first; left out, ``called`` hears them."""
     beside: Callable[[Any], Data | None] = lambda _: None
     """What it is given beside the data, from its settings: as many rows, in an order of their own."""
+    brings: Mapping[str, type] = field(default_factory=dict)
+    """Roles of its own by name: classes with endpoints, each made with a ``assembly.casting.RoleSetting``."""
+    _heard: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    def called(self, config: AlgorithmConfig) -> tuple[str, ...]:
+        """The roles a step calls under these settings, in order: as it says, or as heard from the step."""
+        if self.roles is not None:
+            return self.roles(config)
+        key = config.model_dump_json()
+        if key not in self._heard:
+            from rillflow.dataflow.flow import Flow
+            from rillflow.graph.trace import Listener
+
+            listener, data = Listener(), [Handle("data")]
+            data += [Handle("data beside")] if self.beside(config) is not None else []
+            self.step(Flow(listener), data[0], config, *data[1:])
+            self._heard[key] = tuple(listener.heard)
+        return self._heard[key]

@@ -14,13 +14,13 @@ from pydantic import Field
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.grpo import GroupScaleConfig, roles
-from rillflow.algorithms.steps import compare, improve, look_back
+from rillflow.algorithms.steps import group_relative_advantages, update_and_publish, with_logprobs
 from rillflow.formulas.config import ClipHigh, PolicyLossConfig
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
-    from rillflow.records.metrics import Metrics
 
 
 class DAPOLoss(PolicyLossConfig):
@@ -49,7 +49,7 @@ class DAPOConfig(GroupScaleConfig):
         return {"overlong_buffer": self.overlong_buffer}
 
 
-def step(flow: Flow, prompts: Batch, config: DAPOConfig) -> Metrics:
+def step(flow: Flow, prompts: Batch, config: DAPOConfig) -> Handle:
     """One iteration: sample groups until enough of them differ, price their length, learn from them."""
 
     def draw(prompts: Any) -> list[Any]:
@@ -59,12 +59,12 @@ def step(flow: Flow, prompts: Batch, config: DAPOConfig) -> Metrics:
 
     size = {"groups": config.prompts_per_step, "samples": config.samples_per_prompt}
     rollouts, rewards = flow.refill(draw, prompts, **size, rounds=config.max_rounds)
-    known = look_back(flow, rollouts, config)
+    batches = with_logprobs(flow, rollouts, config)
     if config.overlong_buffer:
         length = {"buffer": config.overlong_buffer}
         rewards = flow.compute(formulas.overlong_rewards, rewards, rollouts, into="rewards", **length)
-    advantages = compare(flow, rewards, known, config)
-    return improve(flow, [*known, advantages], config)
+    advantages = group_relative_advantages(flow, rewards, batches, config)
+    return update_and_publish(flow, [*batches, advantages], config)
 
 
 ALGORITHM = Algorithm(config=DAPOConfig, step=step, data=Data.PROMPTS, roles=roles)

@@ -12,12 +12,17 @@ from pydantic import Field
 
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig, OnlineConfig
-from rillflow.algorithms.steps import compare, improve, look_back, reference_roles
+from rillflow.algorithms.steps import (
+    group_relative_advantages,
+    reference_roles,
+    update_and_publish,
+    with_logprobs,
+)
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
-    from rillflow.records.metrics import Metrics
 
 
 ScaleSetting = Annotated[
@@ -37,13 +42,13 @@ class GRPOConfig(GroupScaleConfig):
     name: Literal["grpo"]
 
 
-def step(flow: Flow, prompts: Batch, config: GroupScaleConfig) -> Metrics:
+def step(flow: Flow, prompts: Batch, config: GroupScaleConfig) -> Handle:
     """One iteration: sample groups, score them, prefer what beat its group."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
-    known = look_back(flow, rollouts, config)
-    advantages = compare(flow, rewards, known, config)
-    return improve(flow, [*known, advantages], config)
+    batches = with_logprobs(flow, rollouts, config)
+    advantages = group_relative_advantages(flow, rewards, batches, config)
+    return update_and_publish(flow, [*batches, advantages], config)
 
 
 def roles(config: OnlineConfig) -> tuple[str, ...]:

@@ -18,14 +18,21 @@ from pydantic import Field, model_validator
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import TokenConfig
-from rillflow.algorithms.steps import bootstrap, earn, improve, learnt_from, look_back, reference_roles
+from rillflow.algorithms.steps import (
+    bootstrapped,
+    reference_roles,
+    token_level_rewards,
+    trained_rows,
+    update_and_publish,
+    with_logprobs,
+)
 from rillflow.formulas.config import ValueLossConfig
 from rillflow.graph.loss import over
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
-    from rillflow.records.metrics import Metrics
 
 PATIENCE = 10
 """Steps in which an error of 1 would double the price of divergence (Ziegler et al.: K = 0.1 a step)."""
@@ -78,41 +85,45 @@ class PPOConfig(CriticTrainedConfig):
 
 def step(
     flow: Flow, prompts: Batch, config: PPOConfig, demonstrations: Batch | None = None
-) -> tuple[Metrics, Metrics]:
+) -> tuple[Handle, Handle]:
     """One iteration: sample, score, compare with what the critic expected; both learn."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
-    known = look_back(flow, rollouts, config)
-    earned = earn(flow, rewards, known, config, weight=kl_weight(flow, known, config))
-    earned = bootstrap(flow, flow.critic, earned, rollouts, config)
+    batches = with_logprobs(flow, rollouts, config)
+    token_rewards = token_level_rewards(
+        flow, rewards, batches, config, weight=kl_weight(flow, batches, config)
+    )
+    token_rewards = bootstrapped(flow, flow.critic, token_rewards, rollouts, config)
     values = flow.critic.values(rollouts)
     credit = {"gamma": config.gamma, "lam": config.lam}
-    estimates = flow.compute(formulas.gae, earned, values, rollouts, into="advantages", **credit)
+    estimates = flow.compute(formulas.gae, token_rewards, values, rollouts, into="advantages", **credit)
     returns = flow.compute(formulas.value_targets, estimates, values, rollouts, into="returns")
     advantages = flow.compute(formulas.whitened, estimates, rollouts, into="advantages")
-    judged = learnt_from(flow, [rollouts, values, returns], config)
-    critic = flow.critic.update(*judged, loss=config.value_loss, passes=config)
-    return critic, learn(flow, [*known, advantages], config, demonstrations)
+    critic_rows = trained_rows(flow, [rollouts, values, returns], config)
+    critic = flow.critic.update(*critic_rows, loss=config.value_loss, passes=config)
+    return critic, update_with_pretraining(flow, [*batches, advantages], config, demonstrations)
 
 
-def learn(flow: Flow, known: list[Any], config: CriticTrainedConfig, demonstrations: Batch | None) -> Metrics:
-    """``improve``, in the same optimiser steps beside demonstrations where they count (PPO-ptx)."""
+def update_with_pretraining(
+    flow: Flow, batches: list[Any], config: CriticTrainedConfig, demonstrations: Batch | None
+) -> Handle:
+    """``update_and_publish``, with demonstrations in the same optimiser steps where they count (PPO-ptx)."""
     if demonstrations is None:
-        return improve(flow, known, config)
-    improving = over(*learnt_from(flow, known, config), loss=config.loss)
+        return update_and_publish(flow, batches, config)
+    policy_term = over(*trained_rows(flow, batches, config), loss=config.loss)
     weight, imitated = config.pretrain_weight, formulas.cross_entropy
-    imitating = over(demonstrations, loss=imitated, weight=weight, name="supervised")
-    report: Metrics = flow.policy.update(improving, imitating, passes=config)
+    imitation_term = over(demonstrations, loss=imitated, weight=weight, name="supervised")
+    report = flow.policy.update(policy_term, imitation_term, passes=config)
     flow.publish(flow.policy)
     return report
 
 
-def kl_weight(flow: Flow, known: list[Any], config: CriticTrainedConfig) -> Any:
+def kl_weight(flow: Flow, batches: list[Any], config: CriticTrainedConfig) -> Any:
     """The price of divergence in this step; the next one's is remembered, moved towards its target."""
     weight = flow.recall("kl_weight", config.loss.kl)
     if config.kl_target:
         estimator = config.loss.estimator
-        observed = flow.number(formulas.mean_divergence, *known, estimator=estimator)
+        observed = flow.number(formulas.mean_divergence, *batches, estimator=estimator)
         rows = config.rows_per_step
         pace = {"target": config.kl_target, "horizon": float(PATIENCE * rows), "rows": rows}
         following = flow.number(formulas.next_kl_weight, weight=weight, observed=observed, **pace)

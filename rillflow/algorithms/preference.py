@@ -13,8 +13,8 @@ from rillflow.algorithms.config import AlgorithmConfig
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
-    from rillflow.records.metrics import Metrics
 
 
 class PreferenceConfig(AlgorithmConfig):
@@ -23,10 +23,9 @@ class PreferenceConfig(AlgorithmConfig):
     name: Literal["preference"]
 
 
-def step(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Metrics:
+def step(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Handle:
     """One iteration: raise the chosen answers' scores above the rejected ones'."""
-    report: Metrics = flow.reward_model.update(pairs, loss=formulas.preference_loss, passes=config)
-    return report
+    return flow.reward_model.update(pairs, loss=formulas.preference_loss, passes=config)
 
 
 def roles(_: PreferenceConfig) -> tuple[str, ...]:

@@ -13,12 +13,17 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.algorithms.grpo import roles
-from rillflow.algorithms.steps import charge, improve, look_back, price_missing_end
+from rillflow.algorithms.steps import (
+    kl_penalised_rewards,
+    missing_end_penalised,
+    update_and_publish,
+    with_logprobs,
+)
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
-    from rillflow.records.metrics import Metrics
 
 
 class ReMaxConfig(OnlineConfig):
@@ -27,16 +32,16 @@ class ReMaxConfig(OnlineConfig):
     name: Literal["remax"]
 
 
-def step(flow: Flow, prompts: Batch, config: ReMaxConfig) -> Metrics:
+def step(flow: Flow, prompts: Batch, config: ReMaxConfig) -> Handle:
     """One iteration: sample, score, prefer what beat the likeliest answer."""
     likeliest = flow.policy.greedy(prompts)
-    greedy = price_missing_end(flow, flow.reward.score(likeliest), likeliest, config)
+    greedy = missing_end_penalised(flow, flow.reward.score(likeliest), likeliest, config)
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
-    known = look_back(flow, rollouts, config)
-    rewards = charge(flow, rewards, known, config)
+    batches = with_logprobs(flow, rollouts, config)
+    rewards = kl_penalised_rewards(flow, rewards, batches, config)
     advantages = flow.compute(formulas.over_greedy, rewards, into="advantages", greedy=greedy)
-    return improve(flow, [*known, advantages], config)
+    return update_and_publish(flow, [*batches, advantages], config)
 
 
 ALGORITHM = Algorithm(config=ReMaxConfig, step=step, data=Data.PROMPTS, roles=roles)

@@ -14,12 +14,12 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.grpo import roles
-from rillflow.algorithms.steps import charge, improve, look_back
+from rillflow.algorithms.steps import kl_penalised_rewards, update_and_publish, with_logprobs
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
-    from rillflow.records.metrics import Metrics
 
 
 class RLOOConfig(GroupConfig):
@@ -28,14 +28,14 @@ class RLOOConfig(GroupConfig):
     name: Literal["rloo"]
 
 
-def step(flow: Flow, prompts: Batch, config: RLOOConfig) -> Metrics:
+def step(flow: Flow, prompts: Batch, config: RLOOConfig) -> Handle:
     """One iteration: sample groups, score them, prefer what beat the others of its group."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
-    known = look_back(flow, rollouts, config)
-    rewards = charge(flow, rewards, known, config)
+    batches = with_logprobs(flow, rollouts, config)
+    rewards = kl_penalised_rewards(flow, rewards, batches, config)
     advantages = flow.compute(formulas.leave_one_out, rewards, into="advantages")
-    return improve(flow, [*known, advantages], config)
+    return update_and_publish(flow, [*batches, advantages], config)
 
 
 ALGORITHM = Algorithm(config=RLOOConfig, step=step, data=Data.PROMPTS, roles=roles)

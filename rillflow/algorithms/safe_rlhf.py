@@ -18,14 +18,20 @@ from pydantic import Field
 
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
-from rillflow.algorithms.ppo import CriticTrainedConfig, beside, kl_weight, learn
+from rillflow.algorithms.ppo import CriticTrainedConfig, beside, kl_weight, update_with_pretraining
 from rillflow.algorithms.ppo import roles as without_cost
-from rillflow.algorithms.steps import bootstrap, earn, learnt_from, look_back, spend
+from rillflow.algorithms.steps import (
+    bootstrapped,
+    token_level_costs,
+    token_level_rewards,
+    trained_rows,
+    with_logprobs,
+)
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
-    from rillflow.records.metrics import Metrics
 
 EACH = 0.5
 """The share of the divergence's price that reward and cost pay each; mixed, no multiplier changes it."""
@@ -50,36 +56,52 @@ class SafeRLHFConfig(CriticTrainedConfig):
 
 def step(
     flow: Flow, prompts: Batch, config: SafeRLHFConfig, demonstrations: Batch | None = None
-) -> tuple[Metrics, Metrics, Metrics]:
+) -> tuple[Handle, Handle, Handle]:
     """One iteration: sample, score, price; reward over cost at the present price, and the next price."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     costs = flow.cost.score(rollouts)
-    known = look_back(flow, rollouts, config)
+    batches = with_logprobs(flow, rollouts, config)
     values, cost_values = flow.critic.values(rollouts), flow.cost_critic.values(rollouts)
     credit = {"gamma": config.gamma, "lam": config.lam}
-    weight = kl_weight(flow, known, config)
-    earned = earn(flow, rewards, known, config, weight, share=EACH)
-    earned = bootstrap(flow, flow.critic, earned, rollouts, config)
-    spent = spend(flow, costs, known, config, weight, share=EACH)
-    spent = bootstrap(flow, flow.cost_critic, spent, rollouts, config)
-    gains = flow.compute(formulas.gae, earned, values, rollouts, into="reward_advantages", **credit)
-    harms = flow.compute(formulas.gae, spent, cost_values, rollouts, into="cost_advantages", **credit)
-    earnings = flow.compute(formulas.lambda_returns, earned, values, rollouts, into="returns", **credit)
-    expenses = flow.compute(formulas.lambda_returns, spent, cost_values, rollouts, into="returns", **credit)
-    log_price = flow.recall("log_multiplier", log(config.first_multiplier))
-    price = flow.number(formulas.multiplier, log_multiplier=log_price)
-    mixed = flow.compute(formulas.lagrangian_advantages, gains, harms, into="advantages", multiplier=price)
-    use = {"loss": config.value_loss, "passes": config}
-    critic = flow.critic.update(*learnt_from(flow, [rollouts, values, earnings], config), **use)
-    judged = learnt_from(flow, [rollouts, cost_values, expenses], config)
-    cost_critic = flow.cost_critic.update(*judged, **use)
-    policy = learn(flow, [*known, mixed], config, demonstrations)
+    weight = kl_weight(flow, batches, config)
+    token_rewards = token_level_rewards(flow, rewards, batches, config, weight, share=EACH)
+    token_rewards = bootstrapped(flow, flow.critic, token_rewards, rollouts, config)
+    token_costs = token_level_costs(flow, costs, batches, config, weight, share=EACH)
+    token_costs = bootstrapped(flow, flow.cost_critic, token_costs, rollouts, config)
+    reward_advantages = flow.compute(
+        formulas.gae, token_rewards, values, rollouts, into="reward_advantages", **credit
+    )
+    cost_advantages = flow.compute(
+        formulas.gae, token_costs, cost_values, rollouts, into="cost_advantages", **credit
+    )
+    reward_returns = flow.compute(
+        formulas.lambda_returns, token_rewards, values, rollouts, into="returns", **credit
+    )
+    cost_returns = flow.compute(
+        formulas.lambda_returns, token_costs, cost_values, rollouts, into="returns", **credit
+    )
+    log_multiplier = flow.recall("log_multiplier", log(config.first_multiplier))
+    price = flow.number(formulas.multiplier, log_multiplier=log_multiplier)
+    mixed = flow.compute(
+        formulas.lagrangian_advantages,
+        reward_advantages,
+        cost_advantages,
+        into="advantages",
+        multiplier=price,
+    )
+    rows, cost_rows = (
+        trained_rows(flow, [rollouts, *found], config)
+        for found in ((values, reward_returns), (cost_values, cost_returns))
+    )
+    critic = flow.critic.update(*rows, loss=config.value_loss, passes=config)
+    cost_critic = flow.cost_critic.update(*cost_rows, loss=config.value_loss, passes=config)
+    policy = update_with_pretraining(flow, [*batches, mixed], config, demonstrations)
     aim = config.cost_limit - config.cost_margin
     ascent = {"limit": aim, "lr": config.multiplier_lr, "highest": config.highest_multiplier}
     observed = flow.number(formulas.mean_cost, costs, otherwise=aim)
     following = flow.number(
-        formulas.next_log_multiplier, log_multiplier=log_price, mean_cost=observed, **ascent
+        formulas.next_log_multiplier, log_multiplier=log_multiplier, mean_cost=observed, **ascent
     )
     flow.remember("log_multiplier", following)
     return critic, cost_critic, policy

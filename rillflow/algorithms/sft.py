@@ -13,8 +13,8 @@ from rillflow.algorithms.config import AlgorithmConfig
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
-    from rillflow.records.metrics import Metrics
 
 
 class SFTConfig(AlgorithmConfig):
@@ -23,11 +23,9 @@ class SFTConfig(AlgorithmConfig):
     name: Literal["sft"]
 
 
-def step(flow: Flow, demonstrations: Batch, config: SFTConfig) -> Metrics:
+def step(flow: Flow, demonstrations: Batch, config: SFTConfig) -> Handle:
     """One iteration: raise the probability of the demonstrated answers."""
-    report: Metrics = flow.policy.update(
-        demonstrations, loss=formulas.cross_entropy, name="supervised", passes=config
-    )
+    report = flow.policy.update(demonstrations, loss=formulas.cross_entropy, name="supervised", passes=config)
     flow.publish(flow.policy)
     return report
 

@@ -18,8 +18,11 @@ from rillflow.assembly.phases import PhasePlan
 from rillflow.assembly.preflight import scorer_source
 from rillflow.assembly.recipe import Recipe
 from rillflow.cluster.backend import Backend
+from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.checkpoint import Checkpoint
+from rillflow.dataflow.delivery import Delivery
 from rillflow.dataflow.executor import GroupExecutor
+from rillflow.errors import ConfigError
 from rillflow.models.config import ModelConfig
 from rillflow.observe import layout
 from rillflow.placement.mesh import Mesh
@@ -29,6 +32,7 @@ from rillflow.roles.policy import Policy
 from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.reward_model import CostModel, RewardModel
+from rillflow.roles.sampler import Sampler
 from rillflow.train.config import TrainConfig
 from rillflow.train.skipping import leave_out
 from rillflow.weights.layout import generation_mesh
@@ -43,9 +47,14 @@ JUDGE = "judge"
 
 
 def kinds(recipe: Recipe) -> Mapping[str, type]:
-    """The class of every role that a recipe may cast."""
-    return {
+    """The class of every role that a recipe may cast, those that its algorithm brings among them.
+
+    Raises:
+        ConfigError: the algorithm brings something that is no role, or takes a shipped one's name.
+    """
+    known: dict[str, type] = {
         "policy": Policy,
+        SAMPLER: Sampler,
         "reference": Reference,
         "critic": Critic,
         "cost_critic": Critic,
@@ -54,6 +63,18 @@ def kinds(recipe: Recipe) -> Mapping[str, type]:
         "reward_model": RewardModel,
         JUDGE: Reward,
     }
+    for name, kind in recipe.chosen.brings.items():
+        what = f"{recipe.algorithm.name} brings a role {name!r}"
+        if name in known:
+            raise ConfigError(f"{what}, which is a shipped one's name", why="a role is found by its name")
+        if not isinstance(kind, type) or not endpoints_of(kind):
+            raise ConfigError(
+                f"{what}, which is no role: {kind!r:.60}",
+                why="a role is a class whose methods are marked as endpoints",
+                fix="mark what a step calls with workers.endpoint.endpoint; see assembly.casting.RoleSetting",
+            )
+        known[name] = kind
+    return known
 
 
 class Cast:
@@ -75,6 +96,8 @@ class Cast:
         self._groups: dict[str, Group] = {}
         self.executor = GroupExecutor(self._groups, backend)
         self._start(recipe.lead, self._lead_factory())
+        if recipe.has_policy:
+            self._start_sampler(self._lead_model())
         voiced = self.executor.look(recipe.lead, casting.voice)
         self.tokenizer, self.context = voiced.read(recipe.placement.deadline_s)
 
@@ -112,6 +135,11 @@ class Cast:
         critics = [role for role in plan.roles if role in CRITICS]
         for role in critics:
             self._start(role, self._critic_factory(role, plan, goes_on))
+        recipe = self._recipe
+        for role, kind in recipe.chosen.brings.items():
+            if role in plan.roles and role not in self:
+                where = (self.tokenizer, self.context, recipe.run.seed, recipe.run.device, self._base)
+                self._start(role, partial(casting.brought, kind, role, *where))
         if "reference" in plan.roles:
             settings = (self._recipe.run.device, plan.train, self._recipe.rollout.temperature)
             bound = (*settings, self._meshes("reference"))
@@ -133,33 +161,62 @@ class Cast:
         """Make a role on every rank of its pool."""
         placement, kind = self._recipe.placement, kinds(self._recipe)[role]
         pool = placement.pool_of(role)
-        meshes = self._meshes(role)
-        plain = Mesh.of(dp=placement.pools[pool])
-        mesh, generate = (plain, plain) if issubclass(kind, Reward) else (meshes.train, meshes.generate)
-        group = Group(
-            role, endpoints_of(kind), mesh=mesh, generate=generate, pool=pool, backend=self._backend
-        )
+        mesh = Mesh.of(dp=placement.pools[pool])
+        if role == SAMPLER:
+            mesh = self._generate_mesh()
+        elif not issubclass(kind, Reward) and role not in self._recipe.chosen.brings:
+            mesh = self._meshes(role).train
+        of = "policy" if role == SAMPLER else ""
+        group = Group(role, endpoints_of(kind), mesh=mesh, pool=pool, backend=self._backend, of=of)
         group.start(factory, placement.deadline_s)
         self._groups[role] = group
 
+    def _start_sampler(self, model: ModelConfig) -> None:
+        """Make the half of the policy that answers: on its ranks, or on others that it sends weights to."""
+        recipe = self._recipe
+        settings = (recipe.rollout, recipe.run.seed)
+        if not recipe.placement.samples_apart:
+            self._start(SAMPLER, partial(casting.sampler, *settings))
+            return
+        where = (model, self._base, recipe.run.device, recipe.run.threads)
+        grid = (self._generate_mesh(), recipe.placement.mesh_of("policy").ranks)
+        self._start(SAMPLER, partial(casting.sampler_apart, *where, *grid, *settings))
+        delivery = Delivery(self.executor, recipe.placement.deadline_s)
+        delivery.begin()
+        self.executor.follows["policy.publish"] = delivery
+
     def _meshes(self, role: str) -> casting.Meshes:
-        """The grids of a role that is a model."""
+        """The grid of a role that is a model."""
         sizes = self._recipe.placement.mesh_of(role)
-        train = Mesh.of(dp=sizes.dp, pp=sizes.pp, tp=sizes.tp)
-        tp = self._recipe.placement.generate_tp if role == self._recipe.lead else 1
-        return casting.Meshes(train=train, is_sharded=sizes.is_sharded, generate=generation_mesh(train, tp))
+        return casting.Meshes(
+            train=Mesh.of(dp=sizes.dp, pp=sizes.pp, tp=sizes.tp), is_sharded=sizes.is_sharded
+        )
+
+    def _generate_mesh(self) -> Mesh:
+        """The grid of the ranks that answer prompts."""
+        placement = self._recipe.placement
+        tp = placement.generate_tp
+        if placement.samples_apart:
+            return Mesh.of(dp=placement.pools[placement.pool_of(SAMPLER)] // tp, tp=tp)
+        meshes = self._meshes("policy")
+        return generation_mesh(meshes.train, tp, is_sharded=meshes.is_sharded)
+
+    def _lead_model(self) -> ModelConfig:
+        """The model of the section [policy], or the checkpoint's."""
+        recipe, checkpoint = self._recipe, self._checkpoint
+        if checkpoint is None:
+            return recipe.policy.model
+        return _directory(checkpoint.model(recipe.lead), recipe)
 
     def _lead_factory(self) -> Factory:
         """What the section [policy] describes, or as the checkpoint has it."""
-        recipe, checkpoint = self._recipe, self._checkpoint
-        model, state = recipe.policy.model, checkpoint.state if checkpoint is not None else {}
-        if checkpoint is not None:
-            model = _directory(checkpoint.model(recipe.lead), recipe)
-        where = (self._base, recipe.run.device, recipe.run.threads)
-        settings = (model, *where, recipe.policy.as_train(), self._meshes(recipe.lead))
+        recipe, state = self._recipe, self._checkpoint.state if self._checkpoint is not None else {}
+        where = (self._lead_model(), self._base, recipe.run.device, recipe.run.threads)
+        settings = (*where, recipe.policy.as_train(), self._meshes(recipe.lead))
         if recipe.has_policy:
             version = state["version"] if state else 0
-            return partial(casting.policy, *settings, recipe.rollout, recipe.run.seed, version)
+            generate = None if recipe.placement.samples_apart else self._generate_mesh()
+            return partial(casting.policy, *settings, generate, recipe.rollout, recipe.run.seed, version)
         return partial(casting.learner, *settings, recipe.run.seed, state["done"] if state else 0)
 
     def _critic_factory(self, role: str, plan: PhasePlan, goes_on: Checkpoint | None) -> Factory:

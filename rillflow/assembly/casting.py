@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
+from rillflow.assembly.engines import engine_class
 from rillflow.cluster.backend import Site
 from rillflow.models.config import ModelConfig
-from rillflow.models.language_model import choose_device, load_model, load_scalar_model
+from rillflow.models.language_model import LanguageModel, choose_device, load_model, load_scalar_model
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.observe.durable import write_error
 from rillflow.placement.mesh import Mesh
@@ -26,13 +28,45 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.weighted import WeightedWorkers
 from rillflow.roles.critic import Critic
 from rillflow.roles.policy import Policy
+from rillflow.roles.publishing import ReceivedWeights, ReshardedWeights, SentWeights, SharedWeights, lay_out
 from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.reward_model import RewardModel
-from rillflow.roles.sampler import lay_out
+from rillflow.roles.sampler import Sampler
 from rillflow.roles.share import Model, Share
 from rillflow.rollout.config import RolloutConfig
 from rillflow.train.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSetting:
+    """What is there when a role is made.
+
+    Example:
+        class Verifier:
+            def __init__(self, setting: RoleSetting) -> None:
+                self.tokenizer = setting.tokenizer
+
+            @endpoint(DP, reads=("tokens", "loss_mask"), writes=("verdicts",))
+            def verify(self, rollouts: Batch) -> Batch: ...
+
+        ALGORITHM = Algorithm(config=..., step=step, data=Data.PROMPTS, brings={"verifier": Verifier})
+    """
+
+    role: str
+    """Its name."""
+    tokenizer: Tokenizer
+    """The policy's."""
+    context: int
+    """Tokens of a row at most."""
+    seed: int
+    """The run's."""
+    device: str
+    """Where the recipe wants tensors: auto, cpu, cuda."""
+    base: Path
+    """The recipe's folder."""
+    site: Site
+    """The rank: its peers in the pool, and a stack that is closed when it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +77,6 @@ class Meshes:
     """While it trains and scores: dp, pp, tp."""
     is_sharded: bool
     """Whether its parameters are cut over dp as well."""
-    generate: Mesh
-    """While it generates; see ``weights.layout.generation_mesh``."""
 
     def share(self, model: Model, site: Site) -> Share[Model]:
         """A rank's share of a model that it has loaded."""
@@ -58,19 +90,60 @@ def policy(
     threads: int,
     train: TrainConfig,
     meshes: Meshes,
+    generate: Mesh | None,
     rollout: RolloutConfig,
     seed: int,
     version: int,
     site: Site,
 ) -> Policy:
-    """The policy; the first phase says what it is trained with."""
+    """The policy; the first phase says what it is trained with.
+
+    ``generate`` is the grid of its ranks while they generate; None where others do.
+    """
     if threads:
         torch.set_num_threads(threads)
     loaded = load_model(model, seed=seed, device=choose_device(device), base=base)
-    share, sampler = lay_out(
-        loaded, mesh=meshes.train, is_sharded=meshes.is_sharded, generate=meshes.generate, ranks=site.ranks
+    if generate is None:
+        share: Share[LanguageModel] = meshes.share(loaded, site)
+        weights: SentWeights | SharedWeights | ReshardedWeights = SentWeights(share)
+    else:
+        share, weights = lay_out(
+            loaded,
+            mesh=meshes.train,
+            is_sharded=meshes.is_sharded,
+            generate=generate,
+            ranks=site.ranks,
+            version=version,
+        )
+    return Policy(share, train=train, rollout=rollout, seed=seed, updates=1, version=version, weights=weights)
+
+
+def sampler(rollout: RolloutConfig, seed: int, site: Site) -> Sampler:
+    """The sampler on the policy's own ranks."""
+    policy = site.objects["policy"]
+    return Sampler(
+        policy.weights, model=policy.model, rollout=rollout, seed=seed, engine=engine_class(rollout.engine)
     )
-    return Policy(share, train=train, rollout=rollout, seed=seed, updates=1, version=version, sampler=sampler)
+
+
+def sampler_apart(
+    model: ModelConfig,
+    base: Path,
+    device: str,
+    threads: int,
+    mesh: Mesh,
+    first: int,
+    rollout: RolloutConfig,
+    seed: int,
+    site: Site,
+) -> Sampler:
+    """The sampler on ranks of its own, counted from ``first``: its weights are what the policy sends."""
+    if threads:
+        torch.set_num_threads(threads)
+    loaded = load_model(model, seed=seed, device=choose_device(device), base=base)
+    after = Mesh(axes=mesh.axes, ranks=tuple(first + rank for rank in mesh.ranks))
+    weights = ReceivedWeights(loaded, mesh=after, ranks=site.ranks)
+    return Sampler(weights, model=loaded, rollout=rollout, seed=seed, engine=engine_class(rollout.engine))
 
 
 def reference(
@@ -166,6 +239,23 @@ def critic(
         updates=updates,
         version=version,
         name=name,
+    )
+
+
+def brought(
+    kind: type, role: str, tokenizer: Tokenizer, context: int, seed: int, device: str, base: Path, site: Site
+) -> Any:
+    """A role that the algorithm brings; see RoleSetting."""
+    return kind(
+        RoleSetting(
+            role=role,
+            tokenizer=tokenizer,
+            context=context,
+            seed=seed,
+            device=device,
+            base=base,
+            site=site,
+        )
     )
 
 

@@ -20,6 +20,7 @@ from rillflow.assembly.looks import Report, look
 from rillflow.assembly.meshes import model_roles
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, leaves
 from rillflow.assembly.resume import MAY_CHANGE, after, drawn_from, kill_cost, require_possible, resolved
+from rillflow.cluster.config import SAMPLER
 from rillflow.config.problems import shown
 from rillflow.dataflow.checkpoint import kept_steps
 from rillflow.errors import RunDirectoryError
@@ -104,6 +105,13 @@ def placement_lines(recipe: Recipe) -> list[str]:
         last = f" to {size - 1}" if size > 1 else ""
         grid = f", {placement.mesh_of(role)}" if role in models and size > 1 else ""
         lines.append(f"{role}: pool {pool}, rank 0{last}{grid}")
+        if role == "policy" and placement.samples_apart:
+            answers = placement.pools[placement.pool_of(SAMPLER)]
+            last = f" to {answers - 1}" if answers > 1 else ""
+            lines.append(
+                f"  answers prompts: pool {placement.pool_of(SAMPLER)}, rank 0{last}, "
+                f"tp {placement.generate_tp}; weights are sent there at every publish"
+            )
     return lines
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly.arithmetic import step_rows
 from rillflow.assembly.meshes import impossible, model_roles, unfit
+from rillflow.cluster.config import SAMPLER
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import NewModel
 from rillflow.placement.mesh import divisors
@@ -76,10 +77,10 @@ def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
 
 
 def _roles(recipe: Recipe) -> Iterator[str]:
-    """Every role that a run casts: those its phases call, and what scores held-out answers."""
+    """Every role that a run casts: those its phases call, the sampler, what scores held-out answers."""
     yield from recipe.roles
     if recipe.has_policy:
-        scorers = ["reward", *(["judge"] if recipe.reward.model else [])]
+        scorers = [SAMPLER, "reward", *(["judge"] if recipe.reward.model else [])]
         scorers += ["cost"] if recipe.cost.model or recipe.cost.function else []
         yield from (role for role in scorers if role not in recipe.roles)
 
@@ -139,7 +140,7 @@ def _divisor(whole: int, wish: int) -> int:
 
 
 def _phases(recipe: Recipe) -> Iterator[ConfigError]:
-    own = recipe.chosen.roles(recipe.algorithm)
+    own = recipe.chosen.called(recipe.algorithm)
     if recipe.lead not in own:
         yield ConfigError(
             f"warm_start trains the {recipe.lead} and {recipe.algorithm.name} has none",

@@ -12,6 +12,7 @@ from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.cast import kinds
 from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.recipe import Recipe
+from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.graph import Graph
 from rillflow.graph.trace import Signature, Symbol, Tracer, trace
@@ -35,7 +36,8 @@ def graphs(recipe: Recipe) -> list[Graph]:
     endpoints = signatures(recipe)
     found = []
     for plan in phase_plans(recipe):
-        roles = {role: endpoints[role] for role in plan.roles}
+        stated = plan.algorithm.roles is not None
+        roles = {role: endpoints[role] for role in plan.roles} if stated else endpoints
         step, config = plan.algorithm.step, plan.config
         extra = plan.algorithm.beside(config)
         beside = {} if extra is None else {str(extra): DATA_FIELDS[extra]}
@@ -62,7 +64,8 @@ def unpublished(graph: Graph) -> str:
 
 def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
     """The endpoints of every role a recipe may cast."""
-    return {
-        role: {name: marked.signature for name, marked in endpoints_of(kind).items()}
-        for role, kind in kinds(recipe).items()
-    }
+    found: dict[str, dict[str, Signature]] = {}
+    for name, kind in kinds(recipe).items():
+        own = {each: marked.signature for each, marked in endpoints_of(kind).items()}
+        found.setdefault("policy" if name == SAMPLER else name, {}).update(own)
+    return found

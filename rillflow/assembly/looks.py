@@ -40,6 +40,7 @@ from rillflow.rewards.columns import Text
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.workers import RewardWorkers
+from rillflow.rollout.config import NATIVE
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
 
@@ -112,6 +113,7 @@ def look(
         given: rows and rewards that are no files.
     """
     report.attempt(lambda: _look_at_step(recipe, report))
+    report.attempt(lambda: _look_at_engine(recipe))
     report.notes += _unreachable(recipe)
     report.attempt(lambda: _look_at_data(recipe, base, report, drawn, given))
     report.attempt(lambda: _look_at_model(recipe, base, report))
@@ -121,6 +123,14 @@ def look(
     report.attempt(lambda: _look_at_machine(recipe, report))
     report.attempt(lambda: _look_at_functions(reward_functions(recipe, base, report.task), recipe, report))
     report.attempt(lambda: _look_at_functions(cost_functions(recipe, base), recipe, report))
+
+
+def _look_at_engine(recipe: Recipe) -> None:
+    """An engine of the user's own is imported."""
+    if recipe.has_policy and recipe.rollout.engine != NATIVE:
+        from rillflow.assembly.engines import require_engine
+
+        require_engine(recipe)
 
 
 def _look_at_step(recipe: Recipe, report: Report) -> None:

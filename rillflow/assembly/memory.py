@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rillflow.assembly.recipe import Recipe
+from rillflow.cluster.config import SAMPLER
 from rillflow.errors import ModelError
 from rillflow.models.config import NewModel
 from rillflow.observe.wording import size
@@ -129,11 +130,12 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
     """
     placement, item = recipe.placement, _ITEM_BYTES[recipe.policy.model.dtype]
     mesh, tp = placement.mesh_of(recipe.lead), placement.generate_tp
-    if mesh.is_plain and tp == 1:
+    answering = placement.pools[placement.pool_of(SAMPLER)] if placement.samples_apart else mesh.ranks
+    if mesh.is_plain and tp == 1 and not placement.samples_apart:
         return []
     whole = sizes.parameters * item
     parts = mesh.pp * mesh.tp * (mesh.dp if mesh.is_sharded else 1)
-    rows = -(-rows_at_once(recipe) * tp // mesh.ranks)
+    rows = -(-rows_at_once(recipe) * tp // answering)
     cache = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item // tp
     state = 2 * sizes.parameters * _FLOAT32_BYTES // parts
     if item < _FLOAT32_BYTES:
@@ -145,11 +147,13 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
     ]
     if not recipe.has_policy:
         return lines
+    received = f"{size(max(0, whole // tp - whole // parts))} of them received at the switch"
+    if placement.samples_apart:
+        received = "received at every publish"
     return [
         *lines,
         f"policy in generation, tp {tp}: weights {size(whole)} / {tp} = {size(whole // tp)} a rank, "
-        f"{size(whole // tp - whole // parts)} of them received at the switch; KV cache {size(cache)}; "
-        f"{mesh.ranks // tp} replicas of {rows} rows",
+        f"{received}; KV cache {size(cache)}; {answering // tp} replicas of {rows} rows",
     ]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rillflow.cluster.config import GENERATE_AXES, TRAIN_AXES, MeshSizes, PlacementConfig
+from rillflow.cluster.config import GENERATE_AXES, SAMPLER, TRAIN_AXES, MeshSizes, PlacementConfig
 from rillflow.errors import ConfigError, nearest
 from rillflow.placement.mesh import divisors
 
@@ -25,7 +25,10 @@ FUNCTIONS = ("reward", "cost")
 def model_roles(recipe: Recipe, roles: Iterable[str]) -> list[str]:
     """The roles among ``roles`` that are models."""
     named = {"reward": recipe.reward.model, "cost": recipe.cost.model}
-    return [role for role in roles if role not in FUNCTIONS or named[role] is not None]
+    brought = recipe.chosen.brings
+    return [
+        role for role in roles if role not in brought and (role not in FUNCTIONS or named[role] is not None)
+    ]
 
 
 def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigError]:
@@ -96,12 +99,40 @@ def _filled(placement: PlacementConfig, role: str) -> Iterator[ConfigError]:
 
 def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
     mesh, tp = placement.mesh_of("policy"), placement.generate_tp
-    if mesh.tp % tp:
+    if placement.samples_apart:
+        yield from _apart(placement)
+    elif mesh.is_sharded and mesh.pp == mesh.tp == 1:
+        if mesh.dp % tp:
+            yield ConfigError(
+                f"placement.generate.tp is {tp} and the policy is trained with {mesh}",
+                why=f"so many of its ranks share a copy while they answer; {mesh.dp} / {tp} leaves "
+                f"{mesh.dp % tp}",
+                fix=f"choose generate.tp among {', '.join(map(str, divisors(mesh.dp)))}",
+            )
+    elif mesh.tp % tp:
         yield ConfigError(
             f"placement.generate.tp is {tp} and the policy is trained with tp {mesh.tp}",
             why="each rank's share for training has to lie inside its share for generation: the second "
             f"divides the first; {mesh.tp} / {tp} leaves {mesh.tp % tp}",
             fix=f"choose generate.tp among {', '.join(map(str, divisors(mesh.tp)))}",
+        )
+
+
+def _apart(placement: PlacementConfig) -> Iterator[ConfigError]:
+    """A sampler on ranks of its own that cannot be shared out over them."""
+    pool, tp = placement.pool_of(SAMPLER), placement.generate_tp
+    size = placement.pools[pool]
+    if size % tp:
+        yield ConfigError(
+            f"placement.generate.tp is {tp} and the sampler's pool {pool} has {size} ranks",
+            why=f"every copy is shared by as many; {size} / {tp} leaves {size % tp}",
+            fix=f"choose generate.tp among {', '.join(map(str, divisors(size)))}",
+        )
+    elif tp > 1 and placement.is_inline:
+        yield ConfigError(
+            f"placement.generate.tp is {tp} with everything in one process",
+            why="parameters are shared out over processes, one a rank",
+            fix='set placement.backend = "ray"',
         )
 
 

@@ -31,7 +31,7 @@ class PhasePlan:
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles it calls."""
-        return self.algorithm.roles(self.config)
+        return self.algorithm.called(self.config)
 
 
 def phase_plans(recipe: Recipe) -> list[PhasePlan]:

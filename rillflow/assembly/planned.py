@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rillflow.assembly.planning import grid_of
 from rillflow.assembly.recipe import LoadedRecipe
-from rillflow.cluster.config import PlacementConfig
+from rillflow.cluster.config import MeshSizes, PlacementConfig
 from rillflow.config.overrides import parse_override
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError, PlanError, nearest
 from rillflow.observe import durable, layout
+from rillflow.planner.grid import Grid
 from rillflow.planner.plan import SAMPLER, Plan, open_plan, plan_text
 
 PLANNED = ("placement.pools", "placement.roles", "placement.train", "placement.generate")
@@ -50,8 +50,8 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
     """Refuse a plan of another recipe, and one that no run can follow yet.
 
     Raises:
-        PlanError: it is another algorithm's, places a role the recipe does not call, generates apart,
-            begins more rows than it trains on, lies on two fleets, cuts experts apart, or needs
+        PlanError: it is another algorithm's, places a role the recipe does not call, runs ahead, begins more
+            rows than it trains on, lies on two fleets, cuts experts apart, or needs
             accelerators that are not here.
     """
     recipe = loaded.recipe
@@ -63,7 +63,7 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
             fix=f"rillflow plan {loaded.path} --out makes one",
         )
     for name in plan.units:
-        if name not in recipe.roles:
+        if name not in (*recipe.roles, SAMPLER):
             raise PlanError(
                 f"the plan places {name!r}",
                 why=f"{loaded.path} calls {', '.join(recipe.roles)}",
@@ -77,13 +77,20 @@ def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
     Grids fill their pools, so those of equal grids have equal sizes.
     """
     pairs = {(unit.pool, placement.pool_of(name)) for name, unit in plan.units.items()}
+    models = {name: unit for name, unit in plan.units.items() if name != SAMPLER}
     names = dict(pairs)
     alike = len(pairs) == len(names) == len(set(names.values()))
     return (
         alike
-        and all(grid_of(placement.mesh_of(name)) == unit.grid for name, unit in plan.units.items())
+        and placement.samples_apart == (SAMPLER in plan.units)
+        and all(grid_of(placement.mesh_of(name)) == unit.grid for name, unit in models.items())
         and all(unit.generate_tp in (0, placement.generate_tp) for unit in plan.units.values())
     )
+
+
+def grid_of(mesh: MeshSizes) -> Grid:
+    """The grid of a recipe's mesh."""
+    return Grid(**vars(mesh))
 
 
 def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
@@ -107,11 +114,13 @@ def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
 
 def _require_possible(plan: Plan) -> None:
     """Refuse what no run can do yet."""
-    if SAMPLER in plan.units:
+    if plan.freshness or plan.streams or plan.publish_every:
+        streams = "a step's minibatches as they come" if plan.streams else "what minibatches publish"
+        old = f"tokens up to {plan.freshness} versions old"
         raise PlanError(
-            "the plan generates on devices of their own",
-            why="a run generates where the policy is trained",
-            fix="plan with --freshness 0 and without --apart-in-step: that keeps generation there",
+            f"the plan trains on {old if plan.freshness else streams}",
+            why="a run trains in step, on whole steps",
+            fix="plan with --freshness 0",
         )
     begun = plan.oversample_prompts * plan.oversample_samples
     if begun > 1:

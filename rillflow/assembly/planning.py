@@ -19,11 +19,12 @@ from typing import Any
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.assembly.meshes import model_roles
 from rillflow.assembly.phases import PhasePlan, phase_plans
+from rillflow.assembly.planned import grid_of
 from rillflow.assembly.preflight import model_source, scorer_sources
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, recipe_class
 from rillflow.assembly.resume import BESIDE_SETTINGS
 from rillflow.assembly.rows import characters_per_token, workload_of
-from rillflow.cluster.config import MeshSizes
+from rillflow.cluster.config import SAMPLER
 from rillflow.config.load import read_toml, validate
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import ModelError, PlanError
@@ -124,6 +125,7 @@ def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
             fix="give a cluster's file with the one that the run is on",
         )
     plan = plan_of(recipe, problem.graph, fleets[0])
+    problem = problem.of_plan(plan)
     found = evaluate(problem, CostModel(problem), plan)
     stages = stages_by_name(problem, found)
     return replace(plan, predicted_step_s=found.step_s, predicted_stages_s=stages)
@@ -136,20 +138,19 @@ def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
         role: PlannedUnit(
             pool=placement.pool_of(role),
             grid=grid_of(placement.mesh_of(role)),
-            generate_tp=placement.generate_tp if role == "policy" else 0,
+            generate_tp=placement.generate_tp if role == "policy" and not placement.samples_apart else 0,
         )
         for role in roles
     }
+    if placement.samples_apart:
+        pool = placement.pool_of(SAMPLER)
+        grid = Grid(dp=placement.pools[pool])
+        units[SAMPLER] = PlannedUnit(pool=pool, grid=grid, generate_tp=placement.generate_tp)
     pools = tuple(
         PlannedPool(name=pool, fleet=fleet.name, devices=placement.pools[pool], device=fleet.device.name)
         for pool in dict.fromkeys(unit.pool for unit in units.values())
     )
     return Plan(name=graph.name, pools=pools, units=units)
-
-
-def grid_of(mesh: MeshSizes) -> Grid:
-    """The grid of a recipe's mesh."""
-    return Grid(**vars(mesh))
 
 
 def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:

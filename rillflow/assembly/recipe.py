@@ -142,8 +142,8 @@ class Recipe(Section):
         found: list[str] = []
         if self.warm_start is not None:
             first, settings = warm_start(self.warm_start)
-            found += first.roles(settings)
-        found += self.chosen.roles(self.algorithm)
+            found += first.called(settings)
+        found += self.chosen.called(self.algorithm)
         return tuple(dict.fromkeys(found))
 
     @property

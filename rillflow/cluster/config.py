@@ -13,6 +13,8 @@ TRAIN_AXES = ("dp", "fsdp", "pp", "tp")
 """How ranks may share a model in training; ``fsdp`` is ``dp`` with the parameters cut over it."""
 GENERATE_AXES = ("tp",)
 """How they may share it while they generate."""
+SAMPLER = "sampler"
+"""The half of the policy that answers prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +58,15 @@ class PlacementConfig(Section):
         None, description="A running Ray cluster to join; left out, one is started on this machine."
     )
     pools: dict[str, int] = Field({"main": 1}, min_length=1, description="Ranks of each pool, by its name.")
-    roles: dict[str, str] = Field({}, description="The pool of each role; the first pool where not said.")
+    roles: dict[str, str] = Field(
+        {}, description="The pool of each role, or the first pool; sampler: where the policy answers."
+    )
     train: dict[str, dict[str, int]] = Field(
         {},
         description="By pool or role, how its ranks share a model: dp or fsdp, pp, tp; dp is what is left.",
     )
     generate: dict[str, int] = Field(
-        {}, description="How ranks share the policy while they generate: tp; 1 where not said."
+        {}, description="How ranks share the policy while it answers: tp; 1 where not said."
     )
     deadline_s: float = Field(3600.0, gt=0, description="Longest wait for any rank before the run stops.")
 
@@ -72,8 +76,14 @@ class PlacementConfig(Section):
         return self.backend == "inline" or (self.backend == "auto" and sum(self.pools.values()) == 1)
 
     def pool_of(self, role: str) -> str:
-        """The pool a role is on."""
-        return self.roles.get(role, next(iter(self.pools)))
+        """The pool a role is on; the sampler's, where nothing is said, is the policy's."""
+        first = next(iter(self.pools))
+        return self.roles.get(role, self.roles.get("policy", first) if role == SAMPLER else first)
+
+    @property
+    def samples_apart(self) -> bool:
+        """Whether the policy answers on ranks of their own, and not on those that train it."""
+        return self.pool_of(SAMPLER) != self.pool_of("policy")
 
     def grid_key(self, role: str) -> str:
         """Where ``train`` says a role's grid: under its name or its pool's; a pool's name comes first."""

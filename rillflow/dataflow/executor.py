@@ -1,6 +1,6 @@
 """GroupExecutor: a step's stages on groups of ranks.
 
-role stage ──> Group.call ──> Pending
+role stage ──> Group.call ──> Pending       the group that serves it: the sampler's for policy.generate
 formula    ──> a rank that holds the first batch computes; no batch comes to the controller
 """
 
@@ -18,31 +18,52 @@ from rillflow.graph.loss import field_parameters
 from rillflow.graph.trace import ROW_FIELDS
 from rillflow.records.batch import Batch, Field, concatenate
 from rillflow.workers import program
+from rillflow.workers.endpoint import Measure
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
-from rillflow.workers.values import Reference
+from rillflow.workers.values import Facts, Reference
 
 
 class GroupExecutor:
     """Runs stages on groups.
 
     Args:
-        groups: by role.
+        groups: by name; several may serve one role.
         backend: where they are.
     """
 
     def __init__(self, groups: Mapping[str, Group], backend: Backend) -> None:
         self.groups = groups
+        self.follows: dict[str, Callable[[Pending], Pending]] = {}
+        """By stage, what is to be done with its result before anyone else has it."""
         self._backend = backend
+        self.moved: dict[str, list[Facts]] = {}
+        """Stages of the step that its text does not name, and what is known of them; a delivery's."""
 
     @property
     def endpoints(self) -> Mapping[str, Collection[str]]:
         """See Executor."""
-        return {name: group.endpoints for name, group in self.groups.items()}
+        found: dict[str, set[str]] = {}
+        for group in self.groups.values():
+            found.setdefault(group.of, set()).update(group.endpoints)
+        return found
 
     def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Pending:
         """See Executor."""
-        return self.groups[role].call(endpoint, *args, **options)
+        made = self._serving(role, endpoint).call(endpoint, *args, **options)
+        follow = self.follows.get(f"{role}.{endpoint}")
+        return made if follow is None else follow(made)
+
+    def measure(self, stage: str) -> Measure | None:
+        """What is measured of a stage's result."""
+        role, _, endpoint = stage.partition(".")
+        groups = [each for each in self.groups.values() if each.of == role and endpoint in each.endpoints]
+        return groups[0].endpoints[endpoint].measures if groups else None
+
+    def _serving(self, role: str, endpoint: str) -> Group:
+        """The group that has this endpoint of a role."""
+        found = [each for each in self.groups.values() if each.of == role and endpoint in each.endpoints]
+        return (found or [self.groups[role]])[0]
 
     def compute(
         self,
@@ -84,6 +105,12 @@ class GroupExecutor:
         for place in places:
             value, facts = self._backend.submit(place, work[0], name, *work[1:], given, packed, results=2)
             made.append(Reference(value=value, facts=facts))
+        sources = [each for each in (*arguments, *options.values()) if isinstance(each, Pending)]
+        return self._pending(name, places, made, sources)
+
+    def _pending(
+        self, name: str, places: Sequence[Place], made: Sequence[Reference], sources: Sequence[Pending]
+    ) -> Pending:
         return Pending(
             name,
             given="",
@@ -91,7 +118,7 @@ class GroupExecutor:
             references=made[:1],
             others=made[1:],
             is_partial=False,
-            sources=[each for each in (*arguments, *options.values()) if isinstance(each, Pending)],
+            sources=sources,
             backend=self._backend,
         )
 
@@ -100,6 +127,21 @@ class GroupExecutor:
         if isinstance(argument, Pending):
             return argument.whole()
         return argument if isinstance(argument, Batch) else self._backend.pack(argument, f"what {name} needs")
+
+    def deal(
+        self, role: str, rank: int, parts: int, function: Callable[..., Any], *arguments: Any
+    ) -> list[Pending]:
+        """Call a function with a role's object at one rank; each of the ``parts`` it returns by itself."""
+        place, name = self.groups[role].places[rank], f"{role}.{function.__name__}"
+        given = [self._sent(each, name) for each in arguments]
+        made = self._backend.submit(place, program.deal, name, role, function, given, {}, results=parts + 1)
+        *values, facts = made
+        return [self._pending(name, [place], [Reference(value=value, facts=facts)], []) for value in values]
+
+    def on(self, role: str, rank: int, function: Callable[..., Any], *arguments: Any) -> Pending:
+        """Call a function of a module with a role's object, at one rank of the role."""
+        name, place = f"{role}.{function.__name__}", self.groups[role].places[rank]
+        return self._at([place], name, (program.look, role, function), arguments, {})
 
     def look(self, role: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Pending:
         """Call a function of a module with a role's object, at the role's first rank."""

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
 
+from rillflow.dataflow import handles
 from rillflow.errors import GraphError, nearest
 from rillflow.graph.graph import CONTROLLER
+from rillflow.graph.handle import Handle
 from rillflow.graph.loss import laid_flat
 from rillflow.records.metrics import Mean, Metric, Sum
 from rillflow.workers.pending import wait_for
@@ -96,10 +98,20 @@ class Flow:
         state: numbers that earlier steps remembered.
     """
 
+    policy: handles.PolicyHandle
+    reference: handles.ReferenceHandle
+    critic: handles.CriticHandle
+    cost_critic: handles.CriticHandle
+    reward: handles.ScorerHandle
+    cost: handles.ScorerHandle
+    reward_model: handles.PreferenceHandle
+
     def __init__(self, executor: Executor, state: Mapping[str, Any] | None = None) -> None:
         self._executor = executor
         self._journal: list[StageResult] = []
         self._supply: Supply | None = None
+        self.published: Any = None
+        """The handle of the version that this step published; None before it does."""
         self.measured: dict[str, Metric] = {}
         """What the controller itself measured of this step."""
         self.state: dict[str, Any] = dict(state or {})
@@ -117,7 +129,7 @@ class Flow:
 
     def begin(self, supply: Supply | None = None) -> None:
         """Start a step: the journal is empty; ``supply`` is where ``refill`` finds more."""
-        self._journal, self.measured, self._supply = [], {}, supply
+        self._journal, self.measured, self._supply, self.published = [], {}, supply, None
 
     @property
     def journal(self) -> Sequence[StageResult]:
@@ -136,7 +148,7 @@ class Flow:
         args, options = laid_flat(f"{role}.{endpoint}", args, options)
         return self._noted(f"{role}.{endpoint}", self._executor.call(role, endpoint, args, options))
 
-    def compute(self, formula: Callable[..., Any], *batches: Any, into: str, **options: Any) -> Any:
+    def compute(self, formula: Callable[..., Any], *batches: Any, into: str, **options: Any) -> Handle:
         """Apply a formula to fields of the joined batches; the formula's parameter names are the fields.
 
         Returns:
@@ -145,12 +157,12 @@ class Flow:
         result = self._executor.compute(formula, batches, into, options)
         return self._noted(f"{CONTROLLER}.{formula.__name__}", result)
 
-    def number(self, formula: Callable[..., Any], *batches: Any, **options: Any) -> Any:
+    def number(self, formula: Callable[..., Any], *batches: Any, **options: Any) -> Handle:
         """Apply a formula to fields and numbers; its result is a number, a handle as all results are."""
         result = self._executor.compute(formula, batches, None, options)
         return self._noted(f"{CONTROLLER}.{formula.__name__}", result)
 
-    def filter(self, batch: Any, field: str, by: Any = None) -> Any:
+    def filter(self, batch: Any, field: str, by: Any = None) -> Handle:
         """The rows whose boolean field is true.
 
         Args:
@@ -211,10 +223,11 @@ class Flow:
         """What the next step recalls; checkpoints keep it."""
         self.state[name] = number
 
-    def publish(self, role: RoleHandle) -> Any:
+    def publish(self, role: handles.PolicyHandle) -> Handle:
         """Make the role's trained weights those that are sampled next."""
-        return role.publish()
+        self.published = version = role.publish()
+        return version
 
-    def _noted(self, stage: str, result: Any) -> Any:
+    def _noted(self, stage: str, result: Handle) -> Handle:
         self._journal.append(StageResult(stage=stage, result=result))
         return result

@@ -10,7 +10,7 @@ a model is loaded. A step that looks at a value cannot be traced, and is told so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -131,6 +131,36 @@ class Tracer:
 
     def _fields(self, value: Any) -> tuple[str, ...]:
         return value.fields if isinstance(value, Symbol) else ()
+
+
+class Listener:
+    """The executor of a step of which only the roles are wanted: it knows every role and every endpoint."""
+
+    def __init__(self) -> None:
+        self.heard: dict[str, None] = {}
+        """The roles that were called, in order."""
+        self.endpoints: Mapping[str, Collection[str]] = _Anything()
+
+    def call(self, role: str, endpoint: str, *_: Any) -> Handle:
+        """A role's stage."""
+        self.heard.setdefault(role)
+        return Handle(f"{role}.{endpoint}")
+
+    def compute(self, *_: Any) -> Handle:
+        """A formula's stage, or some rows of a batch."""
+        return Handle(f"{CONTROLLER}'s")
+
+    filter = compute
+
+
+class _Anything(dict[str, Any]):
+    """Has whatever is asked for."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def __missing__(self, _: str) -> _Anything:
+        return _Anything()
 
 
 def trace(

@@ -56,6 +56,8 @@ class SpanRecord:
     """Rows it worked on, 0 when unknown."""
     tokens: int
     """Tokens it worked on, 0 when unknown."""
+    pool: str = ""
+    """The pool whose ranks worked, empty when unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +279,7 @@ def _span_record(fields: Fields) -> SpanRecord:
         duration_s=fields.number("duration_s"),
         rows=fields.integer("rows"),
         tokens=fields.integer("tokens"),
+        pool=fields.text("pool") if fields.has("pool") else "",
     )
 
 

@@ -255,23 +255,26 @@ class Loop:
 
     def _record(self, phase: Phase, step: int) -> dict[str, Metric]:
         """Write down the step's stages and rows; return what was measured of them."""
-        stages, batches = [], []
+        measures, batches = [], []
         numbers: dict[str, Metric] = dict(phase.flow.measured)
         wait_for([entry.result for entry in phase.flow.journal], self._deadline_s)
         for entry in phase.flow.journal:
             facts = entry.result.facts(self._deadline_s)
             self._run.log_span(_span(entry.stage, step, facts, self._run.elapsed_s()))
             if facts[0].rows >= 0:
-                stages.append(entry.stage)
+                measures.append(phase.executor.measure(entry.stage))
                 batches.append(entry.result)
             role, _, name = entry.stage.partition(".")
             if role == CONTROLLER and facts[0].rows < 0:
                 numbers[f"flow/{name}/mean"] = Mean(total=self._number(entry.result), count=1)
-            if entry.stage == "policy.publish":
-                self.version = entry.result.read(self._deadline_s)
-                numbers["policy/version/max"] = Max(value=self.version)
+        if phase.flow.published is not None:
+            self.version = phase.flow.published.read(self._deadline_s)
+            numbers["policy/version/max"] = Max(value=self.version)
+        moved, phase.executor.moved = phase.executor.moved, {}
+        for stage, facts in moved.items():
+            self._run.log_span(_span(stage, step, facts, self._run.elapsed_s()))
         home, run = phase.trained[0], self._run.path.absolute()
-        measured = phase.executor.look(home, record, run, step, stages, *batches)
+        measured = phase.executor.look(home, record, run, step, measures, *batches)
         return dict(measured.read(self._deadline_s)) | numbers
 
     def _number(self, number: Any) -> float:
@@ -340,6 +343,7 @@ def _span(stage: str, step: int, facts: Sequence[Facts], now_s: float) -> SpanRe
         duration_s=ended - began,
         rows=sum(max(0, each.rows) for each in facts),
         tokens=sum(each.tokens for each in facts),
+        pool=facts[0].pool,
     )
 
 

@@ -9,32 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rillflow.models.language_model import LoadedModel
 from rillflow.observe.run_directory import write_rollouts
 from rillflow.records.batch import Batch, Field
-from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum, merge_metrics
+from rillflow.records.metrics import Metrics, merge_metrics
 from rillflow.records.rollout import Finish
-from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS
-from rillflow.train.minibatches import prompt_units
-
-SAMPLING, SCORING, PRICING = "policy.generate", "reward.score", "cost.score"
-
-
-class Speaker(Protocol):
-    """A role whose tokens the rows are made of."""
-
-    @property
-    def model(self) -> LoadedModel:
-        """What it starts from, its tokeniser among it."""
-        ...
+from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS, parts_of
+from rillflow.roles.trained_role import TrainedRole
+from rillflow.workers.endpoint import Measure
 
 
-def record(lead: Speaker, run: Path, step: int, stages: Sequence[str], *batches: Batch) -> Metrics:
+def record(
+    lead: TrainedRole[Any], run: Path, step: int, measures: Sequence[Measure | None], *batches: Batch
+) -> Metrics:
     """Write the rows sampled in a step into the run directory, and measure what was sampled and scored.
 
     Runs where the policy is, so that rollouts do not pass through the controller.
@@ -43,74 +34,18 @@ def record(lead: Speaker, run: Path, step: int, stages: Sequence[str], *batches:
         lead: the policy, or what is trained in its place; its tokeniser knows each token's text.
         run: the run directory, as this rank sees it.
         step: of the run.
-        stages: what made each batch.
+        measures: what is to be measured of each batch, if its rows are sampled ones.
         batches: every batch of the step, in order.
     """
-    sampled = [batch for stage, batch in zip(stages, batches, strict=True) if stage == SAMPLING]
-    measured = [rollout_metrics(rollouts) for rollouts in sampled]
-    for stage, scores in zip(stages, batches, strict=True):
-        if not any(torch.equal(scores.ids, rollouts.ids) for rollouts in sampled):
-            continue
-        if stage == SCORING:
-            measured.append(reward_metrics(scores))
-        if stage == PRICING:
-            measured.append(cost_metrics(scores))
+    told = [(measure, batch) for measure, batch in zip(measures, batches, strict=True) if measure is not None]
+    sampled = [batch for _, batch in told if "versions" in batch.fields]
+    measured = [
+        measure(batch)
+        for measure, batch in told
+        if any(torch.equal(batch.ids, rollouts.ids) for rollouts in sampled)
+    ]
     write_rollouts(run, step, rollout_rows(sampled, batches, lead.model.tokenizer.pieces))
     return merge_metrics(measured)
-
-
-def rollout_metrics(rollouts: Batch) -> dict[str, Metric]:
-    """Lengths and endings of sampled rows."""
-    lengths = rollouts.ragged("loss_mask").sums().double()
-    ended = rollouts.dense("finish") == Finish.STOP
-    return {
-        "rollout/length/mean": _mean(lengths),
-        "rollout/length/max": Max(value=float(lengths.max())),
-        "rollout/stopped/share": _mean(ended.double()),
-        "rollout/tokens/sum": Sum(value=float(lengths.sum())),
-        "rollout/rows/sum": Sum(value=float(len(rollouts))),
-    }
-
-
-def reward_metrics(scores: Batch) -> dict[str, Metric]:
-    """Scores of the rows that have one, what the others got instead, and groups without a difference."""
-    valid = scores.dense("valid")
-    rewards = scores.dense("rewards")[valid].double()
-    groups = prompt_units(scores)[valid]
-    metrics: dict[str, Metric] = {
-        "reward/score/mean": _mean(rewards),
-        "reward/flat_groups/share": _mean(_flat(groups, rewards)),
-    }
-    if len(rewards):
-        metrics["reward/score/max"] = Max(value=float(rewards.max()))
-        metrics["reward/score/min"] = Min(value=float(rewards.min()))
-    for index, outcome in enumerate(OUTCOMES):
-        metrics[f"reward/{outcome}/share"] = _mean((scores.dense("outcome") == index).double())
-    parts = _parts(scores)
-    for name in sorted({name for each in parts for name in each}):
-        said = [each[name] for each in parts if name in each]
-        metrics[f"rewards/{name}/mean"] = Mean(total=sum(said), count=len(said))
-    return metrics
-
-
-def _parts(scores: Batch) -> list[dict[str, float]]:
-    """Of every row, what each function said where several are summed."""
-    texts = scores.ragged("parts").to_text() if "parts" in scores.fields else []
-    return [json.loads(text or "{}") for text in texts]
-
-
-def cost_metrics(scores: Batch) -> dict[str, Metric]:
-    """Costs of the rows that have one, and how many have."""
-    valid = scores.dense("valid")
-    costs = scores.dense("costs")[valid].double()
-    metrics: dict[str, Metric] = {
-        "cost/value/mean": _mean(costs),
-        "cost/valid/share": _mean(valid.double()),
-        "cost/none/sum": Sum(value=float(not len(costs))),
-    }
-    if len(costs):
-        metrics["cost/value/max"] = Max(value=float(costs.max()))
-    return metrics
 
 
 def rollout_rows(
@@ -179,7 +114,7 @@ def _verdicts(batch: Batch) -> dict[str, list[Any]]:
     if "outcome" in batch.fields:
         found["outcome"] = [str(OUTCOMES[index]) for index in batch.dense("outcome").tolist()]
         found["reward"] = _known(batch.dense("rewards"), batch.dense("valid"))
-    if any(parts := _parts(batch)):
+    if any(parts := parts_of(batch)):
         found["parts"] = parts
     if "costs" in batch.fields:
         found["cost"] = _known(batch.dense("costs"), ~batch.dense("costs").isnan())
@@ -195,15 +130,3 @@ def _costs(batch: Batch) -> dict[str, Field]:
     """What a batch says of costs; NaN where a row has none. Its other verdicts are not the reward's."""
     kept = {name: field for name, field in batch.fields.items() if name not in SCORE_FIELDS}
     return {**kept, "costs": batch.dense("costs").masked_fill(~batch.dense("valid"), torch.nan)}
-
-
-def _mean(values: Tensor) -> Mean:
-    return Mean(total=float(values.sum()), count=float(values.numel()))
-
-
-def _flat(groups: Tensor, rewards: Tensor) -> Tensor:
-    """[G] float64: 1 where all rewards of a group are equal."""
-    names, index = torch.unique(groups, return_inverse=True)
-    none = rewards.new_zeros(len(names))
-    low, high = (none.scatter_reduce(0, index, rewards, to, include_self=False) for to in ("amin", "amax"))
-    return (low == high).double()

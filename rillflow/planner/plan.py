@@ -90,10 +90,14 @@ class Plan:
         names = {one.name: f"pool_{one.name}" if one.name in self.units else one.name for one in self.pools}
         train: dict[str, dict[str, int]] = {}
         for pool in names:
-            units = {name: unit.grid for name, unit in self.units.items() if unit.pool == pool}
+            units = {
+                name: one.grid for name, one in self.units.items() if one.pool == pool and name != SAMPLER
+            }
             grids = {name: replace(grid, ep=1).axes for name, grid in units.items()}
-            first = next(iter(grids.values()))
-            train |= grids if any(axes != first for axes in grids.values()) else {names[pool]: first}
+            first = next(iter(grids.values()), {})
+            train |= (
+                {names[pool]: first} if grids and all(first == axes for axes in grids.values()) else grids
+            )
         return {
             "pools": {names[pool.name]: pool.devices for pool in self.pools},
             "roles": {name: names[unit.pool] for name, unit in self.units.items()},

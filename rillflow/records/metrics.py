@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rillflow.errors import RecordError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,11 @@ class Min:
 
 Metric = Mean | Variance | Sum | Max | Min
 Metrics = Mapping[str, Metric]
+
+
+def mean_of(values: Tensor) -> Mean:
+    """The mean of some numbers, of any shape."""
+    return Mean(total=float(values.sum()), count=float(values.numel()))
 
 
 def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:

@@ -13,20 +13,74 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rillflow.errors import RewardError
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
+from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, mean_of
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.weighted import WeightedWorkers
+from rillflow.train.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
 
 OUTCOMES = tuple(Outcome)
 SCORE_FIELDS = ("rewards", "valid", "outcome", "completion", "message")
 """What a score adds to a row."""
+COST_FIELDS = ("costs", *SCORE_FIELDS[1:])
+"""What a cost adds to a row."""
+
+
+def reward_metrics(scores: Batch) -> dict[str, Metric]:
+    """Scores of the rows that have one, what the others got instead, and groups without a difference."""
+    valid = scores.dense("valid")
+    rewards = scores.dense("rewards")[valid].double()
+    groups = prompt_units(scores)[valid]
+    metrics: dict[str, Metric] = {
+        "reward/score/mean": mean_of(rewards),
+        "reward/flat_groups/share": mean_of(_flat(groups, rewards)),
+    }
+    if len(rewards):
+        metrics["reward/score/max"] = Max(value=float(rewards.max()))
+        metrics["reward/score/min"] = Min(value=float(rewards.min()))
+    for index, outcome in enumerate(OUTCOMES):
+        metrics[f"reward/{outcome}/share"] = mean_of((scores.dense("outcome") == index).double())
+    parts = parts_of(scores)
+    for name in sorted({name for each in parts for name in each}):
+        said = [each[name] for each in parts if name in each]
+        metrics[f"rewards/{name}/mean"] = Mean(total=sum(said), count=len(said))
+    return metrics
+
+
+def parts_of(scores: Batch) -> list[dict[str, float]]:
+    """Of every row, what each function said where several are summed."""
+    texts = scores.ragged("parts").to_text() if "parts" in scores.fields else []
+    return [json.loads(text or "{}") for text in texts]
+
+
+def cost_metrics(scores: Batch) -> dict[str, Metric]:
+    """Costs of the rows that have one, and how many have."""
+    valid = scores.dense("valid")
+    costs = scores.dense("costs")[valid].double()
+    metrics: dict[str, Metric] = {
+        "cost/value/mean": mean_of(costs),
+        "cost/valid/share": mean_of(valid.double()),
+        "cost/none/sum": Sum(value=float(not len(costs))),
+    }
+    if len(costs):
+        metrics["cost/value/max"] = Max(value=float(costs.max()))
+    return metrics
+
+
+def _flat(groups: Tensor, rewards: Tensor) -> Tensor:
+    """[G] float64: 1 where all rewards of a group are equal."""
+    names, index = torch.unique(groups, return_inverse=True)
+    none = rewards.new_zeros(len(names))
+    low, high = (none.scatter_reduce(0, index, rewards, to, include_self=False) for to in ("amin", "amax"))
+    return (low == high).double()
 
 
 class Reward:
@@ -46,7 +100,7 @@ class Reward:
         self._tokenizer = tokenizer
         self._max_failures = max_failures
 
-    @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=SCORE_FIELDS)
+    @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=SCORE_FIELDS, measures=reward_metrics)
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout.
 
@@ -64,7 +118,9 @@ class Reward:
         texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
         scores = self._call(texts, rollouts.ragged("columns").to_text())
         self._stop_if_broken(rollouts, scores)
-        return scored_rows(rollouts, texts, scores, self.field)
+        found = scored_rows(rollouts, texts, scores, self.field)
+        parts = [json.dumps(score.parts) if score.parts else "" for score in scores]
+        return found.with_fields(parts=Ragged.from_text(parts)) if self.field == "rewards" else found
 
     def _call(self, texts: list[str], columns: list[str]) -> list[Score]:
         rows: list[dict[str, Any]] = [json.loads(text) for text in columns]
@@ -95,7 +151,7 @@ class Cost(Reward):
 
     field = "costs"
 
-    @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=("costs", *SCORE_FIELDS[1:]))
+    @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=COST_FIELDS, measures=cost_metrics)
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout; see Reward, with ``costs`` for ``rewards``."""
         return self.scored(rollouts)
@@ -112,12 +168,10 @@ def scored_rows(
         scores: their outcomes.
         name: what the values are called.
     """
-    parts = Ragged.from_text([json.dumps(score.parts) if score.parts else "" for score in scores])
     return Batch(
         ids=rollouts.ids,
         fields={
             name: torch.tensor([score.value or 0.0 for score in scores], dtype=torch.float32),
-            **({"parts": parts} if name == "rewards" else {}),
             "valid": torch.tensor([score.outcome is Outcome.SCORE for score in scores], dtype=torch.bool),
             "outcome": torch.tensor([OUTCOMES.index(score.outcome) for score in scores], dtype=torch.int8),
             "completion": Ragged.from_text(texts),

@@ -18,16 +18,13 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.roles.reward import SCORE_FIELDS, scored_rows
+from rillflow.roles.reward import COST_FIELDS, SCORE_FIELDS, cost_metrics, reward_metrics, scored_rows
 from rillflow.roles.scalar_role import ScalarRole
 from rillflow.train.config import PassesConfig
 from rillflow.train.loss import PairLoss, loss_of
 from rillflow.train.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TRAIN_PAIRS
-
-COST_FIELDS = ("costs", *SCORE_FIELDS[1:])
-"""What a cost adds to a row."""
 
 
 class RewardModel(ScalarRole):
@@ -37,7 +34,7 @@ class RewardModel(ScalarRole):
     field = "rewards"
     """What the scores are called."""
 
-    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=SCORE_FIELDS)
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=SCORE_FIELDS, measures=reward_metrics)
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout.
 
@@ -88,7 +85,7 @@ class CostModel(RewardModel):
     called = "cost model"
     field = "costs"
 
-    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=COST_FIELDS)
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=COST_FIELDS, measures=cost_metrics)
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout: as ``RewardModel.score``, the scores called ``costs``."""
         return self._scored(rollouts)

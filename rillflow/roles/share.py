@@ -52,13 +52,14 @@ class Share(Generic[Model]):
     weights: Mapping[str, Weight]
     """The tensors of the whole model."""
     layout: Layout
-    """Where each of them lies; empty where every rank has all."""
+    """Where each of them lies."""
 
     @staticmethod
     def whole(model: Model, ranks: Ranks | None = None) -> Share[Model]:
         """A whole model, and the ranks that have other rows."""
-        rows = ranks or Alone()
-        return Share(model=model, everyone=rows, rows=rows, parallel=None, weights={}, layout={})
+        rows, weights = ranks or Alone(), logical_weights(model.module)
+        layout = dict.fromkeys(weights, Placement(Mesh.of(dp=rows.size)))
+        return Share(model=model, everyone=rows, rows=rows, parallel=None, weights=weights, layout=layout)
 
     @staticmethod
     def of(model: Model, *, mesh: Mesh, is_sharded: bool, ranks: Ranks) -> Share[Model]:
@@ -83,10 +84,14 @@ class Share(Generic[Model]):
         )
 
     @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """What this rank has of every weight, by its name in the whole model."""
+        whole = self.model.module.named_parameters()
+        return dict(whole) if self.parallel is None else self.parallel.parameters
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of the whole model's weights."""
-        if self.parallel is None:
-            return sum(int(weight.nbytes) for weight in self.model.module.parameters())
         return sum(weight.num_bytes for weight in self.weights.values())
 
     def save_weights(self, folder: Path) -> None:

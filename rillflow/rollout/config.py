@@ -21,9 +21,16 @@ class SamplingConfig(Section):
     )
 
 
-class RolloutConfig(SamplingConfig):
-    """Sampling, and the native engine's size."""
+NATIVE = "native"
+"""The embedded engine."""
 
+
+class RolloutConfig(SamplingConfig):
+    """Sampling, and the engine's size."""
+
+    engine: str = Field(
+        NATIVE, description="What samples: native, or package.module:Class, an engine of your own."
+    )
     max_rows: int = Field(256, gt=0, description="Rows that run at once.")
     deterministic: bool = Field(
         False, description="Fixed shapes: a row's bits are the same whatever runs beside it. Slower."

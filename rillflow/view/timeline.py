@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rillflow.graph.graph import CONTROLLER
 from rillflow.observe.wording import duration
 from rillflow.view.chart import Axis, ticks
 from rillflow.view.html import Html, el
@@ -54,16 +55,12 @@ def bars_of_run(data: RunData, last_steps: int = SHOWN_STEPS) -> list[Bar]:
     phase = data.phases[-1]
     first = max(phase.first, phase.last - last_steps + 1)
     spans = [span for span in data.spans if first <= span.step <= phase.last]
-    placed, pools = data.setting("placement.roles"), data.setting("placement.pools")
-    by_role = placed if isinstance(placed, Mapping) else {}
-    home = next(iter(pools)) if isinstance(pools, Mapping) and pools else "main"
     bars = []
     for span in spans:
         role = span.stage.partition(".")[0]
-        pool = str(by_role[role]) if role in by_role else "controller" if role == "controller" else home
         bars.append(
             Bar(
-                pool=pool,
+                pool=role if role == CONTROLLER else span.pool,
                 lane=role,
                 stage=span.stage,
                 start_s=span.start_s,

@@ -14,7 +14,7 @@ that share no process group the same bytes travel by other means: ``pack`` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -215,23 +215,30 @@ def gathered(
     crossing.close()
 
 
-def pack(plan: ReshardPlan, rank: int, destination: int, source: Mapping[str, Tensor]) -> Tensor:
-    """All that a rank sends to another, as bytes [N]; N is 0 where it sends nothing."""
-    cargo = _between(plan, plan.source, plan.outgoing, rank, destination)
+def pack(
+    plan: ReshardPlan, rank: int, destination: int, source: Mapping[str, Tensor], parts: Sequence[Part]
+) -> Tensor:
+    """What a rank sends to another of a bucket's parts, as bytes [N]; N is 0 where it sends nothing."""
+    cargo = _between(plan, plan.source, plan.outgoing, rank, destination, parts)
     packed = torch.empty(sum(cargo.sizes), dtype=torch.uint8, device=device_of(source))
     cargo.load(packed, source)
     return packed
 
 
 def unpack(
-    plan: ReshardPlan, rank: int, source: int, packed: Tensor, destination: Mapping[str, Tensor]
+    plan: ReshardPlan,
+    rank: int,
+    source: int,
+    packed: Tensor,
+    destination: Mapping[str, Tensor],
+    parts: Sequence[Part],
 ) -> None:
-    """Put what another rank packed for this one where it belongs.
+    """Put what another rank packed for this one, of a bucket's parts, where it belongs.
 
     Raises:
         WeightError: there are more or fewer bytes than the plan says.
     """
-    cargo = _between(plan, plan.destination, plan.incoming, rank, source)
+    cargo = _between(plan, plan.destination, plan.incoming, rank, source, parts)
     if packed.numel() != sum(cargo.sizes):
         raise WeightError(
             f"rank {source} packed {packed.numel():,} bytes for rank {rank}",
@@ -349,10 +356,11 @@ def _all(listing: _Listing, parts: Iterable[Part], rank: int) -> Iterator[Crosse
     return chain.from_iterable(listing(part, rank) for part in parts)
 
 
-def _between(plan: ReshardPlan, layout: Layout, listing: _Listing, rank: int, peer: int) -> _Cargo:
-    """What crosses between two ranks; the widest types first, so that all of them lie aligned."""
-    names = sorted(plan.weights, key=lambda name: -plan.weights[name].dtype.itemsize)
-    crossed = [item for item in _all(listing, [Part(name=name) for name in names], rank) if item.peer == peer]
+def _between(
+    plan: ReshardPlan, layout: Layout, listing: _Listing, rank: int, peer: int, parts: Sequence[Part]
+) -> _Cargo:
+    """What crosses between two ranks of parts whose elements are of one type."""
+    crossed = [item for item in _all(listing, parts, rank) if item.peer == peer]
     return _Cargo.of(plan, layout, rank, peer + 1, crossed)
 
 

@@ -103,13 +103,17 @@ def training_layout(
     return found
 
 
-def generation_mesh(train: Mesh, tp: int, pp: int = 1) -> Mesh:
+def generation_mesh(train: Mesh, tp: int, pp: int = 1, *, is_sharded: bool = False) -> Mesh:
     """The mesh the ranks of a training mesh generate under, so that each keeps what it trains.
+
+    Where dp alone cuts the parameters (FSDP2), t_g of its ranks, by which d divides, may share a copy: their
+    rows of a weight are not what they generate with, so what they train stays beside it.
 
     Args:
         train: dp, pp and tp of sizes d, p and t.
         tp: t_g, by which t divides.
         pp: p_g, by which p divides.
+        is_sharded: whether dp cuts the parameters.
 
     Returns:
         dp, micro_dp, pp and tp of sizes d, p t / (p_g t_g), p_g and t_g.
@@ -118,6 +122,8 @@ def generation_mesh(train: Mesh, tp: int, pp: int = 1) -> Mesh:
         PlacementError: t does not divide by t_g, or p by p_g; it shows the division.
     """
     sizes = {name: train.axis(name).size for name in ("dp", "pp", "tp")}
+    if is_sharded and sizes["dp"] == train.size and sizes["dp"] % max(tp, 1) == 0:
+        return Mesh.of(ranks=train.ranks, dp=sizes["dp"] // tp, micro_dp=1, pp=1, tp=tp)
     for name, size in (("tp", tp), ("pp", pp)):
         if size < 1 or sizes[name] % size:
             whole = divisors(sizes[name])

@@ -9,14 +9,19 @@ endpoints_of(Critic) == {"values": Endpoint(...)}
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from rillflow.graph.trace import Signature
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Metric
 from rillflow.workers.transfer import Transfer
 
+Measure = Callable[[Batch], Mapping[str, Metric]]
+"""The metrics of a batch."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -35,6 +40,8 @@ class Endpoint:
     """Fields of the batch it returns; empty where it returns none."""
     says: tuple[str, ...] = ()
     """What a loss among its options is given by the model, beside fields."""
+    measures: Measure | None = None
+    """What is measured of its result in every step."""
 
     @property
     def signature(self) -> Signature:
@@ -45,15 +52,8 @@ class Endpoint:
 class Marked(Generic[_P, _T]):
     """A method with what its mark says; called through an instance, it is that method."""
 
-    def __init__(
-        self,
-        method: Callable[Concatenate[Any, _P], _T],
-        transfer: Transfer,
-        fields: tuple[tuple[str, ...], ...],
-    ) -> None:
-        self.method = method
-        self.transfer = transfer
-        self.reads, self.writes, self.says = fields
+    def __init__(self, method: Callable[Concatenate[Any, _P], _T], endpoint: Endpoint) -> None:
+        self.method, self.endpoint = method, endpoint
         self.__doc__ = method.__doc__
 
     def __get__(self, instance: object, owner: type) -> Callable[_P, _T]:
@@ -66,6 +66,7 @@ def endpoint(
     reads: tuple[str, ...] = (),
     writes: tuple[str, ...] = (),
     says: tuple[str, ...] = (),
+    measures: Measure | None = None,
 ) -> Callable[[Callable[Concatenate[Any, _P], _T]], Marked[_P, _T]]:
     """Mark a method as an endpoint.
 
@@ -74,16 +75,16 @@ def endpoint(
         reads: fields its batches must have between them.
         writes: fields of the batch it returns.
         says: what a loss among its options is given by the model, beside fields.
+        measures: a function of a module: the metrics of a batch that it returned for rows of the step.
     """
-    return lambda method: Marked(method, transfer, (reads, writes, says))
+    said = partial(Endpoint, transfer=transfer, reads=reads, writes=writes, says=says, measures=measures)
+    return lambda method: Marked(method, said(name=method.__name__))
 
 
 def endpoints_of(role: type) -> dict[str, Endpoint]:
     """The endpoints of a class and of those it inherits from, by name."""
     return {
-        name: Endpoint(
-            name=name, transfer=marked.transfer, reads=marked.reads, writes=marked.writes, says=marked.says
-        )
+        name: marked.endpoint
         for owner in reversed(role.__mro__)
         for name, marked in vars(owner).items()
         if isinstance(marked, Marked)

@@ -31,10 +31,10 @@ class Group:
     Args:
         role: its name.
         endpoints: what may be called.
-        mesh: names the axes of the pool's ranks, from rank 0 on, for training and scoring.
-        generate: the same ranks as they generate; as ``mesh`` where it is not given.
+        mesh: names the axes of the pool's ranks.
         pool: the pool's name.
         backend: where the ranks are.
+        of: the role whose stages its endpoints are, as an algorithm calls them; its own name if left out.
 
     Raises:
         ClusterError: there is no such pool, or it has not the mesh's ranks.
@@ -54,12 +54,13 @@ class Group:
         mesh: Mesh,
         pool: str,
         backend: Backend,
-        generate: Mesh | None = None,
+        of: str = "",
     ) -> None:
         self.role = role
+        self.of = of or role
         self.endpoints = endpoints
-        self.meshes = {"train": mesh, "generate": generate or mesh}
-        self.places = [Place(pool, rank) for rank in mesh.ranks]
+        self.mesh = mesh
+        self.places = [Place(pool, rank) for rank in sorted(mesh.ranks)]
         self._backend = backend
         _require_pool(role, pool, mesh, backend.pools)
         for each in endpoints.values():
@@ -100,9 +101,9 @@ class Group:
                 fix=nearest(endpoint, self.endpoints),
             )
         transfer = self.endpoints[endpoint].transfer
-        call = Call(role=self.role, endpoint=endpoint, reads=self.endpoints[endpoint].reads)
+        call = Call(role=self.role, of=self.of, endpoint=endpoint, reads=self.endpoints[endpoint].reads)
         self._refuse_empty(call, arguments)
-        ready = [self._ready(call, argument, transfer) for argument in arguments]
+        ready = [self._ready(call, argument) for argument in arguments]
         named = {key: _described(value) for key, value in options.items()}
         packed = self._backend.pack(named, f"option of {call}:") if named else named
         weighed = _weighed(transfer, arguments)
@@ -124,24 +125,14 @@ class Group:
             backend=self._backend,
         )
 
-    def _ready(self, call: Call, argument: Any, transfer: Transfer) -> Any:
-        """An argument that is no batch travels packed, once for all ranks or, of a list, each to its own."""
-        name = f"an argument of {call}, {type(argument).__name__},"
-        if transfer.send is None:
-            if not isinstance(argument, Sequence) or len(argument) != len(self.places):
-                given = len(argument) if isinstance(argument, Sequence) else type(argument).__name__
-                raise ClusterError(
-                    f"{call} was given {given} for {len(self.places)} ranks",
-                    why=f"{transfer.name} sends each rank its own element of a list",
-                    fix=f"give a list of {len(self.places)}",
-                )
-            return [each if isinstance(each, Batch) else self._backend.pack(each, name) for each in argument]
-        return argument if isinstance(argument, Batch | Pending) else self._backend.pack(argument, name)
+    def _ready(self, call: Call, argument: Any) -> Any:
+        """An argument that is no batch travels packed, once for all ranks."""
+        if isinstance(argument, Batch | Pending):
+            return argument
+        return self._backend.pack(argument, f"an argument of {call}, {type(argument).__name__},")
 
     def _part(self, argument: Any, transfer: Transfer, rank: int, weighed: Batch | Pending | None) -> Any:
         """What one rank is sent of an argument."""
-        if transfer.send is None:
-            return argument[rank]
         index, count = self._share(transfer, rank)
         if isinstance(argument, Pending):
             by = weighed if isinstance(weighed, Pending) else None
@@ -152,17 +143,16 @@ class Group:
 
     def _share(self, transfer: Transfer, rank: int) -> tuple[int, int]:
         """Which of how many parts a rank gets: its coordinate along the axes that cut rows."""
-        mesh = self.meshes[transfer.mesh]
-        index, count, coordinates = 0, 1, mesh.coordinates(rank)
+        index, count, mesh, coordinates = 0, 1, self.mesh, self.mesh.coordinates(rank)
         for axis in mesh.axes:
-            if isinstance((transfer.send or {}).get(axis.name), Split):
+            if isinstance(transfer.send.get(axis.name), Split):
                 index, count = index * axis.size + coordinates[axis.name], count * axis.size
         return index, count
 
     def _taken(self, transfer: Transfer) -> list[int]:
         """The ranks whose results are taken: along axes that receive nothing, one copy is enough."""
-        found, mesh = [], self.meshes[transfer.mesh]
-        for rank in mesh.ranks:
+        found, mesh = [], self.mesh
+        for rank in sorted(mesh.ranks):
             coordinates = mesh.coordinates(rank)
             wanted = {
                 axis.name: range(axis.size)[transfer.at.get(axis.name, 0)]
@@ -217,7 +207,7 @@ def _require_pool(role: str, pool: str, mesh: Mesh, pools: Mapping[str, int]) ->
 
 
 def _require_axes(stage: str, transfer: Transfer, mesh: Mesh) -> None:
-    for name in (*(transfer.send or {}), *transfer.receive, *transfer.at):
+    for name in (*transfer.send, *transfer.receive, *transfer.at):
         if name not in mesh.names and name not in AXES:
             raise PlacementError(
                 f"{stage} places values along the axis {name!r}, which the mesh of its ranks has not",

@@ -164,3 +164,4 @@ def wait_for(stages: Sequence[Pending], deadline_s: float) -> None:
                 raise late[0]._silent(deadline_s) from None
     for (stage, _), facts in zip(awaited, found, strict=True):
         stage._facts.append(facts)
+        stage._sources = ()  # nobody waits for them through this one any more; they may go

@@ -4,6 +4,7 @@
     run(site, call, arguments)          references become values, the method runs, its result and Facts stay
     apply(site, function, ...)          the same for a function that belongs to no role
     look(site, role, function, ...)     the same for a function that is given a role's object first
+    deal(site, role, function, ...)     the same, each element of the tuple it returns a result of its own
 
 This is the supervision boundary: whatever a role raises leaves with the name of role, method and rank (where
 there are several), how many rows it was given, and the line.
@@ -34,14 +35,16 @@ class Call:
     """One method of one role."""
 
     role: str
-    """The role's name."""
+    """The name of the object here."""
+    of: str
+    """The role's name, as the algorithm calls it."""
     endpoint: str
     """The method's."""
     reads: tuple[str, ...] = ()
     """Fields that its batches must have between them."""
 
     def __str__(self) -> str:
-        return f"{self.role}.{self.endpoint}"
+        return f"{self.of}.{self.endpoint}"
 
 
 def start(site: Site, role: str, factory: Factory) -> None:
@@ -87,6 +90,12 @@ def look(
     return _run(site, name, partial(function, site.objects[role]), arguments, options)
 
 
+def deal(site: Site, *described: Any) -> tuple[Any, ...]:
+    """As ``look``; each element of the result is there by itself, the facts are the last."""
+    found, facts = look(site, *described)
+    return (*found, facts)
+
+
 def _run(
     site: Site, name: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Any, Facts]:
@@ -98,7 +107,7 @@ def _run(
         _refuse_writes(name, before, _written([*given, *named.values()]))
     except Exception as error:
         raise _located(error, name, site, given) from error
-    return result, _facts(result, began)
+    return result, _facts(result, began, site.place.pool)
 
 
 def _reading(call: Call, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -133,11 +142,11 @@ def _refuse_writes(name: str, before: list[tuple[str, int]], after: list[tuple[s
             )
 
 
-def _facts(result: Any, began: float) -> Facts:
+def _facts(result: Any, began: float, pool: str) -> Facts:
     rows, lengths = -1, tuple[int, ...]()
     if isinstance(result, Batch):
         rows, lengths = len(result), lengths_of(result)
-    return Facts(rows=rows, tokens=sum(lengths), lengths=lengths, began=began, ended=time.time())
+    return Facts(rows=rows, tokens=sum(lengths), lengths=lengths, began=began, ended=time.time(), pool=pool)
 
 
 def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> RillflowError:

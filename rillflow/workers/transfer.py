@@ -4,11 +4,11 @@
 
 Placements name the axes of the group's mesh; an axis that is not named is Broadcast.
 - Split(0): a batch is cut by rows, along one axis after the other; results are laid end to end.
-  Results that are no batches make a list, in the order of ranks. Neighbours of one unit stay together.
+  Neighbours of one unit stay together.
 - Broadcast: everyone has the whole; one copy of the result is taken.
 - Partial: every rank has a share; metrics are merged by their own reductions.
 
-The six protocols of HybridFlow (arXiv 2409.19256, Table 3) are six such pairs.
+HybridFlow's protocols (arXiv 2409.19256, Table 3) are such pairs.
 """
 
 from __future__ import annotations
@@ -34,31 +34,23 @@ class Transfer:
 
     name: str
     """How a graph shows it."""
-    send: Mapping[str, Part] | None
-    """Of every batch among the arguments; None: an argument is a list, one element a rank."""
+    send: Mapping[str, Part]
+    """Of every batch among the arguments."""
     receive: Mapping[str, Part]
     """Of the result."""
     at: Mapping[str, int] = field(default_factory=dict)
     """The ranks whose results are taken: coordinates by axis, -1 the last; all ranks where none is given."""
-    mesh: str = "train"
-    """Which of the group's meshes names the axes: the one it trains and scores under, or ``generate``."""
     unit: int = 1
     """So many neighbouring rows are never parted; a batch has a whole number of such units."""
     is_balanced: bool = False
     """Whether rows are shared out so that ranks get as many tokens, rather than as many rows."""
 
 
-ONE_TO_ALL = Transfer(name="ONE_TO_ALL", send={}, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
 THREE_D = Transfer(name="3D_PROTO", send={"dp": ROWS}, receive={"dp": ROWS}, at={"pp": -1, "tp": 0})
 ALL_MICRO_DP = Transfer(
-    name="3D_ALL_MICRO_DP",
-    send={"dp": ROWS, "micro_dp": ROWS},
-    receive={"dp": ROWS, "micro_dp": ROWS},
-    mesh="generate",
+    name="3D_ALL_MICRO_DP", send={"dp": ROWS, "micro_dp": ROWS}, receive={"dp": ROWS, "micro_dp": ROWS}
 )
-PP_ONLY = Transfer(name="3D_PP_ONLY", send={}, receive={"pp": ROWS}, at={"dp": 0, "tp": 0})
 DP = Transfer(name="DP_PROTO", send={"dp": ROWS}, receive={"dp": ROWS})
-ALL_TO_ALL = Transfer(name="ALL_TO_ALL", send=None, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
 
 TRAIN = Transfer(
     name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial("sum")}, at={"pp": -1, "tp": 0}, is_balanced=True

@@ -41,6 +41,8 @@ class Facts:
     """When the method began, in seconds since the epoch; its arguments were there by then."""
     ended: float
     """When it ended."""
+    pool: str = ""
+    """Where it ran."""
 
 
 @dataclass(frozen=True, kw_only=True)

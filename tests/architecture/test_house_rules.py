@@ -117,7 +117,7 @@ def test_everything_keeps_the_rule(everything: list[Any], scan: Scan) -> None:
     assert [line for source in everything for line in scan(source)] == []
 
 
-def test_what_is_shipped_beside_the_package_runs_no_data_as_code(everything: list[Any]) -> None:
+def test_data_is_not_code_in_what_is_shipped_beside_the_package(everything: list[Any]) -> None:
     shipped = [source for source in everything if not source.path.startswith("tests/")]
     assert [line for source in shipped for line in runs_data_as_code(source)] == []
 

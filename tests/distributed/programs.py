@@ -14,16 +14,10 @@ from rillflow.errors import RecordError
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import (
-    ALL_MICRO_DP,
-    ALL_TO_ALL,
-    DP,
-    ONE_TO_ALL,
-    PP_ONLY,
-    THREE_D,
-    TOGETHER,
-    TRAIN,
-)
+from rillflow.workers.transfer import ALL_MICRO_DP, DP, ROWS, THREE_D, TOGETHER, TRAIN, Transfer
+
+EVERYONE = Transfer(name="EVERYONE", send={}, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
+"""Everyone has all; what comes back is a list over the ranks."""
 
 
 class Worker:
@@ -76,16 +70,12 @@ class Worker:
         self.ranks.sum_([mine, exact])
         return torch.cat([mine.double(), exact])
 
-    @endpoint(ONE_TO_ALL)
+    @endpoint(EVERYONE)
     def gather(self) -> list[list[float]]:
         mine = torch.full((self.ranks.rank,), float(self.ranks.rank))
         return [each.tolist() for each in self.ranks.gather(mine)]
 
-    @endpoint(ALL_TO_ALL)
-    def own(self, value: object) -> object:
-        return value, self.ranks.rank
-
-    @endpoint(ALL_TO_ALL)
+    @endpoint(EVERYONE)
     def lock(self) -> object:
         return threading.Lock()
 
@@ -96,10 +86,6 @@ class Worker:
     @endpoint(ALL_MICRO_DP)
     def by_replica(self, batch: Batch) -> Batch:
         return Batch(ids=batch.ids, fields={"rank": self._mine(batch)})
-
-    @endpoint(PP_ONLY)
-    def stage_name(self) -> int:
-        return self.ranks.rank
 
     @endpoint(DP)
     def sleep(self, batch: Batch, *, seconds: float) -> Batch:

@@ -100,21 +100,28 @@ def test_rows_pass_from_group_to_group_in_order(
 
 
 def test_ranks_that_train_under_one_mesh_generate_under_another(backend: Backend) -> None:
-    """Training tp 4; generation tp 2, whose groups are ranks 0 and 2, 1 and 3: two replicas."""
-    group = Group(
-        "regrouped",
-        endpoints_of(Worker),
-        mesh=Mesh.of(dp=1, pp=1, tp=4),
-        generate=Mesh.of(ranks=[0, 2, 1, 3], dp=1, micro_dp=2, pp=1, tp=2),
-        pool="four",
-        backend=backend,
-    )
-    group.start(Worker)
+    """Training tp 4; generation tp 2, whose groups are ranks 0 and 2, 1 and 3: two replicas.
+
+    The second group is another object on the same ranks, and its stages are called the first one's.
+    """
+    meshes = {
+        "trained": Mesh.of(dp=1, pp=1, tp=4),
+        "generated": Mesh.of(ranks=[0, 2, 1, 3], dp=1, micro_dp=2, pp=1, tp=2),
+    }
+    groups = {
+        name: Group(name, endpoints_of(Worker), mesh=mesh, pool="four", backend=backend, of="regrouped")
+        for name, mesh in meshes.items()
+    }
     batch = rows(5)
-    trained, generated = (group.call(name, batch).read(WAIT_S) for name in ("by_data_rank", "by_replica"))
-    assert torch.equal(trained.ids, batch.ids) and torch.equal(generated.ids, batch.ids)
-    assert trained.dense("rank").tolist() == [0, 0, 0, 0, 0]
-    assert generated.dense("rank").tolist() == [0, 0, 0, 1, 1]
+    for group in groups.values():
+        group.start(Worker)
+    trained = groups["trained"].call("by_data_rank", batch)
+    generated = groups["generated"].call("by_replica", batch)
+    assert trained.stage == "regrouped.by_data_rank" and generated.stage == "regrouped.by_replica"
+    assert torch.equal(trained.read(WAIT_S).ids, batch.ids)
+    assert torch.equal(generated.read(WAIT_S).ids, batch.ids)
+    assert trained.read(WAIT_S).dense("rank").tolist() == [0, 0, 0, 0, 0]
+    assert generated.read(WAIT_S).dense("rank").tolist() == [0, 0, 0, 1, 1]
 
 
 def test_results_of_uneven_lengths_are_shared_out_again(groups: dict[int, Group]) -> None:
@@ -164,16 +171,11 @@ def test_every_rank_hears_from_all(groups: dict[int, Group]) -> None:
     assert groups[4].call("gather").read(WAIT_S) == [heard] * 4
 
 
-def test_one_argument_a_rank(groups: dict[int, Group]) -> None:
-    assert groups[2].call("own", ["a", {"b": 2}]).read(WAIT_S) == [("a", 0), ({"b": 2}, 1)]
-
-
 def test_three_axes(backend: Backend, groups: dict[int, Group]) -> None:
     """Over a mesh of pipeline, data and tensor ranks, results are those of the last stage's first ranks."""
     mesh = Mesh.of(pp=2, dp=2, tp=1)
     group = Group("worker4", endpoints_of(Worker), mesh=mesh, pool="four", backend=backend)
     assert group.call("by_data_rank", rows(6)).read(WAIT_S).dense("rank").tolist() == [2, 2, 2, 3, 3, 3]
-    assert group.call("stage_name").read(WAIT_S) == [0, 2]
 
 
 def test_pools_run_side_by_side_and_ranks_in_turn(groups: dict[int, Group]) -> None:
@@ -388,7 +390,6 @@ def test_what_cannot_become_bytes(group: Group, flow: Flow, backend: Backend) ->
         pytest.skip("nothing becomes bytes in one process")
     calls: dict[str, Callable[[], object]] = {
         "option of worker2.sleep: 'seconds'": lambda: group.call("sleep", rows(2), seconds=LOCK),
-        "an argument of worker2.own, list,": lambda: group.call("own", [LOCK, 1]),
         "an argument of worker2.same, lock,": lambda: group.call("same", LOCK),
         "what makes critic": lambda: cast(backend).start(lambda site: (LOCK, site)),
         "what <lambda> needs": lambda: flow.compute(lambda x: (LOCK, x)[1], rows(2), into="y"),
@@ -413,15 +414,10 @@ def test_what_is_too_large_for_an_argument(group: Group, backend: Backend) -> No
     large = b"0" * (17 * 2**20)
     calls: dict[str, Callable[[], object]] = {
         "option of worker2.sleep: 'seconds'": lambda: group.call("sleep", rows(2), seconds=large, rank=0),
-        "an argument of worker2.own, list,": lambda: group.call("own", [1, large]),
+        "an argument of worker2.same, bytes,": lambda: group.call("same", large),
     }
     for named, call in calls.items():
         refused(ClusterError, call, f"{named} takes 17 MiB", "16 MiB at most", "put large data into a batch")
-
-
-@pytest.mark.parametrize(("given", "said"), [([1], "1"), ([1, 2, 3], "3"), (7, "int")])
-def test_one_argument_a_rank_means_one_a_rank(given: Any, said: str, group: Group) -> None:
-    refused(ClusterError, lambda: group.call("own", given), f"worker2.own was given {said} for 2 ranks")
 
 
 def test_a_role_that_raises_in_its_constructor(group: Group, backend: Backend) -> None:

@@ -80,7 +80,7 @@ def test_no_process_is_started_that_becomes_no_rank(on_ray: RayBackend) -> None:
     assert len(started) == sum(pool.size for pool in POOLS)
 
 
-def test_a_silent_rank_is_named_with_whom_waits_for_it(cluster: RayBackend | InlineBackend) -> None:
+def test_bounded_wait_names_a_silent_rank_and_whom_waits_for_it(cluster: RayBackend | InlineBackend) -> None:
     group = worker(cluster, "silent", "main", 2)
     slow = group.call("sleep", BATCH, seconds=3.0)
     last = group.call("double", slow)

@@ -142,7 +142,9 @@ def test_the_runs_compared_learn_something(one_pool: dict[int, Ran]) -> None:
 
 
 @pytest.mark.parametrize(("number", "ranks"), [(6, 1), (9, 2)])
-def test_ppo_in_some_placements(number: int, ranks: int, tmp_path: Path, one_pool: dict[int, Ran]) -> None:
+def test_placement_blind_in_some_placements_of_ppo(
+    number: int, ranks: int, tmp_path: Path, one_pool: dict[int, Ran]
+) -> None:
     placement = settings(PARTITIONS[number], ranks, "inline")
     require_alike(ran(tmp_path / "run", placement), ranks, one_pool)
 
@@ -150,13 +152,15 @@ def test_ppo_in_some_placements(number: int, ranks: int, tmp_path: Path, one_poo
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("number", range(len(PARTITIONS)))
-def test_ppo_in_every_placement(number: int, ranks: int, tmp_path: Path, one_pool: dict[int, Ran]) -> None:
+def test_placement_blind_in_every_placement_of_ppo(
+    number: int, ranks: int, tmp_path: Path, one_pool: dict[int, Ran]
+) -> None:
     placement = settings(PARTITIONS[number], ranks, "inline")
     require_alike(ran(tmp_path / "run", placement), ranks, one_pool)
 
 
 @needs_ray
-def test_ppo_on_ray_has_the_bits_of_inline(tmp_path: Path) -> None:
+def test_backend_blind_ppo_has_the_bits_of_inline(tmp_path: Path) -> None:
     """Pools of unequal sizes, so that every batch is cut again between them."""
     pools = ["placement.pools.a=2", "placement.pools.b=1", "placement.pools.c=1"]
     roles = ['placement.roles.critic="b"', 'placement.roles.reference="b"', 'placement.roles.reward="c"']

@@ -13,7 +13,7 @@ from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
 from rillflow.parallel.tensor import own
 from rillflow.placement.mesh import Mesh
-from rillflow.roles.sampler import lay_out
+from rillflow.roles.publishing import lay_out
 from rillflow.weights.layout import generation_mesh
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,7 +36,7 @@ def published_and_damaged(ranks: Ranks) -> list[str]:
             held = own(share.parallel.parameters["model.layers.0.self_attn.q_proj.weight"])
             held.view(-1)[0] += damage
         try:
-            sampler.turn_to_generation()
+            sampler.turn_to_generation(lambda: None)
             said.append("generates")
             sampler.turn_to_training()
         except WeightError as error:
@@ -44,6 +44,6 @@ def published_and_damaged(ranks: Ranks) -> list[str]:
     return said
 
 
-def test_what_differs_from_what_was_published_generates_nothing() -> None:
+def test_weight_digest_refuses_what_differs_from_what_was_published() -> None:
     wrong = "model.layers.0.self_attn.q_proj.weight differs from what was published as version 1"
     assert together(2, published_and_damaged) == [["generates", wrong, wrong]] * 2

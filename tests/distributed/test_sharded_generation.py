@@ -208,7 +208,7 @@ def cache_sizes(ranks: Ranks) -> dict[str, int]:
         for row in range(4):
             used.add(Rollout.start(RowId(0, row, 0), [1, 2, 4]))
         used.step()
-        found[kind] = used.cache_bytes
+        found[kind] = used.held_bytes
     return found
 
 

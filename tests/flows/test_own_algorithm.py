@@ -193,7 +193,7 @@ class OwnConfig(GroupConfig):
 
 def command(word: str, step: Callable[..., Any], *settings: str) -> int:
     """A command with an algorithm of this step."""
-    own = Algorithm(config=OwnConfig, step=step, data=Data.PROMPTS, roles=lambda _: ("policy", "reward"))
+    own = Algorithm(config=OwnConfig, step=step, data=Data.PROMPTS)
     small = ["algorithm.name=own", "warm_start=none", "algorithm.steps=1", "algorithm.prompts_per_step=2"]
     words = [word for setting in (*small, *settings) for word in ("--set", setting)]
     return main([word, str(RECIPE), *words], algorithms=[own])
@@ -282,4 +282,4 @@ def test_a_step_s_batches_are_released_before_its_evaluation(
     monkeypatch.setattr(Loop, "_evaluate", counted)
     step = own_step(advance=advance)
     assert command("run", step, f'run.dir="{tmp_path / "run"}"', "evaluate.problems=2") == 0
-    assert len(seen) == 2 and alive == [0, 0]  # traced and run; evaluated before and after
+    assert len(seen) == 3 and alive == [0, 0]  # heard, traced and run; evaluated before and after

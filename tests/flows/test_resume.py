@@ -102,9 +102,7 @@ def test_interrupted_run_resumes_bit_for_bit(recipe: Path, tmp_path: Path, whole
     assert_same_run(whole, run)
 
 
-def test_killed_run_resumes_from_its_last_checkpoint_bit_for_bit(
-    recipe: Path, tmp_path: Path, whole: Path
-) -> None:
+def test_crash_equivalence_of_a_run_that_was_killed(recipe: Path, tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "killed"
     often = ("--set", "run.checkpoint_every=2")
     process = subprocess.Popen(command(recipe, run, "--quiet", *often))

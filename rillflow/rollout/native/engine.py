@@ -18,13 +18,13 @@ Loop of a lane (``_drain``, in a thread of its own)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
 from math import inf
 from threading import Event
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout, rollout_batch
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import Capability
 from rillflow.rollout.native.lane import Lane, check_ids
 from rillflow.rollout.native.runner import evaluating
 
@@ -109,6 +110,19 @@ class NativeEngine:
         ]
         self._threads = _threads(self, lanes) if lanes > 1 else None
 
+    can: ClassVar = frozenset(Capability)
+
+    def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """See Engine; the weights are those of the module already."""
+        del weights
+        self.version = version
+
+    def sleep(self) -> None:
+        """See Engine; keys and values went with the last row."""
+
+    def wake(self) -> None:
+        """See Engine."""
+
     @property
     def version(self) -> int:
         """The weights' version, written beside every sampled token; whoever publishes weights sets it."""
@@ -125,8 +139,8 @@ class NativeEngine:
         return any(lane.has_work for lane in self._lanes)
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values held now."""
+    def held_bytes(self) -> int:
+        """Bytes of keys and values held now; weights are the module's."""
         return sum(lane.cache_bytes for lane in self._lanes)
 
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:

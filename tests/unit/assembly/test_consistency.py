@@ -81,7 +81,7 @@ def test_the_small_recipe_is_consistent() -> None:
         (
             {"placement": {"pools": {"a": 1, "b": 1}}},
             "placement.pools.b is for no role",
-            "the roles policy, reward are on a;",
+            "the roles policy, reward, sampler are on a;",
         ),
     ],
 )

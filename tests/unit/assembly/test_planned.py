@@ -141,9 +141,24 @@ def test_a_setting_that_places_is_refused_beside_a_plan(recipe: Path, text: str)
         loaded(recipe, plan_of(("main",) * 3, (Grid(dp=4),) * 3), text)
 
 
-def with_sampler(plan: Plan) -> Plan:
-    sampler = PlannedUnit(pool="main", grid=Grid(dp=4), generate_tp=1)
-    return replace(plan, units={**plan.units, "sampler": sampler})
+def test_a_sampler_of_its_own_is_launched_as_it_was_planned(recipe: Path) -> None:
+    plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3)
+    apart = replace(
+        plan,
+        pools=(*plan.pools, replace(plan.pools[0], name="answers", devices=2)),
+        units={
+            **{name: replace(unit, generate_tp=0) for name, unit in plan.units.items()},
+            "sampler": PlannedUnit(pool="answers", grid=Grid(dp=2), generate_tp=2),
+        },
+    )
+    found = loaded(recipe, apart)
+    require_for(apart, found)
+    placement = found.recipe.placement
+    assert placement.samples_apart and placement.pool_of("sampler") == "answers"
+    assert (placement.pools, placement.generate_tp) == ({"main": 4, "answers": 2}, 2)
+    assert placement.train == {"main": {"dp": 4, "pp": 1, "tp": 1}}
+    assert is_placed_by(apart, placement) and not is_placed_by(plan, placement)
+    assert not is_placed_by(apart, loaded(recipe, plan).recipe.placement)
 
 
 def with_experts(plan: Plan) -> Plan:
@@ -153,7 +168,7 @@ def with_experts(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (with_sampler, "on devices of their own"),
+        (lambda plan: replace(plan, freshness=1), "up to 1 versions old"),
         (lambda plan: replace(plan, oversample_samples=1.5), "begins 1.5 rows"),
         (with_experts, "policy.ep is 2"),
         (lambda plan: replace(plan, name="grpo"), "one of grpo"),

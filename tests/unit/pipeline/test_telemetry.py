@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from rillflow.observe.reader import read_rollouts
-from rillflow.pipeline.telemetry import cost_metrics, record, reward_metrics, rollout_metrics, rollout_rows
+from rillflow.pipeline.telemetry import record, rollout_rows
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.rollout import Finish, Rollout, rollout_batch
 from rillflow.records.row import RowId
+from rillflow.roles.reward import cost_metrics, reward_metrics
+from rillflow.roles.sampler import rollout_metrics
 
 IDS = row_ids([RowId(0, prompt, sample) for prompt in range(3) for sample in range(2)])
 
@@ -52,8 +54,8 @@ def test_scores_of_other_rows_than_the_sampled_ones_are_no_reward(tmp_path: Path
     lead: Any = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer))
     sampled, greedy = rolled(0), rolled(-1)
     batches = (sampled, greedy, scored(sampled, 0.25), scored(greedy, 1.0))
-    stages = ("policy.generate", "policy.greedy", "reward.score", "reward.score")
-    metrics = record(lead, tmp_path, 1, stages, *batches)
+    measures = (rollout_metrics, None, reward_metrics, reward_metrics)
+    metrics = record(lead, tmp_path, 1, measures, *batches)
     assert (metrics["reward/score/mean"].value, metrics["reward/score/max"].value) == (0.25, 0.25)
     (row,) = read_rollouts(tmp_path, 1)
     assert (row.row, row.reward) == (RowId(0, 0, 0), 0.25)
@@ -92,11 +94,11 @@ def test_a_step_of_several_rounds_is_measured_and_recorded_whole(tmp_path: Path)
         }
         scores.append(Batch(ids=rounds[-1].ids, fields=fields))
     advantages = Batch(ids=rounds[1].ids, fields={"advantages": torch.tensor([-1.0, 1.0])})
-    stages = ["policy.generate", "reward.score"] * 2 + ["controller.group_advantages"]
+    measures = [rollout_metrics, reward_metrics] * 2 + [None]
     batches = [rounds[0], scores[0], rounds[1], scores[1], advantages]
     tokenizer = SimpleNamespace(pieces=lambda tokens: [str(token) for token in tokens])
     lead: Any = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer))
-    metrics = record(lead, tmp_path, 1, stages, *batches)
+    metrics = record(lead, tmp_path, 1, measures, *batches)
     assert metrics["rollout/rows/sum"].value == 4 and metrics["rollout/tokens/sum"].value == 1 + 2 + 2 + 3
     assert metrics["reward/score/mean"].value == 0.75
     assert metrics["reward/flat_groups/share"].value == 0.5

@@ -15,6 +15,8 @@ from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.roles.policy import Policy
+from rillflow.roles.publishing import SharedWeights
+from rillflow.roles.sampler import Sampler
 from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
 from rillflow.train.config import TrainConfig, UpdateConfig
@@ -22,8 +24,8 @@ from rillflow.train.config import TrainConfig, UpdateConfig
 NEW = NewModel(hidden=16, layers=1, heads=2, context=16, alphabet="0123456789+=")
 
 
-def policy_of(dtype: str, rollout: RolloutConfig, new: NewModel = NEW) -> tuple[Policy, Batch]:
-    """A policy, and a prompt for it."""
+def policy_of(dtype: str, rollout: RolloutConfig, new: NewModel = NEW) -> tuple[Policy, Sampler, Batch]:
+    """A policy, its sampler, and a prompt."""
     torch.set_num_threads(1)
     config = ModelConfig(new=new, dtype=dtype)  # type: ignore[arg-type]
     model = load_model(config, seed=0, device=torch.device("cpu"), base=Path())
@@ -35,13 +37,14 @@ def policy_of(dtype: str, rollout: RolloutConfig, new: NewModel = NEW) -> tuple[
             "columns": Ragged.from_text(["{}"]),
         },
     )
-    return policy, prompts
+    assert isinstance(policy.weights, SharedWeights)
+    return policy, Sampler(policy.weights, model=model, rollout=rollout, seed=0), prompts
 
 
 def test_sampled_tokens_carry_the_version_published_last() -> None:
-    policy, prompts = policy_of("float32", RolloutConfig(max_tokens=3, max_rows=2))
+    policy, sampler, prompts = policy_of("float32", RolloutConfig(max_tokens=3, max_rows=2))
     for published in (0, 1, 2):
-        rows = policy.generate(prompts, samples=2)
+        rows = sampler.generate(prompts, samples=2)
         sampled = rows.ragged("loss_mask").values
         assert set(rows.ragged("versions").values[sampled].tolist()) == {published}
         assert policy.publish() == published + 1
@@ -50,12 +53,12 @@ def test_sampled_tokens_carry_the_version_published_last() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_other_arithmetic_are_not_trained_on_in_any_type(dtype: str) -> None:
     wide = NEW.model_copy(update={"hidden": 64, "layers": 4, "heads": 4, "context": 40})
-    policy, prompts = policy_of(dtype, RolloutConfig(max_tokens=30, max_rows=16), wide)
+    policy, sampler, prompts = policy_of(dtype, RolloutConfig(max_tokens=30, max_rows=16), wide)
     with torch.no_grad():
         for weight in policy.model.module.parameters():
             if weight.dim() > 1:
                 weight.mul_(4)  # fresh weights say nearly the same of every token
-    rows = policy.generate(prompts, samples=16)
+    rows = sampler.generate(prompts, samples=16)
     rows = rows.with_fields(advantages=torch.linspace(-1, 1, 16))
     loss, reuse = PolicyLossConfig(), UpdateConfig()
     sampler = rows.ragged("sampler_logprobs")
@@ -67,8 +70,8 @@ def test_rows_of_other_arithmetic_are_not_trained_on_in_any_type(dtype: str) -> 
 
 
 def test_a_single_token_that_rounding_sends_astray_stops_no_bfloat16_run() -> None:
-    policy, prompts = policy_of("bfloat16", RolloutConfig(max_tokens=3, max_rows=2))
-    rows = policy.generate(prompts, samples=2).with_fields(advantages=torch.tensor([1.0, -1.0]))
+    policy, sampler, prompts = policy_of("bfloat16", RolloutConfig(max_tokens=3, max_rows=2))
+    rows = sampler.generate(prompts, samples=2).with_fields(advantages=torch.tensor([1.0, -1.0]))
     sampler = rows.ragged("sampler_logprobs")
     values = sampler.values.clone()
     values[4] += 1.0  # the first row's first sampled token

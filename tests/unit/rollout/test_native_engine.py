@@ -316,12 +316,12 @@ def test_nothing_made_from_old_weights_outlives_a_call(
 def test_no_memory_is_held_between_calls(engine: Engines, prompts: Prompts) -> None:
     used = engine()
     used.generate(prompts(5, 5))
-    assert used.cache_bytes == 0
+    assert used.held_bytes == 0
     used.add(Rollout.start(RowId(0, 0, 0), [1, 2]))
     used.step()
-    assert used.cache_bytes > 0
+    assert used.held_bytes > 0
     used.abort(RowId(0, 0, 0))
-    assert used.cache_bytes == 0
+    assert used.held_bytes == 0
 
 
 def test_dropout_is_off_and_every_part_is_left_as_it_was(

@@ -136,7 +136,7 @@ def test_the_temperature_is_that_of_sampling(module: PreTrainedModel, make_rows:
     trainer.update(rows, POLICY, temperature=0.7, ratio_tolerance=1e-5)
 
 
-def test_a_broken_ratio_names_row_token_and_both_numbers(
+def test_on_policy_ratio_that_is_broken_names_row_token_and_both_numbers(
     module: PreTrainedModel, make_rows: MakeRows
 ) -> None:
     trainer = Trainer(module, TrainConfig(tokens_per_micro_batch=20), total_steps=1)

@@ -85,7 +85,9 @@ def planned(sizes: Sizes, *, cut: bool, shard: bool) -> tuple[ReshardPlan, int]:
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("sizes", EVERY, ids=str)
-def test_a_rank_receives_what_it_misses_and_no_byte_more(sizes: Sizes, shard: bool, cut: bool) -> None:
+def test_zero_redundancy_a_rank_receives_what_it_misses_and_no_byte_more(
+    sizes: Sizes, shard: bool, cut: bool
+) -> None:
     plan, model = planned(sizes, cut=cut, shard=shard)
     t, t_g = (sizes.t, sizes.t_g) if cut else (1, 1)
     generating = model // (t_g * sizes.p_g)

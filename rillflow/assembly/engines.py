@@ -1,0 +1,69 @@
+"""Engines: what ``rollout.engine`` names, and whether it can do what the recipe asks of it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, cast
+
+from rillflow.assembly.recipe import Recipe
+from rillflow.errors import ConfigError, nearest
+from rillflow.rollout.config import NATIVE
+from rillflow.rollout.engine import Capability, Engine
+
+_METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The engine that ``rollout.engine`` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no engine.
+    """
+    if name == NATIVE:
+        from rillflow.rollout.native.engine import NativeEngine
+
+        return NativeEngine
+    module, _, what = name.partition(":")
+    try:
+        found: Any = vars(import_module(module)).get(what)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.engine is {name!r}, which cannot be imported",
+            why=str(error),
+            fix=f'it is "{NATIVE}", or "package.module:Class" of a package that Python finds here',
+        ) from None
+    lacking = [each for each in _METHODS if found is None or each not in dir(found)]
+    if lacking:
+        raise ConfigError(
+            f"rollout.engine is {name!r}, which is no engine",
+            why=f"it has no {lacking[0]}" if found is not None else f"{module} has no {what!r}",
+            fix=nearest(what, vars(import_module(module))) if found is None else "rillflow/rollout/engine.py",
+        )
+    return cast(type[Engine], found)
+
+
+def require_engine(recipe: Recipe) -> None:
+    """Refuse an engine that cannot do what the recipe asks of it.
+
+    Raises:
+        ConfigError: it cannot be imported, is none, or lacks a capability; it says for what that is needed.
+    """
+    from rillflow.assembly.drawing import graphs
+
+    rollout = recipe.rollout
+    can = engine_class(rollout.engine).can
+    called = {stage.endpoint for graph in graphs(recipe) for stage in graph.stages}
+    for capability, is_needed, because in (
+        (Capability.GREEDY, "greedy" in called, f"{recipe.algorithm.name} calls policy.greedy"),
+        (Capability.GREEDY, recipe.evaluate.temperature == 0, "evaluate.temperature is 0"),
+        (Capability.CUT, rollout.top_k > 0 or rollout.top_p < 1, "rollout has top_k or top_p"),
+        (Capability.STOP, bool(rollout.stop), "rollout.stop names tokens"),
+        (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.generate has tp above 1"),
+        (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
+    ):
+        if is_needed and capability not in can:
+            raise ConfigError(
+                f"rollout.engine is {rollout.engine!r}, which cannot {capability}",
+                why=because,
+                fix=f"change that setting, or the engine; it can {', '.join(sorted(can)) or 'none of these'}",
+            )

@@ -1,0 +1,308 @@
+"""Publishing: how the weights that were trained come to be those that are sampled.
+
+    trainer and sampler on the same ranks
+        SharedWeights       one module: nothing crosses, nothing is held twice
+        ReshardedWeights    a module of generation's mesh; weights cross in place when the ranks turn from
+                            training to generation, and room is given back when they turn again
+
+    each on ranks of its own, the trainer's counted first
+        SentWeights ── a packed tensor for each receiver, bucket by bucket ──> ReceivedWeights
+
+A version is known by its digests (weights.digest): nothing is sampled with weights that have others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.errors import WeightError
+from rillflow.models.language_model import LanguageModel
+from rillflow.models.sampling_shard import assign, sampling_module
+from rillflow.models.tensor_plan import tensor_plan, weight_parts
+from rillflow.placement.mesh import Mesh
+from rillflow.roles.share import Share
+from rillflow.weights.crossing import pack, unpack
+from rillflow.weights.digest import Digests, digests, verify
+from rillflow.weights.layout import Layout, generation_layout, local_shape, logical_weights
+from rillflow.weights.plan import ReshardPlan, reshard_plan
+from rillflow.weights.switch import Switch
+
+Links = Sequence[Mapping[int, Sequence[int]]]
+"""For every bucket, the receivers of every rank that sends."""
+
+
+class TrainedWeights(Protocol):
+    """What the trainer knows of publishing."""
+
+    def publish(self, version: int) -> None:
+        """Let the trained weights be known as this version; every rank of the trainer calls it."""
+
+    def turn_to_training(self) -> None:
+        """Let the trainer have its weights; every rank calls it."""
+
+
+class SampledWeights(Protocol):
+    """What the sampler knows of publishing."""
+
+    module: nn.Module
+    """What the rollout engine runs."""
+    tp: Ranks
+    """The ranks that share one copy of it."""
+    version: int
+    """Of the weights that are sampled with."""
+
+    def turn_to_generation(self, asleep: Callable[[], None]) -> None:
+        """Let the module have the published weights; every rank of the sampler calls it.
+
+        Args:
+            asleep: called when these ranks turn to training: the engine gives room back.
+
+        Raises:
+            WeightError: it has others; they are named, and nothing is generated with them.
+        """
+
+
+class SharedWeights:
+    """The trainer's own module.
+
+    Args:
+        module: the whole module.
+        version: publishes so far.
+    """
+
+    def __init__(self, module: nn.Module, version: int = 0) -> None:
+        self.module, self.version = module, version
+        self.tp: Ranks = Alone()
+        self._asleep: Callable[[], None] | None = None
+
+    def publish(self, version: int) -> None:
+        """See TrainedWeights; there is one copy, so there is nothing to compare."""
+        self.version = version
+
+    def turn_to_generation(self, asleep: Callable[[], None]) -> None:
+        """See SampledWeights."""
+        self._asleep = asleep
+
+    def turn_to_training(self) -> None:
+        """See TrainedWeights."""
+        if self._asleep is not None:
+            self._asleep()
+            self._asleep = None
+
+
+class ReshardedWeights:
+    """A module of its own on the trainer's ranks, whose weights cross in place.
+
+    Args:
+        module: what ``sampling_module`` made of the whole model, before that was cut.
+        share: what the rank trains.
+        switch: between the share and the module's tensors.
+        tp: the ranks that share a copy of the module.
+        members: which of all ranks these are.
+        version: publishes so far.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        share: Share[LanguageModel],
+        switch: Switch,
+        tp: Ranks,
+        members: Sequence[int],
+        version: int,
+    ) -> None:
+        self.module, self.tp, self.version = module, tp, version
+        self._share, self._switch, self._members = share, switch, members
+        self._published: Digests | None = None
+
+    def publish(self, version: int) -> None:
+        """See TrainedWeights."""
+        self.turn_to_training()
+        self.version, self._published = version, _announced(self._share, version)
+
+    def turn_to_generation(self, asleep: Callable[[], None]) -> None:
+        """See SampledWeights."""
+        self._asleep = asleep
+        if self._switch.is_generating:
+            return
+        if self._published is None:
+            self.publish(self.version)
+        assert self._published is not None
+        received, plan = self._switch.to_generation(), self._switch.plan
+        found = digests(plan.weights, plan.destination, received, self.tp, members=self._members)
+        try:
+            verify(self._published, Digests(version=self.version, of=found))
+        except WeightError:
+            self._switch.to_training()  # or the next call would find it generating, and not look again
+            raise
+
+    def turn_to_training(self) -> None:
+        """See TrainedWeights."""
+        if self._switch.is_generating:
+            self._asleep()
+            self._switch.to_training()
+
+
+class SentWeights:
+    """The trained weights of one rank, on their way to samplers elsewhere.
+
+    Args:
+        share: what the rank trains.
+    """
+
+    def __init__(self, share: Share[LanguageModel]) -> None:
+        self._share, self._announced = share, Digests(version=-1, of={})
+
+    def connect(self, plan: ReshardPlan) -> Links:
+        """Take note of what goes where; the plan counts the trainer's ranks first."""
+        self._plan, self._links, self._buckets = plan, links_of(plan), plan.buckets()
+        return self._links
+
+    def publish(self, version: int) -> None:
+        """See TrainedWeights."""
+        self._announced = _announced(self._share, version)
+
+    def what_was_published(self) -> Digests:
+        """The version and the digests of the last publish."""
+        return self._announced
+
+    def turn_to_training(self) -> None:
+        """See TrainedWeights; they never leave."""
+
+    def lie(self) -> Layout:
+        """Where they lie on the trainer's ranks."""
+        return self._share.layout
+
+    def send(self, bucket: int) -> tuple[Tensor, ...]:
+        """The bytes [N] of one bucket for each of its receivers, in the order of the links."""
+        rank, parts = self._share.everyone.rank, self._buckets[bucket].parts
+        held = self._share.parameters
+        return tuple(pack(self._plan, rank, to, held, parts) for to in self._links[bucket][rank])
+
+
+class ReceivedWeights:
+    """The weights of a sampler on ranks of its own; it has none until the first version has come.
+
+    Args:
+        model: the whole model; its weights are of no importance.
+        mesh: of generation, its ranks counted after the trainer's.
+        ranks: those of the sampler.
+    """
+
+    def __init__(self, model: LanguageModel, *, mesh: Mesh, ranks: Ranks) -> None:
+        local = Mesh(axes=mesh.axes, ranks=tuple(rank - min(mesh.ranks) for rank in mesh.ranks))
+        self.tp, self.version = ranks.part(local.groups("tp")), -1
+        self._rank = min(mesh.ranks) + ranks.rank
+        self._members = next(group for group in mesh.groups("tp") if self._rank in group)
+        plan = tensor_plan(model.module) if self.tp.size > 1 else {}
+        self._weights = weights = logical_weights(model.module)
+        self._layout = layout = generation_layout(weights, weight_parts(plan, model.module), mesh)
+        self.module = sampling_module(model.module, plan, self.tp)
+        device = next(model.module.parameters()).device
+        self._held = {
+            name: torch.empty(
+                local_shape(layout[name], weight.shape, self._rank), dtype=weight.dtype, device=device
+            )
+            for name, weight in weights.items()
+        }
+        assign(self.module, self._held)
+
+    def plan(self, source: Layout) -> ReshardPlan:
+        """How weights get here from where they lie on the trainer's ranks."""
+        return reshard_plan(self._weights, source, self._layout)
+
+    def connect(self, plan: ReshardPlan) -> None:
+        """See SentWeights."""
+        self._plan, self._links, self._buckets = plan, links_of(plan), plan.buckets()
+
+    def receive(self, bucket: int, *packed: Tensor) -> None:
+        """Put what the senders of a bucket packed for this rank where it belongs.
+
+        Args:
+            bucket: which one.
+            packed: bytes [N] of each sender, in the order of the links.
+
+        Raises:
+            WeightError: there are more or fewer bytes than the plan says.
+        """
+        self.version = -1
+        senders = [rank for rank, receivers in self._links[bucket].items() if self._rank in receivers]
+        for rank, each in zip(senders, packed, strict=True):
+            unpack(self._plan, self._rank, rank, each, self._held, self._buckets[bucket].parts)
+
+    def serve(self, announced: Digests) -> int:
+        """Let what was received be sampled with; every rank of the sampler calls it.
+
+        Returns:
+            The version.
+
+        Raises:
+            WeightError: a weight is not what was published; nothing is generated until the next publish.
+        """
+        found = digests(self._weights, self._layout, self._held, self.tp, members=self._members)
+        verify(announced, Digests(version=announced.version, of=found))
+        self.version = announced.version
+        return self.version
+
+    def turn_to_generation(self, asleep: Callable[[], None]) -> None:
+        """See SampledWeights; nobody trains here."""
+        del asleep
+        if self.version < 0:
+            raise WeightError(
+                "the sampler has no weights that were published",
+                why="none arrived whole since it was made, or since the last publish began",
+                fix="flow.publish(flow.policy) sends them",
+            )
+
+
+def links_of(plan: ReshardPlan) -> Links:
+    """Who sends to whom, bucket by bucket."""
+    found = []
+    for bucket in plan.buckets():
+        pairs = {
+            (rank, crossed.peer)
+            for rank in plan.ranks
+            for part in bucket.parts
+            for crossed in plan.outgoing(part, rank)
+        }
+        senders = sorted({rank for rank, _ in pairs})
+        found.append({rank: sorted(to for sender, to in pairs if sender == rank) for rank in senders})
+    return found
+
+
+def lay_out(
+    model: LanguageModel, *, mesh: Mesh, is_sharded: bool, generate: Mesh, ranks: Ranks, version: int = 0
+) -> tuple[Share[LanguageModel], SharedWeights | ReshardedWeights]:
+    """A policy's share of its model, and what a sampler on the same ranks generates with.
+
+    Args:
+        model: the whole model, on every rank; its module is cut in place.
+        mesh: dp, pp and tp of training.
+        is_sharded: whether parameters are cut over dp as well.
+        generate: the ranks in generation; see ``weights.layout.generation_mesh``.
+        ranks: all of them.
+        version: publishes so far.
+    """
+    if ranks.size == mesh.axis("dp").size and not is_sharded:
+        return Share.whole(model, ranks), SharedWeights(model.module, version)
+    tp = ranks.part(generate.groups("tp"))
+    plan = tensor_plan(model.module) if max(tp.size, mesh.axis("tp").size) > 1 else {}
+    parts = weight_parts(plan, model.module)
+    module = sampling_module(model.module, plan, tp)
+    share = Share.of(model, mesh=mesh, is_sharded=is_sharded, ranks=ranks)
+    wanted = generation_layout(share.weights, parts, generate)
+    switch = Switch(reshard_plan(share.weights, share.layout, wanted), ranks, share.parameters)
+    assign(module, switch.generation)
+    members = next(group for group in generate.groups("tp") if ranks.rank in group)
+    return share, ReshardedWeights(module, share, switch, tp, members, version)
+
+
+def _announced(share: Share[LanguageModel], version: int) -> Digests:
+    """The digests of what a trainer's ranks hold together; every one of them calls it."""
+    found = digests(share.weights, share.layout, share.parameters, share.everyone)
+    return Digests(version=version, of=found)

@@ -1,0 +1,104 @@
+"""Engine: what a sampler asks of a rollout engine, whoever makes it.
+
+    wake ─> load, once a version ─> generate, or add, step, abort ─> sleep, while the trainer needs the room
+
+The native engine is one; ``rollout.engine = "package.module:Class"`` names another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from rillflow.cluster.ranks import Ranks
+from rillflow.records.batch import Batch
+from rillflow.records.rollout import Rollout
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+
+
+class Capability(StrEnum):
+    """What not every engine can do."""
+
+    GREEDY = "take the likeliest token"
+    """``temperature`` 0."""
+    CUT = "draw from the likeliest tokens alone"
+    """``top_k`` and ``top_p``."""
+    STOP = "end a row at a token of the recipe's"
+    """``stop``."""
+    SHARED = "share a copy of the weights over ranks"
+    """``tp`` above 1."""
+    FIXED = "compute with fixed shapes"
+    """``deterministic``."""
+    ROWS = "take rows in and out while others run"
+    """``add``, ``step`` and ``abort``."""
+
+
+class Engine(Protocol):
+    """Continues prompts with the weights it was given.
+
+    Args:
+        module: the decoder, or this rank's part of it.
+        config: how tokens are drawn.
+        stop_tokens: token ids that end a row.
+        seed: of the run; random numbers follow from it and from row ids.
+        context: tokens of a row at most, prompt included.
+        tp: the ranks that share a copy of the weights; they are given the same calls.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RolloutConfig,
+        *,
+        stop_tokens: frozenset[int],
+        seed: int,
+        context: int,
+        tp: Ranks,
+    ) -> None: ...
+
+    can: ClassVar[frozenset[Capability]]
+    """Known before a process starts: a recipe that needs more is refused."""
+    version: int
+    """Of the weights, written beside every sampled token."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a row waits or runs."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of keys and values, and of weights that are not the module's, held now."""
+
+    def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Sample with these weights from now on.
+
+        Args:
+            version: what they are called.
+            weights: this rank's part of every one, by its name in the whole model; the memory stays the
+                same from version to version, its numbers do not.
+        """
+
+    def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
+        """Continue every prompt ``samples`` times; see ``NativeEngine.generate`` for fields and order.
+
+        Log probabilities are those of the whole vocabulary after temperature, whatever top-k and top-p left.
+        """
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        """Let a row run: a prompt, or a row that was taken out, which goes on where it stopped."""
+
+    def step(self) -> list[Rollout]:
+        """Go on by a token or more; the rows that ended."""
+
+    def abort(self, row: RowId) -> Rollout:
+        """Take a waiting or running row out, its tokens kept."""
+
+    def sleep(self) -> None:
+        """Give room back until ``wake``: no row runs; the trainer is about to work."""
+
+    def wake(self) -> None:
+        """Take what ``sleep`` gave back."""

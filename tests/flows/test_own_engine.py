@@ -1,0 +1,98 @@
+"""Another rollout engine takes the native one's place by one setting, or is refused at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.errors import ConfigError
+from rillflow.observe import layout
+
+sys.path.insert(0, str(Path(__file__).parent))
+import own_engine
+
+RECIPE = """
+[run]
+seed = 3
+threads = 1
+[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+size = 80
+held_out = 10
+[policy]
+model.new = { hidden = 32, layers = 2, heads = 4, context = 16, alphabet = "0123456789+=" }
+[rollout]
+max_tokens = 4
+[algorithm]
+name = "grpo"
+steps = 2
+prompts_per_step = 5
+samples_per_prompt = 3
+[reward]
+function = "reward.py:small"
+"""
+REWARD = """
+def small(prompts, completions, **columns):
+    return [sum(letter < "5" for letter in text) / 4 for text in completions]
+"""
+
+
+def ran(folder: Path, *settings: str) -> list[str]:
+    """Every rollout, as it was written."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.toml").write_text(RECIPE)
+    (folder / "reward.py").write_text(REWARD)
+    run = folder / "run"
+    loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(run))}", *settings])
+    launch(loaded.recipe, loaded.base, quiet=True)
+    return [file.read_text() for file in sorted((run / layout.ROLLOUTS).iterdir())]
+
+
+def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
+    """It is given each version once, is woken before it samples and sent to sleep before anything trains."""
+    own_engine.ASKED.clear()
+    found = ran(tmp_path / "own", 'rollout.engine="own_engine:Noting"')
+    assert found == ran(tmp_path / "native")
+    judged, step = ["wake", "generate"], ["generate", "sleep"]
+    weights = own_engine.ASKED[1].split()[2]
+    assert [
+        *("wake", f"load 0 {weights}", "generate"),
+        *("wake", *step),
+        *("wake", f"load 1 {weights}", *step),
+        *("wake", f"load 2 {weights}", judged[1], "sleep"),
+    ] == own_engine.ASKED
+    assert int(weights) > 10
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "what", "why"),
+    [
+        ("own_engine:Halting", [], "cannot take the likeliest token", "evaluate.temperature is 0"),
+        (
+            "own_engine:Halting",
+            ["evaluate.temperature=1", "algorithm.name=remax"],
+            "cannot take the likeliest token",
+            "remax calls policy.greedy",
+        ),
+        ("own_engine:Noting", ["rollout.top_p=0.9"], "cannot draw from the likeliest", "top_k or top_p"),
+        ("own_engine:Noting", ["rollout.deterministic=true"], "fixed shapes", "deterministic is true"),
+        ("own_engine:Notting", [], "no engine", "own_engine has no 'Notting'"),
+        ("own_engine:NoEngine", [], "no engine", "it has no can"),
+        ("no_such_package:Engine", [], "cannot be imported", "no_such_package"),
+        ("natve", [], "cannot be imported", "natve"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_said_before_anything_starts(
+    engine: str, settings: list[str], what: str, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ran(tmp_path, f'rollout.engine="{engine}"', *settings)
+    assert what in caught.value.what and why in caught.value.why
+    assert not (tmp_path / "run" / layout.METRICS).exists()

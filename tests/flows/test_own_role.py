@@ -1,0 +1,123 @@
+"""An algorithm's file brings a role of its own; who takes part follows from a step that does not say it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.assembly.drawing import graphs
+from rillflow.assembly.recipe import Recipe, load_recipe
+from rillflow.errors import ConfigError, RillflowError
+
+sys.path.insert(0, str(Path(__file__).parent))
+import own_role
+
+RECIPE = """
+[run]
+seed = 3
+threads = 1
+[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+size = 80
+held_out = 10
+[policy]
+model.new = { hidden = 32, layers = 2, heads = 4, context = 16, alphabet = "0123456789+=" }
+lr = 3e-3
+[rollout]
+max_tokens = 4
+[evaluate]
+problems = 0
+[algorithm]
+name = "verified"
+steps = 3
+prompts_per_step = 8
+samples_per_prompt = 4
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    return tmp_path / "run.toml"
+
+
+@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
+def test_its_endpoint_is_a_stage_and_its_measure_a_metric(backend: str, recipe: Path) -> None:
+    """Run as a script, in a pool of its own."""
+    if backend == "ray" and find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    settings = ["placement.pools={ main = 1, other = 1 }", 'placement.roles={ verifier = "other" }']
+    words = [word for each in (*settings, f"placement.backend={backend}") for word in ("--set", each)]
+    command = [sys.executable, own_role.__file__, "run", str(recipe), "--dir", "run", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, cwd=recipe.parent
+    )
+    assert done.returncode == 0, done.stderr
+    run = recipe.parent / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    shares = [line["metrics"]["verifier/found/share"]["mean"] for line in lines]
+    assert len(shares) == 3 and all(0 < share < 1 for share in shares)
+    spans = [json.loads(line) for line in (run / "spans.jsonl").read_text().splitlines()]
+    assert {span["pool"] for span in spans if span["stage"] == "verifier.verify"} == {"other"}
+
+
+def test_it_stands_in_the_graph(recipe: Path) -> None:
+    loaded = load_recipe(recipe, algorithms=[own_role.ALGORITHM]).recipe
+    assert loaded.roles == ("policy", "verifier")
+    (graph,) = graphs(loaded)
+    assert [stage.name for stage in graph.stages][:2] == ["policy.generate", "verifier.verify"]
+
+
+def function(*_: Any) -> None:
+    """No class."""
+
+
+@pytest.mark.parametrize(
+    ("brings", "what"),
+    [
+        ({"verifier": function}, "'verifier', which is no role: <function function"),
+        ({"verifier": Path}, "'verifier', which is no role: <class 'pathlib"),
+        ({"critic": own_role.Verifier}, "'critic', which is a shipped one's name"),
+    ],
+)
+def test_what_is_no_role_is_refused_before_anything_starts(
+    brings: dict[str, Any], what: str, recipe: Path
+) -> None:
+    own = Algorithm(config=own_role.VerifiedConfig, step=own_role.step, data=Data.PROMPTS, brings=brings)
+    with pytest.raises(ConfigError) as caught:
+        graphs(load_recipe(recipe, algorithms=[own]).recipe)
+    assert what in caught.value.what
+
+
+def test_a_role_that_nobody_brings_is_refused(recipe: Path) -> None:
+    own = Algorithm(config=own_role.VerifiedConfig, step=own_role.step, data=Data.PROMPTS)
+    with pytest.raises(RillflowError, match="no role 'verifier'"):
+        graphs(load_recipe(recipe, algorithms=[own]).recipe)
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
+VARIANTS = [[], ["algorithm.loss.kl=0"], ["algorithm.loss.kl=0.1"], ["algorithm.truncated=mask"]]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_the_roles_that_an_algorithm_states_are_those_it_calls(path: Path) -> None:
+    for overrides in VARIANTS:
+        try:
+            found = load_recipe(path, overrides).recipe
+        except ConfigError:  # no such setting there, or one that does not go with its others
+            continue
+        assert isinstance(found, Recipe) and found.chosen in ALGORITHMS.values()
+        stated = found.chosen
+        heard = Algorithm(config=stated.config, step=stated.step, data=stated.data, beside=stated.beside)
+        assert set(heard.called(found.algorithm)) == set(stated.called(found.algorithm))
+        assert heard.called(found.algorithm)[0] == stated.called(found.algorithm)[0]

@@ -1,0 +1,165 @@
+"""A policy that answers on ranks of its own says, and learns, what one that answers where it trains does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import weakref
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.dataflow import delivery
+from rillflow.observe import layout
+from rillflow.observe.reader import read_spans
+from rillflow.roles.policy import Policy
+from rillflow.weights.plan import ReshardPlan
+
+RECIPE = """
+[run]
+seed = 3
+threads = 1
+[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+size = 80
+held_out = 10
+[policy]
+lr = 1e-4
+model.new = { hidden = 32, layers = 4, heads = 4, kv_heads = 2, context = 16, alphabet = "0123456789+=" }
+[rollout]
+max_rows = 32
+max_tokens = 4
+[warm_start]
+steps = 3
+prompts_per_step = 33
+lr = 3e-3
+[algorithm]
+name = "NAME"
+steps = 2
+prompts_per_step = 5
+samples_per_prompt = 3
+minibatches = 2
+loss.kl = 0.01
+[reward]
+function = "reward.py:small"
+"""
+REWARD = """
+def small(prompts, completions, **columns):
+    return [sum(letter < "5" for letter in text) / 4 for text in completions]
+"""
+APART = 'placement.roles={ sampler = "answers" }'
+TOGETHER = 'placement.roles={ reward = "answers" }'
+"""The pool of the other ranks is the reward's, so that one line changes."""
+
+
+def ran(folder: Path, *settings: str, name: str = "grpo") -> tuple[list[str], list[bytes]]:
+    """Every rollout as it was written, and the weights of the last checkpoint."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.toml").write_text(RECIPE.replace("NAME", name))
+    (folder / "reward.py").write_text(REWARD)
+    run = folder / "run"
+    loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(run))}", *settings])
+    launch(loaded.recipe, loaded.base, quiet=True)
+    rows = [file.read_text() for file in sorted((run / layout.ROLLOUTS).iterdir())]
+    newest = max((run / layout.CHECKPOINTS).iterdir())
+    return rows, [file.read_bytes() for file in sorted((newest / "policy").glob("*.safetensors"))]
+
+
+def pools(train: int, answers: int, backend: str = "ray") -> list[str]:
+    sizes = f"placement.pools={{ main = {train}, answers = {answers} }}"
+    return [sizes, f"placement.backend={backend}"]
+
+
+def test_one_line_gives_the_sampler_a_pool_of_its_own_and_no_bit_changes(tmp_path: Path) -> None:
+    """PPO, warm start and evaluations included; in one process."""
+    together = ran(tmp_path / "a", *pools(1, 1, "inline"), TOGETHER, name="ppo")
+    apart = ran(tmp_path / "b", *pools(1, 1, "inline"), APART, name="ppo")
+    assert apart == together and together[1]
+    spans = read_spans(tmp_path / "b/run")
+    where = {span.stage: span.pool for span in spans}
+    assert (where["policy.generate"], where["policy.update"]) == ("answers", "main")
+    assert (where["policy.send"], where["sampler.receive"]) == ("main", "answers")
+    assert "policy.send" not in {span.stage for span in read_spans(tmp_path / "a/run")}
+
+
+def test_a_run_apart_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    settings = [*pools(1, 1, "inline"), APART, "run.checkpoint_every=1"]
+    whole = ran(tmp_path / "a", *settings)
+    ran(tmp_path / "b", *settings)
+    run = tmp_path / "b/run"
+    (run / layout.FINISHED).unlink()
+    shutil.rmtree(max((run / layout.CHECKPOINTS).iterdir()))
+    assert ran(tmp_path / "b", *settings) == whole
+
+
+def test_few_buckets_are_on_their_way_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second copy of the weights is anywhere while they cross, however many buckets there are."""
+    buckets, send, sent, most = ReshardPlan.buckets, delivery.send, list[weakref.ref[Tensor]](), [0]
+
+    def watched(policy: Policy, bucket: int) -> tuple[Tensor, ...]:
+        most[0] = max(most[0], sum(each() is not None for each in sent))
+        found: tuple[Tensor, ...] = send(policy, bucket)
+        sent.extend(map(weakref.ref, found))
+        return found
+
+    monkeypatch.setattr(ReshardPlan, "buckets", lambda plan: buckets(plan, 2000))
+    monkeypatch.setattr(delivery, "send", watched)
+    ran(tmp_path, *pools(1, 1, "inline"), APART)
+    assert len(sent) > 100 and 1 <= most[0] <= delivery.BUCKETS + 1
+
+
+RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+
+
+@RAY
+def test_processes_of_their_own_say_the_same(tmp_path: Path) -> None:
+    together = ran(tmp_path / "a", *pools(1, 1, "inline"), TOGETHER)
+    assert ran(tmp_path / "b", *pools(1, 1), APART) == together
+
+
+@RAY
+@pytest.mark.slow
+def test_processes_of_another_mesh_are_sent_what_they_lack(tmp_path: Path) -> None:
+    """Parameters cut over two ranks by FSDP2; samplers that share a copy by tp, there and apart."""
+    cut = ["placement.train={ main = { fsdp = 2 } }", "placement.generate={ tp = 2 }"]
+    together = ran(tmp_path / "a", *pools(2, 2), *cut, TOGETHER)
+    apart = ran(tmp_path / "b", *pools(2, 2), *cut, APART)
+    assert apart == together and together[1]
+
+
+MESHES = {
+    "dp 1": (pools(1, 1), ()),
+    "dp 2": (pools(2, 2), ()),
+    "tp 2": (pools(2, 2), ("placement.train={ main = { tp = 2 } }", "placement.generate={ tp = 2 }")),
+    "tp 2, answers whole": (pools(2, 2), ("placement.train={ main = { tp = 2 } }",)),
+    "pp 2, answers whole": (pools(2, 2), ("placement.train={ main = { pp = 2 } }",)),
+}
+
+
+@RAY
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_sends_what_it_would_have_sampled_with(mesh: str, tmp_path: Path) -> None:
+    sizes, more = MESHES[mesh]
+    together = ran(tmp_path / "a", *sizes, *more, TOGETHER)
+    apart = ran(tmp_path / "b", *sizes, *more, APART)
+    assert apart == together and together[1]
+
+
+@RAY
+@pytest.mark.slow
+def test_any_tp_answers_for_one_rank_that_trains(tmp_path: Path) -> None:
+    """One rank trains, two share a copy: the same tokens; their log probabilities but for rounding."""
+    alone = ran(tmp_path / "a", *pools(1, 1), TOGETHER)
+    apart = ran(tmp_path / "b", *pools(1, 2), "placement.generate={ tp = 2 }", APART)
+    tokens = [
+        [[json.loads(line)["tokens"] for line in rows.splitlines()] for rows in found[0]]
+        for found in (alone, apart)
+    ]
+    assert tokens[0] == tokens[1]

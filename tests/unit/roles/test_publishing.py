@@ -1,0 +1,116 @@
+"""Publishing to samplers elsewhere: what is sent is what was missing, and nothing else is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rillflow.cluster.ranks import Alone
+from rillflow.errors import WeightError
+from rillflow.models.config import ModelConfig, NewModel
+from rillflow.models.language_model import LanguageModel, load_model
+from rillflow.placement.mesh import Mesh
+from rillflow.roles.publishing import ReceivedWeights, SentWeights, links_of
+from rillflow.roles.sampler import Sampler
+from rillflow.roles.share import Share
+from rillflow.rollout.config import RolloutConfig
+from rillflow.weights.plan import ReshardPlan
+
+NEW = NewModel(hidden=16, layers=2, heads=2, context=16, alphabet="0123456789+=")
+
+
+def model(seed: int) -> LanguageModel:
+    return load_model(ModelConfig(new=NEW), seed=seed, device=torch.device("cpu"), base=Path())
+
+
+class Ends:
+    """One trainer and one sampler of another seed, connected."""
+
+    def __init__(self, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        buckets = ReshardPlan.buckets
+        monkeypatch.setattr(ReshardPlan, "buckets", lambda plan: buckets(plan, most_bytes))
+        self.trained, other = model(1), model(2)
+        self.sent = SentWeights(Share.whole(self.trained))
+        self.received = ReceivedWeights(other, mesh=Mesh.of(first=1, dp=1, tp=1), ranks=Alone())
+        self.plan = self.received.plan(self.sent.lie())
+        self.links = links_of(self.plan)
+        self.received.connect(self.plan)
+        assert self.sent.connect(self.plan) == self.links
+        self.sampler = Sampler(
+            self.received, model=other, rollout=RolloutConfig(max_tokens=2, max_rows=2), seed=0
+        )
+
+    def deliver(self) -> list[Tensor]:
+        """Every bucket; what was on its way."""
+        found = []
+        for bucket in range(len(self.links)):
+            (packed,) = self.sent.send(bucket)
+            self.received.receive(bucket, packed)
+            found.append(packed)
+        return found
+
+    def held(self) -> dict[str, Tensor]:
+        return dict(self.received.module.named_parameters())
+
+
+@pytest.mark.parametrize("most_bytes", [500, 2**20])
+def test_what_was_trained_is_what_is_sampled_in_buckets_of_any_size(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = Ends(most_bytes, monkeypatch)
+    ends.sent.publish(3)
+    packed = ends.deliver()
+    assert ends.received.serve(ends.sent.what_was_published()) == ends.received.version == 3
+    trained, held = dict(ends.trained.module.named_parameters()), ends.held()
+    assert held.keys() == trained.keys()
+    assert all(torch.equal(held[name], weight) for name, weight in trained.items())
+    whole = sum(weight.nbytes for weight in trained.values())
+    assert sum(each.nbytes for each in packed) == ends.plan.received(1) == whole, "each byte, and once"
+    assert (len(packed) > 10) == (most_bytes == 500)
+
+
+def test_nothing_is_sampled_before_a_publish_or_while_one_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = Ends(2**20, monkeypatch)
+    with pytest.raises(WeightError, match="no weights that were published"):
+        ends.received.turn_to_generation(lambda: None)
+    ends.sent.publish(0)
+    ends.deliver()
+    ends.received.serve(ends.sent.what_was_published())
+    ends.received.turn_to_generation(lambda: None)
+    ends.received.receive(0, *ends.sent.send(0))
+    with pytest.raises(WeightError, match="since the last publish began"):
+        ends.received.turn_to_generation(lambda: None)
+
+
+def test_weights_that_differ_are_named_and_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends(2**20, monkeypatch)
+    ends.sent.publish(1)
+    ends.deliver()
+    name = "model.layers.1.mlp.up_proj.weight"
+    with torch.no_grad():
+        ends.held()[name].view(-1)[7] += 1e-6
+    with pytest.raises(WeightError, match=rf"{name} differs from what was published as version 1"):
+        ends.received.serve(ends.sent.what_was_published())
+    with pytest.raises(WeightError):
+        ends.received.turn_to_generation(lambda: None)
+
+
+def test_what_is_trained_after_the_announcement_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends(2**20, monkeypatch)
+    ends.sent.publish(1)
+    with torch.no_grad():
+        next(iter(ends.trained.module.parameters())).mul_(1.5)
+    ends.deliver()
+    with pytest.raises(WeightError, match="embed_tokens"):
+        ends.received.serve(ends.sent.what_was_published())
+
+
+def test_bytes_of_another_plan_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends(2**20, monkeypatch)
+    with pytest.raises(WeightError, match="packed 8 bytes for rank 1"):
+        ends.received.receive(0, torch.zeros(8, dtype=torch.uint8))
