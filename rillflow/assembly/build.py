@@ -31,7 +31,7 @@ from rillflow.observe.reader import Evaluation
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.pipeline.evaluate import judged, ranked
 from rillflow.pipeline.interrupt import Interruption
-from rillflow.pipeline.loop import Cadence, Loop, Phase, Stream
+from rillflow.pipeline.loop import Cadence, DataStream, Loop, Phase
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean
 from rillflow.records.row import HELD_OUT_EPOCH
@@ -124,14 +124,14 @@ class Build:
             evaluated=plan.evaluated,
         )
 
-    def _beside(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Stream | None:
+    def _beside(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> DataStream | None:
         """What the phase's step is given beside its data."""
         data = plan.algorithm.beside(plan.config)
         if data is None:
             return None
         return self._stream(data, resumed["beside"] if resumed else None, shift=BESIDE_SEED)
 
-    def _stream(self, data: Data, saved: Mapping[str, int] | None, shift: int = 0) -> Stream:
+    def _stream(self, data: Data, saved: Mapping[str, int] | None, shift: int = 0) -> DataStream:
         """The training rows in the order of every epoch, from the saved place on; a ``shift`` changes it."""
         position, left_out = StreamPosition(**(saved or {})), self.encoded.left_out[data]
         rows = PromptStream(self.encoded.train[data], seed=self._recipe.run.seed + shift, position=position)
@@ -141,7 +141,9 @@ class Build:
             return _batch(data, [draw.row for draw in drawn], [draw.epoch for draw in drawn])
 
         share = Mean(total=float(left_out), count=float(len(self._task.train)))
-        return Stream(take=take, state=rows.state, metrics={"data/left_out/share": share} if left_out else {})
+        return DataStream(
+            take=take, state=rows.state, metrics={"data/left_out/share": share} if left_out else {}
+        )
 
     def _judge(self, data: Data) -> Callable[[GroupExecutor], Evaluation] | None:
         """What evaluates on held-out rows; None where there are none, or nothing could tell."""

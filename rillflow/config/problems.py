@@ -12,7 +12,7 @@ from typing import get_args
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rillflow.config.schema import Data, Place, at, subsections, tags, walk
+from rillflow.config.schema import Data, SettingPlace, at, subsections, tags, walk
 from rillflow.config.section import Section
 from rillflow.errors import ConfigError, RillflowError, nearest
 
@@ -106,7 +106,7 @@ def _is_literal(text: str) -> bool:
     return True
 
 
-def _unknown(place: Place, value: object, schema: type[Section]) -> ConfigError:
+def _unknown(place: SettingPlace, value: object, schema: type[Section]) -> ConfigError:
     parent, _, name = place.dotted.rpartition(".")
     kind = "section" if isinstance(value, Mapping) else "key"
     inside = f"[{parent}]" if parent else "a recipe"

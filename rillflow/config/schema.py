@@ -42,7 +42,7 @@ class Key:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SettingPlace:
     """Where in a recipe something stands."""
 
     dotted: str
@@ -84,12 +84,12 @@ def walk(section: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[Key]:
             yield from walk(inner, key.path)
 
 
-def at(section: type[Section], place: Sequence[str | int], data: object, path: str = "") -> Place:
+def at(section: type[Section], place: Sequence[str | int], data: object, path: str = "") -> SettingPlace:
     """Follow a validator's place through the schema and the data."""
     name, rest = str(place[0]), place[1:]
     dotted = f"{path}.{name}" if path else name
     if name not in section.model_fields:
-        return Place(dotted=dotted, section=section, field=None)
+        return SettingPlace(dotted=dotted, section=section, field=None)
     field = section.model_fields[name]
     value = data[name] if isinstance(data, Mapping) and name in data else None
     inner = chosen(field, value)
@@ -98,4 +98,4 @@ def at(section: type[Section], place: Sequence[str | int], data: object, path: s
     if inner is not None and rest:
         return at(inner, rest, value, dotted)
     index = "".join(f"[{part}]" for part in rest if isinstance(part, int))
-    return Place(dotted=dotted + index, section=section, field=field)
+    return SettingPlace(dotted=dotted + index, section=section, field=field)

@@ -21,7 +21,7 @@ from rillflow.workers import program
 from rillflow.workers.endpoint import Measure
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
-from rillflow.workers.values import Facts, Reference
+from rillflow.workers.values import Facts, RemoteValue
 
 
 class GroupExecutor:
@@ -104,12 +104,12 @@ class GroupExecutor:
         made = []
         for place in places:
             value, facts = self._backend.submit(place, work[0], name, *work[1:], given, packed, results=2)
-            made.append(Reference(value=value, facts=facts))
+            made.append(RemoteValue(value=value, facts=facts))
         sources = [each for each in (*arguments, *options.values()) if isinstance(each, Pending)]
         return self._pending(name, places, made, sources)
 
     def _pending(
-        self, name: str, places: Sequence[Place], made: Sequence[Reference], sources: Sequence[Pending]
+        self, name: str, places: Sequence[Place], made: Sequence[RemoteValue], sources: Sequence[Pending]
     ) -> Pending:
         return Pending(
             name,
@@ -136,7 +136,7 @@ class GroupExecutor:
         given = [self._sent(each, name) for each in arguments]
         made = self._backend.submit(place, program.deal, name, role, function, given, {}, results=parts + 1)
         *values, facts = made
-        return [self._pending(name, [place], [Reference(value=value, facts=facts)], []) for value in values]
+        return [self._pending(name, [place], [RemoteValue(value=value, facts=facts)], []) for value in values]
 
     def on(self, role: str, rank: int, function: Callable[..., Any], *arguments: Any) -> Pending:
         """Call a function of a module with a role's object, at one rank of the role."""

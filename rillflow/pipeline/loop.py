@@ -49,7 +49,7 @@ RESCUE_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class DataStream:
     """Where a phase's data comes from, and where it stands."""
 
     take: Callable[[int], Batch]
@@ -80,9 +80,9 @@ class Phase:
     """What runs it."""
     trained: tuple[str, ...]
     """The roles it trains; checkpoints hold them, and rows are recorded where the first one is."""
-    stream: Stream
+    stream: DataStream
     """Its data."""
-    beside: Stream | None
+    beside: DataStream | None
     """What its step is given beside them, as many rows; None where that is nothing."""
     evaluated: bool
     """Whether what is trained is judged before, after and during this phase."""

@@ -32,7 +32,7 @@ _CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class HeldOutScore:
     """The held-out rows at one step."""
 
     step: int
@@ -79,9 +79,9 @@ class Summary:
     """The run directory."""
     is_finished: bool
     """Whether its last step was made."""
-    before: Score | None
+    before: HeldOutScore | None
     """The first look at the held-out rows."""
-    after: Score | None
+    after: HeldOutScore | None
     """The last look; None when there was one look only."""
     phases: tuple[PhaseSteps, ...]
     """The phases that made steps."""
@@ -155,11 +155,11 @@ def summary_of(data: RunData) -> Summary:
     )
 
 
-def scores_of(data: RunData) -> list[Score]:
+def scores_of(data: RunData) -> list[HeldOutScore]:
     """Every look at the held-out rows, all of one kind: accuracies only if every one of them is one."""
     graded = not all(found.is_accuracy for found in data.evaluations)
     return [
-        Score(
+        HeldOutScore(
             step=found.step,
             accuracy=None if graded else found.accuracy,
             correct=found.correct,
@@ -209,7 +209,7 @@ def _rank(model: Path) -> tuple[int, bool]:
     return int(model.parent.name.removeprefix("step-")), model.name == _ASKED
 
 
-def verdict(before: Score, after: Score) -> str:
+def verdict(before: HeldOutScore, after: HeldOutScore) -> str:
     """What the change means, in plain words: chance is called chance."""
     change = after.value - before.value
     if math.isnan(change):
@@ -253,7 +253,7 @@ def _score_lines(summary: Summary) -> list[str]:
     ]
 
 
-def _more_lines(summary: Summary, *scores: Score) -> list[str]:
+def _more_lines(summary: Summary, *scores: HeldOutScore) -> list[str]:
     """The mean reward where it says more than the accuracy; beside it, the share that is right enough."""
     if all(score.accuracy is None for score in scores):
         shares = [score.correct / score.count for score in scores if score.correct is not None]

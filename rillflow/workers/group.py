@@ -22,7 +22,7 @@ from rillflow.workers.endpoint import Endpoint
 from rillflow.workers.pending import Pending
 from rillflow.workers.program import Call, Factory
 from rillflow.workers.transfer import AXES, Transfer
-from rillflow.workers.values import Reference, piece
+from rillflow.workers.values import RemoteValue, piece
 
 
 class Group:
@@ -111,7 +111,7 @@ class Group:
         for rank, place in enumerate(self.places):
             given = [self._part(argument, transfer, rank, weighed) for argument in ready]
             value, facts = self._backend.submit(place, program.run, call, given, packed, results=2)
-            made.append(Reference(value=value, facts=facts))
+            made.append(RemoteValue(value=value, facts=facts))
         taken = self._taken(transfer)
         others = [rank for rank in range(len(made)) if rank not in taken]
         return Pending(

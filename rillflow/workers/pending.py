@@ -15,7 +15,7 @@ from rillflow.cluster.backend import Backend
 from rillflow.cluster.pool import Place
 from rillflow.errors import ClusterError
 from rillflow.graph.handle import Handle
-from rillflow.workers.values import Facts, Reference, Rows, Whole, assembled
+from rillflow.workers.values import Facts, RemoteValue, Rows, Whole, assembled
 
 
 class Pending(Handle):
@@ -38,8 +38,8 @@ class Pending(Handle):
         *,
         given: str,
         places: Sequence[Place],
-        references: Sequence[Reference],
-        others: Sequence[Reference],
+        references: Sequence[RemoteValue],
+        others: Sequence[RemoteValue],
         is_partial: bool,
         sources: Sequence[Pending],
         backend: Backend,

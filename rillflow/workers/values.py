@@ -46,7 +46,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class RemoteValue:
     """What one rank returned, where it is."""
 
     value: Any
@@ -59,7 +59,7 @@ class Reference:
 class Rows:
     """One rank's part of a batch that lies on other ranks, end to end."""
 
-    references: tuple[Reference, ...]
+    references: tuple[RemoteValue, ...]
     """The parts, in order."""
     index: int
     """Which part is wanted."""
@@ -67,7 +67,7 @@ class Rows:
     """Of how many."""
     unit: int = 1
     """So many neighbouring rows are never parted."""
-    by: tuple[Reference, ...] | None = None
+    by: tuple[RemoteValue, ...] | None = None
     """Rows are shared out by their tokens, or where they have none by those of this batch; None: evenly."""
 
 
@@ -75,7 +75,7 @@ class Rows:
 class Whole:
     """All of a value that lies on other ranks."""
 
-    references: tuple[Reference, ...]
+    references: tuple[RemoteValue, ...]
     """The parts, in order."""
     is_partial: bool
     """Whether the parts are shares to be added, not pieces to be laid end to end."""

@@ -25,7 +25,7 @@ from rillflow.errors import ClusterError
 from rillflow.observe.progress import Progress
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.pipeline.interrupt import Interruption
-from rillflow.pipeline.loop import Cadence, Loop, Phase, Stream
+from rillflow.pipeline.loop import Cadence, DataStream, Loop, Phase
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.row import RowId
@@ -125,7 +125,7 @@ def test_whoever_fails_is_told_while_another_stage_still_works(
         report: Pending = flow.slow.measure(slow)
         return report
 
-    stream = Stream(take=lambda _: BATCH, state=dict)
+    stream = DataStream(take=lambda _: BATCH, state=dict)
     phase = Phase(
         name="parting", steps=1, rows=4, step=step, config=None, flow=Flow(executor), executor=executor,
         trained=("main",), stream=stream, beside=None, evaluated=False,

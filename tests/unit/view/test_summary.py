@@ -15,19 +15,21 @@ from rillflow.errors import RunDirectoryError
 from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.records.metrics import Mean
 from rillflow.view.report import write_report
-from rillflow.view.summary import Score, render_text, summarise, verdict
+from rillflow.view.summary import HeldOutScore, render_text, summarise, verdict
 
 MakeRun = Callable[..., Path]
 
 
-def score(accuracy: float, half: float | None) -> Score:
+def score(accuracy: float, half: float | None) -> HeldOutScore:
     interval = None if half is None else (accuracy - half, accuracy + half)
-    return Score(step=0, accuracy=accuracy, correct=0, count=1, interval=interval, mean_reward=0.0)
+    return HeldOutScore(step=0, accuracy=accuracy, correct=0, count=1, interval=interval, mean_reward=0.0)
 
 
-def graded(mean_reward: float, half: float | None) -> Score:
+def graded(mean_reward: float, half: float | None) -> HeldOutScore:
     interval = None if half is None else (mean_reward - half, mean_reward + half)
-    return Score(step=0, accuracy=None, correct=None, count=1, interval=interval, mean_reward=mean_reward)
+    return HeldOutScore(
+        step=0, accuracy=None, correct=None, count=1, interval=interval, mean_reward=mean_reward
+    )
 
 
 def test_a_finished_run_is_told_in_full(make_run: MakeRun) -> None:
@@ -77,7 +79,7 @@ def test_a_finished_run_is_told_in_full(make_run: MakeRun) -> None:
         (graded(math.nan, None), graded(0.5, 0.1), "No answer had a reward at one of the two."),
     ],
 )
-def test_chance_is_called_chance(before: Score, after: Score, words: str) -> None:
+def test_chance_is_called_chance(before: HeldOutScore, after: HeldOutScore, words: str) -> None:
     assert verdict(before, after) == words
 
 

@@ -10,7 +10,7 @@ import pytest
 from rillflow.cluster.inline import InlineBackend
 from rillflow.cluster.pool import Place
 from rillflow.workers.pending import Pending
-from rillflow.workers.values import Reference
+from rillflow.workers.values import RemoteValue
 
 
 def pending_of(taken: Future[Any], watched: Future[Any]) -> Pending:
@@ -19,8 +19,8 @@ def pending_of(taken: Future[Any], watched: Future[Any]) -> Pending:
         "policy.update",
         given="",
         places=[Place(pool="main", rank=rank) for rank in range(2)],
-        references=[Reference(value=taken, facts=taken)],
-        others=[Reference(value=watched, facts=watched)],
+        references=[RemoteValue(value=taken, facts=taken)],
+        others=[RemoteValue(value=watched, facts=watched)],
         is_partial=False,
         sources=(),
         backend=InlineBackend(),

@@ -17,7 +17,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.workers.values import (
     Facts,
-    Reference,
+    RemoteValue,
     Rows,
     balanced_shares,
     lengths_of,
@@ -34,10 +34,10 @@ def batch_of(rows: int) -> Batch:
     return Batch(ids=ids, fields={"x": torch.arange(rows)})
 
 
-def lying(parts: list[Batch]) -> tuple[Reference, ...]:
+def lying(parts: list[Batch]) -> tuple[RemoteValue, ...]:
     """References to parts, which are the values themselves."""
     return tuple(
-        Reference(
+        RemoteValue(
             value=part,
             facts=Facts(rows=len(part), tokens=0, lengths=lengths_of(part), began=0.0, ended=0.0),
         )
@@ -118,7 +118,7 @@ def test_rows_that_differ_in_length_are_shared_out_by_their_tokens() -> None:
     values = Batch(ids=ids, fields={"x": torch.arange(10)})
     held, more = lying([rollouts.slice(0, 4), rollouts.slice(4, 10)]), lying([values])
 
-    def part(references: tuple[Reference, ...], index: int) -> Batch:
+    def part(references: tuple[RemoteValue, ...], index: int) -> Batch:
         wanted = Rows(references=references, index=index, count=2, by=held)
         found: Batch = resolved(wanted, list)
         return found
