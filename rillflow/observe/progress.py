@@ -1,7 +1,7 @@
 """Progress: what a person sees while a run goes on.
 
 on a terminal     one bar a phase, redrawn in place, with the time left; notes scroll by above
-anywhere else     one plain line a step, so that a log file can be read and searched
+anywhere else     one plain line a step, so that a log file, or a notebook, can be read and searched
 quiet             nothing
 """
 
@@ -64,6 +64,7 @@ class Progress:
             highlight=False,
             markup=False,
             emoji=False,
+            force_jupyter=False,
         )
         self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}

@@ -112,12 +112,13 @@ class Child:
             self._answers, answers = _pipe(read=ours, write=theirs)
             self._status, status = _pipe(read=ours, write=theirs)
             self._printed, printed = _pipe(read=ours, write=theirs)
+            folder = "" if self._function.text else str(self._function.file.parent)
             numbers = [str(number) for number in (requests, answers, status, os.getpid())]
             self._watched = {self._answers, self._status, self._printed}
             for descriptor in (self._requests, *self._watched):
                 os.set_blocking(descriptor, False)
             self._process = subprocess.Popen(
-                [*_INTERPRETER, str(_PACKAGE_ROOT), *numbers, containment, str(self._function.file.parent)],
+                [*_INTERPRETER, str(_PACKAGE_ROOT), *numbers, containment, folder],
                 env=clean_environment() if containment is Containment.SANDBOX else None,
                 stdin=subprocess.DEVNULL,
                 stdout=printed,

@@ -61,11 +61,11 @@ def isolate() -> None:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-def enclose(folder: Path) -> None:
+def enclose(folder: str) -> None:
     """Leave this process, and those it forks, with the sandbox's files and without capabilities.
 
     Args:
-        folder: where the function's file is; it can be read.
+        folder: where the function's file is; it can be read. Empty: it has none, and begins in /tmp.
 
     Raises:
         OSError: the kernel refuses.
@@ -78,7 +78,9 @@ def enclose(folder: Path) -> None:
         Path(_NEW_ROOT + name).mkdir()
     _mount("none", f"{_NEW_ROOT}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=1777,size={SIZE}")
     links = [name for name in _SYSTEM if Path(name).is_symlink()]
-    for name in _outermost([*(name for name in _SYSTEM if name not in links), *_python(), str(folder)]):
+    for name in _outermost(
+        [*(name for name in _SYSTEM if name not in links), *_python(), *filter(None, [folder])]
+    ):
         _bind(name)
     for name in links:
         Path(_NEW_ROOT + name).symlink_to(Path(name).readlink())
@@ -92,7 +94,7 @@ def enclose(folder: Path) -> None:
     os.chdir(_NEW_ROOT)
     _mount(".", "/", None, _MS_MOVE)
     os.chroot(".")
-    os.chdir(folder)
+    os.chdir(folder or "/tmp")
     _drop_capabilities()
 
 

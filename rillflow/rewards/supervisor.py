@@ -244,7 +244,7 @@ def _keep(requests: int, answers: int, status: int, containment: Containment) ->
         _mount_proc()
     elif containment is Containment.SANDBOX:
         try:
-            enclose(Path(sys.argv[7]))
+            enclose(sys.argv[7])
         except OSError as error:
             os.write(status, _refused(error).encode())
             return

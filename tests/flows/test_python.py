@@ -40,6 +40,8 @@ def made() -> Any:
 
 
 LENGTH = made()
+TWO_RANKS = {"algorithm.steps": 2, "placement.pools": {"main": 2}, "placement.backend": "inline"}
+"""What each function said comes from both."""
 
 
 def train(folder: Path, *callbacks: Any, **more: Any) -> rillflow.Run:
@@ -80,7 +82,7 @@ def test_a_run_is_opened_by_its_path_and_read(tiny: Tiny) -> None:
         pairs = zip(completions, answer, strict=True)
         return [None if text == "" else float(text.startswith(right)) for text, right in pairs]
 
-    trained = train(tiny.folder / "run", reward=[LENGTH, (right, 0.5)], settings={"algorithm.steps": 2})
+    trained = train(tiny.folder / "run", reward=[LENGTH, (right, 0.5)], settings=TWO_RANKS)
     run = rillflow.open_run(str(trained.path))
     assert repr(run) == f"<run {trained.path}: 2 steps, finished>"
     assert (run.settings["task"]["source"], run.settings["task"]["held_out"]) == ("<prompts>", 0)  # type: ignore[index,call-overload]

@@ -215,13 +215,13 @@ def test_a_fork_bomb_is_ended_and_its_neighbours_are_scored(
         assert len(mine()) < 10
 
 
-def test_a_gigabyte_of_output_is_read_and_let_go(write: Write) -> None:
+def test_an_eighth_of_a_gigabyte_of_output_is_read_and_let_go(write: Write) -> None:
     function = write(
         """
         import os
         def reward(completions):
             block = b"x" * 2**20
-            for _ in range(1024):
+            for _ in range(128):
                 os.write(1, block)
             return [1.0] * len(completions)
         """
@@ -229,7 +229,7 @@ def test_a_gigabyte_of_output_is_read_and_let_go(write: Write) -> None:
     with RewardWorkers(function, RewardConfig(timeout_s=60)) as rewards:
         before = psutil.Process().memory_info().rss
         assert [score.value for score in rewards.score(["p"] * 2, ["c"] * 2, {})] == [1.0, 1.0]
-        assert psutil.Process().memory_info().rss - before < 64 * 1024**2
+        assert psutil.Process().memory_info().rss - before < 32 * 1024**2
 
 
 def test_endless_output_times_out(write: Write) -> None:

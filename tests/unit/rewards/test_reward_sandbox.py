@@ -14,6 +14,7 @@ from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome
+from rillflow.rewards.source import shipped
 from rillflow.rewards.supervisor import Containment
 from rillflow.rewards.workers import RewardWorkers
 
@@ -165,6 +166,21 @@ def test_the_room_for_files_ends(write: Write) -> None:
     with RewardWorkers(function, RewardConfig(sandbox=True)) as workers:
         (score,) = workers.score(["p"], ["a"], {})
     assert score.outcome is Outcome.ERROR and "No space left" in score.message
+
+
+def test_a_function_given_in_python_is_shut_in_without_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_text("canary")
+    monkeypatch.chdir(tmp_path)
+    folder = str(tmp_path)
+
+    def reward(completions: list[str]) -> list[float]:
+        seen = [Path.cwd() == Path("/tmp"), not Path(folder).exists(), not any(Path("/tmp").iterdir())]
+        return [float(sum(seen))] * len(completions)
+
+    with RewardWorkers(shipped(reward), RewardConfig(sandbox=True)) as workers:
+        assert [score.value for score in workers.score(["p"], ["c"], {})] == [3.0]
 
 
 def test_a_kernel_that_refuses_the_sandbox_is_an_error_and_nothing_runs(
