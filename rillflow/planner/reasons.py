@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from functools import cache
 
 from rillflow.errors import PlanError
+from rillflow.planner.hardware import Fleet
 from rillflow.planner.option import Costs
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem, Unit
@@ -124,19 +125,17 @@ def _missing(problem: Problem, costs: Costs, units: Sequence[Unit]) -> str:
     found: list[tuple[float, str]] = []
     for fleet in problem.hardware.fleets:
         for devices in fleet.sizes:
-            options = {}
+            smallest = {
+                unit.name: smallest_option(costs.options(unit, fleet.name, devices)) for unit in units
+            }
+            options = {name: option for name, option in smallest.items() if option is not None}
             for unit in units:
-                smallest = smallest_option(costs.options(unit, fleet.name, devices))
-                if smallest is None:
+                if unit.name not in options:
                     short = costs.shortfall_bytes(unit, fleet.name, devices)
                     found.append((short, f"{unit.name} on {devices} of {fleet.name}"))
-                else:
-                    options[unit.name] = smallest
             if len(options) == len(units):
                 room = costs.room_bytes(fleet.name, options)
-                largest = max(
-                    options, key=lambda one: options[one].resident_bytes + options[one].working_bytes
-                )
+                largest = max(options, key=lambda one: options[one].bytes)
                 text = f"{' + '.join(options)} on {devices} of {fleet.name}, {largest} the largest"
                 found.append((max(-room, 0.0), text))
     short, where = min(found)
@@ -149,22 +148,22 @@ def _missing(problem: Problem, costs: Costs, units: Sequence[Unit]) -> str:
 
 def _least_cluster(problem: Problem, costs: Costs) -> str:
     """The least devices of each fleet's kind that would hold a plan."""
-    every = tuple(range(len(problem.units)))
-    sizes = every if len(every) <= MOST_UNITS_FOR_EVERY_SET else (0, len(every) - 1)
-    sets = [found for size in sizes for found in combinations(every, size + 1)]
-    names = [unit.name for unit in problem.units]
-    told = []
-    for fleet in problem.hardware.fleets:
-        least = {one: least_devices(costs, [problem.units[unit] for unit in one], fleet) for one in sets}
-        totals = [
-            sum(least[pool] or 0 for pool in partition)
-            for partition in partitions(names)
-            if all(least.get(pool) for pool in partition)
-        ]
-        if totals:
-            told.append(
-                f"{min(totals)} {fleet.device.name} like those of {fleet.name}, here are {fleet.devices}"
-            )
+    least = {fleet.name: _least_devices(problem, costs, fleet) for fleet in problem.hardware.fleets}
+    told = [
+        f"{least[fleet.name]} {fleet.device.name} like those of {fleet.name}, here are {fleet.devices}"
+        for fleet in problem.hardware.fleets
+        if least[fleet.name]
+    ]
     if not told:
         return "smaller models, shorter rows or devices with more memory: no number of these would do"
     return f"the least cluster that would do has {' or '.join(told)}"
+
+
+def _least_devices(problem: Problem, costs: Costs, fleet: Fleet) -> int | None:
+    """The least devices that hold all units in pools; none where no number does."""
+    needed = cache(lambda pool: least_devices(costs, [problem.units[unit] for unit in pool], fleet) or 0)
+    names = [unit.name for unit in problem.units]
+    tried = partitions(names)
+    if len(names) > MOST_UNITS_FOR_EVERY_SET:
+        tried = (one for one in tried if len(one) in (1, len(names)))
+    return min((sum(map(needed, one)) for one in tried if all(map(needed, one))), default=None)

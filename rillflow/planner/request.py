@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 from rillflow.errors import ModelError, PlanError, nearest
 from rillflow.graph.graph import Edge, Graph, Stage
-from rillflow.planner.hardware import Hardware, read_hardware, shipped_devices
+from rillflow.planner.hardware import Hardware, read_hardware
 from rillflow.planner.model_shape import ModelShape, read_shape
 from rillflow.planner.problem import Problem, Statement
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
@@ -156,17 +155,8 @@ def cluster(request: Request) -> Hardware:
             fix="--gpus 64xH100",
         )
     count, kind = int(found[1]), found[2]
-    if kind not in shipped_devices():
-        raise PlanError(
-            f"--gpus is {request.gpus!r}, and {kind} is not known",
-            why=f"shipped are {', '.join(shipped_devices())}",
-            fix=nearest(kind, shipped_devices()),
-        )
-    per_machine = min(count, MACHINE)
-    fleet: dict[str, Any] = {"device": kind, "devices": count, "per_machine": per_machine}
-    fleet["between"] = request.between or LINK
-    if request.price:
-        fleet["price"] = request.price
+    fleet = {"device": kind, "devices": count, "per_machine": min(count, MACHINE)}
+    fleet |= {"between": request.between or LINK} | ({"price": request.price} if request.price else {})
     return read_hardware({"name": f"{count} x {kind}", "like": request.like, "fleet": [fleet]}, "--gpus")
 
 
@@ -204,28 +194,27 @@ def _lognormal(said: Mapping[str, float], where: str) -> Lengths:
     """The clipped log-normal of a middle, a limit, and a spread or a percentile."""
     if "max" not in said:
         raise PlanError(f"{where} has no max", why="the longest answers decide a step", fix="max=8192")
-    limit = int(said["max"])
+    limit, spread = int(said["max"]), [key for key in said if key != "max"]
     middles = [key for key in ("mean", "median") if key in said]
-    percentiles = [key for key in said if key.startswith("p")]
-    if not middles or len(middles) + len(percentiles) + ("sigma" in said) > 2:
+    if not middles or len(spread) > 2:
         raise PlanError(
-            f"{where} has {', '.join(key for key in said if key != 'max') or 'nothing'} beside max",
+            f"{where} has {', '.join(spread) or 'nothing'} beside max",
             why="two numbers settle a log-normal: mean or median, and sigma or one percentile",
             fix="mean=2000,sigma=0.9,max=8192",
         )
-    for key in (*middles, *percentiles):
-        if said[key] > limit:
+    sigma, middle = said.get("sigma", SIGMA), said[middles[0]]
+    for key in spread:
+        if key != "sigma" and said[key] > limit:
             raise PlanError(f"{where} has {key} {said[key]:g} and max {limit}", why="none is longer than max")
-    if len(middles) == 2 and said["mean"] < said["median"]:
-        raise PlanError(
-            f"{where} has mean {said['mean']:g} below median {said['median']:g}",
-            why="a log-normal's mean is the larger one",
-        )
-    sigma = said.get("sigma", SIGMA)
     if len(middles) == 2:
-        sigma = math.sqrt(2 * math.log(said["mean"] / said["median"]))
-    for key in percentiles:
-        middle, share = said[middles[0]], NormalDist().inv_cdf(int(key[1:]) / 100)
+        if middle < said["median"]:
+            raise PlanError(
+                f"{where} has mean {middle:g} below median {said['median']:g}",
+                why="a log-normal's mean is the larger one",
+            )
+        sigma = math.sqrt(2 * math.log(middle / said["median"]))
+    for key in set(spread) - {"mean", "median", "sigma"}:
+        share = NormalDist().inv_cdf(int(key[1:]) / 100)
         sigma = math.log(said[key] / middle) / share if share and said[key] != middle else 0.0
         if not 0.0 <= sigma <= 5.0:
             raise PlanError(f"{where} has {key} {said[key]:g} and {middles[0]} {middle:g}", why="they cross")

@@ -20,7 +20,7 @@ from rillflow.errors import PlanError
 MOST_TOKENS = 100_000_000
 """No row is longer."""
 _MOST_ROWS = 1_000_000_000
-_MOST_FILLED = 1000.0
+_MOST_FILLED = 1000
 _NORMAL = NormalDist()
 
 
@@ -44,14 +44,14 @@ class Lengths:
     """Of ``measured``: lengths that were seen, ascending."""
 
     def __post_init__(self) -> None:
-        _require("a longest length", self.limit, 1, MOST_TOKENS)
+        _require("the longest length", self.limit, 1, MOST_TOKENS)
         if self.kind == "lognormal":
             if not 0.0 < self.median < math.inf:
                 raise PlanError(
                     f"a median length of {self.median:g}", why="log-normal lengths have one above 0"
                 )
-            # At 1 the longest of 1,000 rows is 25 times the median.
-            _require("sigma of log-normal lengths", self.sigma, 0, 5)
+            told = ": at 1 the longest of 1,000 rows is 25 times the median"
+            _require("sigma of log-normal lengths", self.sigma, 0, 5, told)
         if self.kind == "measured":
             values = self.values
             if not values or tuple(sorted(values)) != values or values[0] < 0 or values[-1] > self.limit:
@@ -60,16 +60,18 @@ class Lengths:
                     why="they are ascending, at least one, none below 0 and none above the limit",
                 )
 
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The lengths that there are, ascending, where they are not log-normal."""
+        return (self.limit,) if self.kind == "fixed" else self.values
+
     def quantile(self, share: float) -> float:
         """The length that this share of rows does not exceed, in tokens, 0 < share < 1."""
-        if self.kind == "fixed":
-            return float(self.limit)
-        if self.kind == "measured":
-            place = share * len(self.values) - 0.5
-            low = min(max(math.floor(place), 0), len(self.values) - 1)
-            high = min(low + 1, len(self.values) - 1)
-            part = min(max(place - low, 0.0), 1.0)
-            return self.values[low] + part * (self.values[high] - self.values[low])
+        if self.kind != "lognormal":
+            known, place = self.known, share * len(self.known) - 0.5
+            low = min(max(math.floor(place), 0), len(known) - 1)
+            high = min(low + 1, len(known) - 1)
+            return known[low] + min(max(place - low, 0.0), 1.0) * (known[high] - known[low])
         return min(max(self.median * math.exp(self.sigma * _NORMAL.inv_cdf(share)), 1.0), float(self.limit))
 
     @cached_property
@@ -78,10 +80,8 @@ class Lengths:
 
         Of a clipped log-normal: m exp(s^2 / 2) N(z - s) + limit (1 - N(z)), z = ln(limit / m) / s.
         """
-        if self.kind == "fixed":
-            return float(self.limit)
-        if self.kind == "measured":
-            return sum(self.values) / len(self.values)
+        if self.kind != "lognormal":
+            return sum(self.known) / len(self.known)
         if self.sigma == 0.0:
             return min(self.median, float(self.limit))
         z = math.log(self.limit / self.median) / self.sigma
@@ -100,10 +100,8 @@ class Lengths:
     @cached_property
     def mean_square(self) -> float:
         """The mean of a length's square, tokens^2: what attention and the live context are made of."""
-        if self.kind == "fixed":
-            return float(self.limit) ** 2
-        if self.kind == "measured":
-            return sum(value * value for value in self.values) / len(self.values)
+        if self.kind != "lognormal":
+            return sum(value * value for value in self.known) / len(self.known)
         if self.sigma == 0.0:
             return self.mean**2
         z = math.log(self.limit / self.median) / self.sigma
@@ -112,12 +110,9 @@ class Lengths:
 
     def spread(self, rows: int) -> NDArray[np.float64]:
         """So many lengths, ascending, that stand for the distribution: the middles of as many equal parts."""
-        if self.kind == "fixed":
-            return np.full(rows, float(self.limit))
-        shares = (np.arange(rows) + 0.5) / rows
-        if self.kind == "measured":
-            known = np.asarray(self.values, dtype=np.float64)
-            return np.interp(shares, (np.arange(len(known)) + 0.5) / len(known), known)
+        if self.kind != "lognormal":
+            middles = (np.arange(len(self.known)) + 0.5) / len(self.known)
+            return np.interp((np.arange(rows) + 0.5) / rows, middles, np.asarray(self.known, np.float64))
         return np.clip(self.median * np.exp(self.sigma * _normal_quantiles(rows)), 1.0, float(self.limit))
 
     def longest(self, rows: int, parts: int = 64) -> NDArray[np.float64]:
@@ -142,9 +137,9 @@ def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:
     return Lengths(kind="lognormal", limit=limit, median=math.exp(high), sigma=sigma)
 
 
-def _require(what: str, value: float, least: float, most: float) -> None:
+def _require(what: str, value: float, least: int, most: int, told: str = "") -> None:
     if not least <= value <= most:
-        raise PlanError(f"{what} is {value:.12g}", why=f"it lies between {least:,g} and {most:,g}")
+        raise PlanError(f"{what} is {value:.12g}", why=f"it lies between {least} and {most:,}{told}")
 
 
 @lru_cache(maxsize=64)

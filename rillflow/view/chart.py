@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from rillflow.observe.wording import number
@@ -148,19 +148,13 @@ def _fitted(points: Sequence[Point], at: float) -> float:
 
 def _unbroken(points: Sequence[Point], phases: Sequence[PhaseSpan]) -> Iterator[list[Point]]:
     """Runs of finite points within one phase."""
-    run: list[Point] = []
-    borders = {phase.first for phase in phases}
-    previous = -math.inf
-    for point in points:
-        crossed = any(previous < border <= point.x for border in borders)
-        if run and (crossed or not _is_drawable(point.y)):
-            yield run
-            run = []
-        if _is_drawable(point.y):
-            run.append(point)
-        previous = point.x
-    if run:
-        yield run
+
+    def place(point: Point) -> tuple[int, bool]:
+        return sum(phase.first <= point.x for phase in phases), _is_drawable(point.y)
+
+    for (_, is_drawn), run in groupby(points, key=place):
+        if is_drawn:
+            yield list(run)
 
 
 def _middle(points: Sequence[Point]) -> Point:
@@ -175,13 +169,11 @@ def _curve(series: Series, index: int, chart: Chart, x: Axis, y: Axis) -> list[H
     many = len(points) > _SMOOTHED_FROM and not chart.has_marks
     phases = () if chart.has_marks else chart.phases
     parts = [_band(points, x, y)] if any(point.low is not None for point in points) else []
-    track = "track" if index == 0 else None
+    kind = f"{'raw' if many else 'line'} c{index}{' track' if index == 0 else ''}"
+    parts += [_line(run, x, y, kind) for run in _unbroken(points, phases)]
     if many:
-        parts += [_line(run, x, y, f"raw c{index}", track) for run in _unbroken(points, phases)]
         middle = smooth(thin(series.points), phases)
         parts += [_line(run, x, y, f"line c{index}") for run in _unbroken(middle, phases)]
-    else:
-        parts += [_line(run, x, y, f"line c{index}", track) for run in _unbroken(points, phases)]
     if chart.has_marks and len(points) <= _SMOOTHED_FROM:
         parts += [
             el("circle", class_=f"mark c{index}", r=3.5, cx=f"{x(point.x):.1f}", cy=f"{y(point.y):.1f}")
@@ -191,11 +183,11 @@ def _curve(series: Series, index: int, chart: Chart, x: Axis, y: Axis) -> list[H
     return parts
 
 
-def _line(points: Sequence[Point], x: Axis, y: Axis, kind: str, track: str | None = None) -> Html:
+def _line(points: Sequence[Point], x: Axis, y: Axis, kind: str) -> Html:
     # A line of one point is drawn as a dot only if it goes somewhere, be it to where it is.
     ends = points if len(points) > 1 else [*points, *points]
     places = " ".join(f"{x(point.x):.1f},{y(point.y):.2f}" for point in ends)
-    return el("polyline", class_=f"{kind} {track}" if track else kind, points=places)
+    return el("polyline", class_=kind, points=places)
 
 
 def _band(points: Sequence[Point], x: Axis, y: Axis) -> Html:
@@ -207,9 +199,8 @@ def _band(points: Sequence[Point], x: Axis, y: Axis) -> Html:
 
 def _x_axis(values: Sequence[Point]) -> Axis:
     low, high = min(point.x for point in values), max(point.x for point in values)
-    if low == high:
-        low, high = low - 1, high + 1
-    return Axis(low=low, high=high, start=LEFT, length=WIDTH - LEFT - RIGHT)
+    one = int(low == high)
+    return Axis(low=low - one, high=high + one, start=LEFT, length=WIDTH - LEFT - RIGHT)
 
 
 def _y_axis(chart: Chart, values: Sequence[Point]) -> Axis:

@@ -136,12 +136,11 @@ def cards(data: RunData) -> list[Html]:
     """The named curves that the run recorded, held-out accuracy or reward first, speed last."""
     found = [_held_out_card(data)] if data.evaluations else []
     for curve in CURVES:
-        series = [_series(data, name, label) for name, label in curve.metrics.items()]
-        series = [one for one in series if one.points]
-        if series and curve.is_apart:
-            found += [_card(curve, part, (phase,)) for phase, part in _by_phase(series, data.phases)]
-        elif series:
-            found.append(_card(curve, series, data.phases))
+        for phases in [[phase] for phase in data.phases] if curve.is_apart else [data.phases]:
+            series = [_series(data, name, label, phases) for name, label in curve.metrics.items()]
+            series = [one for one in series if one.points]
+            if series:
+                found.append(_card(curve, series, phases))
     return [*found, *_speed_card(data)]
 
 
@@ -150,31 +149,18 @@ def other_cards(data: RunData) -> list[Html]:
     named = {name for curve in CURVES for name in curve.metrics}
     names = sorted({name for record in data.steps for name in record.metrics} - named)
     return [
-        _card(Curve(title=name, hint="", metrics={}), [_series(data, name, "")], data.phases)
+        _card(Curve(title=name, hint="", metrics={}), [_series(data, name, "", data.phases)], data.phases)
         for name in names
     ]
 
 
-def _series(data: RunData, name: str, label: str) -> Series:
+def _series(data: RunData, name: str, label: str, phases: Sequence[PhaseSpan]) -> Series:
     points = [
-        Point(x=record.step, y=record.metrics[name].value) for record in data.steps if name in record.metrics
+        Point(x=record.step, y=record.metrics[name].value)
+        for record in data.steps
+        if name in record.metrics and any(phase.first <= record.step <= phase.last for phase in phases)
     ]
     return Series(label=label, points=points)
-
-
-def _by_phase(series: Sequence[Series], phases: Sequence[PhaseSpan]) -> list[tuple[PhaseSpan, list[Series]]]:
-    parts = []
-    for phase in phases:
-        cut = [
-            Series(
-                label=one.label,
-                points=[point for point in one.points if phase.first <= point.x <= phase.last],
-            )
-            for one in series
-        ]
-        if any(one.points for one in cut):
-            parts.append((phase, cut))
-    return parts
 
 
 def _held_out_card(data: RunData) -> Html:

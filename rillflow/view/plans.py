@@ -22,7 +22,7 @@ from rillflow.config.toml_text import inline_text
 from rillflow.observe.wording import number, size
 from rillflow.planner.plan import SAMPLER, Plan
 from rillflow.planner.problem import Statement
-from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking
+from rillflow.planner.ranking import HOUR_S, Goal, Objective, Ranked, Ranking
 from rillflow.planner.search import LITTLE, ClusterSize
 from rillflow.planner.sensitivity import Variation
 from rillflow.view.chart import Chart, Point, Series, draw
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 TOLD = 0.1
 """Simulated and computed steps that differ by more, where nobody measured the error, are told."""
-HOUR_S = 3600.0
 AXES = "rows a second by devices"
 """What the curve shows."""
 MOST_REPLICAS = 16

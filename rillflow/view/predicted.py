@@ -40,11 +40,6 @@ class Predicted:
         """The prediction's error as a share of what was measured; None where that is 0."""
         return self.predicted_s / self.measured_s - 1 if self.measured_s else None
 
-    @property
-    def missed_s(self) -> float:
-        """Seconds between the two."""
-        return abs(self.predicted_s - self.measured_s)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -61,7 +56,7 @@ class Comparison:
     def furthest(self) -> Predicted | None:
         """The stage whose prediction missed by most seconds, of those that were predicted."""
         said = (one for one in self.stages if one.predicted_s)
-        return max(said, key=lambda one: one.missed_s, default=None)
+        return max(said, key=lambda one: abs(one.predicted_s - one.measured_s), default=None)
 
 
 def compare(data: RunData) -> Comparison | None:

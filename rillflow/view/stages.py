@@ -42,7 +42,16 @@ def stage_times(data: RunData, first: int, last: int) -> list[StageTime]:
     for span in data.spans:
         if first <= span.step <= last:
             by_stage[span.stage].append(span)
-    return [_stage_time(stage, spans) for stage, spans in by_stage.items()]
+    found = []
+    for stage, spans in by_stage.items():
+        by_step: dict[int, float] = defaultdict(float)
+        for span in spans:
+            by_step[span.step] += span.duration_s
+        rows, tokens = sum(span.rows for span in spans), sum(span.tokens for span in spans)
+        times = by_step.values()
+        one = StageTime(stage=stage, seconds=sum(times), median_s=median(times), rows=rows, tokens=tokens)
+        found.append(one)
+    return found
 
 
 def covered(spans: Sequence[SpanRecord], start_s: float, end_s: float) -> float:
@@ -68,19 +77,6 @@ def draw_stages(data: RunData) -> list[Html]:
         times.append(StageTime(stage=REST, seconds=max(0.0, rest), median_s=0.0))
         cards.append(_card(phase, times, colours))
     return cards
-
-
-def _stage_time(stage: str, spans: Sequence[SpanRecord]) -> StageTime:
-    by_step: dict[int, float] = defaultdict(float)
-    for span in spans:
-        by_step[span.step] += span.duration_s
-    return StageTime(
-        stage=stage,
-        seconds=sum(span.duration_s for span in spans),
-        median_s=median(by_step.values()),
-        rows=sum(span.rows for span in spans),
-        tokens=sum(span.tokens for span in spans),
-    )
 
 
 def _card(phase: PhaseSpan, times: Sequence[StageTime], colours: dict[str, int]) -> Html:

@@ -54,21 +54,19 @@ def bars_of_run(data: RunData, last_steps: int = SHOWN_STEPS) -> list[Bar]:
         return []
     phase = data.phases[-1]
     first = max(phase.first, phase.last - last_steps + 1)
-    spans = [span for span in data.spans if first <= span.step <= phase.last]
-    bars = []
-    for span in spans:
-        role = span.stage.partition(".")[0]
-        bars.append(
-            Bar(
-                pool=role if role == CONTROLLER else span.pool,
-                lane=role,
-                stage=span.stage,
-                start_s=span.start_s,
-                end_s=span.start_s + span.duration_s,
-                step=span.step,
-            )
+    return [
+        Bar(
+            pool=role if role == CONTROLLER else span.pool,
+            lane=role,
+            stage=span.stage,
+            start_s=span.start_s,
+            end_s=span.start_s + span.duration_s,
+            step=span.step,
         )
-    return bars
+        for span in data.spans
+        if first <= span.step <= phase.last
+        for role in [span.stage.partition(".")[0]]
+    ]
 
 
 def draw_timeline(bars: Sequence[Bar]) -> list[Html]:

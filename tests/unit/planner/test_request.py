@@ -86,7 +86,7 @@ def test_lengths_that_contradict_themselves_are_refused(text: str, said: str) ->
     [
         ({"gpus": "0xH100"}, "'0xH100'"),
         ({"gpus": "0"}, "'0'"),
-        ({"gpus": "64xH10"}, "H10 is not known"),
+        ({"gpus": "64xH10"}, "'H10', which is not known"),
         ({"gpus": "12xH100"}, "12 devices, 8 a machine"),
         ({"algorithm": "grop"}, "'grop'"),
         ({"like": "nemo"}, "like 'nemo'"),
