@@ -30,7 +30,7 @@ from rillflow.assembly.planning import shape_of_new, this_machine
 from rillflow.graph.graph import Graph, Stage
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
-from rillflow.parallel.packed import attention_seats, pack
+from rillflow.parallel.packed import attended_tokens, pack
 from rillflow.planner.calibration import Calibration, Observation, calibrate
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.grid import Grid
@@ -137,7 +137,7 @@ class Case:
         cut = Ragged.from_rows([row[:-1] for row in self._rows.ragged("tokens").rows()])
         tokens = int(read.sum()) + len(read)
         distinct = len(pack(cut).tokens) / tokens
-        packing = Packing(trained=distinct, scored=distinct, attended=attention_seats(read.tolist()) / tokens)
+        packing = Packing(trained=distinct, scored=distinct, attended=attended_tokens(read.tolist()) / tokens)
         sampled = Lengths(kind="fixed", limit=self.size.answer)
         learnt = Lengths(kind="measured", limit=max(lengths), values=tuple(sorted(lengths)))
         for stages, response in ((STAGES[:1], sampled), (STAGES[1:], learnt)):

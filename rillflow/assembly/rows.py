@@ -143,7 +143,7 @@ def _packing(
 
     Nothing reads a row's last token.
     """
-    from rillflow.parallel.packed import attention_seats
+    from rillflow.parallel.packed import attended_tokens
 
     whole = [[texts(step[place::minibatches]) for place in range(minibatches)] for step in steps]
     read = [[[row[:-1] for row in part] for part in step] for step in whole]
@@ -151,7 +151,7 @@ def _packing(
     return Packing(
         trained=sum(_distinct(part) for step in read for part in step) / tokens,
         scored=sum(_distinct([row for part in step for row in part]) for step in read) / tokens,
-        attended=sum(attention_seats([len(row) for row in part]) for step in read for part in step) / tokens,
+        attended=sum(attended_tokens([len(row) for row in part]) for step in read for part in step) / tokens,
     )
 
 

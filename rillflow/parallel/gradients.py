@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rillflow.parallel.mesh import Seat
+from rillflow.parallel.mesh import RankGroups
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gradients:
     """How the gradients of one rank's parameters are completed; names are the parameters'."""
 
-    seat: Seat
+    groups: RankGroups
     """Where the rank is."""
     sharded: bool = False
     """Whether every gradient is cut over dp, and summed there already."""
@@ -38,18 +38,18 @@ class Gradients:
     @property
     def is_whole(self) -> bool:
         """Whether every rank has all of every gradient."""
-        return self.seat.pp.size == self.seat.tp.size == 1 and not self.sharded
+        return self.groups.pp.size == self.groups.tp.size == 1 and not self.sharded
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Make every gradient the sum over all ranks, in place; all ranks call it, for all parameters."""
-        seat = self.seat
+        groups = self.groups
         if not self.sharded:
-            seat.dp.sum_(list(gradients.values()))
-        seat.ends.sum_([gradients[name] for name in gradients if name in self.tied])
-        if seat.tp.rank:
+            groups.dp.sum_(list(gradients.values()))
+        groups.ends.sum_([gradients[name] for name in gradients if name in self.tied])
+        if groups.tp.rank:
             for name in self.whole:
                 gradients[name].zero_()
-        seat.tp.sum_([gradients[name] for name in gradients if name in self.whole | self.summed])
+        groups.tp.sum_([gradients[name] for name in gradients if name in self.whole | self.summed])
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The global norm of completed gradients; the same number on every rank."""
@@ -59,12 +59,12 @@ class Gradients:
         square = torch.zeros(1, dtype=torch.float64)
         if own:
             square += nn.utils.get_total_norm(own).double().cpu() ** 2
-        self.seat.everyone.sum_([square])
+        self.groups.everyone.sum_([square])
         return square.sqrt()[0]
 
     def _counts(self, name: str) -> bool:
-        seat = self.seat
-        copy_over_dp = not self.sharded and seat.dp.rank > 0
-        copy_over_tp = name in self.whole | self.summed and seat.tp.rank > 0
-        copy_over_pp = name in self.tied and not seat.first
+        groups = self.groups
+        copy_over_dp = not self.sharded and groups.dp.rank > 0
+        copy_over_tp = name in self.whole | self.summed and groups.tp.rank > 0
+        copy_over_pp = name in self.tied and not groups.first
         return not (copy_over_dp or copy_over_tp or copy_over_pp)

@@ -1,9 +1,9 @@
-"""Seat: one rank's place in its training mesh, and the ranks beside it along every axis.
+"""RankGroups: one rank of a training mesh, and the ranks it makes a group with along every axis.
 
     dp 2, pp 2, tp 2      stage 0   tp 0 1     dp 0: ranks 0 1
                           stage 1   tp 0 1           ranks 2 3     (dp 1: 4 5, 6 7)
 
-    seat of rank 3:  dp 3 7    pp 1 3    tp 2 3    ends (first and last stage) 1 3
+    groups of rank 3:  dp 3 7    pp 1 3    tp 2 3    ends (first and last stage) 1 3
 
 What is to be said once of a replica, its results and metrics, the rank with ``speaks`` says.
 """
@@ -24,11 +24,11 @@ AXES = ("dp", "pp", "tp")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Seat:
-    """One rank's place.
+class RankGroups:
+    """The groups of one rank.
 
     Example:
-        seat(Mesh.of(dp=2, pp=1, tp=2), ranks).tp.size == 2
+        rank_groups(Mesh.of(dp=2, pp=1, tp=2), ranks).tp.size == 2
     """
 
     mesh: Mesh
@@ -49,10 +49,12 @@ class Seat:
     """Torch's mesh by the kind of its devices, once it was asked for."""
 
     @staticmethod
-    def whole(ranks: Ranks) -> Seat:
-        """The place of a rank that has the whole module, among ranks that have it too and other rows."""
+    def whole(ranks: Ranks) -> RankGroups:
+        """The groups of a rank that has the whole module, among ranks that have it too and other rows."""
         mesh, alone = Mesh.of(dp=ranks.size, pp=1, tp=1), Alone()
-        return Seat(mesh=mesh, rank=ranks.rank, everyone=ranks, dp=ranks, pp=alone, tp=alone, ends=alone)
+        return RankGroups(
+            mesh=mesh, rank=ranks.rank, everyone=ranks, dp=ranks, pp=alone, tp=alone, ends=alone
+        )
 
     @property
     def stage(self) -> int:
@@ -89,20 +91,17 @@ class Seat:
         return self._made[kind][axis]
 
     def _device_mesh(self, kind: str) -> DeviceMesh:
-        there = self._several()
+        axes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        there = {name: ranks for name, ranks in axes.items() if ranks.size > 1}
         members = require_processes(self.everyone).members
         ids = torch.tensor([members[rank] for rank in self.mesh.ranks])
         groups = [require_processes(ranks).group for ranks in there.values()]
         shape = [ranks.size for ranks in there.values()]
         return DeviceMesh.from_group(groups, kind, ids.view(shape), mesh_dim_names=tuple(there))
 
-    def _several(self) -> dict[str, Ranks]:
-        axes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
-        return {name: ranks for name, ranks in axes.items() if ranks.size > 1}
 
-
-def seat(mesh: Mesh, ranks: Ranks) -> Seat:
-    """This rank's place; every rank calls it with the same mesh.
+def rank_groups(mesh: Mesh, ranks: Ranks) -> RankGroups:
+    """This rank's groups; every rank calls it with the same mesh.
 
     Args:
         mesh: dp, pp and tp, in this order, over ranks 0, 1, ...
@@ -126,7 +125,7 @@ def seat(mesh: Mesh, ranks: Ranks) -> Seat:
     stages = mesh.groups("pp")
     between = [[rank] for group in stages for rank in group[1:-1]]
     ends = [sorted({group[0], group[-1]}) for group in stages]
-    return Seat(
+    return RankGroups(
         mesh=mesh,
         rank=ranks.rank,
         everyone=ranks,

@@ -28,7 +28,7 @@ from rillflow.errors import ModelError, NotFiniteError, RillflowError, TrainingE
 from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.parallel.gradients import Gradients
-from rillflow.parallel.mesh import Seat, require_processes
+from rillflow.parallel.mesh import RankGroups, require_processes
 from rillflow.parallel.packed import Reading, empty_reading, lay_out
 from rillflow.parallel.pipeline import run_pipeline
 from rillflow.parallel.stages import (
@@ -61,7 +61,7 @@ class Parallel:
 
     Args:
         module: a decoder with Rillflow's attention, whole and the same on every rank; it is cut in place.
-        seat: the rank's place.
+        groups: the rank's groups.
         shard: whether parameters are cut over dp as well.
 
     Raises:
@@ -70,27 +70,27 @@ class Parallel:
         PlacementError: the ranks are threads of one process, and not each of them has the whole module.
     """
 
-    def __init__(self, module: Decoder, seat: Seat, *, shard: bool = False) -> None:
+    def __init__(self, module: Decoder, groups: RankGroups, *, shard: bool = False) -> None:
         self.module = module.eval()
         """What is left of it; parameters have the names they have in the whole module."""
-        self.seat = seat
+        self.groups = groups
         self.device = next(module.parameters()).device
-        self.sharded = shard and seat.dp.size > 1
+        self.sharded = shard and groups.dp.size > 1
         """Whether parameters are cut over dp."""
-        self.is_whole = seat.pp.size == seat.tp.size == 1 and not self.sharded
+        self.is_whole = groups.pp.size == groups.tp.size == 1 and not self.sharded
         """Whether nothing is cut, so that this rank makes its passes alone."""
-        plan = tensor_plan(module) if seat.tp.size > 1 else {}
+        plan = tensor_plan(module) if groups.tp.size > 1 else {}
         self.parts: dict[str, Part] = weight_parts(plan, module)
         """How tp lays every parameter of the whole module."""
-        self.stages = weight_stages(module, seat.pp.size)
+        self.stages = weight_stages(module, groups.pp.size)
         """The stages that every parameter of the whole module lies on."""
         self._error: RillflowError | None = None
         if not self.is_whole:
-            require_processes(seat.everyone)
+            require_processes(groups.everyone)
             self._cut(plan)
-        self._part = _Part(module, seat)
+        self._part = _Part(module, groups)
         if self.sharded:
-            _shard(self._part, self._layers, seat.device_mesh(self.device.type, "dp"))
+            _shard(self._part, self._layers, groups.device_mesh(self.device.type, "dp"))
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
         """This rank's parameters, DTensors where they are cut."""
         self.gradients = self._gradients(plan)
@@ -99,7 +99,7 @@ class Parallel:
     @staticmethod
     def whole(module: Decoder, ranks: Ranks | None = None) -> Parallel:
         """The whole module on one rank, or on each of several that have other rows."""
-        return Parallel(module, Seat.whole(ranks or Alone()))
+        return Parallel(module, RankGroups.whole(ranks or Alone()))
 
     def local_weights(self) -> dict[str, Tensor]:
         """What this rank holds of every parameter, by its name in the whole module; not copies."""
@@ -111,7 +111,7 @@ class Parallel:
         Raises:
             ModelError: it has none.
         """
-        if self.seat.last:
+        if self.groups.last:
             head_of(self.module)
 
     def run(
@@ -146,7 +146,7 @@ class Parallel:
         """
         if self.is_whole:
             return
-        everyone, own, self._error = self.seat.everyone, self._error, None
+        everyone, own, self._error = self.groups.everyone, self._error, None
         is_hard = own is not None and not isinstance(own, NotFiniteError)
         failed = torch.tensor([float(own is not None), float(is_hard)])
         everyone.sum_([failed])
@@ -171,8 +171,8 @@ class Parallel:
                     self._error = error
             return output.sum() * 0
 
-        if self.seat.pp.size > 1:
-            ranks, readings = require_processes(self.seat.pp), list(self._readings(parts, back))
+        if self.groups.pp.size > 1:
+            ranks, readings = require_processes(self.groups.pp), list(self._readings(parts, back))
             for reading in run_pipeline(ranks, self.module, self._part, readings, share, after):
                 reading.check(self.module)
             return
@@ -186,7 +186,7 @@ class Parallel:
         """The micro-batches as the module reads them, and empty passes that only other replicas need."""
         passes = len(parts)
         if self.sharded:  # a word with the other replicas, so before the first pass
-            passes = max(int(count) for count in self.seat.dp.gather(torch.tensor([passes])))
+            passes = max(int(count) for count in self.groups.dp.gather(torch.tensor([passes])))
         yield from (lay_out(part, self.device, back=back) for part in parts)
         yield from (empty_reading(self.device) for _ in range(passes - len(parts)))
 
@@ -197,30 +197,30 @@ class Parallel:
 
     def _cut(self, plan: dict[str, Style]) -> None:
         """Leave in the module what this rank runs, after a trial."""
-        module, seat = self.module, self.seat
+        module, groups = self.module, self.groups
         expected = trial(module)
-        if seat.tp.size > 1:
-            require_heads(module, seat.tp.size)
-            cut_tensors(module, plan, seat.device_mesh(self.device.type, "tp"))
-            _check_tensors(module, seat.tp.size, expected)
+        if groups.tp.size > 1:
+            require_heads(module, groups.tp.size)
+            cut_tensors(module, plan, groups.device_mesh(self.device.type, "tp"))
+            _check_tensors(module, groups.tp.size, expected)
         self._layers: Sequence[Any] = ()
-        if seat.pp.size > 1:
+        if groups.pp.size > 1:
             parts = anatomy(module)
-            check_cut(module, parts, seat.pp.size, expected)
-            cut_stage(module, parts, seat.stage, seat.pp.size)
+            check_cut(module, parts, groups.pp.size, expected)
+            cut_stage(module, parts, groups.stage, groups.pp.size)
             layers = module.get_submodule(parts.layers)
-            self._layers = [layers[i] for i in layers_of(seat.stage, seat.pp.size, parts.count)]
+            self._layers = [layers[i] for i in layers_of(groups.stage, groups.pp.size, parts.count)]
         elif self.sharded:
             self._layers = list(module.get_submodule(anatomy(module).layers))
 
     def _gradients(self, plan: dict[str, Style]) -> Gradients:
-        seat = self.seat
-        cuts = seat.tp.size > 1
+        groups = self.groups
+        cuts = groups.tp.size > 1
         summed = {name for name in self.parameters if plan.get(name.rpartition(".")[0]) is Style.SUMMED}
         whole = {name for name in self.parameters if isinstance(self.parts[name], Broadcast)} - summed
         tied = {name for name in self.parameters if len(self.stages[name]) > 1}
         return Gradients(
-            seat=seat,
+            groups=groups,
             sharded=self.sharded,
             summed=frozenset(summed),
             whole=frozenset(whole if cuts else ()),
@@ -231,10 +231,10 @@ class Parallel:
 class _Part(nn.Module):
     """One pass of what a rank has: the unit that sharded parameters are gathered for."""
 
-    def __init__(self, module: Decoder, seat: Seat) -> None:
+    def __init__(self, module: Decoder, groups: RankGroups) -> None:
         super().__init__()
         self.module = module
-        self._last = seat.last
+        self._last = groups.last
         self._scalar = module.get_output_embeddings() is None
 
     def forward(self, state: Tensor | None, inputs: dict[str, Any], wanted: Tensor) -> Tensor:

@@ -99,17 +99,17 @@ class PackedAttention:
         self.layers: set[int] = set()
         self._buckets: list[_Bucket] = []
         home = torch.empty_like(rows.tokens)
-        num_seats = 0
+        size = 0
         for members in _like_length(rows.places.lengths):
             bucket = rows.places.select(members)
             longest = int(bucket.lengths.max())
-            seats = num_seats + bucket.row_of * longest + bucket.positions
-            home[bucket.values] = seats  # any row's copy of a packed token has the same result
+            places = size + bucket.row_of * longest + bucket.positions
+            home[bucket.values] = places  # any row's copy of a packed token has the same result
             index = bucket.padded(0)
-            pick = _Pick.of(index.flatten(), real=seats - num_seats, sources=len(rows.tokens), device=device)
+            pick = _Pick.of(index.flatten(), real=places - size, sources=len(rows.tokens), device=device)
             self._buckets.append(_Bucket(pick=pick, rows=len(members), longest=longest))
-            num_seats += index.numel()
-        self._home = _Pick.of(home, real=torch.arange(len(home)), sources=num_seats, device=device)
+            size += index.numel()
+        self._home = _Pick.of(home, real=torch.arange(len(home)), sources=size, device=device)
 
     def padded(self, size: int) -> PackedAttention:
         """The plan with packed tokens that no row sees, up to ``size``; what it gives those is any row's."""
@@ -135,7 +135,7 @@ class PackedAttention:
         return _gather(everything, self._home).view(1, query.shape[2], query.shape[1], -1)
 
 
-def attention_seats(lengths: Sequence[int]) -> int:
+def attended_tokens(lengths: Sequence[int]) -> int:
     """Tokens that attention over rows of these lengths computes, those that fill rows up included."""
     known = torch.tensor(lengths, dtype=torch.int64)
     return sum(len(members) * int(known[members].max()) for members in _like_length(known))
@@ -279,7 +279,7 @@ class _Pick:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Bucket:
     pick: _Pick
-    """From packed tokens [U] to seats [rows x longest]."""
+    """From packed tokens [U] to places [rows x longest]."""
     rows: int
     longest: int
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rillflow.cluster.ranks import Alone, Ranks
 from rillflow.models.language_model import LoadedModel, save_model
-from rillflow.parallel.mesh import seat
+from rillflow.parallel.mesh import rank_groups
 from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
@@ -76,7 +76,7 @@ class Share(Generic[Model]):
         """
         if ranks.size == mesh.axis("dp").size and not is_sharded:
             return Share.whole(model, ranks)
-        weights, place = logical_weights(model.module), seat(mesh, ranks)
+        weights, place = logical_weights(model.module), rank_groups(mesh, ranks)
         parallel = Parallel(model.module, place, shard=is_sharded)
         layout = training_layout(weights, parallel.parts, parallel.stages, mesh, shard=parallel.sharded)
         return Share(

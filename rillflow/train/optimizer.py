@@ -108,7 +108,7 @@ class Optimizer:
         Returns:
             Whether those of every rank are sound; else nothing was summed.
         """
-        everyone = self._gradients.seat.everyone
+        everyone = self._gradients.groups.everyone
         if everyone.size == 1:
             return is_sound
         masters = list(self._masters.values())

@@ -85,7 +85,7 @@ class Trainer:
         parallel: Parallel | None = None,
     ) -> None:
         self._parallel = parallel or Parallel.whole(module, ranks)
-        self._ranks = self._parallel.seat.dp
+        self._ranks = self._parallel.groups.dp
         self._budget = config.tokens_per_micro_batch
         self.skipped: Skipped | None = None
         """What is done with a step that is not finite; None: it is an error."""
@@ -161,7 +161,7 @@ class Trainer:
             metrics = self._skip(self.skipped, aims, error)
         finally:
             self._optimizer.discard()
-        return metrics if self._parallel.seat.speaks else {}
+        return metrics if self._parallel.groups.speaks else {}
 
     def _attempt(self, aims: Sequence[Aim]) -> dict[str, Metric]:
         """The step, or the same error on all ranks where one met a number that is not finite."""
@@ -192,12 +192,12 @@ class Trainer:
 
     def _skip(self, skipped: Skipped, aims: Sequence[Aim], error: NotFiniteError) -> dict[str, Metric]:
         """Note the step that was not made; every rank does."""
-        seat = self._parallel.seat
-        reason = first_said(seat.everyone, "" if error.what == _ELSEWHERE else error.what)
+        groups = self._parallel.groups
+        reason = first_said(groups.everyone, "" if error.what == _ELSEWHERE else error.what)
         own = torch.cat([aim.rows.ids for aim in aims]).flatten()
         ids = torch.cat(self._ranks.gather(own)).view(-1, 3).tolist()
         told = [{**about(aim.loss), "weight": aim.weight} for aim in aims]
-        rank = self._ranks.rank if seat.speaks else -1
+        rank = self._ranks.rank if groups.speaks else -1
         skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], told, rank)
         return {"train/skipped/sum": Sum(value=1 / self._ranks.size)}
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rillflow.cluster.ranks import Ranks
 from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.models.attention import ATTENTION, register
-from rillflow.parallel.mesh import Seat, seat
+from rillflow.parallel.mesh import RankGroups, rank_groups
 from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
@@ -159,11 +159,11 @@ def whole(parameter: Tensor, held: Tensor | None = None) -> Tensor:
     ).full_tensor()
 
 
-def seated(case: Case, ranks: Ranks) -> Seat:
-    return seat(Mesh.of(dp=case.dp, pp=case.pp, tp=case.tp), ranks)
+def groups_of(case: Case, ranks: Ranks) -> RankGroups:
+    return rank_groups(Mesh.of(dp=case.dp, pp=case.pp, tp=case.tp), ranks)
 
 
-def own_rows(case: Case, place: Seat) -> Batch:
+def own_rows(case: Case, place: RankGroups) -> Batch:
     """Every dp-th row, or all of them on the first replica."""
     batch = rows()
     if case.lopsided:
@@ -175,7 +175,7 @@ def train_all(ranks: Ranks, cases: list[Case]) -> list[dict[str, Any]]:
     """What every rank runs."""
     found = []
     for case in cases:
-        place = seated(case, ranks)
+        place = groups_of(case, ranks)
         module = decoder(case)
         parallel = Parallel(module, place, shard=case.shard)
         result = trained(case, module, own_rows(case, place), parallel)

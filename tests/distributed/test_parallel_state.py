@@ -21,7 +21,7 @@ from rillflow.train.loss import PolicyLoss, SupervisedLoss
 from rillflow.train.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from meshes import Case, decoder, own_rows, rows, seated, trainer, update
+from meshes import Case, decoder, groups_of, own_rows, rows, trainer, update
 from processes import together
 
 POLICY = PolicyLoss(PolicyLossConfig(), max_tokens=16)
@@ -30,7 +30,7 @@ POLICY = PolicyLoss(PolicyLossConfig(), max_tokens=16)
 def held_bytes(ranks: Ranks, cases: list[Case]) -> list[int]:
     found = []
     for case in cases:
-        parallel = Parallel(decoder(case), seated(case, ranks), shard=case.shard)
+        parallel = Parallel(decoder(case), groups_of(case, ranks), shard=case.shard)
         memory = {held.untyped_storage().data_ptr(): held for held in parallel.local_weights().values()}
         found.append(sum(held.untyped_storage().nbytes() for held in memory.values()))
     return found
@@ -63,7 +63,7 @@ def test_a_rank_holds_its_part_alone() -> None:
 def refusals(ranks: Ranks) -> list[str]:
     """What every rank says where one of them cannot go on."""
     case = Case(pp=2)
-    parallel = Parallel(decoder(case), seated(case, ranks))
+    parallel = Parallel(decoder(case), groups_of(case, ranks))
     made = Trainer(parallel.module, TrainConfig(tokens_per_micro_batch=20), total_steps=9, parallel=parallel)
     before = {name: held.clone() for name, held in parallel.local_weights().items()}
     said = []
@@ -74,7 +74,7 @@ def refusals(ranks: Ranks) -> list[str]:
     except RillflowError as error:
         said.append(str(error))
     with torch.no_grad():  # on one stage alone
-        if not parallel.seat.first:
+        if not parallel.groups.first:
             parallel.parameters["model.norm.weight"].fill_(float("nan"))
     try:
         made.update(rows(), SupervisedLoss())
@@ -102,7 +102,7 @@ def impossible(ranks: Ranks) -> list[str]:
     gpt2 = AutoModelForCausalLM.from_config(plain, attn_implementation=ATTENTION)
     for module, case in ((gpt2, Case(tp=2)), (gpt2, Case(pp=2)), (decoder(Case(kv_heads=1)), Case(tp=2))):
         try:
-            Parallel(module, seated(case, ranks))
+            Parallel(module, groups_of(case, ranks))
         except RillflowError as error:
             said.append(str(error))
     return said
@@ -119,7 +119,7 @@ def test_what_cannot_be_cut_is_refused_on_every_rank() -> None:
 
 def gone_on(ranks: Ranks, case: Case) -> list[bool]:
     """Three steps at once, and one, a new trainer over a new module, and two."""
-    place = seated(case, ranks)
+    place = groups_of(case, ranks)
     batch = own_rows(case, place)
     parallel = Parallel(decoder(case), place, shard=case.shard)
     straight = trainer(case, parallel.module, parallel)

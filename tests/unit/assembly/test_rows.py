@@ -15,7 +15,7 @@ from rillflow.assembly.rows import distinct_prompts, workload_of
 from rillflow.errors import PlanError
 from rillflow.observe.reader import SpanRecord
 from rillflow.observe.run_directory import RunDirectory, write_rollouts
-from rillflow.parallel.packed import PackedAttention, attention_seats, pack
+from rillflow.parallel.packed import PackedAttention, attended_tokens, pack
 from rillflow.planner.workload import Workload
 from rillflow.records.ragged import Ragged
 
@@ -115,8 +115,8 @@ def test_prompts_are_read_once_in_each_part_that_has_them(samples: int, parts: i
 
 @settings(max_examples=30)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12))
-def test_attention_has_the_seats_that_are_counted(lengths: list[int]) -> None:
+def test_attention_computes_the_tokens_that_are_counted(lengths: list[int]) -> None:
     rows = Ragged.from_rows([list(range(length)) for length in lengths])
     plan = PackedAttention(pack(rows), torch.device("cpu"))
-    assert attention_seats(lengths) == sum(bucket.rows * bucket.longest for bucket in plan._buckets)
-    assert attention_seats(lengths) >= sum(lengths)
+    assert attended_tokens(lengths) == sum(bucket.rows * bucket.longest for bucket in plan._buckets)
+    assert attended_tokens(lengths) >= sum(lengths)

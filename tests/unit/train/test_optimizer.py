@@ -12,11 +12,11 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 
 from rillflow.cluster.ranks import Alone
 from rillflow.parallel.gradients import Gradients
-from rillflow.parallel.mesh import Seat
+from rillflow.parallel.mesh import RankGroups
 from rillflow.train.config import OptimizerConfig
 from rillflow.train.optimizer import Optimizer
 
-ALONE = Gradients(seat=Seat.whole(Alone()))
+ALONE = Gradients(groups=RankGroups.whole(Alone()))
 """How one rank completes them: they are complete."""
 PEAK, FINAL, WARM_UP, TOTAL = 0.1, 0.2, 3, 9
 

@@ -1,4 +1,4 @@
-"""A rank's seat: who sits beside it, and meshes that no rank has a seat in."""
+"""A rank's groups along the axes of its mesh, and meshes that no rank has a place in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rillflow.cluster.ranks import Alone, Circle, ThreadRanks
 from rillflow.errors import ModelError, PlacementError
 from rillflow.models.attention import ATTENTION, register
 from rillflow.models.tensor_plan import tensor_plan
-from rillflow.parallel.mesh import seat
+from rillflow.parallel.mesh import rank_groups
 from rillflow.parallel.module import Parallel
 from rillflow.parallel.tensor import require_even
 from rillflow.placement.mesh import Mesh
@@ -37,35 +37,35 @@ def test_every_rank_has_its_neighbours() -> None:
     circle = Circle(12, 20.0)
     mesh = Mesh.of(dp=2, pp=3, tp=2)
     with ThreadPoolExecutor(12) as threads:
-        seats = list(threads.map(lambda rank: seat(mesh, ThreadRanks(circle, rank)), range(12)))
-    places = [(s.dp.rank, s.pp.rank, s.tp.rank) for s in seats]
+        groups = list(threads.map(lambda rank: rank_groups(mesh, ThreadRanks(circle, rank)), range(12)))
+    places = [(s.dp.rank, s.pp.rank, s.tp.rank) for s in groups]
     assert places == [tuple(mesh.coordinates(rank).values()) for rank in range(12)]
-    assert {(s.dp.size, s.pp.size, s.tp.size) for s in seats} == {(2, 3, 2)}
-    assert [s.rank for s in seats if s.speaks] == [4, 10]
-    assert [s.rank for s in seats if s.first] == [0, 1, 6, 7]
-    assert [s.ends.size for s in seats[:6]] == [2, 2, 1, 1, 2, 2]
-    assert [s.ends.rank for s in seats[:6]] == [0, 0, 0, 0, 1, 1]
-    assert [s.stage for s in seats[:6]] == [0, 0, 1, 1, 2, 2]
+    assert {(s.dp.size, s.pp.size, s.tp.size) for s in groups} == {(2, 3, 2)}
+    assert [s.rank for s in groups if s.speaks] == [4, 10]
+    assert [s.rank for s in groups if s.first] == [0, 1, 6, 7]
+    assert [s.ends.size for s in groups[:6]] == [2, 2, 1, 1, 2, 2]
+    assert [s.ends.rank for s in groups[:6]] == [0, 0, 0, 0, 1, 1]
+    assert [s.stage for s in groups[:6]] == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_mesh_has_as_many_places_as_there_are_ranks() -> None:
     with pytest.raises(PlacementError, match=r"dp 2 x pp 1 x tp 3 for 1 ranks\n.*6 places") as error:
-        seat(Mesh.of(dp=2, pp=1, tp=3), Alone())
+        rank_groups(Mesh.of(dp=2, pp=1, tp=3), Alone())
     assert "product is 1" in error.value.fix
     with pytest.raises(PlacementError, match="for 1 ranks"):
-        seat(Mesh.of(first=1, dp=1, pp=1, tp=1), Alone())
+        rank_groups(Mesh.of(first=1, dp=1, pp=1, tp=1), Alone())
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=1, pp=1, dp=1), Mesh.of(dp=1), Mesh.of()])
 def test_a_mesh_has_the_three_axes_in_order(mesh: Mesh) -> None:
     with pytest.raises(PlacementError, match=r"its axes are dp, pp, tp, in this order"):
-        seat(mesh, Alone())
+        rank_groups(mesh, Alone())
 
 
 def test_what_every_rank_has_whole_is_not_cut() -> None:
-    one = seat(Mesh.of(dp=1, pp=1, tp=1), Alone())
+    one = rank_groups(Mesh.of(dp=1, pp=1, tp=1), Alone())
     for part in (Parallel(module(), one), Parallel(module(), one, shard=True), Parallel.whole(module())):
-        assert part.is_whole and part.gradients.is_whole and part.seat.speaks
+        assert part.is_whole and part.gradients.is_whole and part.groups.speaks
         assert part.parameters.keys() == dict(module().named_parameters()).keys()
 
 
@@ -73,9 +73,9 @@ def test_threads_cannot_hold_parts_of_a_module() -> None:
     circle = Circle(2, 20.0)
     with ThreadPoolExecutor(2) as threads:
         mesh = Mesh.of(dp=1, pp=2, tp=1)
-        seats = list(threads.map(lambda rank: seat(mesh, ThreadRanks(circle, rank)), range(2)))
+        groups = list(threads.map(lambda rank: rank_groups(mesh, ThreadRanks(circle, rank)), range(2)))
     with pytest.raises(PlacementError, match="ranks of one process"):
-        Parallel(module(), seats[0])
+        Parallel(module(), groups[0])
 
 
 def test_what_does_not_divide_is_refused_with_the_sum() -> None:
