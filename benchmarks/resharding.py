@@ -1,9 +1,9 @@
 """From training's mesh to generation's: ours against the designs that gather, and against a checkpoint.
 
-    ours                   Switch.to_generation: the slices that are missing, training's memory given back
+    ours                   WeightSwitch.to_generation: the missing slices, training's memory given back
     gather the model       all ranks gather all weights, then cut out what they generate with
     plain grouping         the ranks of a replica gather its weights, then cut; groups of consecutive ranks
-    plain, slices alone    consecutive groups too, but only slices cross (by our own crossing)
+    plain, slices alone    consecutive groups too, but only slices cross (by our own resharding)
     full_tensor            DTensor.full_tensor() of every parameter, then cut; sent on between stages
     checkpoint             write one under training's mesh, read it under generation's
 
@@ -40,7 +40,6 @@ from rillflow.cluster.ranks import ProcessRanks
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import Slice
-from rillflow.weights.crossing import Crossing
 from rillflow.weights.digest import slice_digest
 from rillflow.weights.layout import (
     Layout,
@@ -51,8 +50,9 @@ from rillflow.weights.layout import (
     training_layout,
 )
 from rillflow.weights.plan import reshard_plan
+from rillflow.weights.resharding import Resharding
 from rillflow.weights.sharded_file import load_sharded, save_sharded
-from rillflow.weights.switch import Switch
+from rillflow.weights.switch import WeightSwitch
 
 RANKS, TP, LAYERS, HIDDEN, INNER, WORDS = 8, 2, 8, 1024, 4096, 8192
 CASES = {"(p, t, d) = (1, 8, 1)": (1, 8), "(p, t, d) = (2, 4, 1)": (2, 4)}
@@ -109,7 +109,9 @@ class Rank:
         for name, part in self.parts.items():
             if isinstance(part, Broadcast) and name in self.training:
                 self.training[name].fill_(0.5)
-        self.switch = Switch(reshard_plan(self.weights, self.source, self.grouped), ranks, self.training)
+        self.switch = WeightSwitch(
+            reshard_plan(self.weights, self.source, self.grouped), ranks, self.training
+        )
         self.pipes = [[stage * t + place for stage in range(p)] for place in range(t)]
         self.pipe = ranks.part(self.pipes)
         self.device_mesh: DeviceMesh = init_device_mesh("cpu", (p, t), mesh_dim_names=("pp", "tp"))
@@ -130,11 +132,11 @@ class Rank:
         }
 
     def ours(self, check: bool) -> Cost:
-        before = self.switch.crossing.received_bytes
+        before = self.switch.resharding.received_bytes
         generation = self.switch.to_generation()
         if check:
             self.note("ours", generation)
-        return Cost(received=self.switch.crossing.received_bytes - before, peak=self.switch.ledger.peak)
+        return Cost(received=self.switch.resharding.received_bytes - before, peak=self.switch.memory.peak)
 
     def gather(self, check: bool) -> Cost:
         return self.gathered("gather the model", self.grouped, check)
@@ -202,11 +204,11 @@ class Rank:
         """Consecutive groups; what is missing crosses, and training's tensors stay beside it."""
         plan = reshard_plan(self.weights, self.source, self.plain)
         generation = self.empty(self.plain)
-        crossing = Crossing(plan, self.ranks)
-        crossing.run(self.training, generation)
+        resharding = Resharding(plan, self.ranks)
+        resharding.run(self.training, generation)
         if check:
             self.note("plain, slices alone", generation)
-        return Cost(received=crossing.received_bytes, peak=_bytes(generation) + _bytes(self.training))
+        return Cost(received=resharding.received_bytes, peak=_bytes(generation) + _bytes(self.training))
 
     def full_tensor(self, check: bool) -> Cost:
         whole: dict[str, Tensor] = {}

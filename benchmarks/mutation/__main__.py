@@ -45,7 +45,7 @@ WIDER = {
     "workers": ("distributed/test_backends.py",),
     "parallel": ("distributed/test_parallel_training.py", "distributed/test_parallel_state.py"),
     "train": ("distributed/test_parallel_training.py",),
-    "weights": ("distributed/test_weights_crossing.py", "distributed/test_weights_files.py"),
+    "weights": ("distributed/test_weights_resharding.py", "distributed/test_weights_files.py"),
     "models": ("distributed/test_sharded_generation.py",),
     "rollout": ("distributed/test_sharded_generation.py",),
     "roles": ("distributed/test_sampler.py", "flows/test_algorithms.py", "flows/test_meshes.py"),

@@ -26,11 +26,11 @@ from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
 from rillflow.roles.share import Share
-from rillflow.weights.crossing import pack, unpack
 from rillflow.weights.digest import Digests, digests, verify
 from rillflow.weights.layout import Layout, generation_layout, local_shape, logical_weights
 from rillflow.weights.plan import ReshardPlan, reshard_plan
-from rillflow.weights.switch import Switch
+from rillflow.weights.resharding import pack, unpack
+from rillflow.weights.switch import WeightSwitch
 
 Links = Sequence[Mapping[int, Sequence[int]]]
 """For every bucket, the receivers of every rank that sends."""
@@ -111,7 +111,7 @@ class ReshardedWeights:
         self,
         module: nn.Module,
         share: Share[LanguageModel],
-        switch: Switch,
+        switch: WeightSwitch,
         tp: Ranks,
         members: Sequence[int],
         version: int,
@@ -296,7 +296,7 @@ def lay_out(
     module = sampling_module(model.module, plan, tp)
     share = Share.of(model, mesh=mesh, is_sharded=is_sharded, ranks=ranks)
     wanted = generation_layout(share.weights, parts, generate)
-    switch = Switch(reshard_plan(share.weights, share.layout, wanted), ranks, share.parameters)
+    switch = WeightSwitch(reshard_plan(share.weights, share.layout, wanted), ranks, share.parameters)
     assign(module, switch.generation)
     members = next(group for group in generate.groups("tp") if ranks.rank in group)
     return share, ReshardedWeights(module, share, switch, tp, members, version)

@@ -23,8 +23,8 @@ from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
 from rillflow.train.trainer import Trainer
-from rillflow.weights.crossing import gathered
 from rillflow.weights.layout import Layout, Weight, local_shape, logical_weights, training_layout
+from rillflow.weights.resharding import gathered
 from rillflow.weights.sharded_file import listed_weights, load_sharded, save_sharded
 
 _COUNTER = "counter"

@@ -1,5 +1,5 @@
 """Weights: which rank holds which slice of which tensor, and how slices cross to where they are missing.
 
-layout(train mesh) ─┬─ boxing ─> plan ─ crossing ─> weights on the other mesh, digests compared
+layout(train mesh) ─┬─ boxing ─> plan ─ resharding ─> weights on the other mesh, digests compared
 layout(generation) ─┘
 """

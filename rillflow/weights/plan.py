@@ -36,7 +36,7 @@ MOST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Portion:
     """Some of the moves of a weight: all of them, or a piece of each where they are too large."""
 
     name: str
@@ -69,7 +69,7 @@ class Bucket:
 
     dtype: torch.dtype
     """Of all its weights."""
-    parts: tuple[Part, ...]
+    parts: tuple[Portion, ...]
     """What is in it; what crosses between two ranks lies in this order."""
     moves: bool
     """Whether anything is on the wire; where not, ranks copy what they keep and need not meet."""
@@ -88,7 +88,7 @@ class Crossed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passage:
+class WeightMoves:
     """The moves of a weight, and what they are for every rank; the same for all weights that are alike."""
 
     boxing: Boxing
@@ -160,7 +160,7 @@ class ReshardPlan:
     """Where they lie."""
     destination: Layout
     """Where they are to lie."""
-    passages: Mapping[str, Passage]
+    by_weight: Mapping[str, WeightMoves]
     """By weight; one object for all that are alike."""
 
     @cached_property
@@ -173,27 +173,27 @@ class ReshardPlan:
     @property
     def moves(self) -> bool:
         """Whether anything has to cross at all."""
-        return any(passage.received for passage in self.passages.values())
+        return any(moves.received for moves in self.by_weight.values())
 
     def received(self, rank: int) -> int:
         """Bytes that a rank receives."""
-        return self._bytes(lambda passage: passage.received.get(rank, 0))
+        return self._bytes(lambda moves: moves.received.get(rank, 0))
 
     def sent(self, rank: int) -> int:
         """Bytes that a rank sends."""
-        return self._bytes(lambda passage: passage.sent.get(rank, 0))
+        return self._bytes(lambda moves: moves.sent.get(rank, 0))
 
     def kept(self, rank: int) -> int:
         """Bytes of the destination that a rank has already."""
-        return self._bytes(lambda passage: passage.kept.get(rank, 0))
+        return self._bytes(lambda moves: moves.kept.get(rank, 0))
 
     def held(self, rank: int) -> int:
         """Bytes that a rank has of the source."""
-        return self._bytes(lambda passage: passage.held.get(rank, 0))
+        return self._bytes(lambda moves: moves.held.get(rank, 0))
 
     def wanted(self, rank: int) -> int:
         """Bytes that a rank has of the destination."""
-        return self._bytes(lambda passage: passage.wanted.get(rank, 0))
+        return self._bytes(lambda moves: moves.wanted.get(rank, 0))
 
     def redundant(self, rank: int) -> int:
         """Bytes of the source that are no part of the rank's destination: a second copy, if they stay."""
@@ -205,23 +205,23 @@ class ReshardPlan:
 
     def is_within(self, name: str, rank: int) -> bool:
         """Whether all that a rank has of a weight is in what it is to have."""
-        passage = self.passages[name]
-        return passage.held.get(rank, 0) == passage.kept.get(rank, 0)
+        moves = self.by_weight[name]
+        return moves.held.get(rank, 0) == moves.kept.get(rank, 0)
 
     def is_same(self, name: str, rank: int) -> bool:
         """Whether a rank is to have of a weight just what it has."""
-        passage = self.passages[name]
-        return self.is_within(name, rank) and passage.wanted.get(rank, 0) == passage.held.get(rank, 0)
+        moves = self.by_weight[name]
+        return self.is_within(name, rank) and moves.wanted.get(rank, 0) == moves.held.get(rank, 0)
 
-    def outgoing(self, part: Part, rank: int) -> Iterator[Crossed]:
+    def outgoing(self, part: Portion, rank: int) -> Iterator[Crossed]:
         """What a rank sends of a part."""
-        for move in self.passages[part.name].from_rank.get(rank, ()):
+        for move in self.by_weight[part.name].from_rank.get(rank, ()):
             if (box := part.of(move.slice)) is not None:
                 yield Crossed(name=part.name, slice=box, peer=move.destination)
 
-    def incoming(self, part: Part, rank: int) -> Iterator[Crossed]:
+    def incoming(self, part: Portion, rank: int) -> Iterator[Crossed]:
         """What a rank receives of a part."""
-        for move in self.passages[part.name].to_rank.get(rank, ()):
+        for move in self.by_weight[part.name].to_rank.get(rank, ()):
             if (box := part.of(move.slice)) is not None:
                 yield Crossed(name=part.name, slice=box, peer=move.source)
 
@@ -237,19 +237,19 @@ class ReshardPlan:
         if most_bytes < 1:
             raise PlacementError(f"buckets of {most_bytes} bytes", why="a bucket holds at least a byte")
         found: list[Bucket] = []
-        parts: dict[_Kind, list[Part]] = defaultdict(list)
+        parts: dict[_Kind, list[Portion]] = defaultdict(list)
         loads: dict[_Kind, dict[tuple[int, str], int]] = defaultdict(lambda: defaultdict(int))
         for name in self._in_turn():
-            passage, dtype = self.passages[name], self.weights[name].dtype
-            kind = (dtype, bool(passage.received))
+            moves, dtype = self.by_weight[name], self.weights[name].dtype
+            kind = (dtype, bool(moves.received))
             most = most_bytes // dtype.itemsize
-            pieces = min(-(-passage.load // max(most, 1)), passage.longest) if passage.received else 1
-            each = {key: load // pieces for key, load in passage.loads.items()}
+            pieces = min(-(-moves.load // max(most, 1)), moves.longest) if moves.received else 1
+            each = {key: load // pieces for key, load in moves.loads.items()}
             for piece in range(pieces):
                 if parts[kind] and any(loads[kind][key] + load > most for key, load in each.items()):
                     found.append(Bucket(dtype=dtype, parts=tuple(parts.pop(kind)), moves=kind[1]))
                     del loads[kind]
-                parts[kind].append(Part(name=name, piece=piece, pieces=pieces))
+                parts[kind].append(Portion(name=name, piece=piece, pieces=pieces))
                 for key, load in each.items():
                     loads[kind][key] += load
         rest = (Bucket(dtype=kind[0], parts=tuple(last), moves=kind[1]) for kind, last in parts.items())
@@ -265,9 +265,9 @@ class ReshardPlan:
         }
         return sorted(self.weights, key=turns.__getitem__)
 
-    def _bytes(self, count: Callable[[Passage], int]) -> int:
+    def _bytes(self, count: Callable[[WeightMoves], int]) -> int:
         return sum(
-            count(self.passages[name]) * weight.dtype.itemsize for name, weight in self.weights.items()
+            count(self.by_weight[name]) * weight.dtype.itemsize for name, weight in self.weights.items()
         )
 
 
@@ -282,19 +282,19 @@ def reshard_plan(weights: Weights, source: Layout, destination: Layout) -> Resha
     Raises:
         PlacementError: a layout lacks a weight or does not fit its shape, or a weight is in contributions.
     """
-    made: dict[tuple[tuple[int, ...], Placement, Placement], Passage] = {}
-    passages = {}
+    made: dict[tuple[tuple[int, ...], Placement, Placement], WeightMoves] = {}
+    by_weight = {}
     for name, weight in weights.items():
         before, after = _of(source, name, "source"), _of(destination, name, "destination")
         key = (weight.shape, before, after)
         if key not in made:
-            made[key] = Passage(
+            made[key] = WeightMoves(
                 boxing=boxing(before, after, weight.shape),
                 held=_sizes(before, weight.shape),
                 wanted=_sizes(after, weight.shape),
             )
-        passages[name] = made[key]
-    return ReshardPlan(weights=weights, source=source, destination=destination, passages=passages)
+        by_weight[name] = made[key]
+    return ReshardPlan(weights=weights, source=source, destination=destination, by_weight=by_weight)
 
 
 def _of(layout: Layout, name: str, side: str) -> Placement:

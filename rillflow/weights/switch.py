@@ -1,4 +1,4 @@
-"""Switch: one rank's weights, as it trains them or as it generates with them, never both.
+"""WeightSwitch: one rank's weights, as it trains them or as it generates with them, never both.
 
     training tensors ── to_generation ──> generation tensors    bucket by bucket: room is made, the own slice
             ^                                    │              copied in, the rest received, the training
@@ -24,13 +24,13 @@ from torch import Tensor
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import WeightError
 from rillflow.parallel.tensor import own
-from rillflow.weights.crossing import DEADLINE_S, Crossing, keep, require_shapes
 from rillflow.weights.layout import local_shape
 from rillflow.weights.plan import MOST_BYTES, ReshardPlan
+from rillflow.weights.resharding import DEADLINE_S, Resharding, keep, require_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ledger:
+class MemoryUse:
     """Bytes of parameters on one rank, phase by phase, as the storages of its tensors say."""
 
     before: int = 0
@@ -47,7 +47,7 @@ class Ledger:
     """Of ``generating``, what only training reads: weights of another type, or of other slices."""
 
 
-class Switch:
+class WeightSwitch:
     """The weights of one rank under both meshes.
 
     Args:
@@ -59,10 +59,10 @@ class Switch:
 
     Raises:
         WeightError: a parameter is missing, or of another shape than its layout says.
-        PlacementError, ClusterError: see Crossing.
+        PlacementError, ClusterError: see Resharding.
 
     Example:
-        switch = Switch(plan, ranks, dict(module.named_parameters()))
+        switch = WeightSwitch(plan, ranks, dict(module.named_parameters()))
         engine_weights = switch.to_generation()
         switch.to_training()
     """
@@ -80,8 +80,8 @@ class Switch:
         self.plan = plan
         self.rank = ranks.rank
         self.is_generating = False
-        self.ledger = Ledger()
-        self.crossing = Crossing(plan, ranks, most_bytes=most_bytes, deadline_s=deadline_s)
+        self.memory = MemoryUse()
+        self.resharding = Resharding(plan, ranks, most_bytes=most_bytes, deadline_s=deadline_s)
         """What carries the plan out, with the bytes that have crossed since the beginning."""
         self._training = {name: training[name] for name in plan.weights if name in training}
         self._shared = {
@@ -112,23 +112,23 @@ class Switch:
         """
         if self.is_generating:
             raise WeightError(f"rank {self.rank} generates already", why="its training weights are not there")
-        crossing, plan = self.crossing, self.plan
-        self.ledger = Ledger(before=self._bytes(), peak=self._bytes())
-        for place, bucket in enumerate(crossing.buckets):
+        resharding, plan = self.resharding, self.plan
+        self.memory = MemoryUse(before=self._bytes(), peak=self._bytes())
+        for place, bucket in enumerate(resharding.buckets):
             for part in bucket.parts:
                 if part.piece == 0:
                     self._make_room(part.name)
             self._note()
-            crossing.pack(place, self._training)
+            resharding.pack(place, self._training)
             for name in (part.name for part in bucket.parts if part.is_last):
                 keep(plan, name, self.rank, self._training, self.generation)
                 if name in self._memories:
                     self._memories[name].leave(name)
-            crossing.exchange(place, self.generation)
+            resharding.exchange(place, self.generation)
             self._note()
-        crossing.close()
+        resharding.close()
         self.is_generating = True
-        self.ledger = replace(self.ledger, generating=self._bytes(), stays=self._stays())
+        self.memory = replace(self.memory, generating=self._bytes(), stays=self._stays())
         return self.generation
 
     def to_training(self) -> None:
@@ -147,7 +147,7 @@ class Switch:
             if name in self.generation and name not in self._shared:
                 self.generation[name].untyped_storage().resize_(0)
         self.is_generating = False
-        self.ledger = replace(self.ledger, after=self._bytes())
+        self.memory = replace(self.memory, after=self._bytes())
 
     def _is_alike(self, name: str) -> bool:
         """Whether training's elements are generation's."""
@@ -180,10 +180,10 @@ class Switch:
         return own(tensor).device if tensor is not None else torch.device("cpu")
 
     def _note(self) -> None:
-        self.ledger = replace(
-            self.ledger,
-            peak=max(self.ledger.peak, self._bytes()),
-            buffers=max(self.ledger.buffers, self.crossing.buffer_bytes),
+        self.memory = replace(
+            self.memory,
+            peak=max(self.memory.peak, self._bytes()),
+            buffers=max(self.memory.buffers, self.resharding.buffer_bytes),
         )
 
     def _bytes(self) -> int:

@@ -15,7 +15,7 @@ from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.weights.digest import Digests, digests, verify
 from rillflow.weights.layout import Weight, cast, generation_layout, generation_mesh, training_layout
 from rillflow.weights.plan import reshard_plan
-from rillflow.weights.switch import Switch
+from rillflow.weights.switch import WeightSwitch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together
@@ -44,7 +44,7 @@ def checked(ranks: Ranks, wrong_rank: int, shard: bool) -> str:
     destination = generation_mesh(mesh, 1)
     bfloat16 = cast(WEIGHTS, torch.bfloat16)
     plan = reshard_plan(bfloat16, layout, generation_layout(bfloat16, PARTS, destination))
-    generation = Switch(plan, ranks, training).to_generation()
+    generation = WeightSwitch(plan, ranks, training).to_generation()
     if ranks.rank == wrong_rank:
         generation["down"][3, 3] += 1
     replicas = destination.groups("tp")

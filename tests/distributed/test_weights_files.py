@@ -13,8 +13,8 @@ from rillflow.errors import RunDirectoryError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import slices
-from rillflow.weights.crossing import gathered
 from rillflow.weights.layout import Layout, Weight, intervals, local_index, local_shape, training_layout
+from rillflow.weights.resharding import gathered
 from rillflow.weights.sharded_file import load_sharded, save_sharded
 
 sys.path.insert(0, str(Path(__file__).parent))

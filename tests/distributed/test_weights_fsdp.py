@@ -23,7 +23,7 @@ from rillflow.weights.layout import (
     training_layout,
 )
 from rillflow.weights.plan import reshard_plan
-from rillflow.weights.switch import Switch
+from rillflow.weights.switch import WeightSwitch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together
@@ -77,7 +77,7 @@ def trained(ranks: Ranks, generating: torch.dtype, tp: int) -> list[str]:
     source = training_layout(weights, PARTS, dict.fromkeys(weights, (0,)), mesh, shard=True)
     destination = generation_layout(weights, PARTS, generation_mesh(mesh, tp))
     plan = reshard_plan(cast(weights, generating), source, destination)
-    switch = Switch(plan, ranks, dict(modules[0].named_parameters()))
+    switch = WeightSwitch(plan, ranks, dict(modules[0].named_parameters()))
     alike = generating == torch.float32
     for _ in range(3):
         found, wanted = (
@@ -88,16 +88,16 @@ def trained(ranks: Ranks, generating: torch.dtype, tp: int) -> list[str]:
         generation = switch.to_generation()
         left = sum(own(tensor).untyped_storage().nbytes() for tensor in modules[0].parameters())
         wrong += [f"{left} bytes of training stayed"] if (left == 0) != alike else []
-        if alike and switch.ledger.generating != plan.wanted(ranks.rank):
-            wrong.append(f"{switch.ledger} {plan.wanted(ranks.rank)}")
+        if alike and switch.memory.generating != plan.wanted(ranks.rank):
+            wrong.append(f"{switch.memory} {plan.wanted(ranks.rank)}")
         shard = ranks.rank % 2 * tp // 2
         for name, tensor in generation.items():
             part = PARTS[name]
             cut = whole[name].chunk(tp, part.dim)[shard] if isinstance(part, Split) else whole[name]
             wrong += [] if torch.equal(tensor, cut.to(generating)) else [f"{name} {tensor} {cut}"]
         switch.to_training()
-        wrong += [f"{switch.ledger}"] if switch.ledger.after != switch.ledger.before else []
-    received = switch.crossing.received_bytes
+        wrong += [f"{switch.memory}"] if switch.memory.after != switch.memory.before else []
+    received = switch.resharding.received_bytes
     wrong += [] if received == 3 * plan.received(ranks.rank) else [f"{received} received"]
     return wrong
 

@@ -243,7 +243,7 @@ def test_equal_weights_are_planned_once() -> None:
     before = training_layout(weights, parts, stages, train, shard=True)
     plan = reshard_plan(weights, before, generation_layout(weights, parts, generation_mesh(train, 8)))
     assert len(weights) == 723
-    assert len({id(passage) for passage in plan.passages.values()}) <= 8 * 6 + 3
+    assert len({id(moves) for moves in plan.by_weight.values()}) <= 8 * 6 + 3
     assert all(plan.redundant(rank) == 0 for rank in plan.ranks)
 
 
@@ -262,10 +262,10 @@ def test_buckets_hold_everything_once_and_no_rank_more_than_they_may(most_bytes:
     for rank in plan.ranks:
         loads = [
             [
-                2 * sum(c.slice.size for part in bucket.parts for c in crossing(part, rank))
+                2 * sum(c.slice.size for part in bucket.parts for c in resharding(part, rank))
                 for bucket in buckets
             ]
-            for crossing in (plan.incoming, plan.outgoing)
+            for resharding in (plan.incoming, plan.outgoing)
         ]
         assert sum(loads[0]) == plan.received(rank)
         assert sum(loads[1]) == plan.sent(rank)

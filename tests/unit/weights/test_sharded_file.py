@@ -19,8 +19,8 @@ from rillflow.cluster.ranks import Alone, Circle, ThreadRanks
 from rillflow.errors import RunDirectoryError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
-from rillflow.weights.crossing import gathered
 from rillflow.weights.layout import Layout, Weight
+from rillflow.weights.resharding import gathered
 from rillflow.weights.sharded_file import load_sharded, save_sharded
 
 WEIGHTS = {

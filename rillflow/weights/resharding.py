@@ -1,11 +1,11 @@
-"""Crossing: a plan carried out, bucket by bucket.
+"""Resharding: a plan carried out, bucket by bucket.
 
     source tensors ─ packed by receiver ─> all_to_all ─ unpacked by sender ─> destination tensors
                  └──────────────── what the rank keeps: copied ───────────────┘
 
 Consumes: the slices a rank holds. Waits for: the ranks of the group, once a bucket, not longer than the
 deadline. Unblocked by: the last of them. Produces: the slices it is to hold, and a count of what crossed.
-Shutdown: after the last bucket the buffers go. A rank that dies or stays away ends the crossing on all
+Shutdown: after the last bucket the buffers go. A rank that dies or stays away ends the resharding on all
 others in an error: what they have received until then is of no use.
 
 Elements are cast to the plan's type before they are sent. Where nothing moves nobody meets. Between pools
@@ -29,13 +29,13 @@ from rillflow.parallel.tensor import device_of, own
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
 from rillflow.weights.layout import Box, Layout, Weights, intervals, local_index, local_shape
-from rillflow.weights.plan import MOST_BYTES, Crossed, Part, ReshardPlan, reshard_plan
+from rillflow.weights.plan import MOST_BYTES, Crossed, Portion, ReshardPlan, reshard_plan
 
 DEADLINE_S = 600.0
 """How long a rank waits for the others in one bucket."""
 
 
-class Crossing:
+class Resharding:
     """Carries a plan out on one rank; every rank of the plan has one and steps through the same buckets.
 
     Args:
@@ -74,7 +74,7 @@ class Crossing:
         self._ranks = ranks
         self._deadline_s = deadline_s
         self._buffers: dict[str, Tensor] = {}
-        self._cargoes: dict[int, tuple[_Cargo, _Cargo]] = {}
+        self._packed: dict[int, tuple[_Packed, _Packed]] = {}
 
     def run(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
         """Bring all that the plan says from some tensors to others.
@@ -105,9 +105,9 @@ class Crossing:
     def pack(self, place: int, source: Mapping[str, Tensor]) -> None:
         """Lay side by side what others are to have of a bucket; then its source is not read again."""
         if self.buckets[place].moves:
-            cargo = self._cargo(place)[0]
-            buffer = self._buffer("sent", cargo, source)
-            cargo.load(buffer, source)
+            packing = self._packed_of(place)[0]
+            buffer = self._buffer("sent", packing, source)
+            packing.load(buffer, source)
 
     def exchange(self, place: int, destination: Mapping[str, Tensor]) -> None:
         """Meet the others, and put what came of a bucket where it belongs.
@@ -117,7 +117,7 @@ class Crossing:
         """
         if not self.buckets[place].moves:
             return
-        outgoing, incoming = self._cargo(place)
+        outgoing, incoming = self._packed_of(place)
         sent = self._buffer("sent", outgoing, {})
         received = self._buffer("received", incoming, destination)
         assert isinstance(self._ranks, ProcessRanks)  # a plan that moves has been refused otherwise
@@ -133,21 +133,21 @@ class Crossing:
         self.received_bytes += sum(incoming.sizes)
         incoming.unload(received, destination)
 
-    def _cargo(self, place: int) -> tuple[_Cargo, _Cargo]:
+    def _packed_of(self, place: int) -> tuple[_Packed, _Packed]:
         """What this rank sends and receives in a bucket; laid out once."""
-        if place not in self._cargoes:
+        if place not in self._packed:
             plan, bucket = self.plan, self.buckets[place]
             outgoing = _all(plan.outgoing, bucket.parts, self.rank)
             incoming = _all(plan.incoming, bucket.parts, self.rank)
-            self._cargoes[place] = (
-                _Cargo.of(plan, plan.source, self.rank, self._ranks.size, outgoing),
-                _Cargo.of(plan, plan.destination, self.rank, self._ranks.size, incoming),
+            self._packed[place] = (
+                _Packed.of(plan, plan.source, self.rank, self._ranks.size, outgoing),
+                _Packed.of(plan, plan.destination, self.rank, self._ranks.size, incoming),
             )
-        return self._cargoes[place]
+        return self._packed[place]
 
-    def _buffer(self, use: str, cargo: _Cargo, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A buffer of the cargo's size; its memory is kept for the next bucket."""
-        size = sum(cargo.sizes)
+    def _buffer(self, use: str, packing: _Packed, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A buffer of the packing's size; its memory is kept for the next bucket."""
+        size = sum(packing.sizes)
         if use not in self._buffers or self._buffers[use].numel() < size:
             self._buffers.pop(use, None)
             self._buffers[use] = torch.empty(size, dtype=torch.uint8, device=device_of(tensors))
@@ -198,30 +198,30 @@ def gathered(
     first = Placement(Mesh.of(dp=1))
     plan = reshard_plan(weights, layout, dict.fromkeys(weights, first))
     require_shapes(tensors, plan, layout, ranks.rank)
-    crossing = Crossing(plan, ranks, most_bytes=most_bytes, deadline_s=deadline_s)
+    resharding = Resharding(plan, ranks, most_bytes=most_bytes, deadline_s=deadline_s)
     found, device = dict[str, Tensor](), device_of(tensors)
-    for place, bucket in enumerate(crossing.buckets):
+    for place, bucket in enumerate(resharding.buckets):
         if ranks.rank == 0:
             for part in bucket.parts:
                 weight = weights[part.name]
                 if part.name not in found:
                     found[part.name] = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-        crossing.pack(place, tensors)
-        crossing.exchange(place, found)
+        resharding.pack(place, tensors)
+        resharding.exchange(place, found)
         for part in bucket.parts:
             if part.is_last and ranks.rank == 0:
                 keep(plan, part.name, 0, tensors, found)
                 yield part.name, found.pop(part.name)
-    crossing.close()
+    resharding.close()
 
 
 def pack(
-    plan: ReshardPlan, rank: int, destination: int, source: Mapping[str, Tensor], parts: Sequence[Part]
+    plan: ReshardPlan, rank: int, destination: int, source: Mapping[str, Tensor], parts: Sequence[Portion]
 ) -> Tensor:
     """What a rank sends to another of a bucket's parts, as bytes [N]; N is 0 where it sends nothing."""
-    cargo = _between(plan, plan.source, plan.outgoing, rank, destination, parts)
-    packed = torch.empty(sum(cargo.sizes), dtype=torch.uint8, device=device_of(source))
-    cargo.load(packed, source)
+    packing = _between(plan, plan.source, plan.outgoing, rank, destination, parts)
+    packed = torch.empty(sum(packing.sizes), dtype=torch.uint8, device=device_of(source))
+    packing.load(packed, source)
     return packed
 
 
@@ -231,21 +231,21 @@ def unpack(
     source: int,
     packed: Tensor,
     destination: Mapping[str, Tensor],
-    parts: Sequence[Part],
+    parts: Sequence[Portion],
 ) -> None:
     """Put what another rank packed for this one, of a bucket's parts, where it belongs.
 
     Raises:
         WeightError: there are more or fewer bytes than the plan says.
     """
-    cargo = _between(plan, plan.destination, plan.incoming, rank, source, parts)
-    if packed.numel() != sum(cargo.sizes):
+    packing = _between(plan, plan.destination, plan.incoming, rank, source, parts)
+    if packed.numel() != sum(packing.sizes):
         raise WeightError(
             f"rank {source} packed {packed.numel():,} bytes for rank {rank}",
-            why=f"the plan says {sum(cargo.sizes):,}",
+            why=f"the plan says {sum(packing.sizes):,}",
             fix="both have to plan with the same weights and layouts",
         )
-    cargo.unload(packed, destination)
+    packing.unload(packed, destination)
 
 
 def keep(
@@ -261,7 +261,7 @@ def keep(
 
     Nothing is copied where both are the same memory.
     """
-    moves = plan.passages[name].kept_by.get(rank, ())
+    moves = plan.by_weight[name].kept_by.get(rank, ())
     if not moves:
         return
     before, after = own(source[name]), own(destination[name])
@@ -311,14 +311,14 @@ class _Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cargo:
+class _Packed:
     """Boxes side by side in a buffer of bytes, by peer."""
 
     boxes: list[_Box]
     sizes: list[int]
 
     @staticmethod
-    def of(plan: ReshardPlan, layout: Layout, rank: int, size: int, crossed: Iterable[Crossed]) -> _Cargo:
+    def of(plan: ReshardPlan, layout: Layout, rank: int, size: int, crossed: Iterable[Crossed]) -> _Packed:
         """The boxes of every one of ``size`` peers, in the order given."""
         boxes: list[_Box] = []
         sizes = [0] * size
@@ -338,7 +338,7 @@ class _Cargo:
             )
             sizes[item.peer] += stop - start
             start = stop
-        return _Cargo(boxes=boxes, sizes=sizes)
+        return _Packed(boxes=boxes, sizes=sizes)
 
     def load(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
         for box in self.boxes:
@@ -349,19 +349,19 @@ class _Cargo:
             own(tensors[box.name])[box.index].copy_(box.within(buffer))
 
 
-_Listing = Callable[[Part, int], Iterator[Crossed]]
+_Listing = Callable[[Portion, int], Iterator[Crossed]]
 
 
-def _all(listing: _Listing, parts: Iterable[Part], rank: int) -> Iterator[Crossed]:
+def _all(listing: _Listing, parts: Iterable[Portion], rank: int) -> Iterator[Crossed]:
     return chain.from_iterable(listing(part, rank) for part in parts)
 
 
 def _between(
-    plan: ReshardPlan, layout: Layout, listing: _Listing, rank: int, peer: int, parts: Sequence[Part]
-) -> _Cargo:
+    plan: ReshardPlan, layout: Layout, listing: _Listing, rank: int, peer: int, parts: Sequence[Portion]
+) -> _Packed:
     """What crosses between two ranks of parts whose elements are of one type."""
     crossed = [item for item in _all(listing, parts, rank) if item.peer == peer]
-    return _Cargo.of(plan, layout, rank, peer + 1, crossed)
+    return _Packed.of(plan, layout, rank, peer + 1, crossed)
 
 
 def _first_line(error: RuntimeError) -> str:

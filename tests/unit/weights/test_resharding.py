@@ -8,9 +8,9 @@ import torch
 from rillflow.errors import WeightError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement, Split
-from rillflow.weights.crossing import require_shapes
 from rillflow.weights.layout import Weight
 from rillflow.weights.plan import reshard_plan
+from rillflow.weights.resharding import require_shapes
 
 
 def test_a_rank_whose_share_is_empty_needs_no_tensor() -> None:

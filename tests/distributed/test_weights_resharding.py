@@ -18,7 +18,6 @@ from rillflow.errors import ClusterError, PlacementError, WeightError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Placement, Split
 from rillflow.placement.slices import slices
-from rillflow.weights.crossing import Crossing, pack, unpack
 from rillflow.weights.layout import (
     Layout,
     Weight,
@@ -32,7 +31,8 @@ from rillflow.weights.layout import (
     training_layout,
 )
 from rillflow.weights.plan import ReshardPlan, reshard_plan
-from rillflow.weights.switch import Switch
+from rillflow.weights.resharding import Resharding, pack, unpack
+from rillflow.weights.switch import WeightSwitch
 from tests.unit.weights.merging import merged_stages
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -110,25 +110,25 @@ def switched(ranks: Ranks, meshes: list[tuple[int, int, int]]) -> list[str]:
     for d, p, t in meshes:
         for plan, title in plans(d, p, t, model()):
             training = slices_of(plan.weights, plan.source, ranks.rank)
-            switch = Switch(plan, ranks, training, most_bytes=3_000)
+            switch = WeightSwitch(plan, ranks, training, most_bytes=3_000)
             for turn in (1, 2):
                 generation = switch.to_generation()
                 said = storage_bytes([*generation.values(), *training.values()])
-                ledger = switch.ledger
+                memory = switch.memory
                 wanted = slices_of(plan.weights, plan.destination, ranks.rank)
                 wrong += [f"{title}: {name}" for name in differing(generation, wanted)]
                 numbers = {
-                    "sent": (switch.crossing.sent_bytes, turn * plan.sent(ranks.rank)),
-                    "received": (switch.crossing.received_bytes, turn * plan.received(ranks.rank)),
-                    "generating": (ledger.generating, plan.wanted(ranks.rank)),
+                    "sent": (switch.resharding.sent_bytes, turn * plan.sent(ranks.rank)),
+                    "received": (switch.resharding.received_bytes, turn * plan.received(ranks.rank)),
+                    "generating": (memory.generating, plan.wanted(ranks.rank)),
                     "storages": (said, plan.wanted(ranks.rank)),
-                    "stays": (ledger.stays, 0),
-                    "before": (ledger.before, plan.held(ranks.rank)),
+                    "stays": (memory.stays, 0),
+                    "before": (memory.before, plan.held(ranks.rank)),
                 }
                 switch.to_training()
-                numbers["after"] = (switch.ledger.after, plan.held(ranks.rank))
-                numbers["over"] = (max(0, switch.ledger.peak - plan.peak(ranks.rank) - 3_000), 0)
-                numbers["buffers"] = (max(0, ledger.buffers - 6_000), 0)
+                numbers["after"] = (switch.memory.after, plan.held(ranks.rank))
+                numbers["over"] = (max(0, switch.memory.peak - plan.peak(ranks.rank) - 3_000), 0)
+                numbers["buffers"] = (max(0, memory.buffers - 6_000), 0)
                 wrong += [
                     f"{title} {what}: {one} {other}" for what, (one, other) in numbers.items() if one != other
                 ]
@@ -164,11 +164,14 @@ def crossed_apart(ranks: Ranks) -> list[str]:
     plan = reshard_plan(weights, source, destination)
     here = slices_of(weights, source, ranks.rank)
     there = slices_of(weights, destination, ranks.rank, filled=False)
-    crossing = Crossing(plan, ranks, most_bytes=2_000)
-    crossing.run(here, there)
+    resharding = Resharding(plan, ranks, most_bytes=2_000)
+    resharding.run(here, there)
     wrong += differing(there, slices_of(weights, destination, ranks.rank))
-    if (crossing.sent_bytes, crossing.received_bytes) != (plan.sent(ranks.rank), plan.received(ranks.rank)):
-        wrong.append(f"{crossing.sent_bytes} sent, {crossing.received_bytes} received")
+    if (resharding.sent_bytes, resharding.received_bytes) != (
+        plan.sent(ranks.rank),
+        plan.received(ranks.rank),
+    ):
+        wrong.append(f"{resharding.sent_bytes} sent, {resharding.received_bytes} received")
     for receiver in (2, 3):
         again = slices_of(weights, destination, receiver, filled=False)
         for sender in (0, 1):
@@ -190,17 +193,17 @@ def with_masters(ranks: Ranks) -> list[object]:
     ]
     training = slices_of(model(), plan.source, ranks.rank)
     before = {name: tensor.clone() for name, tensor in training.items()}
-    switch = Switch(plan, ranks, training)
+    switch = WeightSwitch(plan, ranks, training)
     wanted = slices_of(weights, plan.destination, ranks.rank)
     wrong: list[object] = list(differing(switch.to_generation(), wanted))
     masters = sum(tensor.nbytes for tensor in training.values())
-    if (switch.ledger.stays, switch.ledger.generating) != (masters, masters + plan.wanted(ranks.rank)):
-        wrong.append(switch.ledger)
-    if switch.crossing.received_bytes != plan.received(ranks.rank):
-        wrong.append(switch.crossing.received_bytes)
+    if (switch.memory.stays, switch.memory.generating) != (masters, masters + plan.wanted(ranks.rank)):
+        wrong.append(switch.memory)
+    if switch.resharding.received_bytes != plan.received(ranks.rank):
+        wrong.append(switch.resharding.received_bytes)
     switch.to_training()
-    if switch.ledger.after != masters:
-        wrong.append(switch.ledger)
+    if switch.memory.after != masters:
+        wrong.append(switch.memory)
     return [*wrong, *differing(training, before)]
 
 
@@ -218,7 +221,7 @@ def of_unequal_runs(ranks: Ranks) -> list[str]:
     pieces = slices_of(weights, source, ranks.rank)
     fused = torch.cat(list(pieces.values()))
     views = dict(zip(runs, fused.split([rows // 2 for rows in runs.values()]), strict=True))
-    switch = Switch(plan, ranks, views)
+    switch = WeightSwitch(plan, ranks, views)
     wrong = differing(switch.to_generation(), slices_of(weights, plan.destination, ranks.rank))
     wrong += ["the memory stayed"] if fused.untyped_storage().nbytes() else []
     switch.to_training()
@@ -231,7 +234,7 @@ def test_a_fused_weight_of_unequal_runs() -> None:
 
 def die_on_the_way(ranks: Ranks, how: str, told: Path | None = None) -> str:
     ((plan, _), *_) = list(plans(1, 1, 2, model()))
-    switch = Switch(plan, ranks, slices_of(plan.weights, plan.source, ranks.rank), deadline_s=1.0)
+    switch = WeightSwitch(plan, ranks, slices_of(plan.weights, plan.source, ranks.rank), deadline_s=1.0)
     if ranks.rank == 1:
         if how == "dies":
             dist.barrier()
@@ -266,27 +269,31 @@ def test_a_rank_that_dies_is_an_error_of_the_others() -> None:
 def test_one_rank_generates_with_the_memory_it_trains() -> None:
     ((plan, _),) = plans(1, 1, 1, model())
     training = slices_of(plan.weights, plan.source, 0)
-    switch = Switch(plan, Alone(), training)
+    switch = WeightSwitch(plan, Alone(), training)
     generation = switch.to_generation()
     assert all(generation[name].data_ptr() == training[name].data_ptr() for name in training)
-    assert switch.ledger.peak == switch.ledger.before == plan.held(0)
-    assert (switch.crossing.sent_bytes, switch.crossing.received_bytes, switch.ledger.buffers) == (0, 0, 0)
+    assert switch.memory.peak == switch.memory.before == plan.held(0)
+    assert (switch.resharding.sent_bytes, switch.resharding.received_bytes, switch.memory.buffers) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_what_cannot_switch() -> None:
     ((plan, _), *_) = list(plans(1, 1, 2, model()))
     training = slices_of(plan.weights, plan.source, 0)
     with pytest.raises(PlacementError, match=r"between 2 ranks up to rank 1\n.*the pool has 1"):
-        Switch(plan, Alone(), training)
+        WeightSwitch(plan, Alone(), training)
     with pytest.raises(ClusterError, match="threads of one process"):
-        Switch(plan, ThreadRanks(Circle(2, 1.0), 0), training)
+        WeightSwitch(plan, ThreadRanks(Circle(2, 1.0), 0), training)
     ((one, _),) = plans(1, 1, 1, model())
     with pytest.raises(WeightError, match=r"rank 0 holds \[24, 12\] of embed\n.*\[48, 12\] of \[48, 12\]"):
-        Switch(one, Alone(), training)
+        WeightSwitch(one, Alone(), training)
     complete = slices_of(one.weights, one.source, 0)
     with pytest.raises(WeightError, match="rank 0 has no norm"):
-        Switch(one, Alone(), {name: tensor for name, tensor in complete.items() if name != "norm"})
-    switch = Switch(one, Alone(), complete)
+        WeightSwitch(one, Alone(), {name: tensor for name, tensor in complete.items() if name != "norm"})
+    switch = WeightSwitch(one, Alone(), complete)
     with pytest.raises(WeightError, match="trains already"):
         switch.to_training()
     switch.to_generation()
@@ -301,7 +308,7 @@ def test_a_tensor_of_no_rank_is_not_asked_for() -> None:
     weights = {"far": Weight(name="far", shape=(2,), dtype=torch.float32)}
     layout = {"far": Placement(Mesh.of(dp=1, first=0))}
     plan = reshard_plan(weights, layout, layout)
-    assert dict(Switch(plan, Alone(), {"far": torch.ones(2)}).to_generation()).keys() == {"far"}
+    assert dict(WeightSwitch(plan, Alone(), {"far": torch.ones(2)}).to_generation()).keys() == {"far"}
 
 
 def of_padded_halves(ranks: Ranks) -> list[object]:
@@ -314,10 +321,12 @@ def of_padded_halves(ranks: Ranks) -> list[object]:
     source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train, shard=False)
     plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
     memories = {name: torch.full((30, 5), 7.0) for name in weights}
-    switch = Switch(plan, ranks, {name: memory[:25] for name, memory in memories.items()}, most_bytes=500)
+    switch = WeightSwitch(
+        plan, ranks, {name: memory[:25] for name, memory in memories.items()}, most_bytes=500
+    )
     switch.to_generation()
-    ledger = switch.ledger
-    found: list[object] = [ledger.before, ledger.peak, ledger.generating, ledger.buffers]
+    memory = switch.memory
+    found: list[object] = [memory.before, memory.peak, memory.generating, memory.buffers]
     switch.to_training()
     beside = torch.stack([memory[25:] for memory in memories.values()])
     return [
