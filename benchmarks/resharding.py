@@ -265,11 +265,11 @@ DESIGNS: dict[str, tuple[Callable[[Rank, bool], Cost], str]] = {
 """What is measured, and the bytes a rank should receive."""
 
 
-def on_rank(said: Any, rank: int, meeting: str, sizes: tuple[int, int], rounds: int, folder: str) -> None:
+def on_rank(said: Any, rank: int, rendezvous: str, sizes: tuple[int, int], rounds: int, folder: str) -> None:
     """One process: every design once to see that all agree, then the rounds."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    ranks = ProcessRanks.join(rank, RANKS, Path(meeting))
+    ranks = ProcessRanks.join(rank, RANKS, Path(rendezvous))
     own = Rank(ranks, *sizes, Path(folder))
     seconds: dict[str, list[float]] = {name: [] for name in DESIGNS}
     costs: dict[str, Cost] = {}
@@ -299,7 +299,7 @@ def measured(sizes: tuple[int, int], rounds: int) -> tuple[dict[str, list[float]
     context.set_forkserver_preload(["torch", "torch.distributed.tensor"])
     said = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [(said, rank, f"{folder}/meeting", sizes, rounds, folder) for rank in range(RANKS)]
+        arguments = [(said, rank, f"{folder}/rendezvous", sizes, rounds, folder) for rank in range(RANKS)]
         processes = [context.Process(target=on_rank, args=each, daemon=True) for each in arguments]
         for process in processes:
             process.start()

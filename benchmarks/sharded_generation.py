@@ -161,9 +161,9 @@ def _together(size: int, *arguments: Any) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     said: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
+        rendezvous = str(Path(folder) / "rendezvous")
         processes = [
-            context.Process(target=_run, args=(said, rank, size, meeting, arguments), daemon=True)
+            context.Process(target=_run, args=(said, rank, size, rendezvous, arguments), daemon=True)
             for rank in range(size)
         ]
         for process in processes:
@@ -174,10 +174,10 @@ def _together(size: int, *arguments: Any) -> list[dict[str, Any]]:
     return [found[rank] for rank in range(size)]
 
 
-def _run(said: Any, rank: int, size: int, meeting: str, arguments: Any) -> None:
-    from rillflow.cluster.ranks import Alone, ProcessRanks
+def _run(said: Any, rank: int, size: int, rendezvous: str, arguments: Any) -> None:
+    from rillflow.cluster.ranks import ProcessRanks, SingleRank
 
-    ranks = Alone() if size == 1 else ProcessRanks.join(rank, size, Path(meeting))
+    ranks = SingleRank() if size == 1 else ProcessRanks.join(rank, size, Path(rendezvous))
     said.put((rank, measure(ranks, *arguments)))
 
 

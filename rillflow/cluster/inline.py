@@ -20,7 +20,7 @@ from typing import Any
 
 from rillflow.cluster.backend import Site, Traffic, Work
 from rillflow.cluster.pool import Place, Pool, places
-from rillflow.cluster.ranks import Alone, Circle, Ranks, ThreadRanks
+from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ClusterError
 
 
@@ -37,7 +37,7 @@ class InlineBackend:
         self._deadline_s = deadline_s
         self._sites: dict[Place, Site] = {}
         self._threads: dict[Place, ThreadPoolExecutor] = {}
-        self._circles: dict[str, Circle] = {}
+        self._groups: dict[str, ThreadGroup] = {}
 
     def open(self, pools: Sequence[Pool]) -> None:
         """See Backend."""
@@ -45,10 +45,10 @@ class InlineBackend:
         self.pools = {pool.name: pool.size for pool in pools}
         for pool in pools:
             if pool.size > 1:
-                self._circles[pool.name] = Circle(pool.size, self._deadline_s)
+                self._groups[pool.name] = ThreadGroup(pool.size, self._deadline_s)
         for place in found:
-            circle = self._circles.get(place.pool)
-            ranks: Ranks = Alone() if circle is None else ThreadRanks(circle, place.rank)
+            group = self._groups.get(place.pool)
+            ranks: Ranks = SingleRank() if group is None else ThreadRanks(group, place.rank)
             self._sites[place] = Site(place=place, ranks=ranks, fetch=self._fetch)
             if len(found) > 1:
                 name = f"{place.pool}-{place.rank}"
@@ -94,13 +94,13 @@ class InlineBackend:
         """See Backend."""
         idle = [thread.submit(int) for place, thread in self._threads.items() if place.pool in pools]
         if not wait(idle, timeout=deadline_s).not_done:
-            for pool in self._circles.keys() & pools:
-                self._circles[pool].mend()
+            for pool in self._groups.keys() & pools:
+                self._groups[pool].mend()
 
     def close(self) -> None:
         """See Backend; a call that still runs is waited for."""
-        for circle in self._circles.values():
-            circle.abort()
+        for group in self._groups.values():
+            group.abort()
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
         for thread in self._threads.values():
@@ -109,7 +109,7 @@ class InlineBackend:
             site.stack.close()
         self.pools.clear()
         self._threads.clear()
-        self._circles.clear()
+        self._groups.clear()
         self._sites.clear()
 
     def _fetch(self, references: Sequence[Any]) -> list[Any]:
@@ -125,9 +125,9 @@ class InlineBackend:
         try:
             return work(self._sites[place], *arguments)
         except BaseException:
-            circle = self._circles.get(place.pool)
-            if circle is not None:  # the others would wait for this rank; after a failure nobody goes on
-                circle.abort()
+            group = self._groups.get(place.pool)
+            if group is not None:  # the others would wait for this rank; after a failure nobody goes on
+                group.abort()
             raise
 
 

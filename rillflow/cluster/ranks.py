@@ -56,11 +56,11 @@ class Ranks(Protocol):
         """This rank among those of its own group.
 
         Args:
-            groups: ranks of this circle; disjoint, together all of them. Every rank calls it with the same.
+            groups: ranks among these; disjoint, together all of them. Every rank calls it with the same.
         """
 
 
-class Alone:
+class SingleRank:
     """One rank: nothing to add, nobody to hear from."""
 
     rank = 0
@@ -83,7 +83,7 @@ class Alone:
         return self
 
 
-class Circle:
+class ThreadGroup:
     """What the threads of one pool share.
 
     Args:
@@ -96,14 +96,14 @@ class Circle:
         self.barrier = threading.Barrier(size, timeout=deadline_s)
         self.given: list[list[Tensor]] = [[] for _ in range(size)]
         self._deadline_s = deadline_s
-        self._parts: dict[tuple[int, ...], Circle] = {}
+        self._parts: dict[tuple[int, ...], ThreadGroup] = {}
         self._parting = threading.Lock()
 
-    def part(self, group: tuple[int, ...]) -> Circle:
+    def part(self, group: tuple[int, ...]) -> ThreadGroup:
         """What some of the threads share; the same for all of them."""
         with self._parting:
             if group not in self._parts:
-                self._parts[group] = Circle(len(group), self._deadline_s)
+                self._parts[group] = ThreadGroup(len(group), self._deadline_s)
             return self._parts[group]
 
     def abort(self) -> None:
@@ -125,14 +125,14 @@ class ThreadRanks:
     """A rank that is a thread of this process.
 
     Args:
-        circle: shared with the others.
+        group: shared with the others.
         rank: which one this is.
     """
 
-    def __init__(self, circle: Circle, rank: int) -> None:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
-        self.size = circle.size
-        self._circle = circle
+        self.size = group.size
+        self._group = group
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """See Ranks."""
@@ -157,16 +157,16 @@ class ThreadRanks:
     def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """See Ranks."""
         group = _own(groups, self.rank)
-        return ThreadRanks(self._circle.part(group), group.index(self.rank))
+        return ThreadRanks(self._group.part(group), group.index(self.rank))
 
     def _exchange(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        self._circle.given[self.rank] = tensors
+        self._group.given[self.rank] = tensors
         self._meet()
-        return list(self._circle.given)
+        return list(self._group.given)
 
     def _meet(self) -> None:
         try:
-            self._circle.barrier.wait()
+            self._group.barrier.wait()
         except threading.BrokenBarrierError:
             raise Stranded(
                 f"rank {self.rank} of {self.size} waits in a collective for ranks that do not come",
@@ -193,20 +193,20 @@ class ProcessRanks:
 
     @staticmethod
     def join(
-        rank: int, size: int, meeting: Path, backend: str = "gloo", deadline_s: float = 3600.0
+        rank: int, size: int, rendezvous: Path, backend: str = "gloo", deadline_s: float = 3600.0
     ) -> ProcessRanks:
         """Join the other processes of a pool.
 
         Args:
             rank: which one this is.
             size: how many there are.
-            meeting: a file that all of them see and that is new; where they find each other.
+            rendezvous: a file that all of them see and that is new; where they find each other.
             backend: of torch.distributed; ``cpu:gloo,cuda:nccl`` where tensors are on either.
             deadline_s: how long a collective of these ranks, or of a part of them, waits for one of them.
         """
-        store = FileStore(str(meeting), size)
-        patience = timedelta(seconds=deadline_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        store = FileStore(str(rendezvous), size)
+        timeout = timedelta(seconds=deadline_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         assert dist.group.WORLD is not None  # it has just been made
         return ProcessRanks(dist.group.WORLD, range(size), deadline_s)
 
@@ -215,13 +215,13 @@ class ProcessRanks:
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in map(sorted, groups):
             members = [self.members[rank] for rank in group]
-            patience = timedelta(seconds=self._deadline_s)
-            found = dist.new_group(members, timeout=patience) if len(members) > 1 else None
+            timeout = timedelta(seconds=self._deadline_s)
+            found = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
             if found is not None:
                 made[tuple(group)] = found
         own = _own(groups, self.rank)
         if len(own) == 1:
-            return Alone()
+            return SingleRank()
         return ProcessRanks(made[own], [self.members[rank] for rank in own], self._deadline_s)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:

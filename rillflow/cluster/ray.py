@@ -34,7 +34,7 @@ import torch
 from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import RankLost, Site, Traffic, Work
 from rillflow.cluster.pool import Place, Pool, places
-from rillflow.cluster.ranks import Alone, ProcessRanks, Ranks, Stranded
+from rillflow.cluster.ranks import ProcessRanks, Ranks, SingleRank, Stranded
 from rillflow.cluster.watchdog import MARK, watch
 from rillflow.errors import ClusterError
 
@@ -238,7 +238,7 @@ class RayBackend:
                 why=f"free in the cluster: {ray.available_resources()}",
                 fix="end what else runs on the cluster, or make the pool smaller",
             )
-        meeting = str(self._folder / pool.name)
+        rendezvous = str(self._folder / pool.name)
         threads = max(1, (os.cpu_count() or 1) // ranks)
         backend = "cpu:gloo,cuda:nccl" if self._devices else "gloo"
         actor = ray.remote(RankProcess)
@@ -246,21 +246,21 @@ class RayBackend:
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
             made = actor.options(num_cpus=1, num_gpus=self._devices, scheduling_strategy=strategy)
             place = Place(pool.name, rank)
-            given = (pool.size, meeting, self._deadline_s, sys.path, backend, threads)
+            given = (pool.size, rendezvous, self._deadline_s, sys.path, backend, threads)
             self._ranks[place] = made.remote(place, *given)
 
     def _await_all(self) -> None:
-        patience_s = _START_S + _START_EACH_S * len(self._ranks)
+        timeout_s = _START_S + _START_EACH_S * len(self._ranks)
         awaited = [
             Awaited(doing="its start", place=place, reference=rank.is_up.remote())
             for place, rank in self._ranks.items()
         ]
         try:
-            answers(awaited, self, patience_s)
+            answers(awaited, self, timeout_s)
         except TimeoutError:
             late = ", ".join(str(each.place) for each in awaited if not self.is_ready(each.reference))
             raise ClusterError(
-                f"{late} did not start in {patience_s:g} s", why="a process is not there, or imports still"
+                f"{late} did not start in {timeout_s:g} s", why="a process is not there, or imports still"
             ) from None
 
 
@@ -271,7 +271,7 @@ class RankProcess:
         self,
         place: Place,
         size: int,
-        meeting: str,
+        rendezvous: str,
         deadline_s: float,
         paths: Sequence[str],
         backend: str,
@@ -280,9 +280,9 @@ class RankProcess:
         sys.path += [path for path in paths if path not in sys.path]  # the driver's own modules
         os.environ |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
         torch.set_num_threads(threads)
-        ranks: Ranks = Alone()
+        ranks: Ranks = SingleRank()
         if size > 1:
-            ranks = ProcessRanks.join(place.rank, size, Path(meeting), backend, deadline_s)
+            ranks = ProcessRanks.join(place.rank, size, Path(rendezvous), backend, deadline_s)
         self._deadline_s = deadline_s
         self._held: Mapping[str, Any] = {}
         self._site = Site(place=place, ranks=ranks, fetch=self._fetch)

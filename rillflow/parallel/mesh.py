@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rillflow.cluster.ranks import Alone, ProcessRanks, Ranks
+from rillflow.cluster.ranks import ProcessRanks, Ranks, SingleRank
 from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
 
@@ -51,7 +51,7 @@ class RankGroups:
     @staticmethod
     def whole(ranks: Ranks) -> RankGroups:
         """The groups of a rank that has the whole module, among ranks that have it too and other rows."""
-        mesh, alone = Mesh.of(dp=ranks.size, pp=1, tp=1), Alone()
+        mesh, alone = Mesh.of(dp=ranks.size, pp=1, tp=1), SingleRank()
         return RankGroups(
             mesh=mesh, rank=ranks.rank, everyone=ranks, dp=ranks, pp=alone, tp=alone, ends=alone
         )

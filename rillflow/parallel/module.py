@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import ModelError, NotFiniteError, RillflowError, TrainingError
 from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
@@ -99,7 +99,7 @@ class Parallel:
     @staticmethod
     def whole(module: Decoder, ranks: Ranks | None = None) -> Parallel:
         """The whole module on one rank, or on each of several that have other rows."""
-        return Parallel(module, RankGroups.whole(ranks or Alone()))
+        return Parallel(module, RankGroups.whole(ranks or SingleRank()))
 
     def local_weights(self) -> dict[str, Tensor]:
         """What this rank holds of every parameter, by its name in the whole module; not copies."""

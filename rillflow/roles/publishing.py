@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import WeightError
 from rillflow.models.language_model import LanguageModel
 from rillflow.models.sampling_shard import assign, sampling_module
@@ -77,7 +77,7 @@ class SharedWeights:
 
     def __init__(self, module: nn.Module, version: int = 0) -> None:
         self.module, self.version = module, version
-        self.tp: Ranks = Alone()
+        self.tp: Ranks = SingleRank()
         self._asleep: Callable[[], None] | None = None
 
     def publish(self, version: int) -> None:

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.models.language_model import LoadedModel, save_model
 from rillflow.parallel.mesh import rank_groups
 from rillflow.parallel.module import Parallel
@@ -57,7 +57,7 @@ class Share(Generic[Model]):
     @staticmethod
     def whole(model: Model, ranks: Ranks | None = None) -> Share[Model]:
         """A whole model, and the ranks that have other rows."""
-        rows, weights = ranks or Alone(), logical_weights(model.module)
+        rows, weights = ranks or SingleRank(), logical_weights(model.module)
         layout = dict.fromkeys(weights, Placement(Mesh.of(dp=rows.size)))
         return Share(model=model, everyone=rows, rows=rows, parallel=None, weights=weights, layout=layout)
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.formulas.counter import permutation
 from rillflow.records.batch import Batch
 
@@ -37,7 +37,7 @@ def minibatches(
         ranks: those that have the rest of the rows, laid end to end, each unit whole. Minibatches are those
             of one rank with all rows, each rank yields its own rows of them, perhaps none.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or SingleRank()
     if parts == 1:
         yield from [batch] * (epochs if len(batch) or ranks.size > 1 else 0)
         return

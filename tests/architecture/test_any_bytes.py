@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from rillflow.assembly.memory import sizes_of_directory
 from rillflow.assembly.recipe import load_recipe
-from rillflow.cluster.ranks import Alone
+from rillflow.cluster.ranks import SingleRank
 from rillflow.dataflow.checkpoint import latest_checkpoint, save_checkpoint
 from rillflow.errors import RillflowError
 from rillflow.models.weight_files import check_weight_files
@@ -133,7 +133,7 @@ def test_a_manifest_without_the_state_is_refused(here: Path) -> None:
 def test_the_list_of_a_sharded_file(here: Path, data: st.DataObject, whole: bool) -> None:
     """With a hash that fits, too: then the content is looked at."""
     folder = here / "model"
-    save_sharded(folder, WEIGHTS, LAYOUT, {"up": torch.ones(2, 3)}, Alone())
+    save_sharded(folder, WEIGHTS, LAYOUT, {"up": torch.ones(2, 3)}, SingleRank())
     content = data.draw(damaged((folder / "weights.json").read_bytes()))
     if whole:
         body = data.draw(JSON)
@@ -143,14 +143,14 @@ def test_the_list_of_a_sharded_file(here: Path, data: st.DataObject, whole: bool
     (folder / "weights.json").write_bytes(content)
     found = {"up": torch.zeros(2, 3)}
     understood(lambda: listed_weights(folder))
-    understood(lambda: load_sharded(folder, WEIGHTS, LAYOUT, found, Alone()))
+    understood(lambda: load_sharded(folder, WEIGHTS, LAYOUT, found, SingleRank()))
 
 
 @fuzzed
 @given(data=st.data())
 def test_a_header_of_safetensors(here: Path, data: st.DataObject) -> None:
     folder = here / "model"
-    save_sharded(folder, WEIGHTS, LAYOUT, {"up": torch.ones(2, 3)}, Alone())
+    save_sharded(folder, WEIGHTS, LAYOUT, {"up": torch.ones(2, 3)}, SingleRank())
     (file,) = folder.glob("*.safetensors")
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -159,7 +159,7 @@ def test_a_header_of_safetensors(here: Path, data: st.DataObject) -> None:
     file.write_bytes(struct.pack("<Q", size) + header + content[8 + length :])
     (folder / "config.json").write_bytes(CONFIG)
     understood(lambda: sizes_of_directory(folder))
-    understood(lambda: load_sharded(folder, WEIGHTS, LAYOUT, {"up": torch.zeros(2, 3)}, Alone()))
+    understood(lambda: load_sharded(folder, WEIGHTS, LAYOUT, {"up": torch.zeros(2, 3)}, SingleRank()))
 
 
 @fuzzed

@@ -83,12 +83,12 @@ def _run(
 ) -> None:
     import torch
 
-    from rillflow.cluster.ranks import Alone, ProcessRanks, Ranks
+    from rillflow.cluster.ranks import ProcessRanks, Ranks, SingleRank
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        ranks: Ranks = Alone()
+        ranks: Ranks = SingleRank()
         if size > 1:
             ranks = ProcessRanks.join(rank, size, Path(meeting), deadline_s=patience_s)
         said.put((rank, None, function(ranks, *arguments)))

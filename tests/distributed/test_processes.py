@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rillflow.cluster.ranks import SMALL, Alone, Circle, Ranks, ThreadRanks
+from rillflow.cluster.ranks import SMALL, Ranks, SingleRank, ThreadGroup, ThreadRanks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import DEADLINE_S, together
@@ -70,11 +70,11 @@ def stacked(ranks: Ranks) -> list[list[int]]:
 
 def test_everyone_gets_everyones_in_order() -> None:
     assert together(2, stacked) == [[[0, 7], [1, 7]]] * 2
-    circle = Circle(2, 10.0)
+    group = ThreadGroup(2, 10.0)
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda rank: stacked(ThreadRanks(circle, rank)), range(2)))
+        found = list(threads.map(lambda rank: stacked(ThreadRanks(group, rank)), range(2)))
     assert found == [[[0, 7], [1, 7]]] * 2
-    assert stacked(Alone()) == [[0, 7]]
+    assert stacked(SingleRank()) == [[0, 7]]
 
 
 def gathered(ranks: Ranks) -> list[list[list[int]]]:
@@ -90,9 +90,9 @@ def test_some_of_the_ranks_add_up_among_themselves() -> None:
 
 
 def test_threads_part_as_processes_do() -> None:
-    circle = Circle(4, 10.0)
+    group = ThreadGroup(4, 10.0)
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda rank: add_up_by_parity(ThreadRanks(circle, rank)), range(4)))
+        found = list(threads.map(lambda rank: add_up_by_parity(ThreadRanks(group, rank)), range(4)))
     assert found == [[2, 0, 2, 1], [4, 0, 2, 1], [2, 1, 2, 1], [4, 1, 2, 1]]
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import RolloutError
 from rillflow.models.attention import ATTENTION, register
 from rillflow.models.sampling_shard import assign, local_weights, sampling_module
@@ -152,7 +152,7 @@ def sampled(ranks: Ranks) -> dict[str, Rows]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Rows]:
-    return sampled(Alone())
+    return sampled(SingleRank())
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -213,7 +213,7 @@ def cache_sizes(ranks: Ranks) -> dict[str, int]:
 
 
 def test_every_rank_keeps_the_keys_and_values_of_its_heads() -> None:
-    whole = cache_sizes(Alone())
+    whole = cache_sizes(SingleRank())
     for size in (2, 4):
         for found in together(size, cache_sizes):
             assert found == {kind: nbytes // size for kind, nbytes in whole.items()}

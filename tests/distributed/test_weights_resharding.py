@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rillflow.cluster.ranks import Alone, Circle, Ranks, ThreadRanks
+from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ClusterError, PlacementError, WeightError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Placement, Split
@@ -269,7 +269,7 @@ def test_a_rank_that_dies_is_an_error_of_the_others() -> None:
 def test_one_rank_generates_with_the_memory_it_trains() -> None:
     ((plan, _),) = plans(1, 1, 1, model())
     training = slices_of(plan.weights, plan.source, 0)
-    switch = WeightSwitch(plan, Alone(), training)
+    switch = WeightSwitch(plan, SingleRank(), training)
     generation = switch.to_generation()
     assert all(generation[name].data_ptr() == training[name].data_ptr() for name in training)
     assert switch.memory.peak == switch.memory.before == plan.held(0)
@@ -284,16 +284,16 @@ def test_what_cannot_switch() -> None:
     ((plan, _), *_) = list(plans(1, 1, 2, model()))
     training = slices_of(plan.weights, plan.source, 0)
     with pytest.raises(PlacementError, match=r"between 2 ranks up to rank 1\n.*the pool has 1"):
-        WeightSwitch(plan, Alone(), training)
+        WeightSwitch(plan, SingleRank(), training)
     with pytest.raises(ClusterError, match="threads of one process"):
-        WeightSwitch(plan, ThreadRanks(Circle(2, 1.0), 0), training)
+        WeightSwitch(plan, ThreadRanks(ThreadGroup(2, 1.0), 0), training)
     ((one, _),) = plans(1, 1, 1, model())
     with pytest.raises(WeightError, match=r"rank 0 holds \[24, 12\] of embed\n.*\[48, 12\] of \[48, 12\]"):
-        WeightSwitch(one, Alone(), training)
+        WeightSwitch(one, SingleRank(), training)
     complete = slices_of(one.weights, one.source, 0)
     with pytest.raises(WeightError, match="rank 0 has no norm"):
-        WeightSwitch(one, Alone(), {name: tensor for name, tensor in complete.items() if name != "norm"})
-    switch = WeightSwitch(one, Alone(), complete)
+        WeightSwitch(one, SingleRank(), {name: tensor for name, tensor in complete.items() if name != "norm"})
+    switch = WeightSwitch(one, SingleRank(), complete)
     with pytest.raises(WeightError, match="trains already"):
         switch.to_training()
     switch.to_generation()
@@ -308,7 +308,7 @@ def test_a_tensor_of_no_rank_is_not_asked_for() -> None:
     weights = {"far": Weight(name="far", shape=(2,), dtype=torch.float32)}
     layout = {"far": Placement(Mesh.of(dp=1, first=0))}
     plan = reshard_plan(weights, layout, layout)
-    assert dict(WeightSwitch(plan, Alone(), {"far": torch.ones(2)}).to_generation()).keys() == {"far"}
+    assert dict(WeightSwitch(plan, SingleRank(), {"far": torch.ones(2)}).to_generation()).keys() == {"far"}
 
 
 def of_padded_halves(ranks: Ranks) -> list[object]:

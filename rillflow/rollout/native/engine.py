@@ -29,7 +29,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rillflow.cluster.ranks import Alone, Ranks
+from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout, rollout_batch
@@ -85,7 +85,7 @@ class NativeEngine:
         lanes: int | None = None,
         tp: Ranks | None = None,
     ) -> None:
-        tp = tp or Alone()
+        tp = tp or SingleRank()
         weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
         if lanes is None:
             alone = config.deterministic or weight.device.type != "cpu" or tp.size > 1

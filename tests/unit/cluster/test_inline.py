@@ -14,7 +14,7 @@ from rillflow.cluster import ranks as collectives
 from rillflow.cluster.backend import Site
 from rillflow.cluster.inline import InlineBackend
 from rillflow.cluster.pool import Place, Pool
-from rillflow.cluster.ranks import Circle, ThreadRanks
+from rillflow.cluster.ranks import ThreadGroup, ThreadRanks
 
 
 def test_nobody_writes_a_sum_before_all_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,13 +30,13 @@ def test_nobody_writes_a_sum_before_all_have_read(monkeypatch: pytest.MonkeyPatc
         if rank == 1:
             second.append(threading.current_thread())
         number = torch.tensor([1.0 + rank])
-        ThreadRanks(circle, rank).sum_([number])
+        ThreadRanks(group, rank).sum_([number])
         if rank == 0:
             first_is_through.set()
         return float(number)
 
     monkeypatch.setattr(collectives, "_added", slowly)
-    circle, second = Circle(2, 10.0), list[threading.Thread]()
+    group, second = ThreadGroup(2, 10.0), list[threading.Thread]()
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(sum_up, (1, 0))) == [3.0, 3.0]
 

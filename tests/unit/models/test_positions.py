@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rillflow.cluster.ranks import Alone
+from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import ModelError
 from rillflow.models.attention import ATTENTION
 from rillflow.models.bare import character_tokenizer
@@ -159,7 +159,7 @@ def test_a_context_within_the_original_length_keeps_the_short_factors(load: Load
 
 def test_a_rank_that_samples_reads_positions_as_the_trainer_does(load: Load) -> None:
     like = load(COMPANY["phi3"]).module
-    shard = sampling_module(like, {}, Alone())
+    shard = sampling_module(like, {}, SingleRank())
     assign(shard, local_weights(like, {}, 0, 1))
     tokens = prompts(7).ragged("tokens").values[None]
     with torch.no_grad():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rillflow.cluster.ranks import Alone, Circle, Ranks, ThreadRanks
+from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ModelError
 from rillflow.models.architecture import vocabulary_of
 from rillflow.models.attention import ATTENTION, register
@@ -41,9 +41,9 @@ def whole_module(kind: str = "qwen2", **changes: Any) -> PreTrainedModel:
 
 
 def on_threads(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
-    circle = Circle(size, 20.0)
+    group = ThreadGroup(size, 20.0)
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(lambda rank: work(ThreadRanks(circle, rank)), range(size)))
+        return list(threads.map(lambda rank: work(ThreadRanks(group, rank)), range(size)))
 
 
 def logits(module: PreTrainedModel) -> torch.Tensor:
@@ -54,7 +54,7 @@ def logits(module: PreTrainedModel) -> torch.Tensor:
 
 def test_one_rank_has_the_decoder_as_it_is() -> None:
     whole = whole_module("gpt2")  # which has no plan, and needs none
-    module = sampling_module(whole, {}, Alone())
+    module = sampling_module(whole, {}, SingleRank())
     assert all(parameter.is_meta for parameter in module.parameters())
     given = local_weights(whole, {}, 0, 1)
     assign(module, given)
@@ -83,7 +83,7 @@ def test_pieces_are_those_of_torch_chunk_and_the_module_has_their_shapes() -> No
     plan = tensor_plan(whole)
     weights = dict(whole.named_parameters())
     for rank in range(3):
-        module = sampling_module(whole, plan, ThreadRanks(Circle(3, 1.0), rank))
+        module = sampling_module(whole, plan, ThreadRanks(ThreadGroup(3, 1.0), rank))
         given = local_weights(whole, plan, rank, 3)
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         assert shapes == {name: tuple(tensor.shape) for name, tensor in given.items()}
@@ -102,7 +102,7 @@ def test_pieces_are_those_of_torch_chunk_and_the_module_has_their_shapes() -> No
 def test_parameters_stay_the_same_objects_and_ties_hold() -> None:
     whole = whole_module(tie_word_embeddings=True)
     plan = tensor_plan(whole)
-    module = sampling_module(whole, plan, ThreadRanks(Circle(3, 1.0), 1))
+    module = sampling_module(whole, plan, ThreadRanks(ThreadGroup(3, 1.0), 1))
     first = local_weights(whole, plan, 1, 3)
     assign(module, first)
     held = list(module.parameters())
@@ -119,7 +119,7 @@ def test_parameters_stay_the_same_objects_and_ties_hold() -> None:
 def test_making_one_draws_no_random_number_and_leaves_the_whole_alone() -> None:
     whole = whole_module()
     before, random = logits(whole), torch.random.get_rng_state()
-    module = sampling_module(whole, tensor_plan(whole), ThreadRanks(Circle(3, 1.0), 0))
+    module = sampling_module(whole, tensor_plan(whole), ThreadRanks(ThreadGroup(3, 1.0), 0))
     assert torch.equal(torch.random.get_rng_state(), random)
     assert torch.equal(logits(whole), before)
     for name, buffer in module.named_buffers():
@@ -130,12 +130,12 @@ def test_making_one_draws_no_random_number_and_leaves_the_whole_alone() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     whole = whole_module()
     with pytest.raises(ModelError, match="tp is 2 and the model has 3 key/value heads"):
-        sampling_module(whole, tensor_plan(whole), ThreadRanks(Circle(2, 1.0), 0))
+        sampling_module(whole, tensor_plan(whole), ThreadRanks(ThreadGroup(2, 1.0), 0))
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(ModelError, match="GPT2LMHeadModel has no tensor-parallel plan"):
-        sampling_module(whole_module("gpt2"), {}, ThreadRanks(Circle(3, 1.0), 0))
+        sampling_module(whole_module("gpt2"), {}, ThreadRanks(ThreadGroup(3, 1.0), 0))
 
 
 def test_a_rank_without_a_piece_is_refused() -> None:
@@ -143,12 +143,12 @@ def test_a_rank_without_a_piece_is_refused() -> None:
     with pytest.raises(
         ModelError, match=r"tp is 3 and model\.layers\.0\.mlp\.gate_proj\.weight has the shape"
     ):
-        sampling_module(whole, tensor_plan(whole), ThreadRanks(Circle(3, 1.0), 0))
+        sampling_module(whole, tensor_plan(whole), ThreadRanks(ThreadGroup(3, 1.0), 0))
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
     whole = whole_module()
-    module = sampling_module(whole, {}, Alone())
+    module = sampling_module(whole, {}, SingleRank())
     given = local_weights(whole, {}, 0, 1)
     name = "model.norm.weight"
     with pytest.raises(ModelError, match=r"the weight model\.norm\.weight is not given"):

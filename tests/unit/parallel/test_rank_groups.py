@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rillflow.cluster.ranks import Alone, Circle, ThreadRanks
+from rillflow.cluster.ranks import SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ModelError, PlacementError
 from rillflow.models.attention import ATTENTION, register
 from rillflow.models.tensor_plan import tensor_plan
@@ -34,10 +34,10 @@ def module(**changes: object):  # type: ignore[no-untyped-def]
 
 
 def test_every_rank_has_its_neighbours() -> None:
-    circle = Circle(12, 20.0)
+    group = ThreadGroup(12, 20.0)
     mesh = Mesh.of(dp=2, pp=3, tp=2)
     with ThreadPoolExecutor(12) as threads:
-        groups = list(threads.map(lambda rank: rank_groups(mesh, ThreadRanks(circle, rank)), range(12)))
+        groups = list(threads.map(lambda rank: rank_groups(mesh, ThreadRanks(group, rank)), range(12)))
     places = [(s.dp.rank, s.pp.rank, s.tp.rank) for s in groups]
     assert places == [tuple(mesh.coordinates(rank).values()) for rank in range(12)]
     assert {(s.dp.size, s.pp.size, s.tp.size) for s in groups} == {(2, 3, 2)}
@@ -50,30 +50,30 @@ def test_every_rank_has_its_neighbours() -> None:
 
 def test_a_mesh_has_as_many_places_as_there_are_ranks() -> None:
     with pytest.raises(PlacementError, match=r"dp 2 x pp 1 x tp 3 for 1 ranks\n.*6 places") as error:
-        rank_groups(Mesh.of(dp=2, pp=1, tp=3), Alone())
+        rank_groups(Mesh.of(dp=2, pp=1, tp=3), SingleRank())
     assert "product is 1" in error.value.fix
     with pytest.raises(PlacementError, match="for 1 ranks"):
-        rank_groups(Mesh.of(first=1, dp=1, pp=1, tp=1), Alone())
+        rank_groups(Mesh.of(first=1, dp=1, pp=1, tp=1), SingleRank())
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=1, pp=1, dp=1), Mesh.of(dp=1), Mesh.of()])
 def test_a_mesh_has_the_three_axes_in_order(mesh: Mesh) -> None:
     with pytest.raises(PlacementError, match=r"its axes are dp, pp, tp, in this order"):
-        rank_groups(mesh, Alone())
+        rank_groups(mesh, SingleRank())
 
 
 def test_what_every_rank_has_whole_is_not_cut() -> None:
-    one = rank_groups(Mesh.of(dp=1, pp=1, tp=1), Alone())
+    one = rank_groups(Mesh.of(dp=1, pp=1, tp=1), SingleRank())
     for part in (Parallel(module(), one), Parallel(module(), one, shard=True), Parallel.whole(module())):
         assert part.is_whole and part.gradients.is_whole and part.groups.speaks
         assert part.parameters.keys() == dict(module().named_parameters()).keys()
 
 
 def test_threads_cannot_hold_parts_of_a_module() -> None:
-    circle = Circle(2, 20.0)
+    group = ThreadGroup(2, 20.0)
     with ThreadPoolExecutor(2) as threads:
         mesh = Mesh.of(dp=1, pp=2, tp=1)
-        groups = list(threads.map(lambda rank: rank_groups(mesh, ThreadRanks(circle, rank)), range(2)))
+        groups = list(threads.map(lambda rank: rank_groups(mesh, ThreadRanks(group, rank)), range(2)))
     with pytest.raises(PlacementError, match="ranks of one process"):
         Parallel(module(), groups[0])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import Alone
+from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
@@ -34,7 +34,7 @@ class Ends:
         monkeypatch.setattr(ReshardPlan, "buckets", lambda plan: buckets(plan, most_bytes))
         self.trained, other = model(1), model(2)
         self.sent = SentWeights(Share.whole(self.trained))
-        self.received = ReceivedWeights(other, mesh=Mesh.of(first=1, dp=1, tp=1), ranks=Alone())
+        self.received = ReceivedWeights(other, mesh=Mesh.of(first=1, dp=1, tp=1), ranks=SingleRank())
         self.plan = self.received.plan(self.sent.lie())
         self.links = links_of(self.plan)
         self.received.connect(self.plan)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rillflow.cluster.ranks import Alone, Circle, Ranks, ThreadRanks
+from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import RolloutError
 from rillflow.models.sampling_shard import assign, local_weights, release, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
@@ -50,14 +50,14 @@ def test_weights_come_and_go_between_calls(replay_after: int, build: Build, prom
         for weight in other.parameters():
             weight.mul_(0.9)
     wanted = [
-        said(engine(each, Alone(), lanes=1).generate(prompts(3, 7, 9))) for each in (whole, other, whole)
+        said(engine(each, SingleRank(), lanes=1).generate(prompts(3, 7, 9))) for each in (whole, other, whole)
     ]
-    module = sampling_module(whole, {}, Alone())
+    module = sampling_module(whole, {}, SingleRank())
     found = []
     for weights in (whole, other, whole):
         assign(module, local_weights(weights, {}, 0, 1))
         if not found:
-            used = engine(module, Alone(), lanes=1, replay_after=replay_after)
+            used = engine(module, SingleRank(), lanes=1, replay_after=replay_after)
         found.append(said(used.generate(prompts(3, 7, 9))))
         release(module)
     assert found == wanted
@@ -66,8 +66,8 @@ def test_weights_come_and_go_between_calls(replay_after: int, build: Build, prom
 
 def test_released_weights_hold_no_memory_and_are_noticed(build: Build, prompts: Prompts) -> None:
     whole = build()
-    module = part_of(whole, Alone())
-    used = engine(module, Alone(), lanes=1)
+    module = part_of(whole, SingleRank())
+    used = engine(module, SingleRank(), lanes=1)
     used.generate(prompts(3))
     shapes = [parameter.shape for parameter in module.parameters()]
     release(module)
@@ -80,20 +80,20 @@ def test_released_weights_hold_no_memory_and_are_noticed(build: Build, prompts: 
 
 def test_ranks_may_be_threads(build: Build, prompts: Prompts) -> None:
     whole = build().double()  # where another order of additions turns no token
-    circle = Circle(2, 300.0)
+    group = ThreadGroup(2, 300.0)
 
     def run(rank: int) -> Any:
-        ranks = ThreadRanks(circle, rank)
+        ranks = ThreadRanks(group, rank)
         return said(engine(part_of(whole, ranks), ranks).generate(prompts(3, 7, 9), samples=2))
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(run, range(2))
     assert first == second
-    alone = said(engine(whole, Alone()).generate(prompts(3, 7, 9), samples=2))
+    alone = said(engine(whole, SingleRank()).generate(prompts(3, 7, 9), samples=2))
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in alone]
 
 
 def test_several_lanes_over_ranks_are_refused(build: Build) -> None:
-    ranks = ThreadRanks(Circle(2, 1.0), 0)
+    ranks = ThreadRanks(ThreadGroup(2, 1.0), 0)
     with pytest.raises(RolloutError, match="the engine has 2 lanes over 2 tensor-parallel ranks"):
         engine(part_of(build(), ranks), ranks, lanes=2)

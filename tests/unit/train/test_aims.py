@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rillflow.cluster.ranks import Circle, Ranks, ThreadRanks
+from rillflow.cluster.ranks import Ranks, ThreadGroup, ThreadRanks
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.records.batch import Batch
 from rillflow.train.config import TrainConfig
@@ -93,13 +93,13 @@ def test_two_ranks_take_the_step_of_one(
     make_module: MakeModule, rollouts: Batch, demonstrations: Batch, shown: int
 ) -> None:
     demonstrations = demonstrations.slice(0, shown)
-    circle = Circle(2, deadline_s=60)
+    group = ThreadGroup(2, deadline_s=60)
 
     modules = [make_module(), make_module()]  # one after the other: both seed torch
 
     def on(rank: int) -> Tensor:
         parts = piece(rollouts, rank, 2), piece(demonstrations, rank, 2)
-        return gradient(lambda: modules[rank], *parts, (1, 0.3), ranks=ThreadRanks(circle, rank))
+        return gradient(lambda: modules[rank], *parts, (1, 0.3), ranks=ThreadRanks(group, rank))
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(on, range(2))

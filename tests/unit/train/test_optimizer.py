@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from rillflow.cluster.ranks import Alone
+from rillflow.cluster.ranks import SingleRank
 from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.mesh import RankGroups
 from rillflow.train.config import OptimizerConfig
 from rillflow.train.optimizer import Optimizer
 
-ALONE = Gradients(groups=RankGroups.whole(Alone()))
+ALONE = Gradients(groups=RankGroups.whole(SingleRank()))
 """How one rank completes them: they are complete."""
 PEAK, FINAL, WARM_UP, TOTAL = 0.1, 0.2, 3, 9
 

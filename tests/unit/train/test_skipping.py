@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rillflow.assembly.replay import bundled_rows
-from rillflow.cluster.ranks import Circle, Ranks, ThreadRanks
+from rillflow.cluster.ranks import Ranks, ThreadGroup, ThreadRanks
 from rillflow.errors import NotFiniteError, TrainingError
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.records.batch import Batch
@@ -105,12 +105,12 @@ def test_all_ranks_leave_it_out_together_wherever_the_number_is(
     make_module: MakeModule, make_rows: MakeRows, tmp_path: Path, odd: int
 ) -> None:
     torch.set_num_threads(1)
-    circle = Circle(2, 60.0)
+    group = ThreadGroup(2, 60.0)
     rows = make_rows(samples=3)
     modules = [make_module(), make_module()]  # one after the other: both seed torch
 
     def work(rank: int) -> tuple[dict[str, Metric], Trainer]:
-        trainer = made(modules[rank], tmp_path, ThreadRanks(circle, rank))
+        trainer = made(modules[rank], tmp_path, ThreadRanks(group, rank))
         everything = known(trainer, rows, odd)
         metrics = trainer.update(everything.slice(3 * rank, 3 * rank + 3), POLICY)
         trainer.update(known(trainer, rows).slice(3 * rank, 3 * rank + 3), POLICY)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rillflow.cluster.ranks import Alone
+from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import WeightError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement, Split
@@ -144,7 +144,7 @@ def published(tensors: dict[str, Tensor], version: int = 3) -> Digests:
         for name, tensor in tensors.items()
     }
     layout = {name: Placement(Mesh.of(tp=1)) for name in tensors}
-    return Digests(version=version, of=digests(weights, layout, tensors, Alone()))
+    return Digests(version=version, of=digests(weights, layout, tensors, SingleRank()))
 
 
 def test_the_error_names_the_weight() -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rillflow.cluster.ranks import Alone, Circle, ThreadRanks
+from rillflow.cluster.ranks import SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import RunDirectoryError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
@@ -46,13 +46,13 @@ def values() -> dict[str, Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_sharded(tmp_path / "model", WEIGHTS, LAYOUT, values(), Alone())
+    save_sharded(tmp_path / "model", WEIGHTS, LAYOUT, values(), SingleRank())
     return tmp_path / "model"
 
 
 def load(folder: Path, weights: dict[str, Weight] = WEIGHTS) -> dict[str, Tensor]:
     found = {name: torch.zeros(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}
-    load_sharded(folder, weights, {name: Placement(Mesh.of(tp=1)) for name in weights}, found, Alone())
+    load_sharded(folder, weights, {name: Placement(Mesh.of(tp=1)) for name in weights}, found, SingleRank())
     return found
 
 
@@ -65,7 +65,7 @@ def test_the_same_bits_come_back(folder: Path) -> None:
 
 def test_a_later_one_takes_its_place(folder: Path) -> None:
     later = {name: tensor + 1 for name, tensor in values().items()}
-    save_sharded(folder, WEIGHTS, LAYOUT, later, Alone())
+    save_sharded(folder, WEIGHTS, LAYOUT, later, SingleRank())
     assert torch.equal(load(folder)["up"], later["up"])
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model"]
 
@@ -74,7 +74,7 @@ def test_two_views_of_one_memory(tmp_path: Path) -> None:
     whole = torch.randn(8, 3)
     weights = {name: Weight(name=name, shape=(4, 3), dtype=torch.float32) for name in ("a", "b")}
     layout = {name: Placement(Mesh.of(tp=1)) for name in weights}
-    save_sharded(tmp_path / "x", weights, layout, {"a": whole[:4], "b": whole[4:]}, Alone())
+    save_sharded(tmp_path / "x", weights, layout, {"a": whole[:4], "b": whole[4:]}, SingleRank())
     found = load(tmp_path / "x", weights)
     assert torch.equal(torch.cat([found["a"], found["b"]]), whole)
 
@@ -193,7 +193,7 @@ def test_what_is_wrong_is_named_before_anything_is_loaded(folder: Path, wrong: s
     harm(folder)
     found = {name: torch.zeros(weight.shape, dtype=weight.dtype) for name, weight in WEIGHTS.items()}
     with pytest.raises(RunDirectoryError, match=said):
-        load_sharded(folder, WEIGHTS, LAYOUT, found, Alone())
+        load_sharded(folder, WEIGHTS, LAYOUT, found, SingleRank())
     assert not any(tensor.any() for tensor in found.values())
 
 
@@ -219,20 +219,20 @@ def test_a_full_disk_leaves_what_was_there(folder: Path) -> None:
     later = {name: tensor + 1 for name, tensor in values().items()}
     (folder.parent / ".model.draft").write_text("in the way")
     with pytest.raises(RunDirectoryError, match="cannot write"):
-        save_sharded(folder, WEIGHTS, LAYOUT, later, Alone())
+        save_sharded(folder, WEIGHTS, LAYOUT, later, SingleRank())
     assert torch.equal(load(folder)["up"], values()["up"])
 
 
 def test_tensors_of_another_type_are_not_cast_unseen(tmp_path: Path) -> None:
     tensors = {**values(), "up": values()["up"].double()}
     with pytest.raises(RunDirectoryError, match=r"up is torch.float64 here"):
-        save_sharded(tmp_path / "model", WEIGHTS, LAYOUT, tensors, Alone())
+        save_sharded(tmp_path / "model", WEIGHTS, LAYOUT, tensors, SingleRank())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_rank_gathers_by_copying() -> None:
     tensors = values()
-    found = dict(gathered(WEIGHTS, LAYOUT, tensors, Alone()))
+    found = dict(gathered(WEIGHTS, LAYOUT, tensors, SingleRank()))
     assert found.keys() == WEIGHTS.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     found["up"].zero_()
@@ -243,10 +243,10 @@ def test_ranks_that_hold_the_same_write_about_as_much_each(tmp_path: Path) -> No
     """Eight weights that four ranks hold whole: two a file."""
     weights = {f"w{place}": Weight(name=f"w{place}", shape=(4,), dtype=torch.float32) for place in range(8)}
     layout = {name: Placement(Mesh.of(dp=4)) for name in weights}
-    tensors, circle = {name: torch.ones(4) for name in weights}, Circle(4, 10.0)
+    tensors, group = {name: torch.ones(4) for name in weights}, ThreadGroup(4, 10.0)
 
     def save(rank: int) -> None:
-        save_sharded(tmp_path / "model", weights, layout, tensors, ThreadRanks(circle, rank))
+        save_sharded(tmp_path / "model", weights, layout, tensors, ThreadRanks(group, rank))
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(save, range(4)))
