@@ -61,7 +61,7 @@ class NativeEngine:
         seed: of the run.
         context: tokens of a row at most, prompt included.
         version: of the weights.
-        replay_after: passes of a kind before the module is recorded (see replay); infinity for never.
+        replay_after: passes of a kind before the module is recorded (see recording); infinity for never.
         lanes: how many; None for one per thread of torch's, each with at least ``LANE_ROWS`` slots. In
             deterministic mode, whose shapes are those of all slots, over several ranks, and elsewhere than on
             a CPU: one.

@@ -11,7 +11,7 @@ differs by company in matrix products, so bits are promised in deterministic mod
 shape is fixed.
 
 The ranks of a tensor-parallel group step together: what is scheduled follows from what was given and
-drawn, never from a clock, so it is the same on all of them (see agreement).
+drawn, never from a clock, so it is the same on all of them (see consistency).
 
 Weights are the module's own and may change between calls; nothing computed from them outlives the
 rows that run. When ``version`` changes while rows run, they are read again under the new weights.
@@ -35,10 +35,10 @@ from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.native.agreement import Agreement
 from rillflow.rollout.native.cache import Cache
-from rillflow.rollout.native.proof import prove, prove_fixed
-from rillflow.rollout.native.replay import Replay
+from rillflow.rollout.native.compatibility import check_compatible, check_fixed_shapes
+from rillflow.rollout.native.consistency import RankConsistency
+from rillflow.rollout.native.recording import RecordedModule
 from rillflow.rollout.native.runner import BLOCK, Runner, evaluating
 from rillflow.rollout.native.sampling import Drawn, Settings, draw
 from rillflow.rollout.native.scheduler import Scheduler, Step, twice
@@ -60,7 +60,7 @@ class Lane:
         seed: of the run.
         context: tokens of a row at most, prompt included.
         version: of the weights.
-        replay_after: passes of a kind before the module is recorded (see replay); infinity for never.
+        replay_after: passes of a kind before the module is recorded (see recording); infinity for never.
 
     Raises:
         RolloutError: a stop token is outside the vocabulary.
@@ -90,7 +90,7 @@ class Lane:
         self._fixed_rows = -(-config.max_rows // BLOCK) * BLOCK if config.deterministic else None
         self._module = module
         self._replay_after = replay_after
-        self._agreement = Agreement(tp, self._device)
+        self._consistency = RankConsistency(tp, self._device)
         self._runner: Runner | None = None
         self._scheduler = Scheduler(config.max_rows)
         self._slots = Slots(self._device, seed)
@@ -175,7 +175,7 @@ class Lane:
             with evaluating(self._module):
                 ended = self._step()
                 if not self.has_work:
-                    self._agreement.check(self._sampled_version)  # of the last draws
+                    self._consistency.check(self._sampled_version)  # of the last draws
                 return ended
         except BaseException as error:
             rows = len(self._scheduler.running)
@@ -187,7 +187,7 @@ class Lane:
     def clear(self) -> None:
         """Forget every row."""
         self._scheduler.clear()
-        self._agreement.clear()
+        self._consistency.clear()
         self._release()
 
     def _step(self) -> list[Rollout]:
@@ -216,13 +216,13 @@ class Lane:
         self._slots.record(clock, drawn)
         ended: dict[Sequence, Finish] = {}
         tokens = drawn.tokens[:running].tolist()
-        self._agreement.note(step.rows, tokens)
+        self._consistency.note(step.rows, tokens)
         for row, token in zip(step.rows, tokens, strict=True):
-            if clock < row.first:
-                self._slots.repeat(clock, row.slot, row.rollout.tokens[clock - row.origin + 1])
+            if clock < row.first_sample_step:
+                self._slots.repeat(clock, row.slot, row.rollout.tokens[clock - row.start_step + 1])
             elif token in self._stop:
                 ended[row] = Finish.STOP
-            elif clock == row.last:
+            elif clock == row.last_step:
                 ended[row] = Finish.LENGTH
         self._slots.collect(step.clock + 1, list(ended), self._sampled_version)
         self._leave(ended)
@@ -231,8 +231,8 @@ class Lane:
     def _agree(self, step: Step) -> None:
         """Show, before the pass, that the other ranks are about to do the same."""
         entered = [hash((row.rollout.tokens, row.limit)) for row in step.admitted]
-        self._agreement.note(step.admitted, entered)
-        self._agreement.check(self._sampled_version, len(step.rows), step.longest)
+        self._consistency.note(step.admitted, entered)
+        self._consistency.check(self._sampled_version, len(step.rows), step.longest)
 
     def _leave(self, rows: Iterable[Sequence]) -> None:
         self._scheduler.leave(rows)
@@ -246,11 +246,11 @@ class Lane:
     def _driven(self) -> Runner:
         """The runner, made at first use: by then the weights are there to try the module with."""
         if self._runner is None:
-            shapes = prove(self._module, self._context)
+            shapes = check_compatible(self._module, self._context)
             if self._fixed_rows is not None:
-                prove_fixed(self._module, shapes, self._fixed_rows)
-            replay = Replay(self._module, shapes, self._replay_after)
-            self._runner = Runner(replay, Cache(shapes, self._device, self._dtype), self._fixed_rows)
+                check_fixed_shapes(self._module, shapes, self._fixed_rows)
+            recorded = RecordedModule(self._module, shapes, self._replay_after)
+            self._runner = Runner(recorded, Cache(shapes, self._device, self._dtype), self._fixed_rows)
         return self._runner
 
     def _follow_version(self) -> None:
@@ -290,8 +290,9 @@ class Lane:
         if isfinite(float(logprobs.sum())):  # none is above 0, so nothing cancels
             return
         row = step.rows[int(logprobs.isfinite().logical_not().nonzero()[0])]
+        position = step.clock - row.start_step + 1
         raise RolloutError(
-            f"the logits of row ({row.rollout.row}) at position {step.clock - row.origin + 1} are not finite",
+            f"the logits of row ({row.rollout.row}) at position {position} are not finite",
             why="a weight is NaN or infinite, or an activation overflowed",
             fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
         )

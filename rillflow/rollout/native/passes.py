@@ -10,7 +10,7 @@
         3. each row's one query over its cache row ── [n, H, E] ┴─> [1, T, H, E]
 
 So a new row reads its prefix and draws its first token in one pass. No Python here loops over rows or
-tokens, or looks at a number that is not the shape of a tensor: a pass can be recorded (see replay).
+tokens, or looks at a number that is not the shape of a tensor: a pass can be recorded (see recording).
 
 Legend: T tokens of a pass, t of them of prefixes, n rows, P prefixes, X the longest prefix, m cache
 places that prefixes fill, L cache positions read; H query heads, K key/value heads; D, E head sizes

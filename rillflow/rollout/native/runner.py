@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rillflow.rollout.native.cache import Cache
 from rillflow.rollout.native.passes import Feed, Prefixes
-from rillflow.rollout.native.replay import Replay
+from rillflow.rollout.native.recording import RecordedModule
 from rillflow.rollout.native.scheduler import Step
 
 BLOCK = 32
@@ -36,7 +36,7 @@ class Runner:
         fixed_rows: how many slots every pass feeds; None feeds those that run.
     """
 
-    def __init__(self, module: Replay, cache: Cache, fixed_rows: int | None = None) -> None:
+    def __init__(self, module: RecordedModule, cache: Cache, fixed_rows: int | None = None) -> None:
         self._module = module
         self._cache = cache
         self._fixed_rows = fixed_rows

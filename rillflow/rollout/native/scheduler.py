@@ -86,17 +86,17 @@ class _Intake:
             not self.prefills or not sequence.prefix or longest * (len(self.prefills) + 1) <= prefill_tokens
         )
 
-    def admit(self, sequence: Sequence, home: int | None) -> None:
-        """``home`` is a slot that holds the prefix, or will once this step's prefixes are read."""
+    def admit(self, sequence: Sequence, prefix_slot: int | None) -> None:
+        """``prefix_slot`` is a slot that holds the prefix, or will once this step's prefixes are read."""
         slot, prefix = sequence.slot, sequence.prefix
         self.admitted.append(sequence)
-        if home in self._by_slot:
-            prefill = self._by_slot[home]
+        if prefix_slot in self._by_slot:
+            prefill = self._by_slot[prefix_slot]
             prefill.slots.append(slot)
             self._by_slot[slot] = prefill
-        elif home is not None:
-            if home != slot:
-                self.copies.append(Copy(source=home, target=slot, length=len(prefix)))
+        elif prefix_slot is not None:
+            if prefix_slot != slot:
+                self.copies.append(Copy(source=prefix_slot, target=slot, length=len(prefix)))
         elif prefix:
             self._by_slot[slot] = Prefill(tokens=prefix, slots=[slot])
             self.prefills.append(self._by_slot[slot])
@@ -119,7 +119,7 @@ class Scheduler:
         self._rows: dict[RowId, Sequence] = {}
         self._slots: list[Sequence] = []  # a free slot keeps who left it: its prefix is still in the cache
         self._free: set[int] = set()
-        self._homes: dict[tuple[int, int], int] = {}
+        self._prefix_slots: dict[tuple[int, int], int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -198,12 +198,12 @@ class Scheduler:
         intake = _Intake()
         while self._waiting and (self._free or len(self._slots) < self._max_rows):
             sequence = self._waiting[0]
-            home = self._home(sequence)
-            if home is None and not intake.fits(sequence, self._prefill_tokens):
+            prefix_slot = self._prefix_slot(sequence)
+            if prefix_slot is None and not intake.fits(sequence, self._prefill_tokens):
                 break
             self._waiting.popleft()
             sequence.start(self._take(sequence), clock)
-            intake.admit(sequence, home)
+            intake.admit(sequence, prefix_slot)
         moves = self._close_holes(clock)
         return Step(
             clock=clock,
@@ -212,12 +212,12 @@ class Scheduler:
             copies=tuple(intake.copies),
             moves=moves,
             prefills=tuple(intake.prefills),
-            longest=max((clock - sequence.origin for sequence in self._slots), default=-1) + 1,
+            longest=max((clock - sequence.start_step for sequence in self._slots), default=-1) + 1,
         )
 
-    def _home(self, sequence: Sequence) -> int | None:
+    def _prefix_slot(self, sequence: Sequence) -> int | None:
         """A slot whose cache row begins with the sequence's prefix."""
-        slot = self._homes.get(sequence.group)
+        slot = self._prefix_slots.get(sequence.group)
         if slot is None or not sequence.prefix or not self._slots[slot].shares(sequence):
             return None
         return slot
@@ -227,41 +227,41 @@ class Scheduler:
         if self._free:
             slot = min(self._free)
             self._free.remove(slot)
-            self._drop_home(slot)
+            self._drop_prefix_slot(slot)
             self._slots[slot] = sequence
         else:
             slot = len(self._slots)
             self._slots.append(sequence)
-        self._homes[sequence.group] = slot
+        self._prefix_slots[sequence.group] = slot
         return slot
 
     def _close_holes(self, clock: int) -> tuple[Copy, ...]:
         moves = []
         while self._free:
             last = len(self._slots) - 1
-            self._drop_home(last)
+            self._drop_prefix_slot(last)
             sequence = self._slots.pop()
             if last in self._free:
                 self._free.remove(last)
                 continue
             slot = min(self._free)
             self._free.remove(slot)
-            self._drop_home(slot)
-            moves.append(Copy(source=last, target=slot, length=clock - sequence.origin))
+            self._drop_prefix_slot(slot)
+            moves.append(Copy(source=last, target=slot, length=clock - sequence.start_step))
             sequence.slot = slot
             self._slots[slot] = sequence
-            self._homes[sequence.group] = slot
+            self._prefix_slots[sequence.group] = slot
         return tuple(moves)
 
-    def _drop_home(self, slot: int) -> None:
+    def _drop_prefix_slot(self, slot: int) -> None:
         group = self._slots[slot].group
-        if self._homes.get(group) == slot:
-            del self._homes[group]
+        if self._prefix_slots.get(group) == slot:
+            del self._prefix_slots[group]
 
     def _forget(self) -> None:
         self._slots.clear()
         self._free.clear()
-        self._homes.clear()
+        self._prefix_slots.clear()
 
 
 def twice(row: RowId) -> RolloutError:

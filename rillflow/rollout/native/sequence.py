@@ -4,8 +4,8 @@
     prefix    └──────────────┘           read at once: keys and values alone are wanted
     fed one by one           └ s . . .   each pass reads one token and draws the next
 
-A row at step ``t`` feeds the token at position ``t - origin``, because a running row moves by one
-token in every step. So ``origin`` alone says where a row is, and nothing has to be counted.
+A row at step ``t`` feeds the token at position ``t - start_step``, because a running row moves by one
+token in every step. So ``start_step`` alone says where a row is, and nothing has to be counted.
 No torch here: scheduling is arithmetic on such numbers.
 """
 
@@ -36,13 +36,13 @@ class Sequence:
     """Tokens at which the row ends, prompt included."""
     slot: int = -1
     """Its place among the running rows; -1 while it waits."""
-    origin: int = 0
+    start_step: int = 0
     """The step at which position 0 would have been fed."""
-    first: int = 0
+    first_sample_step: int = 0
     """The step of its first own draw; until then it repeats tokens it has."""
-    last: int = 0
+    last_step: int = 0
     """The step whose draw reaches the limit."""
-    collected: int = 0
+    collected_step: int = 0
     """The first step whose draw is not yet in ``rollout``."""
     uniforms: Tensor | None = None
     """Random numbers of its first draws, made in bulk while it waits; None when not made yet."""
@@ -59,9 +59,9 @@ class Sequence:
     def start(self, slot: int, clock: int) -> None:
         """Run from step ``clock`` on: feed the token after the prefix."""
         self.slot = slot
-        self.origin = clock - len(self.prefix)
-        self.first = self.collected = self.origin + len(self.rollout.tokens) - 1
-        self.last = self.origin + self.limit - 2
+        self.start_step = clock - len(self.prefix)
+        self.first_sample_step = self.collected_step = self.start_step + len(self.rollout.tokens) - 1
+        self.last_step = self.start_step + self.limit - 2
 
     def wait(self) -> None:
         """Leave the running rows; whatever was made for the old position is void."""

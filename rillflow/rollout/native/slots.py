@@ -114,16 +114,16 @@ class Slots:
 
     def collect(self, clock: int, rows: Rows[Sequence], version: int) -> None:
         """Add to each row's rollout what it drew in the steps before ``clock``, under this version."""
-        behind = [row for row in rows if row.collected < clock]
+        behind = [row for row in rows if row.collected_step < clock]
         if not behind:
             return
         slots, end = [row.slot for row in behind], clock - self._begin
         tokens = self._tokens[1 : end + 1, slots].T.tolist()
         logprobs = self._logprobs[:end, slots].T.tolist()
         for row, drawn, chances in zip(behind, tokens, logprobs, strict=True):
-            first = row.collected - self._begin
+            first = row.collected_step - self._begin
             row.rollout = row.rollout.sampled(drawn[first:], chances[first:], version)
-            row.collected = clock
+            row.collected_step = clock
 
     def _place_uniforms(self, clock: int, rows: Rows[Sequence], ahead: Rows[Sequence]) -> None:
         """Fill the rest of the window for these rows."""
@@ -139,7 +139,7 @@ class Slots:
     def _make(self, rows: Rows[Sequence], clock: int) -> None:
         """The next random numbers of each row: that of a token depends on (seed, row, position) alone."""
         ids = torch.tensor([row.rollout.row for row in rows], device=self._device)
-        fed = [clock - row.origin if row.slot >= 0 else len(row.prefix) for row in rows]
+        fed = [clock - row.start_step if row.slot >= 0 else len(row.prefix) for row in rows]
         most = min(WINDOW, max(row.limit - place for row, place in zip(rows, fed, strict=True)) - 1)
         ahead = torch.arange(1, most + 1, device=self._device)
         made = uniform(self._seed, ids[:, None], torch.tensor(fed, device=self._device)[:, None] + ahead)

@@ -51,7 +51,7 @@ class Model:
         for slot, row in enumerate(step.rows):
             assert row.slot == slot
             held = self.slots.setdefault(slot, [])
-            fed = step.clock - row.origin
+            fed = step.clock - row.start_step
             tokens = row.rollout.tokens
             assert held[: len(row.prefix)] == list(row.prefix)
             assert len(held) >= fed, "a position was skipped"
@@ -63,7 +63,7 @@ class Model:
 def run(scheduler: Scheduler, model: Model) -> list[Sequence]:
     step = scheduler.schedule()
     model.carry_out(step)
-    ended = [row for row in step.rows if row.last == step.clock]
+    ended = [row for row in step.rows if row.last_step == step.clock]
     scheduler.leave(ended)
     return ended
 
@@ -116,7 +116,7 @@ def test_a_free_slot_is_taken_in_the_next_step_and_the_batch_shrinks_when_nothin
         step = scheduler.schedule()
         model.carry_out(step)
         seen.append([row.rollout.row.prompt for row in step.rows])
-        scheduler.leave([row for row in step.rows if row.last == step.clock])
+        scheduler.leave([row for row in step.rows if row.last_step == step.clock])
     assert seen == [[0, 1], [2, 1], [3, 1], [3]]
 
 
@@ -129,7 +129,7 @@ def test_rows_begin_first_come_first_served() -> None:
         step = scheduler.schedule()
         model.carry_out(step)
         begun += [row.rollout.row.prompt for row in step.admitted]
-        scheduler.leave([row for row in step.rows if row.last == step.clock])
+        scheduler.leave([row for row in step.rows if row.last_step == step.clock])
     assert begun == [0, 1, 2, 3, 4]
 
 

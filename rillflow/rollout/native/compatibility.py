@@ -1,4 +1,4 @@
-"""Proof, at first use, that a module can be driven: tried on a few tokens, not looked up in a list.
+"""Compatibility of a module with the engine: tried at first use on a few tokens, not looked up in a list.
 
     whole text, plain attention through a plan ── which layers asked, of what shape? ──> Cache
             │ logits                                                                        │
@@ -28,7 +28,7 @@ _SEES = {"full_attention": False, "sliding_attention": True}
 """The kinds of layers that can be driven, and whether they name a window."""
 
 
-def prove(module: nn.Module, context: int) -> dict[int, LayerShape]:
+def check_compatible(module: nn.Module, context: int) -> dict[int, LayerShape]:
     """What each layer keeps of a token, once it is shown that this is all a pass needs of those before it.
 
     Args:
@@ -74,7 +74,7 @@ def prove(module: nn.Module, context: int) -> dict[int, LayerShape]:
     return shapes
 
 
-def prove_fixed(module: nn.Module, shapes: dict[int, LayerShape], rows: int) -> None:
+def check_fixed_shapes(module: nn.Module, shapes: dict[int, LayerShape], rows: int) -> None:
     """Show that with fixed shapes a row's bits depend neither on its slot nor on how far the cache is read.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Replay: a module's passes without the Python between its operations.
+"""Recording: a module's passes without the Python between its operations.
 
-    passes so far < patience ──> the module itself
-    passes so far = patience ──> record one, compare with the module at other shapes, bit by bit
+    passes so far < record_after ──> the module itself
+    passes so far = record_after ──> record one, compare with the module at other shapes, bit by bit
                                       ├ equal ─> from now on the recording
                                       └ else ──> the module itself, for good
 
@@ -47,19 +47,19 @@ class _Kind(Enum):
     BOTH = auto()
 
 
-class Replay:
+class RecordedModule:
     """A module that records itself once it has been used a while.
 
     Args:
         module: a transformers causal language model whose attention is Rillflow's.
         shapes: of its layers.
-        patience: passes of a kind before it is recorded.
+        record_after: passes of a kind before it is recorded.
     """
 
-    def __init__(self, module: nn.Module, shapes: Mapping[int, LayerShape], patience: float) -> None:
+    def __init__(self, module: nn.Module, shapes: Mapping[int, LayerShape], record_after: float) -> None:
         self._module = module
         self._shapes = shapes
-        self._patience = patience
+        self._record_after = record_after
         self._weights = _weights(module)
         self._passes = dict.fromkeys(_Kind, 0)
         self._recordings: dict[_Kind, nn.Module | None] = {}
@@ -76,7 +76,7 @@ class Replay:
     ) -> Tensor:
         """See ``passes.forward``."""
         kind = _Kind.ROWS if prefixes is None else _Kind.PREFIXES if feed is None else _Kind.BOTH
-        if kind not in self._recordings and self._passes[kind] >= self._patience:
+        if kind not in self._recordings and self._passes[kind] >= self._record_after:
             self._recordings[kind] = self._record(kind)
         recording = self._recordings.get(kind)
         if recording is None:
@@ -89,7 +89,7 @@ class Replay:
         """The module's recording, or None where it would not be the module's equal."""
         embedding: Tensor = self._module.get_input_embeddings().weight  # type: ignore[operator]
         trials = [_Trial(self._shapes, embedding, kind, rows, lengths) for rows, lengths in _TRIALS]
-        recorded = _Recorded(self._module, tuple(self._shapes), kind)
+        recorded = _Traced(self._module, tuple(self._shapes), kind)
         try:
             with _RECORDER, quiet(), warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
@@ -109,7 +109,7 @@ class Replay:
         return recording
 
 
-class _Recorded(nn.Module):
+class _Traced(nn.Module):
     """A pass as a function of tensors alone."""
 
     def __init__(self, module: nn.Module, indices: tuple[int, ...], kind: _Kind) -> None:

@@ -1,4 +1,4 @@
-"""Agreement: the ranks that share a model's weights run the same rows and draw the same tokens.
+"""Rank consistency: the ranks that share a model's weights run the same rows and draw the same tokens.
 
     step s     rank 0   notes what enters, what was drawn ─ digest ─┐
                rank 1   notes ...                         ─ digest ─┴─ all equal? ─> the pass of step s
@@ -26,7 +26,7 @@ _Note = tuple[int, int, int, int]
 """A row's id, and a number that has to be the same everywhere."""
 
 
-class Agreement:
+class RankConsistency:
     """What this rank has done since the ranks last compared.
 
     Args:
