@@ -26,7 +26,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from rillflow.formulas.logprobs import token_logprobs
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.sampling import Settings, draw
+from rillflow.rollout.native.sampling import DrawSettings, draw
 
 LAYERS = 4
 ATTENTION = (
@@ -151,7 +151,7 @@ def drawing(deviation: float, repeats: int) -> str:
     logits = torch.randn(DRAWN, VOCABULARY, generator=random) * deviation
     uniforms = torch.rand(DRAWN, generator=random, dtype=torch.float64)
     ways = [SamplingConfig(), SamplingConfig(top_k=50), SamplingConfig(top_p=0.95)]
-    settings = [Settings.of([way] * DRAWN, logits.device) for way in ways]
+    settings = [DrawSettings.of([way] * DRAWN, logits.device) for way in ways]
     seconds: list[list[float]] = [[] for _ in ways]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

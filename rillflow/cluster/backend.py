@@ -28,7 +28,7 @@ class Site:
     """What is closed when the rank ends: children, files."""
 
 
-Work = Callable[..., Any]
+RankCall = Callable[..., Any]
 """A function of a module, called as ``work(site, *arguments)``."""
 
 
@@ -70,7 +70,7 @@ class Backend(Protocol):
             ClusterError: it cannot travel, or is too large for an argument.
         """
 
-    def submit(self, place: Place, work: Work, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
+    def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """Run ``work(site, *arguments)`` at a place, after what was submitted there before.
 
         Returns:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from rillflow.cluster.backend import Site, Traffic, Work
+from rillflow.cluster.backend import RankCall, Site, Traffic
 from rillflow.cluster.pool import Place, Pool, places
 from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ClusterError
@@ -59,7 +59,7 @@ class InlineBackend:
         del what
         return value
 
-    def submit(self, place: Place, work: Work, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
+    def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """See Backend."""
         self.traffic.calls += 1
         whole: Future[Any]
@@ -121,7 +121,7 @@ class InlineBackend:
                 why="the call that makes it still runs, or waits itself",
             ) from None
 
-    def _run(self, place: Place, work: Work, arguments: tuple[Any, ...]) -> Any:
+    def _run(self, place: Place, work: RankCall, arguments: tuple[Any, ...]) -> Any:
         try:
             return work(self._sites[place], *arguments)
         except BaseException:

@@ -41,7 +41,7 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class PackedValue:
     """A value ready to travel."""
 
     body: Body
@@ -65,7 +65,7 @@ class Reply:
     """Those of the other results that were small enough to come with it."""
 
 
-def packed(value: Any, *, whole: bool = False) -> Message:
+def packed(value: Any, *, whole: bool = False) -> PackedValue:
     """A value as a message; ``whole`` keeps even large tensors inside the bytes.
 
     Raises:
@@ -84,7 +84,9 @@ def packed(value: Any, *, whole: bool = False) -> Message:
     pickler = _Pickler(file, buffer_callback=keep_inside)
     pickler.dump(value)
     content = file.getvalue()
-    return Message(body=[content, *arrays] if arrays else content, references=tuple(pickler.held.values()))
+    return PackedValue(
+        body=[content, *arrays] if arrays else content, references=tuple(pickler.held.values())
+    )
 
 
 def unpacked(body: Body) -> Any:
@@ -122,7 +124,7 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
             name = value.hex()
             self.held[name] = value
             return Slot, (name,)
-        if isinstance(value, Message):
+        if isinstance(value, PackedValue):
             self.held |= {reference.hex(): reference for reference in value.references}
             return unpacked, (value.body,)
         return super().reducer_override(value)

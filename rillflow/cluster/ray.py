@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import torch
 
 from rillflow.cluster.awaited import Awaited, answers
-from rillflow.cluster.backend import RankLost, Site, Traffic, Work
+from rillflow.cluster.backend import RankCall, RankLost, Site, Traffic
 from rillflow.cluster.pool import Place, Pool, places
 from rillflow.cluster.ranks import ProcessRanks, Ranks, SingleRank, Stranded
 from rillflow.cluster.watchdog import MARK, watch
@@ -120,7 +120,7 @@ class RayBackend:
             )
         return message
 
-    def submit(self, place: Place, work: Work, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
+    def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """See Backend."""
         try:
             message = packed((work, arguments))

@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from rillflow.cluster.ranks import ProcessRanks
 from rillflow.parallel.packed import Reading
-from rillflow.parallel.stages import Decoder
+from rillflow.parallel.stages import DecoderModule
 
 NumberedShare = Callable[[int, Tensor], Tensor]
 """A micro-batch's number and output to its share of the loss, a number."""
@@ -29,7 +29,7 @@ NumberedShare = Callable[[int, Tensor], Tensor]
 
 def run_pipeline(
     ranks: ProcessRanks,
-    module: Decoder,
+    module: DecoderModule,
     part: nn.Module,
     readings: Sequence[Reading],
     finish: NumberedShare,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rillflow.errors import ModelError
 from rillflow.models.architecture import relative_difference, trial_tokens
 
-Decoder = Any
+DecoderModule = Any
 """A decoder of transformers, which only ``models`` names."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Largest difference of two ways to run a module, over the largest output."""
@@ -76,7 +76,7 @@ def layers_of(stage: int, stages: int, count: int) -> range:
     return range(start, start + size + (stage < more))
 
 
-def weight_stages(module: Decoder, stages: int) -> dict[str, tuple[int, ...]]:
+def weight_stages(module: DecoderModule, stages: int) -> dict[str, tuple[int, ...]]:
     """The stages that every parameter of the whole module lies on, by its first name.
 
     A tied embedding lies on the first and the last. Raises as ``layers_of`` and ``anatomy``.
@@ -90,7 +90,7 @@ def weight_stages(module: Decoder, stages: int) -> dict[str, tuple[int, ...]]:
     return {name: tuple(s for s, own in enumerate(runs) if own[part]) for name, part in owners.items()}
 
 
-def anatomy(module: Decoder) -> Anatomy:
+def anatomy(module: DecoderModule) -> Anatomy:
     """Find a decoder's parts by running it.
 
     Raises:
@@ -124,7 +124,7 @@ def anatomy(module: Decoder) -> Anatomy:
     return found
 
 
-def check_cut(module: Decoder, parts: Anatomy, stages: int, expected: Tensor) -> None:
+def check_cut(module: DecoderModule, parts: Anatomy, stages: int, expected: Tensor) -> None:
     """Run the module stage by stage and compare.
 
     Args:
@@ -148,7 +148,9 @@ def check_cut(module: Decoder, parts: Anatomy, stages: int, expected: Tensor) ->
     require_same(module, state, expected, f"{stages} stages", why, "leave pp at 1")
 
 
-def trial(module: Decoder, state: Tensor | None = None, *, last: bool = True, graph: bool = False) -> Tensor:
+def trial(
+    module: DecoderModule, state: Tensor | None = None, *, last: bool = True, graph: bool = False
+) -> Tensor:
     """What the module says to a few tokens: logits, or hidden states where it has a scalar head.
 
     Args:
@@ -161,7 +163,7 @@ def trial(module: Decoder, state: Tensor | None = None, *, last: bool = True, gr
         return _said(module, state, last).detach()
 
 
-def _said(module: Decoder, state: Tensor | None, last: bool) -> Tensor:
+def _said(module: DecoderModule, state: Tensor | None, last: bool) -> Tensor:
     tokens, positions = trial_tokens(module)
     given = {"input_ids": tokens} if state is None else {"inputs_embeds": state}
     inputs: dict[str, Any] = {**given, "position_ids": positions, "use_cache": False}
@@ -172,7 +174,9 @@ def _said(module: Decoder, state: Tensor | None, last: bool) -> Tensor:
     return hidden
 
 
-def require_same(module: Decoder, found: Tensor, expected: Tensor, way: str, why: str, fix: str) -> None:
+def require_same(
+    module: DecoderModule, found: Tensor, expected: Tensor, way: str, why: str, fix: str
+) -> None:
     """Refuse a way to run a module that says something else.
 
     Raises:
@@ -188,7 +192,7 @@ def require_same(module: Decoder, found: Tensor, expected: Tensor, way: str, why
         )
 
 
-def cut_stage(module: Decoder, parts: Anatomy, stage: int, stages: int) -> None:
+def cut_stage(module: DecoderModule, parts: Anatomy, stage: int, stages: int) -> None:
     """Drop in place what other stages run."""
     for name, own in parts.parts_of(stage, stages).items():
         if not own:
@@ -225,7 +229,7 @@ def _substitute(part: nn.Module, name: str, parts: Anatomy) -> nn.Module:
 
 
 @contextmanager
-def _as_stage(module: Decoder, parts: Anatomy, stage: int, stages: int) -> Iterator[None]:
+def _as_stage(module: DecoderModule, parts: Anatomy, stage: int, stages: int) -> Iterator[None]:
     """The module as one of its stages, for a while."""
     kept = {name: module.get_submodule(name) for name in parts.parts_of(stage, stages)}
     try:
@@ -236,7 +240,7 @@ def _as_stage(module: Decoder, parts: Anatomy, stage: int, stages: int) -> Itera
             module.set_submodule(name, part)
 
 
-def _order(module: Decoder, layers: nn.ModuleList) -> tuple[list[nn.Module], bool]:
+def _order(module: DecoderModule, layers: nn.ModuleList) -> tuple[list[nn.Module], bool]:
     """The layers and the body's other parts in the order of their calls; whether a layer returns a tuple."""
     seen: list[nn.Module] = []
     tuples: list[bool] = []

@@ -73,7 +73,7 @@ class ScalarReader:
         return f"the head gives it {float(read[index].detach())}"
 
 
-Reader = LogprobReader | ScalarReader
+OutputReader = LogprobReader | ScalarReader
 """What is read of a module: log probabilities, or the numbers of a scalar head."""
 
 
@@ -130,7 +130,7 @@ class Scorer:
         self._parallel.require_head()
         return self._aligned(last_tokens(batch), ScalarReader(back=0), lambda read: read).sums()
 
-    def forward(self, part: Batch, reader: Reader) -> Any:
+    def forward(self, part: Batch, reader: OutputReader) -> Any:
         """What a whole module says about the part's N loss tokens, in row order; one pass of the module.
 
         Args:
@@ -140,7 +140,7 @@ class Scorer:
         tokens = _loss_tokens_alone(part).to(self._parallel.device)
         return reader.read(tokens, self._parallel.outputs(part, reader.back))
 
-    def _aligned(self, rows: Batch, reader: Reader, number: Callable[[Any], Tensor]) -> Ragged:
+    def _aligned(self, rows: Batch, reader: OutputReader, number: Callable[[Any], Tensor]) -> Ragged:
         """A number of each loss token, aligned to ``tokens``, in the rows' own order."""
         index = micro_batches(rows, self._budget)
         parts = [rows.select(each) for each in index]
@@ -156,7 +156,7 @@ class Scorer:
         return concatenate_ragged(found).select(torch.argsort(torch.cat(index)))
 
     def _numbers(
-        self, parts: Sequence[Batch], reader: Reader, number: Callable[[Any], Tensor]
+        self, parts: Sequence[Batch], reader: OutputReader, number: Callable[[Any], Tensor]
     ) -> list[Tensor]:
         """[N] of each part; zeros on the stages before the last."""
         found: list[Tensor] = []

@@ -1,6 +1,6 @@
 """Trainer: one optimiser step a minibatch, whatever is read from the module and whatever the loss.
 
-    minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ Reader ─> what is read [N] ─ loss ─> terms
+    minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ reader ─> what is read [N] ─ loss ─> terms
                                                      └ guards: finite?         weight │ sum / denominator
                       weights <─ Optimizer.step <─ gradients, added up <─ backward <──┘
 
@@ -39,7 +39,7 @@ from rillflow.train.guards import describe_token, loss_tokens
 from rillflow.train.loss import Loss, about
 from rillflow.train.optimizer import Optimizer, TrainerState
 from rillflow.train.recompute import Recompute
-from rillflow.train.scorer import LogprobReader, Reader, ScalarReader, Scorer, micro_batches
+from rillflow.train.scorer import LogprobReader, OutputReader, ScalarReader, Scorer, micro_batches
 from rillflow.train.skipping import Skip, Skipped
 
 _ELSEWHERE = "a number is not finite on another rank"
@@ -53,7 +53,7 @@ class Aim:
     """This rank's part of the minibatch; perhaps none."""
     loss: Loss
     """What is minimised."""
-    reader: Reader
+    reader: OutputReader
     """Reads of the module what the loss is over."""
     weight: float = 1.0
     """What its gradient is multiplied by; metrics are those of the loss itself."""
@@ -133,7 +133,7 @@ class Trainer:
             gap_tolerance: where they are and rounding is rough, how far they may differ in the mean.
             weight: what its gradient counts beside that of another aim.
         """
-        reader: Reader = LogprobReader(
+        reader: OutputReader = LogprobReader(
             temperature=temperature, ratio_tolerance=ratio_tolerance, gap_tolerance=gap_tolerance
         )
         if loss.is_scalar:
@@ -265,7 +265,9 @@ def _share(tokens: Batch, read: Any, aim: Aim, denominator: float) -> tuple[Tens
     return share, found.metrics
 
 
-def _not_finite(tokens: Batch, terms: Tensor, read: Any, reader: Reader, value: float) -> NotFiniteError:
+def _not_finite(
+    tokens: Batch, terms: Tensor, read: Any, reader: OutputReader, value: float
+) -> NotFiniteError:
     odd = (~torch.isfinite(terms)).nonzero()
     where = "the sum of finite terms overflows"
     if len(odd):

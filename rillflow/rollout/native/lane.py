@@ -40,7 +40,7 @@ from rillflow.rollout.native.compatibility import check_compatible, check_fixed_
 from rillflow.rollout.native.consistency import RankConsistency
 from rillflow.rollout.native.recording import RecordedModule
 from rillflow.rollout.native.runner import BLOCK, Runner, evaluating
-from rillflow.rollout.native.sampling import Drawn, Settings, draw
+from rillflow.rollout.native.sampling import Drawn, DrawSettings, draw
 from rillflow.rollout.native.scheduler import Scheduler, Step, twice
 from rillflow.rollout.native.sequence import Sequence
 from rillflow.rollout.native.slots import BULK, Slots
@@ -96,7 +96,7 @@ class Lane:
         self._slots = Slots(self._device, seed)
         check_stop_tokens(stop_tokens, self._vocabulary)
         self._stop = stop_tokens
-        self._settings = Settings.of((), self._device)
+        self._settings = DrawSettings.of((), self._device)
         self._settings_rows: tuple[SamplingConfig, ...] = ()
 
     @property
@@ -265,11 +265,11 @@ class Lane:
             row.prefix = self._prefix(row.rollout)
         self._sampled_version = self.version
 
-    def _settings_of(self, step: Step, rows: int) -> Settings:
+    def _settings_of(self, step: Step, rows: int) -> DrawSettings:
         chosen = tuple(row.sampling for row in step.rows)
         if chosen != self._settings_rows:
             idle = (_IDLE,) * (rows - len(chosen))
-            self._settings, self._settings_rows = Settings.of(chosen + idle, self._device), chosen
+            self._settings, self._settings_rows = DrawSettings.of(chosen + idle, self._device), chosen
         return self._settings
 
     def _prefix(self, rollout: Rollout) -> tuple[int, ...]:

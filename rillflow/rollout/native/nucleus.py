@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-Weights: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
+RowWeights: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
 """[V] of one row, none negative."""
 
 FEW = 8192
@@ -24,7 +24,7 @@ _MARGIN = 2
 _RUN = 512
 
 
-def least_kept(weights: Weights, top_k: int, top_p: float, space: Weights) -> float:
+def least_kept(weights: RowWeights, top_k: int, top_p: float, space: RowWeights) -> float:
     """The least weight that stays: of the k largest weights, the fewest that hold p of their sum.
 
     Sums are in float64, but for runs of 512 in float32: two thresholds whose sums differ by less than about
@@ -53,7 +53,7 @@ def least_kept(weights: Weights, top_k: int, top_p: float, space: Weights) -> fl
     return float(best[min(place, len(best) - 1)])
 
 
-def _narrowed(rest: Weights, wanted: float, unwanted: float) -> tuple[Weights, float]:
+def _narrowed(rest: RowWeights, wanted: float, unwanted: float) -> tuple[RowWeights, float]:
     """Neighbours in order that have the threshold among them, and what is wanted of these.
 
     Args:
@@ -78,7 +78,7 @@ def _narrowed(rest: Weights, wanted: float, unwanted: float) -> tuple[Weights, f
     return rest, wanted
 
 
-def _sum(weights: Weights) -> float:
+def _sum(weights: RowWeights) -> float:
     whole = len(weights) // _RUN * _RUN
     runs = weights[:whole].reshape(-1, _RUN).sum(1)
     return float(runs.sum(dtype=np.float64) + weights[whole:].sum(dtype=np.float64))

@@ -26,7 +26,7 @@ _BLOCK = 512
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Settings:
+class DrawSettings:
     """How each of n rows is drawn; a part is None where no row asks for it, and is not computed then."""
 
     divisor: Tensor | None
@@ -43,14 +43,14 @@ class Settings:
     """The largest top-k of the filtered rows; 0 when one of them has none."""
 
     @staticmethod
-    def of(rows: Sequence[SamplingConfig], device: torch.device) -> Settings:
+    def of(rows: Sequence[SamplingConfig], device: torch.device) -> DrawSettings:
         """The settings of n rows, in order."""
         divisors = [row.temperature or 1.0 for row in rows]
         greedy = [row.temperature == 0 for row in rows]
         asking = [index for index, row in enumerate(rows) if row.temperature and (row.top_k or row.top_p < 1)]
         unlimited = any(rows[index].top_k == 0 for index in asking)
         top_k = [rows[index].top_k or torch.iinfo(torch.int64).max for index in asking]
-        return Settings(
+        return DrawSettings(
             divisor=torch.tensor(divisors, device=device)[:, None] if set(divisors) - {1.0} else None,
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             filtered=torch.tensor(asking, device=device) if asking else None,
@@ -72,7 +72,7 @@ class Drawn:
     """[n] float32 of the token in the whole vocabulary, after temperature; NaN for logits not finite."""
 
 
-def draw(logits: Tensor, settings: Settings, uniforms: Tensor) -> Drawn:
+def draw(logits: Tensor, settings: DrawSettings, uniforms: Tensor) -> Drawn:
     """Draw one token a row.
 
     Args:
@@ -88,7 +88,7 @@ def draw(logits: Tensor, settings: Settings, uniforms: Tensor) -> Drawn:
     return Drawn(tokens=tokens, logprobs=logprobs.gather(1, tokens[:, None])[:, 0])
 
 
-def _filtered(scaled: Tensor, weights: Tensor, settings: Settings) -> Tensor:
+def _filtered(scaled: Tensor, weights: Tensor, settings: DrawSettings) -> Tensor:
     """[n, V] the weights, 0 where top-k or top-p excludes a token."""
     if settings.filtered is None or settings.top_k is None or settings.top_p is None:
         return weights

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.nucleus import least_kept
-from rillflow.rollout.native.sampling import Settings, draw
+from rillflow.rollout.native.sampling import DrawSettings, draw
 
 ALL = torch.iinfo(torch.int64).max
 
@@ -99,9 +99,11 @@ def test_rows_of_a_large_vocabulary_draw_the_tokens_of_the_definition_beside_any
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(len(kinds), 20_000, generator=generator) * 4).bfloat16().float()
     uniforms = torch.rand(len(kinds), generator=generator, dtype=torch.float64)
-    together = draw(logits, Settings.of(kinds, torch.device("cpu")), uniforms)
+    together = draw(logits, DrawSettings.of(kinds, torch.device("cpu")), uniforms)
     for row, kind in enumerate(kinds):
-        alone = draw(logits[row : row + 1], Settings.of([kind], torch.device("cpu")), uniforms[row : row + 1])
+        alone = draw(
+            logits[row : row + 1], DrawSettings.of([kind], torch.device("cpu")), uniforms[row : row + 1]
+        )
         assert torch.equal(alone.tokens, together.tokens[row : row + 1])
         weights = torch.softmax(logits[row] / (kind.temperature or 1.0), -1)
         kept = weights.double() * (weights >= by_sorting(weights, kind.top_k or ALL, kind.top_p))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.sampling import Drawn, Settings, draw
+from rillflow.rollout.native.sampling import Drawn, DrawSettings, draw
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def even(count: int) -> Tensor:
 
 def drawn(logits: Tensor, uniforms: Tensor, *rows: SamplingConfig) -> Drawn:
     wanted = rows if len(rows) == len(logits) else rows * len(logits)
-    return draw(logits, Settings.of(wanted, CPU), uniforms)
+    return draw(logits, DrawSettings.of(wanted, CPU), uniforms)
 
 
 def frequencies(logits: Tensor, config: SamplingConfig, count: int = 40_000) -> Tensor:
