@@ -34,8 +34,7 @@ from typing import Any
 import torch
 
 from rillflow.algorithms import ppo
-from rillflow.cluster.backend import Backend, Site
-from rillflow.cluster.pool import Pool
+from rillflow.cluster.backend import Backend, Pool, Site
 from rillflow.cluster.ray import RayBackend
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow

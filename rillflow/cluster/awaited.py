@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rillflow.cluster.backend import Backend, RankLost
-from rillflow.cluster.pool import Place
+from rillflow.cluster.backend import Backend, Place, RankLost
 from rillflow.cluster.ranks import Stranded
 from rillflow.errors import ClusterError
 

@@ -18,8 +18,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from rillflow.cluster.backend import RankCall, Site, Traffic
-from rillflow.cluster.pool import Place, Pool, places
+from rillflow.cluster.backend import Place, Pool, RankCall, Site, Traffic, places
 from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ClusterError
 
@@ -78,7 +77,7 @@ class InlineBackend:
 
     def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
         """See Backend."""
-        whole = {_whole(reference) for reference in references}
+        whole = {each.whole if isinstance(each, _Part) else each for each in references}
         done, late = wait(whole, timeout=deadline_s, return_when=FIRST_EXCEPTION)
         for each in done:
             each.result()
@@ -145,9 +144,3 @@ class _Part:
     def done(self) -> bool:
         """Whether it is there, or never will be."""
         return self.whole.done()
-
-
-def _whole(reference: Any) -> Future[Any]:
-    """The future of the call that makes a reference's value."""
-    future: Future[Any] = reference.whole if isinstance(reference, _Part) else reference
-    return future

@@ -32,8 +32,7 @@ from typing import Any, NoReturn
 import torch
 
 from rillflow.cluster.awaited import Awaited, answers
-from rillflow.cluster.backend import RankCall, RankLost, Site, Traffic
-from rillflow.cluster.pool import Place, Pool, places
+from rillflow.cluster.backend import Place, Pool, RankCall, RankLost, Site, Traffic, places
 from rillflow.cluster.ranks import ProcessRanks, Ranks, SingleRank, Stranded
 from rillflow.cluster.watchdog import MARK, watch
 from rillflow.errors import ClusterError

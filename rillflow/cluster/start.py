@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from rillflow.cluster.backend import Backend
+from rillflow.cluster.backend import Backend, Pool
 from rillflow.cluster.config import PlacementConfig
 from rillflow.cluster.inline import InlineBackend
-from rillflow.cluster.pool import Pool
 from rillflow.errors import ClusterError
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from rillflow.cluster.backend import Backend
-from rillflow.cluster.pool import Place
+from rillflow.cluster.backend import Backend, Place
 from rillflow.errors import RecordError, nearest
 from rillflow.graph.loss import field_parameters
 from rillflow.graph.trace import ROW_FIELDS

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rillflow.formulas.aggregation import *
     from rillflow.formulas.controllers import *
     from rillflow.formulas.interval import *
-    from rillflow.formulas.kl import *
     from rillflow.formulas.logprobs import *
     from rillflow.formulas.losses import *
     from rillflow.formulas.penalty import *
@@ -33,10 +32,9 @@ _NAMES = {
     "aggregation": "loss_weights",
     "controllers": "multiplier next_kl_weight next_log_multiplier",
     "interval": "wilson",
-    "kl": "divergence",
     "logprobs": "token_logprobs",
     "losses": (
-        "clipped_policy_loss cross_entropy importance_weights policy_loss "
+        "clipped_policy_loss cross_entropy divergence importance_weights policy_loss "
         "preference_loss sequence_log_ratio TokenLosses value_loss"
     ),
     "penalty": (

@@ -30,9 +30,11 @@ from torch.nn.functional import logsigmoid
 
 from rillflow.errors import FormulaError, nearest
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.kl import LARGEST_LOG_RATIO, divergence
 from rillflow.formulas.shapes import same_length
 from rillflow.records.ragged import Ragged
+
+LARGEST_LOG_RATIO = 20.0
+"""Nats beyond which a log ratio is held before its exponential, which overflows float32 above 88."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -268,3 +270,37 @@ def _policy_means(
 def _beyond(log_ratio: Tensor) -> Tensor:
     """[N] bool, True where a log ratio is held at its bound before it is an exponent."""
     return log_ratio.detach().abs() > LARGEST_LOG_RATIO
+
+
+def divergence(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """[N] an estimate of KL(pi || ref) from each token, d = log pi - log ref its log ratio.
+
+    k1 = d; k2 = d^2 / 2; k3 = e^-d - 1 + d (J. Schulman, "Approximating KL divergence", 2020). On tokens
+    of pi the means of k1 and k3 are the divergence; k2 and k3 are never negative. Below -20 k3 holds d at
+    -20, without a gradient.
+
+    Where an estimate is paid decides which one has the right gradient, over tokens of pi:
+
+        in the reward   E[k1 grad log pi]                    is that of KL(pi || ref); k2's and k3's are not
+        in the loss     E[grad k2], exactly; E[grad k3]      is that of KL(ref || pi), the same at pi = ref
+                        E[grad k1] = E[grad log pi] = 0      the reference falls out
+
+    Args:
+        log_ratio: [N] float.
+        estimator: which of the three.
+
+    Raises:
+        FormulaError: the estimator is unknown.
+    """
+    match estimator:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            held = log_ratio.clamp_min(-LARGEST_LOG_RATIO)
+            return torch.expm1(-held) + held
+        case _:
+            raise FormulaError(
+                f"divergence: estimator is {estimator!r}", fix=nearest(estimator, ("k1", "k2", "k3"))
+            )

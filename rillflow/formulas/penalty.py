@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import FormulaError
-from rillflow.formulas.kl import divergence
+from rillflow.formulas.losses import divergence
 from rillflow.formulas.shapes import aligned, same_length
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from rillflow.errors import ConfigError, ModelError, nearest
 from rillflow.models.architecture import Output, check_attention, context_of
@@ -29,7 +31,6 @@ from rillflow.models.locate import locate
 from rillflow.models.new_model import new_module, new_scalar_module
 from rillflow.models.positions import settle_positions
 from rillflow.models.pretrained import load_module, load_scalar_module
-from rillflow.models.quiet import quiet
 from rillflow.models.scalar_head import HeadStart
 from rillflow.models.tokenizer import Tokenizer, load_tokenizer
 from rillflow.observe.durable import flush
@@ -199,6 +200,20 @@ def module_and_tokenizer(
         check_attention(module, output)
         settle_positions(module, output)
         return module, load_tokenizer(source)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back transformers' messages, but for errors, and bars; what the caller had set stands again."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def choose_device(name: str) -> torch.device:

@@ -32,7 +32,6 @@ from rillflow.parallel.mesh import RankGroups, require_processes
 from rillflow.parallel.packed import Reading, empty_reading, lay_out
 from rillflow.parallel.pipeline import run_pipeline
 from rillflow.parallel.stages import (
-    DecoderModule,
     anatomy,
     check_cut,
     cut_stage,
@@ -70,7 +69,7 @@ class Parallel:
         PlacementError: the ranks are threads of one process, and not each of them has the whole module.
     """
 
-    def __init__(self, module: DecoderModule, groups: RankGroups, *, shard: bool = False) -> None:
+    def __init__(self, module: Any, groups: RankGroups, *, shard: bool = False) -> None:
         self.module = module.eval()
         """What is left of it; parameters have the names they have in the whole module."""
         self.groups = groups
@@ -97,7 +96,7 @@ class Parallel:
         """How their gradients are completed."""
 
     @staticmethod
-    def whole(module: DecoderModule, ranks: Ranks | None = None) -> Parallel:
+    def whole(module: Any, ranks: Ranks | None = None) -> Parallel:
         """The whole module on one rank, or on each of several that have other rows."""
         return Parallel(module, RankGroups.whole(ranks or SingleRank()))
 
@@ -231,7 +230,7 @@ class Parallel:
 class _Part(nn.Module):
     """One pass of what a rank has: the unit that sharded parameters are gathered for."""
 
-    def __init__(self, module: DecoderModule, groups: RankGroups) -> None:
+    def __init__(self, module: Any, groups: RankGroups) -> None:
         super().__init__()
         self.module = module
         self._last = groups.last
@@ -270,7 +269,7 @@ def _shard(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> No
             unit.set_gradient_divide_factor(1.0)
 
 
-def _check_tensors(module: DecoderModule, tp: int, expected: Tensor) -> None:
+def _check_tensors(module: Any, tp: int, expected: Tensor) -> None:
     why = "its code reads sizes that are the whole model's"
     fix = "leave tp at 1; dp and pp work with every decoder"
     try:

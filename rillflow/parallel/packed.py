@@ -63,7 +63,8 @@ def pack(rows: Ragged) -> PackedRows:
     decides which of the row's tokens are new.
     """
     padded = rows.padded(-1)
-    order = torch.tensor(_sorted(rows), dtype=torch.int64)
+    texts = rows.lists()
+    order = torch.tensor(sorted(range(len(rows)), key=texts.__getitem__), dtype=torch.int64)
     padded, lengths = padded[order], rows.lengths[order]
     steps = torch.arange(padded.shape[1])
     common = torch.zeros_like(lengths)
@@ -80,11 +81,6 @@ def pack(rows: Ragged) -> PackedRows:
         positions=steps.expand_as(padded)[new],
         places=rows.with_values(places[rows.row_of, rows.positions]),
     )
-
-
-def _sorted(rows: Ragged) -> list[int]:
-    texts = rows.lists()
-    return sorted(range(len(rows)), key=texts.__getitem__)
 
 
 class PackedAttention:
@@ -200,7 +196,7 @@ def lay_out(part: Batch, device: torch.device, *, back: int) -> Reading:
     index = mask.values.nonzero().squeeze(1)
     rows, read = mask.row_of[index], mask.positions[index] - back
     needed = torch.zeros_like(mask.lengths).scatter_reduce(0, rows, read + 1, "amax")
-    inputs = _beginnings(tokens, needed)
+    inputs = Ragged(values=tokens.values[tokens.positions < tokens.expand(needed)], lengths=needed)
     packed = pack(inputs)
     return Reading(
         inputs={
@@ -239,12 +235,6 @@ def last_tokens(batch: Batch) -> Batch:
         )
     last = tokens.positions == tokens.expand(tokens.lengths - 1)
     return batch.only("tokens").with_fields(loss_mask=tokens.with_values(last))
-
-
-def _beginnings(rows: Ragged, lengths: Tensor) -> Ragged:
-    """The first ``lengths`` [B] values of each row."""
-    kept = rows.positions < rows.expand(lengths)
-    return Ragged(values=rows.values[kept], lengths=lengths)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -21,7 +21,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from rillflow.cluster.ranks import ProcessRanks
 from rillflow.parallel.packed import Reading
-from rillflow.parallel.stages import DecoderModule
 
 NumberedShare = Callable[[int, Tensor], Tensor]
 """A micro-batch's number and output to its share of the loss, a number."""
@@ -29,7 +28,7 @@ NumberedShare = Callable[[int, Tensor], Tensor]
 
 def run_pipeline(
     ranks: ProcessRanks,
-    module: DecoderModule,
+    module: Any,
     part: nn.Module,
     readings: Sequence[Reading],
     finish: NumberedShare,

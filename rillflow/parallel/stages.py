@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from rillflow.errors import ModelError
 from rillflow.models.architecture import relative_difference, trial_tokens
 
-DecoderModule = Any
-"""A decoder of transformers, which only ``models`` names."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Largest difference of two ways to run a module, over the largest output."""
 
@@ -76,7 +74,7 @@ def layers_of(stage: int, stages: int, count: int) -> range:
     return range(start, start + size + (stage < more))
 
 
-def weight_stages(module: DecoderModule, stages: int) -> dict[str, tuple[int, ...]]:
+def weight_stages(module: Any, stages: int) -> dict[str, tuple[int, ...]]:
     """The stages that every parameter of the whole module lies on, by its first name.
 
     A tied embedding lies on the first and the last. Raises as ``layers_of`` and ``anatomy``.
@@ -90,7 +88,7 @@ def weight_stages(module: DecoderModule, stages: int) -> dict[str, tuple[int, ..
     return {name: tuple(s for s, own in enumerate(runs) if own[part]) for name, part in owners.items()}
 
 
-def anatomy(module: DecoderModule) -> Anatomy:
+def anatomy(module: Any) -> Anatomy:
     """Find a decoder's parts by running it.
 
     Raises:
@@ -124,7 +122,7 @@ def anatomy(module: DecoderModule) -> Anatomy:
     return found
 
 
-def check_cut(module: DecoderModule, parts: Anatomy, stages: int, expected: Tensor) -> None:
+def check_cut(module: Any, parts: Anatomy, stages: int, expected: Tensor) -> None:
     """Run the module stage by stage and compare.
 
     Args:
@@ -148,9 +146,7 @@ def check_cut(module: DecoderModule, parts: Anatomy, stages: int, expected: Tens
     require_same(module, state, expected, f"{stages} stages", why, "leave pp at 1")
 
 
-def trial(
-    module: DecoderModule, state: Tensor | None = None, *, last: bool = True, graph: bool = False
-) -> Tensor:
+def trial(module: Any, state: Tensor | None = None, *, last: bool = True, graph: bool = False) -> Tensor:
     """What the module says to a few tokens: logits, or hidden states where it has a scalar head.
 
     Args:
@@ -163,7 +159,7 @@ def trial(
         return _said(module, state, last).detach()
 
 
-def _said(module: DecoderModule, state: Tensor | None, last: bool) -> Tensor:
+def _said(module: Any, state: Tensor | None, last: bool) -> Tensor:
     tokens, positions = trial_tokens(module)
     given = {"input_ids": tokens} if state is None else {"inputs_embeds": state}
     inputs: dict[str, Any] = {**given, "position_ids": positions, "use_cache": False}
@@ -174,9 +170,7 @@ def _said(module: DecoderModule, state: Tensor | None, last: bool) -> Tensor:
     return hidden
 
 
-def require_same(
-    module: DecoderModule, found: Tensor, expected: Tensor, way: str, why: str, fix: str
-) -> None:
+def require_same(module: Any, found: Tensor, expected: Tensor, way: str, why: str, fix: str) -> None:
     """Refuse a way to run a module that says something else.
 
     Raises:
@@ -192,7 +186,7 @@ def require_same(
         )
 
 
-def cut_stage(module: DecoderModule, parts: Anatomy, stage: int, stages: int) -> None:
+def cut_stage(module: Any, parts: Anatomy, stage: int, stages: int) -> None:
     """Drop in place what other stages run."""
     for name, own in parts.parts_of(stage, stages).items():
         if not own:
@@ -229,7 +223,7 @@ def _substitute(part: nn.Module, name: str, parts: Anatomy) -> nn.Module:
 
 
 @contextmanager
-def _as_stage(module: DecoderModule, parts: Anatomy, stage: int, stages: int) -> Iterator[None]:
+def _as_stage(module: Any, parts: Anatomy, stage: int, stages: int) -> Iterator[None]:
     """The module as one of its stages, for a while."""
     kept = {name: module.get_submodule(name) for name in parts.parts_of(stage, stages)}
     try:
@@ -240,7 +234,7 @@ def _as_stage(module: DecoderModule, parts: Anatomy, stage: int, stages: int) ->
             module.set_submodule(name, part)
 
 
-def _order(module: DecoderModule, layers: nn.ModuleList) -> tuple[list[nn.Module], bool]:
+def _order(module: Any, layers: nn.ModuleList) -> tuple[list[nn.Module], bool]:
     """The layers and the body's other parts in the order of their calls; whether a layer returns a tuple."""
     seen: list[nn.Module] = []
     tuples: list[bool] = []

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rillflow.cluster.awaited import Awaited, answers
-from rillflow.cluster.backend import Backend
-from rillflow.cluster.pool import Place
+from rillflow.cluster.backend import Backend, Place
 from rillflow.errors import ClusterError, PlacementError, nearest
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Partial, Split

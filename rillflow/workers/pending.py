@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rillflow.cluster.awaited import Awaited, answers
-from rillflow.cluster.backend import Backend
-from rillflow.cluster.pool import Place
+from rillflow.cluster.backend import Backend, Place
 from rillflow.errors import ClusterError
 from rillflow.graph.handle import Handle
 from rillflow.workers.values import Facts, RemoteValue, Rows, Whole, assembled

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rillflow.cluster.backend import Backend, Site
+from rillflow.cluster.backend import Backend, Pool, Site, places
 from rillflow.cluster.inline import InlineBackend
-from rillflow.cluster.pool import Pool, places
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.errors import ClusterError, GraphError, PlacementError, RecordError, RillflowError

@@ -16,8 +16,8 @@ import torch
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
+from rillflow.cluster.backend import Pool
 from rillflow.cluster.inline import InlineBackend
-from rillflow.cluster.pool import Pool
 from rillflow.cluster.ray import RayBackend
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
@@ -220,7 +220,7 @@ def test_closing_leaves_no_process_behind(on_ray: RayBackend, elsewhere: set[psu
 
 DRIVER = """
 import time
-from rillflow.cluster.pool import Pool
+from rillflow.cluster.backend import Pool
 from rillflow.cluster.ray import RayBackend
 
 backend = RayBackend(60.0)

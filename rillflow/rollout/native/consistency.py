@@ -20,7 +20,7 @@ import torch
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
-from rillflow.rollout.native.sequence import Sequence
+from rillflow.rollout.native.scheduler import Sequence
 
 _Note = tuple[int, int, int, int]
 """A row's id, and a number that has to be the same everywhere."""

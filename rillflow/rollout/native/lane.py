@@ -19,11 +19,9 @@ rows that run. When ``version`` changes while rows run, they are read again unde
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from math import isfinite
-from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +39,7 @@ from rillflow.rollout.native.consistency import RankConsistency
 from rillflow.rollout.native.recording import RecordedModule
 from rillflow.rollout.native.runner import BLOCK, Runner, evaluating
 from rillflow.rollout.native.sampling import Drawn, DrawSettings, draw
-from rillflow.rollout.native.scheduler import Scheduler, Step, twice
-from rillflow.rollout.native.sequence import Sequence
+from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step, twice
 from rillflow.rollout.native.slots import BULK, Slots
 
 _IDLE = SamplingConfig()
@@ -391,6 +388,8 @@ def check_ids(rows: Iterable[RowId]) -> None:
     Raises:
         RolloutError: two have.
     """
-    id_, count = max(Counter(rows).items(), key=itemgetter(1), default=(None, 0))
-    if id_ is not None and count > 1:
-        raise twice(id_)
+    seen: set[RowId] = set()
+    for row in rows:
+        if row in seen:
+            raise twice(row)
+        seen.add(row)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
-from rillflow.models.quiet import quiet
+from rillflow.models.language_model import quiet
 from rillflow.rollout.native.cache import Cache, Layer, LayerShape
 from rillflow.rollout.native.passes import Feed, Prefixes, forward
 from rillflow.rollout.native.scheduler import Prefill

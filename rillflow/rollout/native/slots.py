@@ -21,8 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rillflow.formulas.counter import uniform
 from rillflow.rollout.native.passes import Feed
 from rillflow.rollout.native.sampling import Drawn
-from rillflow.rollout.native.scheduler import Copy
-from rillflow.rollout.native.sequence import Sequence
+from rillflow.rollout.native.scheduler import Copy, Sequence
 
 WINDOW = 64
 """Steps of a window, and random numbers made for a row at a time at most."""

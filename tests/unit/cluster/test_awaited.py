@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from rillflow.cluster.awaited import Awaited, answers
-from rillflow.cluster.backend import RankLost
+from rillflow.cluster.backend import Place, Pool, RankLost
 from rillflow.cluster.inline import InlineBackend
-from rillflow.cluster.pool import Place, Pool
 from rillflow.cluster.ranks import Stranded
 from rillflow.errors import ClusterError
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from rillflow.cluster import ranks as collectives
-from rillflow.cluster.backend import Site
+from rillflow.cluster.backend import Place, Pool, Site
 from rillflow.cluster.inline import InlineBackend
-from rillflow.cluster.pool import Place, Pool
 from rillflow.cluster.ranks import ThreadGroup, ThreadRanks
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from rillflow import formulas
-from rillflow.cluster.backend import Site
+from rillflow.cluster.backend import Pool, Site
 from rillflow.cluster.inline import InlineBackend
-from rillflow.cluster.pool import Pool
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.errors import RecordError, RillflowError

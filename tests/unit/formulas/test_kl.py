@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.kl import divergence
+from rillflow.formulas.losses import divergence
 from rillflow.formulas.penalty import penalised_rewards
 from rillflow.records.ragged import Ragged
 

@@ -15,17 +15,13 @@ from rillflow.errors import RolloutError
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.scheduler import Scheduler, Step
-from rillflow.rollout.native.sequence import Sequence
+from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step
 
 PLAIN = SamplingConfig()
 
 
 def test_it_knows_no_torch() -> None:
-    code = (
-        "import sys; import rillflow.rollout.native.scheduler, rillflow.rollout.native.sequence; "
-        "sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; import rillflow.rollout.native.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.cluster.backend import Site
+from rillflow.cluster.backend import Pool, Site
 from rillflow.cluster.inline import InlineBackend
-from rillflow.cluster.pool import Pool
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import Max, Metric
