@@ -246,7 +246,7 @@ class _Part(nn.Module):
             hidden: Tensor = module.base_model(**inputs).last_hidden_state
             return hidden
         if self._scalar:
-            return token_scores(module.base_model, head_of(module), inputs)[wanted][None]
+            return token_scores(module.base_model, head_of(module), inputs)[wanted[None]]
         logits: Tensor = module(**inputs, logits_to_keep=wanted).logits
         return logits
 
