@@ -32,7 +32,6 @@ from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
 from rillflow.parallel.packed import attended_tokens, pack
 from rillflow.planner.calibration import Calibration, Observation, calibrate
-from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.grid import Grid
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem
@@ -187,7 +186,7 @@ def main() -> int:
     cases = [Case(size) for size in SIZES]
     taken = measured(cases, arguments.rounds)
     observations = [one for case in cases for one in case.observations(taken[case.size])]
-    table = page(calibrate(observations, CostModel, FITTED))
+    table = page(calibrate(observations, FITTED))
     print(table)
     if arguments.write is not None:
         arguments.write.write_text(table, "utf-8")

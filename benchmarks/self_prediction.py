@@ -125,11 +125,11 @@ def measured(names: Sequence[str], rounds: int, folder: Path) -> str:
     (folder / "reward.py").write_text(REWARD)
     rows: list[Row] = []
     before = ran(CALIBRATED_ON, (), folder)
-    first, fitted = before, calibrate(before.phases, CostModel)
+    first, fitted = before, calibrate(before.phases)
     for name in [name for _ in range(rounds) for name in names]:
         one = ran(name, VARIANTS[name], folder)
         after = ran(CALIBRATED_ON, (), folder)
-        sides = [calibrate(side.phases, CostModel).factors for side in (before, after)]
+        sides = [calibrate(side.phases).factors for side in (before, after)]
         row = compared(name, one, sides, drift=after.step_s / before.step_s - 1)
         rows.append(row)
         stages = ", ".join(f"{stage.name} {stage.error:+.0%}" for stage in row.stages)

@@ -32,8 +32,8 @@ from rillflow.planner.evaluate import evaluate
 from rillflow.planner.factors import Engine, Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow.planner.problem import Problem
 from rillflow.planner.request import graph_of
 from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.simulator.result import Simulation

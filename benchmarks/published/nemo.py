@@ -28,8 +28,8 @@ from rillflow.planner.evaluate import Evaluation, evaluate
 from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Hardware, read_hardware
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow.planner.problem import Problem
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 PROMPT_TOKENS = 110

@@ -157,12 +157,11 @@ def calibrate(arguments: argparse.Namespace) -> int:
     """``rillflow calibrate``: the factors with which predictions meet a run."""
     from rillflow.assembly.planning import cluster_text, observe, open_cluster
     from rillflow.planner.calibration import calibrate as fit
-    from rillflow.planner.cost_model.costs import CostModel
     from rillflow.view.plans import calibration_data, calibration_lines
 
     hardware = None if arguments.cluster is None else open_cluster(arguments.cluster)
     observations = observe(arguments.run, hardware, arguments.algorithms)
-    found = fit(observations, CostModel)
+    found = fit(observations)
     _print(arguments, calibration_lines(found), calibration_data(found))
     if arguments.out is not None:
         text = cluster_text(found.factors, observations, arguments.cluster, arguments.run)

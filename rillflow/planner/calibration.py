@@ -12,18 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
+from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import Evaluation, evaluate, stages_by_name
 from rillflow.planner.factors import Factors
-from rillflow.planner.option import Costs
 from rillflow.planner.plan import Plan
-from rillflow.planner.problem import Problem
-from rillflow.planner.schedule import schedule
-from rillflow.planner.work import Work
+from rillflow.planner.problem import Problem, Work
+from rillflow.planner.schedule import in_turn, last_s, tasks_of
 
 FITTED = ("train_flops", "score_flops", "decode_flops", "decode_bandwidth", "launch_s", "decode_launch_s")
 """Factors that the stages of any run tell of."""
@@ -57,6 +57,21 @@ class Observation:
     is_recorded: bool = True
     """Whether its rows were sampled, so that they were written down."""
 
+    @cached_property
+    def modelled(self) -> Mapping[str, float]:
+        """The measured stages that the factors decide."""
+        works = {stage.name: self.problem.work(stage) for stage in self.problem.graph.stages}
+        return {
+            name: seconds
+            for name, seconds in self.stages_s.items()
+            if name in works and works[name] in MODELLED and seconds > 0
+        }
+
+    def evaluated(self, factors: Factors) -> Evaluation:
+        """What its plan costs with other factors."""
+        problem = replace(self.problem, hardware=replace(self.problem.hardware, factors=factors))
+        return evaluate(problem, CostModel(problem), self.plan)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FittedStage:
@@ -89,11 +104,7 @@ class Calibration:
     """Shares that came out at 1: the device does more than its description says."""
 
 
-def calibrate(
-    observations: Sequence[Observation],
-    cost_model: Callable[[Problem], Costs],
-    names: Sequence[str] | None = None,
-) -> Calibration:
+def calibrate(observations: Sequence[Observation], names: Sequence[str] | None = None) -> Calibration:
     """Fit the factors to all phases of a run together.
 
     Minimises ``sum over stages (ln(fitted / measured))^2 + (PRIOR ln(factor / guess))^2`` by damped
@@ -102,13 +113,12 @@ def calibrate(
 
     Args:
         observations: what was measured.
-        cost_model: that of a problem.
         names: the factors to fit; None for those that a run tells of.
 
     Raises:
         PlanError: nothing was measured that the factors decide.
     """
-    if not any(_modelled(one) for one in observations):
+    if not any(one.modelled for one in observations):
         raise PlanError(
             "nothing to calibrate by",
             why="no stage that generates, scores or trains was measured",
@@ -124,7 +134,14 @@ def calibrate(
         return replace(guess, **dict(zip(names, np.exp(place).tolist(), strict=True)))
 
     def stages_at(factors: Factors) -> list[FittedStage]:
-        return [stage for one in observations for stage in _fitted(one, factors, cost_model)]
+        found: list[FittedStage] = []
+        for one in observations:
+            fitted = stages_by_name(one.problem, one.evaluated(factors))
+            found += [
+                FittedStage(phase=one.name, stage=name, measured_s=seconds, fitted_s=fitted[name])
+                for name, seconds in one.modelled.items()
+            ]
+        return found
 
     def residuals(place: NDArray[np.float64]) -> NDArray[np.float64]:
         found = [math.log(stage.fitted_s / stage.measured_s) for stage in stages_at(factors_at(place))]
@@ -132,9 +149,9 @@ def calibrate(
 
     high = np.where(shares, 0.0, np.log(1e6))
     factors = factors_at(least_squares(residuals, start, np.where(shares, LEAST, np.log(1e-9)), high))
-    factors = replace(factors, **_overheads(observations, factors, cost_model))
-    limits = [name for name, share in zip(names, shares, strict=True) if share]
-    limits = [name for name in limits if math.isclose(vars(factors)[name], 1.0)]
+    factors = replace(factors, **_overheads(observations, factors))
+    shared = [name for name, share in zip(names, shares, strict=True) if share]
+    limits = [name for name in shared if math.isclose(vars(factors)[name], 1.0)]
     return Calibration(factors=factors, stages=tuple(stages_at(factors)), at_limit=tuple(limits))
 
 
@@ -172,47 +189,17 @@ def least_squares(
     return place
 
 
-def _modelled(one: Observation) -> Mapping[str, float]:
-    """The measured stages that the factors decide."""
-    works = {stage.name: one.problem.work(stage) for stage in one.problem.graph.stages}
-    return {
-        name: seconds
-        for name, seconds in one.stages_s.items()
-        if name in works and works[name] in MODELLED and seconds > 0
-    }
-
-
-def _fitted(one: Observation, factors: Factors, cost_model: Callable[[Problem], Costs]) -> list[FittedStage]:
-    found = stages_by_name(one.problem, _evaluated(one, factors, cost_model))
-    return [
-        FittedStage(phase=one.name, stage=name, measured_s=seconds, fitted_s=found[name])
-        for name, seconds in _modelled(one).items()
-    ]
-
-
-def _evaluated(one: Observation, factors: Factors, cost_model: Callable[[Problem], Costs]) -> Evaluation:
-    problem = replace(one.problem, hardware=replace(one.problem.hardware, factors=factors))
-    return evaluate(problem, cost_model(problem), one.plan)
-
-
-def _overheads(
-    observations: Sequence[Observation], factors: Factors, cost_model: Callable[[Problem], Costs]
-) -> Mapping[str, float]:
+def _overheads(observations: Sequence[Observation], factors: Factors) -> Mapping[str, float]:
     """What steps take beside their stages: by step where no row was written down, the rest by row."""
-    rests = {one.name: _rest_s(one, factors, cost_model) for one in observations}
-    plain = [rests[one.name] for one in observations if not one.is_recorded]
-    step_s = min(plain) if plain else 0.0
-    rows = [
-        max(rests[one.name] - step_s, 0.0) / one.problem.workload.rows
-        for one in observations
-        if one.is_recorded
-    ]
+    rests = [(one, _rest_s(one, factors)) for one in observations]
+    step_s = min((rest_s for one, rest_s in rests if not one.is_recorded), default=0.0)
+    rows = [max(rest_s - step_s, 0.0) / one.problem.workload.rows for one, rest_s in rests if one.is_recorded]
     return {"step_s": step_s, "step_row_s": max(rows, default=0.0)}
 
 
-def _rest_s(one: Observation, factors: Factors, cost_model: Callable[[Problem], Costs]) -> float:
+def _rest_s(one: Observation, factors: Factors) -> float:
     """The measured step less the schedule of its measured stages; functions and formulas as predicted."""
-    problem, paper = one.problem, _evaluated(one, factors, cost_model)
+    problem, paper = one.problem, one.evaluated(factors)
     predicted = stages_by_name(problem, paper)
     seconds = []
     for stage in problem.graph.stages:
@@ -220,6 +207,6 @@ def _rest_s(one: Observation, factors: Factors, cost_model: Callable[[Problem], 
         share = paper.seconds[stage.index] / whole if whole else 1.0
         measured = one.stages_s.get(stage.name, whole)
         seconds.append(share * (measured if problem.work(stage) in MODELLED else whole))
-    pools = [timing.pool for timing in paper.schedule.timings]
-    times = schedule(problem.graph, seconds=seconds, pools=pools, transfers=paper.transfers_s)
-    return max(one.step_s - times.step_s, 0.0)
+    pools = [timing.pool for timing in paper.timings]
+    tasks = tasks_of(problem.graph, seconds=seconds, pools=pools, transfers=paper.transfers_s)
+    return max(one.step_s - last_s(in_turn(tasks)), 0.0)

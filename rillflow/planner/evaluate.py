@@ -8,19 +8,18 @@ Plan ─ seating ─> units on pools ─┬─ seconds of stages ─┬─ sched
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.graph.graph import Edge, Stage
-from rillflow.planner.option import Costs
+from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool
-from rillflow.planner.problem import Problem
-from rillflow.planner.schedule import BESIDE, Schedule, period_s, schedule
+from rillflow.planner.problem import Problem, Work
+from rillflow.planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
 from rillflow.planner.seating import Seated, seated
-from rillflow.planner.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +54,8 @@ class Evaluation:
     """By stage; of generation until the last row has ended."""
     transfers_s: tuple[float, ...]
     """Of every edge, in the order of the graph's."""
-    schedule: Schedule
-    """One step by itself."""
+    timings: tuple[Timing, ...]
+    """One step by itself, by stage, in the order of the program."""
     pools: tuple[PoolUse, ...]
     """In the order of the plan's."""
     units: Mapping[str, Seated]
@@ -75,132 +74,121 @@ class Evaluation:
         return sum(sizes[pool.name] * pool.idle_share for pool in self.pools) / self.devices
 
 
-def evaluate(problem: Problem, costs: Costs, plan: Plan) -> Evaluation:
+def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> Evaluation:
     """What a plan costs.
 
     Raises:
         PlanError: it places other units than the problem has, more devices than there are, or more than fits
             into their memory.
     """
-    units = seated(problem, costs, plan)
-    owners = {index: units[unit.name] for unit in problem.units for index in unit.stages}
-    devices = sum(pool.devices for pool in plan.pools)
-    stages = problem.graph.stages
-    seconds = {
-        stage.index: stage_s(problem, costs, stage, owners.get(stage.index), units, devices)
-        for stage in stages
-    }
-    transfers = tuple(
-        edge_s(costs, edge, owners.get(edge.source), owners.get(edge.destination))
-        for edge in problem.graph.edges
+    terms = _Terms(problem, costs, plan)
+    stages, edges = problem.graph.stages, problem.graph.edges
+    seconds = {stage.index: terms.stage_s(stage) for stage in stages}
+    transfers = tuple(terms.edge_s(edge) for edge in edges)
+    homes = [terms.pool_of(stage.index) for stage in stages]
+    timings = in_turn(
+        tasks_of(problem.graph, seconds=list(seconds.values()), pools=homes, transfers=transfers)
     )
-    times = schedule(
-        problem.graph,
-        seconds=[seconds[stage.index] for stage in stages],
-        pools=[owners[stage.index].seat.pool if stage.index in owners else BESIDE for stage in stages],
-        transfers=transfers,
-    )
-    loads = [
-        load_s(problem, costs, [unit for unit in units.values() if unit.seat.pool == pool.name], seconds)
-        for pool in plan.pools
-    ]
-    latency, step = latency_s(problem, times), times.step_s
+    step, crossing = last_s(timings), sum(seconds[stage.index] for stage in problem.published)
+    loads = [terms.load_s(pool, seconds, crossing) for pool in plan.pools]
+    latency = max((timings[stage.index].end_s for stage in problem.published), default=step)
     if plan.freshness:
-        latencies = latency + _longer_s(problem, costs, units[SAMPLER], seconds)
-        latency, step = (
-            float(latencies.mean()),
-            period_s(loads, latencies_s=latencies.tolist(), freshness=plan.freshness),
-        )
+        latencies = latency + terms.longer_s(seconds)
+        latency = float(latencies.mean())
+        step = period_s(loads, latencies_s=latencies.tolist(), freshness=plan.freshness)
     step += problem.overhead_s
     return Evaluation(
         step_s=step,
         latency_s=latency,
         seconds=seconds,
         transfers_s=transfers,
-        schedule=times,
-        pools=tuple(_use(pool, load, step, units) for pool, load in zip(plan.pools, loads, strict=True)),
-        units=units,
-        devices=devices,
+        timings=timings,
+        pools=tuple(terms.use(pool, load, step) for pool, load in zip(plan.pools, loads, strict=True)),
+        units=terms.units,
+        devices=terms.devices,
         names={stage.index: stage.name for stage in stages},
-        crossing_s=sum(seconds[stage.index] for stage in published(problem)) if SAMPLER in units else 0.0,
+        crossing_s=crossing if SAMPLER in terms.units else 0.0,
     )
 
 
-def stage_s(
-    problem: Problem,
-    costs: Costs,
-    stage: Stage,
-    owner: Seated | None,
-    units: Mapping[str, Seated],
-    devices: int,
-) -> float:
-    """Seconds of a stage: of generation until the last row has ended; of publishing apart, the crossing.
+class _Terms:
+    """The seconds of a plan's stages, edges and pools."""
 
-    Args:
-        problem: the step.
-        costs: its cost model.
-        stage: one of its graph's.
-        owner: who computes it; none of a formula or a function, which run beside ``devices``.
-        units: where all units lie.
-        devices: of all pools.
-    """
-    if owner is None:
-        return costs.function_s(stage, devices)
-    match problem.work(stage):
-        case Work.GENERATE if owner.decoder is not None:
-            return costs.generate_s(stage, owner.decoder)
-        case Work.PUBLISH if SAMPLER in units:
-            sampler = units[SAMPLER]
-            return costs.crossing_s(owner.seat, sampler.seat, sampler.option.generate_tp)
-        case _:
-            return owner.option.seconds[stage.index]
+    def __init__(self, problem: Problem, costs: CostModel, plan: Plan) -> None:
+        self.units = seated(problem, costs, plan)
+        self.devices = sum(pool.devices for pool in plan.pools)
+        self._problem = problem
+        self._costs = costs
+        self._owners = {index: unit for unit in self.units.values() for index in unit.unit.stages}
 
+    def pool_of(self, stage: int) -> str:
+        """Whose devices a stage holds."""
+        return self._owners[stage].seat.pool if stage in self._owners else BESIDE
 
-def edge_s(costs: Costs, edge: Edge, source: Seated | None, destination: Seated | None) -> float:
-    """Seconds of an edge between two pools; 0 within one, and for what the controller reads or writes."""
-    if source is None or destination is None or source.seat.pool == destination.seat.pool:
-        return 0.0
-    return costs.transfer_s(edge, source.seat, destination.seat)
+    def stage_s(self, stage: Stage) -> float:
+        """Seconds of a stage: of generation until the last row has ended; of publishing apart, the crossing.
 
+        A formula or a function runs beside all devices.
+        """
+        owner = self._owners.get(stage.index)
+        if owner is None:
+            return self._costs.function_s(stage, self.devices)
+        match self._problem.work(stage):
+            case Work.GENERATE if owner.decoder is not None:
+                return self._costs.generate_s(stage, owner.decoder)
+            case Work.PUBLISH if SAMPLER in self.units:
+                sampler = self.units[SAMPLER]
+                return self._costs.crossing_s(owner.seat, sampler.seat, sampler.option.generate_tp)
+            case _:
+                return owner.option.seconds[stage.index]
 
-def load_s(problem: Problem, costs: Costs, units: Sequence[Seated], seconds: Mapping[int, float]) -> float:
-    """Seconds of a step in which the pool of these units computes.
+    def edge_s(self, edge: Edge) -> float:
+        """Seconds of an edge between two pools; 0 within one, and for what the controller reads or writes."""
+        source, destination = self._owners.get(edge.source), self._owners.get(edge.destination)
+        if source is None or destination is None or source.seat.pool == destination.seat.pool:
+            return 0.0
+        return self._costs.transfer_s(edge, source.seat, destination.seat)
 
-    With freshness k > 0, generation counts with ``steady_s``, and a sampler stands still while weights come.
-    """
-    total = 0.0
-    for unit in units:
-        for index in unit.unit.stages:
-            stage = problem.graph.stages[index]
-            if unit.decoder is not None and problem.work(stage) is Work.GENERATE:
-                total += (costs.steady_s if problem.freshness else costs.worked_s)(stage, unit.decoder)
-            else:
-                total += seconds[index]
-        if unit.unit.name == SAMPLER and problem.freshness:
-            total += sum(seconds[stage.index] for stage in published(problem))
-    return total
+    def load_s(self, pool: PlannedPool, seconds: Mapping[int, float], crossing_s: float) -> float:
+        """Seconds of a step in which a pool computes.
 
+        With freshness k > 0, generation counts with ``steady_s``, and a sampler stands still while weights
+        come.
+        """
+        total, ahead = 0.0, self._problem.freshness > 0
+        worked_s = self._costs.steady_s if ahead else self._costs.worked_s
+        for unit in self._on(pool):
+            for index in unit.unit.stages:
+                stage = self._problem.graph.stages[index]
+                if unit.decoder is not None and self._problem.work(stage) is Work.GENERATE:
+                    total += worked_s(stage, unit.decoder)
+                else:
+                    total += seconds[index]
+            total += crossing_s if ahead and unit.unit.name == SAMPLER else 0.0
+        return total
 
-def published(problem: Problem) -> tuple[Stage, ...]:
-    """The stages that bring weights to generation."""
-    return tuple(stage for stage in problem.graph.stages if problem.work(stage) is Work.PUBLISH)
+    def longer_s(self, seconds: Mapping[int, float]) -> NDArray[np.float64]:
+        """By how much longer than by itself a step generates beside those on their way with it."""
+        sampler = self.units[SAMPLER]
+        assert sampler.decoder is not None, "a sampler is seated with a decoder"
+        stages = [self._problem.graph.stages[index] for index in sampler.unit.stages]
+        longer = [self._costs.longest_s(stage, sampler.decoder) - seconds[stage.index] for stage in stages]
+        return np.asarray(np.sum(longer, axis=0))
 
+    def use(self, pool: PlannedPool, load: float, step: float) -> PoolUse:
+        """What a pool does with its time and memory."""
+        own = self._on(pool)
+        return PoolUse(
+            name=pool.name,
+            busy_s=load,
+            idle_share=max(0.0, 1 - load / step) if step else 0.0,
+            resident_bytes=sum(unit.option.resident_bytes for unit in own),
+            working_bytes=max(unit.option.working_bytes for unit in own),
+            room_bytes=own[0].room_bytes,
+        )
 
-def latency_s(problem: Problem, times: Schedule) -> float:
-    """Seconds until the weights are published; of a step without that, until it ends."""
-    return max((times.timings[stage.index].end_s for stage in published(problem)), default=times.step_s)
-
-
-def _longer_s(
-    problem: Problem, costs: Costs, sampler: Seated, seconds: Mapping[int, float]
-) -> NDArray[np.float64]:
-    """By how much longer than by itself a step generates beside those that are on their way with it."""
-    assert sampler.decoder is not None, "a sampler is seated with a decoder"
-    found = [
-        costs.longest_s(problem.graph.stages[index], sampler.decoder) - seconds[index]
-        for index in sampler.unit.stages
-    ]
-    return np.asarray(sum(found[1:], found[0]))
+    def _on(self, pool: PlannedPool) -> list[Seated]:
+        return [unit for unit in self.units.values() if unit.seat.pool == pool.name]
 
 
 def stages_by_name(problem: Problem, evaluation: Evaluation) -> Mapping[str, float]:
@@ -209,15 +197,3 @@ def stages_by_name(problem: Problem, evaluation: Evaluation) -> Mapping[str, flo
     for stage in problem.graph.stages:
         found[stage.name] += evaluation.seconds[stage.index]
     return dict(found)
-
-
-def _use(pool: PlannedPool, load: float, step: float, units: Mapping[str, Seated]) -> PoolUse:
-    own = [unit for unit in units.values() if unit.seat.pool == pool.name]
-    return PoolUse(
-        name=pool.name,
-        busy_s=load,
-        idle_share=max(0.0, 1 - load / step) if step else 0.0,
-        resident_bytes=sum(unit.option.resident_bytes for unit in own),
-        working_bytes=max(unit.option.working_bytes for unit in own),
-        room_bytes=own[0].room_bytes,
-    )

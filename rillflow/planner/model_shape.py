@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from rillflow.errors import PlanError, nearest
-from rillflow.planner.cost_model.numbers import Numbers
+from rillflow.planner.grid import Numbers
 
 _MOST = 100_000_000
 """No size of a model is larger."""
@@ -22,6 +22,7 @@ KNOWN = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"),
 )
 """Types of models whose sizes have the names that are read."""
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,28 +202,36 @@ def read_shape(config: Mapping[str, Any], name: str, *, is_scalar: bool = False)
             why="nothing is known of what such a model computes; known are " + ", ".join(KNOWN),
             fix=nearest(str(kind), KNOWN),
         )
-    sizes = _Sizes(config, name)
-    hidden, heads = sizes.of("hidden_size", "n_embd", "d_model"), sizes.of("num_attention_heads", "n_head")
-    latent, rotary = sizes.maybe(0, "kv_lora_rank"), sizes.maybe(0, "qk_rope_head_dim")
+    size = partial(_size, config, name)
+    hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head")
+    layers, is_plain = size("num_hidden_layers", "n_layer", "num_layers"), "n_embd" in config
+    inner = size("n_inner", default=4 * hidden) if is_plain else size("intermediate_size", "n_inner")
+    kv_heads = size("num_key_value_heads", default=heads)
+    _part(name, heads, kv_heads, "num_key_value_heads")
+    special: dict[str, int] = {}
+    latent, experts = size("kv_lora_rank", default=0), size(*_EXPERTS, default=0)
     if latent:
-        head_dim = sizes.of("qk_nope_head_dim") + rotary
+        rotary = size("qk_rope_head_dim", default=0)
+        head_dim = size("qk_nope_head_dim") + rotary
+        special = {"latent": latent + rotary, "rotary": rotary, "value_dim": size("v_head_dim")}
+        special["query_latent"] = size("q_lora_rank", default=0)
     else:
-        head_dim = sizes.maybe(0, "head_dim") or sizes.whole(hidden, heads, "num_attention_heads")
-    layers = sizes.of("num_hidden_layers", "n_layer", "num_layers")
-    experts = sizes.maybe(0, "n_routed_experts", "num_local_experts", "num_experts")
-    is_plain = "n_embd" in config
-    inner = sizes.maybe(4 * hidden, "n_inner") if is_plain else sizes.of("intermediate_size", "n_inner")
-    kv_heads = sizes.maybe(heads, "num_key_value_heads")
-    sizes.whole(heads, kv_heads, "num_key_value_heads")
-    chosen = sizes.of("num_experts_per_tok") if experts else 0
-    if chosen > experts:
-        raise PlanError(
-            f"{name}: num_experts_per_tok is {chosen} of {experts} experts",
-            why="a token cannot choose more than there are",
-        )
-    dense_layers = sizes.maybe(0, "first_k_dense_replace") if experts else 0
-    if dense_layers > layers:
-        raise PlanError(f"{name}: first_k_dense_replace is {dense_layers} of {layers} layers")
+        head_dim = size("head_dim", default=0) or _part(name, hidden, heads, "num_attention_heads")
+    if experts:
+        special |= {"experts": experts, "experts_per_token": size("num_experts_per_tok")}
+        special["expert_inner"] = size("moe_intermediate_size", default=inner)
+        special["shared_experts"] = size("n_shared_experts", default=0)
+        special["dense_layers"] = size("first_k_dense_replace", default=0)
+        for key, chosen, most in (
+            ("num_experts_per_tok", special["experts_per_token"], experts),
+            ("first_k_dense_replace", special["dense_layers"], layers),
+        ):
+            if chosen > most:
+                raise PlanError(f"{name}: {key} is {chosen} of {most}", why="there are no more to choose")
+    tied = config.get("tie_word_embeddings", is_plain)
+    if not isinstance(tied, bool):
+        why = "it is true or false"
+        raise PlanError(f"the config of {name} has tie_word_embeddings = {tied!r}", why=why)
     return ModelShape(
         name=name,
         hidden=hidden,
@@ -231,64 +240,40 @@ def read_shape(config: Mapping[str, Any], name: str, *, is_scalar: bool = False)
         kv_heads=kv_heads,
         head_dim=head_dim,
         inner=inner,
-        vocabulary=sizes.of("vocab_size"),
-        is_tied=sizes.flag("tie_word_embeddings", is_plain),
+        vocabulary=size("vocab_size"),
+        is_tied=tied,
         is_scalar=is_scalar,
         matrices=2 if is_plain else 3,
-        experts=experts,
-        experts_per_token=chosen,
-        expert_inner=(sizes.maybe(0, "moe_intermediate_size") or inner) if experts else 0,
-        shared_experts=sizes.maybe(0, "n_shared_experts") if experts else 0,
-        dense_layers=dense_layers,
-        latent=latent + rotary if latent else 0,
-        query_latent=sizes.maybe(0, "q_lora_rank") if latent else 0,
-        value_dim=sizes.of("v_head_dim") if latent else 0,
-        rotary=rotary if latent else 0,
+        **special,
     )
 
 
-class _Sizes:
-    """The sizes in a config, each refused unless it is one."""
+def _size(config: Mapping[str, Any], name: str, *names: str, default: int | None = None) -> int:
+    """The size under the first of these names there is; the default where they are silent or say none."""
+    absent = (None,) if default is None else (None, 0)
+    known = next((one for one in names if config.get(one) not in absent), None)
+    if known is None and default is not None:
+        return default
+    if known is None:
+        raise PlanError(
+            f"the config of {name} has no {names[0]}",
+            why="without it nobody can say what the model costs",
+            fix=f"add it, or one of {', '.join(names)}; {nearest(names[0], config)}",
+        )
+    value = config[known]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+        raise PlanError(
+            f"the config of {name} has {known} = {value!r}",
+            why=f"a size is a whole number from 1 to {_MOST:,}",
+        )
+    return value
 
-    def __init__(self, config: Mapping[str, Any], name: str) -> None:
-        self._config = config
-        self._name = name
 
-    def of(self, *names: str) -> int:
-        """The size under the first of these names there is."""
-        known = next((one for one in names if self._config.get(one) is not None), None)
-        if known is None:
-            raise PlanError(
-                f"the config of {self._name} has no {names[0]}",
-                why="without it nobody can say what the model costs",
-                fix=f"add it, or one of {', '.join(names)}; {nearest(names[0], self._config)}",
-            )
-        value = self._config[known]
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
-            raise PlanError(
-                f"the config of {self._name} has {known} = {value!r}",
-                why=f"a size is a whole number from 1 to {_MOST:,}",
-            )
-        return value
-
-    def maybe(self, default: int, *names: str) -> int:
-        """The size, or the default where the config is silent or says none."""
-        if all(self._config.get(one) in (None, 0) for one in names):
-            return default
-        return self.of(*(one for one in names if self._config.get(one) not in (None, 0)))
-
-    def whole(self, whole: int, parts: int, what: str) -> int:
-        """The equal parts of a size."""
-        if whole % parts:
-            raise PlanError(
-                f"the config of {self._name} has {what} = {parts}",
-                why=f"{whole} / {parts} leaves {whole % parts}",
-            )
-        return whole // parts
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Yes or no."""
-        value = self._config.get(name, default)
-        if not isinstance(value, bool):
-            raise PlanError(f"the config of {self._name} has {name} = {value!r}", why="it is true or false")
-        return value
+def _part(name: str, whole: int, parts: int, what: str) -> int:
+    """One of the equal parts of a size."""
+    if whole % parts:
+        raise PlanError(
+            f"the config of {name} has {what} = {parts}",
+            why=f"{whole} / {parts} leaves {whole % parts}",
+        )
+    return whole // parts

@@ -214,9 +214,10 @@ def require_possible(plan: Plan) -> None:
         _require_filled(name, unit, plan.pool(unit.pool))
     for idle in sorted(set(names) - {unit.pool for unit in plan.units.values()}):
         raise PlanError(f"the pool {idle} has no unit", why="its devices would do nothing")
-    for name, least in (("freshness", 0), ("oversample_prompts", 1), ("oversample_samples", 1)):
-        if not vars(plan)[name] >= least:
-            raise PlanError(f"{name} is {vars(plan)[name]:g}", why=f"it is {least} or more")
+    oversampled = [(f"oversample_{what}", 1, 100) for what in ("prompts", "samples")]
+    for name, least, most in (("freshness", 0, 1_000_000), *oversampled):
+        if not least <= vars(plan)[name] <= most:
+            raise PlanError(f"{name} is {vars(plan)[name]:g}", why=f"it lies between {least} and {most:,}")
     if (plan.freshness or plan.streams or plan.publish_every) and SAMPLER not in plan.units:
         raise PlanError(
             f"freshness is {plan.freshness} and no unit is called {SAMPLER}",

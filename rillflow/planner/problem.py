@@ -1,25 +1,75 @@
 """Problem: what is to be planned, as data: the graph's stages, the models behind them, rows and devices.
 
-recipe or benchmark ─> Problem ─> cost_model ─> mapping, simulator
+recipe or benchmark ─> Problem ─> cost_model ─> search, simulator
+stage's endpoint ─> kind of work ─> the cost model's term
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 
-from rillflow.errors import PlanError
-from rillflow.graph.graph import Graph, Stage
+from rillflow.errors import PlanError, nearest
+from rillflow.graph.graph import CONTROLLER, Graph, Stage
 from rillflow.planner.factors import Factors
 from rillflow.planner.hardware import Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import SAMPLER, Plan
-from rillflow.planner.work import Work, work_of
 from rillflow.planner.workload import Workload
 
 UNFITTED = 'default factors, held against no run: like = "nemo-rl" or "verl" names fitted ones'
 UNTOLD = "the cluster's file sets factors and does not say what they were fitted to (calibrated = ...)"
+
+
+class Work(StrEnum):
+    """What a stage costs by."""
+
+    GENERATE = "generate"
+    """Tokens one by one, a read of all weights and of the cache for each."""
+    SCORE = "score"
+    """One forward pass over whole rows."""
+    TRAIN = "train"
+    """Forward and backward passes, and the optimiser's."""
+    PUBLISH = "publish"
+    """Weights from training to generation."""
+    FUNCTION = "function"
+    """A function of the rows, beside the devices: a programmed reward."""
+    FORMULA = "formula"
+    """Numbers only, in the controller."""
+
+
+ENDPOINTS: Mapping[str, Work] = {
+    "generate": Work.GENERATE,
+    "greedy": Work.GENERATE,
+    "logprobs": Work.SCORE,
+    "values": Work.SCORE,
+    "final_values": Work.SCORE,
+    "score": Work.SCORE,
+    "update": Work.TRAIN,
+    "publish": Work.PUBLISH,
+}
+"""What a model's endpoint asks for; a role without a model computes a function."""
+
+
+def work_of(stage: Stage, *, has_model: bool) -> Work:
+    """The kind of work of a stage.
+
+    Raises:
+        PlanError: an endpoint the planner does not know.
+    """
+    if stage.role == CONTROLLER:
+        return Work.FORMULA
+    if not has_model:
+        return Work.FUNCTION
+    if stage.endpoint not in ENDPOINTS:
+        raise PlanError(
+            f"the stage {stage.name} cannot be planned",
+            why=f"what the endpoint {stage.endpoint!r} costs is not known",
+            fix=nearest(stage.endpoint, ENDPOINTS),
+        )
+    return ENDPOINTS[stage.endpoint]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +136,22 @@ class Problem:
         for role in self.graph.roles:
             if role not in self.shapes:
                 continue
-            stages = tuple(stage.index for stage in self.graph.stages if stage.role == role)
-            apart = {index for index in stages if self._is_sampled(index)} if self.samples_apart else set()
-            kept = tuple(index for index in stages if index not in apart)
-            found.append(Unit(name=role, shape=self.shapes[role], stages=kept))
-            if apart:
-                found.append(Unit(name=SAMPLER, shape=self.shapes[role], stages=tuple(sorted(apart))))
+            stages = [stage for stage in self.graph.stages if stage.role == role]
+            apart = [one for one in stages if self.samples_apart and self.work(one) is Work.GENERATE]
+            for name, own in ((role, [one for one in stages if one not in apart]), (SAMPLER, apart)):
+                if own or name == role:
+                    indices = tuple(stage.index for stage in own)
+                    found.append(Unit(name=name, shape=self.shapes[role], stages=indices))
         return tuple(sorted(found, key=lambda unit: unit.name == SAMPLER))
+
+    def generates(self, unit: Unit) -> bool:
+        """Whether a unit has a stage that generates."""
+        return any(self.work(self.graph.stages[index]) is Work.GENERATE for index in unit.stages)
+
+    @cached_property
+    def published(self) -> tuple[Stage, ...]:
+        """The stages that bring weights to generation."""
+        return tuple(stage for stage in self.graph.stages if self.work(stage) is Work.PUBLISH)
 
     @property
     def overhead_s(self) -> float:
@@ -112,9 +171,6 @@ class Problem:
     def of_plan(self, plan: Plan) -> Problem:
         """The same step as a plan has it: with a sampler where it has one, and its freshness bound."""
         return replace(self, samples_apart=SAMPLER in plan.units, freshness=plan.freshness)
-
-    def _is_sampled(self, index: int) -> bool:
-        return self.work(self.graph.stages[index]) is Work.GENERATE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,54 +131,48 @@ def values(
     return {key: readers[key](value, f"{where}.{key}") for key, value in table.items()}
 
 
-def kind(wanted: type, why: str) -> Reader:
-    """A reader of what is of one kind."""
+def checked(
+    is_right: Callable[[Any], bool],
+    why: str,
+    *,
+    known: tuple[str, ...] = (),
+    made: Callable[[Any], Any] | None = None,
+) -> Reader:
+    """A reader of what passes a test, perhaps made something else; the nearest of what is known is named."""
 
-    def read(value: object, where: str) -> object:
-        if not isinstance(value, wanted):
-            raise PlanError(f"{where} is {value!r}", why=why)
-        return value
+    def read(value: object, where: str) -> Any:
+        if not is_right(value):
+            fix = nearest(str(value), known) if known else ""
+            raise PlanError(f"{where} is {value!r}", why=why, fix=fix)
+        return value if made is None else made(value)
 
     return read
+
+
+def kind(wanted: type, why: str) -> Reader:
+    """A reader of what is of one kind."""
+    return checked(lambda value: isinstance(value, wanted), why)
 
 
 def number(least: float, most: float = math.inf, why: str = "", *, is_open: bool = False) -> Reader:
     """A reader of plain numbers between two others; ``is_open``: the least itself is none."""
-    why = why or f"it must be a finite number, {least:g} or more"
 
-    def read(value: object, where: str) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found = float(value)
-            if least <= found <= most and math.isfinite(found) and not (is_open and found == least):
-                return found
-        raise PlanError(f"{where} is {value!r}", why=why)
+    def is_right(value: Any) -> bool:
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        return is_number and least <= value <= most and not (is_open and value == least)
 
-    return read
+    return checked(is_right, why or f"it must be a finite number, {least:g} or more", made=float)
 
 
 def whole(least: int, most: int = 1_000_000) -> Reader:
     """A reader of whole numbers."""
-
-    def read(value: object, where: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            why = f"it must be a whole number, {least} or more and at most {most:,}"
-            raise PlanError(f"{where} is {value!r}", why=why)
-        return value
-
-    return read
+    why = f"it must be a whole number, {least} or more and at most {most:,}"
+    return checked(lambda value: type(value) is int and least <= value <= most, why)
 
 
 def one_of(*known: str) -> Reader:
     """A reader of one of some texts."""
-
-    def read(value: object, where: str) -> str:
-        found = next((one for one in known if one == value), None)
-        if found is None:
-            why = f"it must be {' or '.join(known)}"
-            raise PlanError(f"{where} is {value!r}", why=why, fix=nearest(str(value), known))
-        return found
-
-    return read
+    return checked(lambda value: value in known, f"it must be {' or '.join(known)}", known=known)
 
 
 TEXT, TABLE = kind(str, "it must be a text in quotes"), kind(Mapping, "it must be a table")

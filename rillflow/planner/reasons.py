@@ -13,13 +13,13 @@ no plan ─ what is missing on which role, and the least cluster
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 from rillflow.errors import PlanError
+from rillflow.planner.cost_model.costs import CostModel, CostsOf
 from rillflow.planner.hardware import Fleet
-from rillflow.planner.option import Costs
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.ranking import Cause, Objective, Ranked, Ranking
@@ -83,7 +83,7 @@ def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking,
 
 
 def no_plan_fits(
-    problem: Problem, costs: Callable[[Problem], Costs], objective: Objective, variants: Sequence[Problem]
+    problem: Problem, costs: CostsOf, objective: Objective, variants: Sequence[Problem]
 ) -> PlanError:
     """What to say where there is no plan: what is missing on which role, and the least cluster to do."""
     name, cluster = problem.graph.name, problem.hardware.name
@@ -114,13 +114,13 @@ def _preferred(plan: Plan, winner: Plan) -> str:
     return "the best comes first by its names"
 
 
-def _fits(problem: Problem, costs: Costs, unit: Unit) -> bool:
+def _fits(problem: Problem, costs: CostModel, unit: Unit) -> bool:
     """Whether a unit fits alone on some number of devices of the cluster."""
     fleets = problem.hardware.fleets
     return any((least_devices(costs, [unit], one) or math.inf) <= one.devices for one in fleets)
 
 
-def _missing(problem: Problem, costs: Costs, units: Sequence[Unit]) -> str:
+def _missing(problem: Problem, costs: CostModel, units: Sequence[Unit]) -> str:
     """By how many bytes units are too large for the place where least is missing, and which takes most."""
     found: list[tuple[float, str]] = []
     for fleet in problem.hardware.fleets:
@@ -146,7 +146,7 @@ def _missing(problem: Problem, costs: Costs, units: Sequence[Unit]) -> str:
     return f"{bytes_text(short)} are missing on every device: {where}"
 
 
-def _least_cluster(problem: Problem, costs: Costs) -> str:
+def _least_cluster(problem: Problem, costs: CostModel) -> str:
     """The least devices of each fleet's kind that would hold a plan."""
     least = {fleet.name: _least_devices(problem, costs, fleet) for fleet in problem.hardware.fleets}
     told = [
@@ -159,7 +159,7 @@ def _least_cluster(problem: Problem, costs: Costs) -> str:
     return f"the least cluster that would do has {' or '.join(told)}"
 
 
-def _least_devices(problem: Problem, costs: Costs, fleet: Fleet) -> int | None:
+def _least_devices(problem: Problem, costs: CostModel, fleet: Fleet) -> int | None:
     """The least devices that hold all units in pools; none where no number does."""
     needed = cache(lambda pool: least_devices(costs, [problem.units[unit] for unit in pool], fleet) or 0)
     names = [unit.name for unit in problem.units]

@@ -1,27 +1,55 @@
 """Schedule: when every stage of a step runs, if pools take their stages in turn and run beside one another.
 
-stage seconds, pools ─┬─> start and end of every stage ──────────> seconds of a step in step
-edge seconds ─────────┘               └─ latency, loads of pools ─> period with a freshness bound
+graph, seconds of stages and edges, pools ─> tasks ─ in_turn ─> when every stage runs ─┬─> seconds of a step
+                                                             latency, loads of pools ─┴─> period with a bound
 
 A stage begins when what it reads has arrived and its pool is free, in the order of the program. So every end
-is a maximum of sums of the durations: no duration that grows makes anything earlier.
+is a maximum of sums of the durations: no duration that grows makes anything earlier. The simulator takes the
+same rule from one batch to the next: a pool is free where the batch before has left it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from rillflow.errors import PlanError
 from rillflow.graph.graph import Graph
-from rillflow.planner.cost_model.numbers import Numbers
+from rillflow.planner.grid import Numbers
 
 BESIDE = ""
-"""The pool of what runs beside the devices: formulas, functions."""
+"""The pool of what runs beside the devices: formulas, functions; it is always free."""
 _SETTLED, _COUNTED = 64, 256
 """Steps of a period's mean: those before it, and those it is made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """An edge into a stage."""
+
+    source: int
+    """The stage it comes from."""
+    seconds: Any
+    """What it takes on its way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A stage as pools take it; its numbers may be those of many plans at once."""
+
+    stage: int
+    """Its index in the graph."""
+    name: str
+    """Its name in the graph."""
+    pool: str
+    """Whose devices it holds; empty for what runs beside them."""
+    seconds: Any
+    """What it takes."""
+    inputs: tuple[Arrival, ...]
+    """The edges into it; what no task makes is there from the beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,47 +60,16 @@ class Timing:
     """Its index in the graph."""
     pool: str
     """Whose devices it holds; empty for what runs beside them."""
-    start_s: float
+    start_s: Any
     """When what it reads has arrived and its pool is free."""
-    end_s: float
+    end_s: Any
     """When its result is there."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """One step's stages in time.
-
-    Example:
-        schedule(graph, seconds=seconds, pools=pools, transfers=transfers).step_s
-    """
-
-    timings: tuple[Timing, ...]
-    """By stage, in the order of the program."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds until the last stage has ended."""
-        return max((timing.end_s for timing in self.timings), default=0.0)
-
-    def busy_s(self, pool: str) -> float:
-        """Seconds in which a pool computes."""
-        return sum(timing.end_s - timing.start_s for timing in self.timings if timing.pool == pool)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """When stages begin and end: a number each, or one of every plan."""
-
-    starts: Sequence[Numbers]
-    """By stage."""
-    ends: Sequence[Numbers]
-    """By stage."""
-
-
-def schedule(
-    graph: Graph, *, seconds: Sequence[float], pools: Sequence[str], transfers: Sequence[float]
-) -> Schedule:
-    """When every stage runs.
+def tasks_of(
+    graph: Graph, *, seconds: Sequence[Numbers], pools: Sequence[str], transfers: Sequence[Numbers]
+) -> tuple[Task, ...]:
+    """A step's stages, in the order of the program.
 
     Args:
         graph: the step.
@@ -80,37 +77,47 @@ def schedule(
         pools: whose devices every stage holds; ``BESIDE`` for none.
         transfers: seconds of every edge, in the order of ``graph.edges``.
     """
-    found = times(graph, seconds, pools, transfers)
-    return Schedule(
-        timings=tuple(
-            Timing(stage=index, pool=pools[index], start_s=float(start), end_s=float(end))
-            for index, (start, end) in enumerate(zip(found.starts, found.ends, strict=True))
-        )
+    inputs: list[list[Arrival]] = [[] for _ in graph.stages]
+    for edge, spent in zip(graph.edges, transfers, strict=True):
+        inputs[edge.destination].append(Arrival(source=edge.source, seconds=spent))
+    return tuple(
+        Task(stage=stage.index, name=stage.name, pool=pool, seconds=spent, inputs=tuple(arrivals))
+        for stage, pool, spent, arrivals in zip(graph.stages, pools, seconds, inputs, strict=True)
     )
 
 
-def times(
-    graph: Graph, seconds: Sequence[Numbers], pools: Sequence[str], transfers: Sequence[Numbers]
-) -> Times:
-    """The same of one plan, or of many at once whose stages lie on the same pools."""
-    inward: list[list[int]] = [[] for _ in graph.stages]
-    for number, edge in enumerate(graph.edges):
-        inward[edge.destination].append(number)
-    starts: list[Numbers] = []
-    ends: list[Numbers] = []
-    free: dict[str, Numbers] = {}
-    for stage in graph.stages:
-        pool = pools[stage.index]
-        start: Numbers = free.get(pool, 0.0)
-        for number in inward[stage.index]:
-            source = graph.edges[number].source
-            sent = ends[source] if source >= 0 else 0.0
-            start = np.maximum(start, sent + transfers[number])
-        starts.append(start)
-        ends.append(start + seconds[stage.index])
-        if pool != BESIDE:
-            free[pool] = ends[-1]
-    return Times(starts=starts, ends=ends)
+def in_turn(
+    tasks: Iterable[Task],
+    *,
+    begin_s: float = 0.0,
+    free_s: dict[str, Any] | None = None,
+    latest: Callable[[Any, Any], Any] = max,
+) -> tuple[Timing, ...]:
+    """When tasks run that all may begin at one time.
+
+    Args:
+        tasks: in the order of the program.
+        begin_s: when they may begin.
+        free_s: by pool, when it is free; brought up to date.
+        latest: ``np.maximum`` for many plans at once whose stages lie on the same pools.
+    """
+    free_s = {} if free_s is None else free_s
+    ends: dict[int, Any] = {}
+    found = []
+    for task in tasks:
+        start = latest(begin_s, free_s.get(task.pool, begin_s))
+        for edge in task.inputs:
+            start = latest(start, ends.get(edge.source, begin_s) + edge.seconds)
+        ends[task.stage] = start + task.seconds
+        if task.pool != BESIDE:
+            free_s[task.pool] = ends[task.stage]
+        found.append(Timing(stage=task.stage, pool=task.pool, start_s=start, end_s=ends[task.stage]))
+    return tuple(found)
+
+
+def last_s(timings: Iterable[Timing]) -> float:
+    """When the last of them has ended."""
+    return max((timing.end_s for timing in timings), default=0.0)
 
 
 def period_s(loads: Iterable[float], *, latencies_s: Sequence[float], freshness: int) -> float:

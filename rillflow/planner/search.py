@@ -11,7 +11,7 @@ evaluated. What that loses against an exact search: docs/log.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -20,15 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
+from rillflow.planner.cost_model.costs import CostsOf
 from rillflow.planner.hardware import Hardware
-from rillflow.planner.option import Costs
 from rillflow.planner.problem import Problem
 from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking
 from rillflow.planner.reasons import explained, no_plan_fits
 from rillflow.planner.variant import Variant, preference
 
-CostsOf = Callable[[Problem], Costs]
-"""A cost model's class, or what makes one."""
 KEPT = 8
 """Placements that are ranked."""
 LITTLE = 0.10

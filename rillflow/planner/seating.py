@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rillflow.errors import PlanError, nearest
+from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.cost_model.generation import Decoder
 from rillflow.planner.hardware import Fleet
-from rillflow.planner.option import Costs, Decoder, Option, Seat
-from rillflow.planner.plan import Plan, PlannedPool
+from rillflow.planner.option import Option, Seat
+from rillflow.planner.plan import Plan, PlannedPool, require_possible
 from rillflow.planner.problem import Problem, Unit
-from rillflow.planner.work import Work
 
 MOST_MACHINES = 4096
 """Beyond so many machines nobody is told that a larger cluster would do."""
@@ -36,15 +37,15 @@ class Seated:
     """A replica of it; none of a unit that does not generate."""
 
 
-def seated(problem: Problem, costs: Costs, plan: Plan) -> Mapping[str, Seated]:
+def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seated]:
     """The units of a plan by name, in the order of the problem's.
 
     Raises:
         PlanError: the plan places other units than the problem has, more devices than there are, or more than
             fits into their memory.
     """
-    _require_units(problem, plan)
-    _require_devices(problem, plan)
+    require_possible(plan)
+    _require_fitting(problem, plan)
     found = {}
     for pool in plan.pools:
         units = [unit for unit in problem.units if plan.units[unit.name].pool == pool.name]
@@ -52,12 +53,7 @@ def seated(problem: Problem, costs: Costs, plan: Plan) -> Mapping[str, Seated]:
     return {unit.name: found[unit.name] for unit in problem.units}
 
 
-def generates(problem: Problem, unit: Unit) -> bool:
-    """Whether a unit has a stage that generates."""
-    return any(problem.work(problem.graph.stages[index]) is Work.GENERATE for index in unit.stages)
-
-
-def least_devices(costs: Costs, units: Iterable[Unit], fleet: Fleet) -> int | None:
+def least_devices(costs: CostModel, units: Iterable[Unit], fleet: Fleet) -> int | None:
     """The least devices of a fleet, or of one with more machines of the kind, on which units fit together.
 
     None where more than ``MOST_MACHINES`` machines would not do. Each unit is tried on its smallest option.
@@ -81,7 +77,7 @@ def smallest_option(options: Sequence[Option]) -> Option | None:
 
 
 def does_not_fit(
-    costs: Costs, units: Sequence[Unit], fleet: Fleet, devices: int, *, missing_bytes: float, largest: str
+    costs: CostModel, units: Sequence[Unit], fleet: Fleet, devices: int, *, missing_bytes: float, largest: str
 ) -> PlanError:
     """What to say of units that are too large for a pool."""
     least = least_devices(costs, units, fleet)
@@ -109,7 +105,7 @@ def bytes_text(count: float) -> str:
 
 
 def _seated_on(
-    problem: Problem, costs: Costs, plan: Plan, pool: PlannedPool, units: Sequence[Unit]
+    problem: Problem, costs: CostModel, plan: Plan, pool: PlannedPool, units: Sequence[Unit]
 ) -> dict[str, Seated]:
     options = {}
     for unit in units:
@@ -123,7 +119,7 @@ def _seated_on(
     found = {}
     for unit in units:
         option, decoder = options[unit.name], None
-        if generates(problem, unit):
+        if problem.generates(unit):
             decoder = costs.decoder(unit, option, pool.fleet, pool.devices, room)
             if decoder is None:
                 raise PlanError(
@@ -136,7 +132,8 @@ def _seated_on(
     return found
 
 
-def _require_units(problem: Problem, plan: Plan) -> None:
+def _require_fitting(problem: Problem, plan: Plan) -> None:
+    """Refuse a plan of other units, or with machines that are not there."""
     names = {unit.name for unit in problem.units}
     for name in sorted(names - set(plan.units)):
         raise PlanError(f"the plan does not place {name}", why=f"{problem.graph.name} has it", fix="place it")
@@ -150,15 +147,7 @@ def _require_units(problem: Problem, plan: Plan) -> None:
             why=f"the problem's is {problem.freshness}",
             fix="problem.apart(freshness) is the problem of such a plan",
         )
-
-
-def _require_devices(problem: Problem, plan: Plan) -> None:
-    """Refuse pools without units, units without a pool, and machines that are not there."""
-    known, used = [fleet.name for fleet in problem.hardware.fleets], {one.pool for one in plan.units.values()}
-    names = [pool.name for pool in plan.pools]
-    for name in sorted(used ^ set(names)):
-        wrong = f"a unit is on pool {name!r}" if name in used else f"no unit is on pool {name}"
-        raise PlanError(wrong, why=f"the plan has the pools {', '.join(names)}", fix=nearest(name, names))
+    known = [fleet.name for fleet in problem.hardware.fleets]
     for pool in plan.pools:
         if pool.fleet not in known:
             raise PlanError(

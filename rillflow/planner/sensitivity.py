@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rillflow.errors import PlanError
+from rillflow.planner.cost_model.costs import CostsOf
 from rillflow.planner.evaluate import evaluate
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
-from rillflow.planner.search import LITTLE, ClusterSize, CostsOf, scaled
+from rillflow.planner.search import LITTLE, ClusterSize, scaled
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 HEAVIER = 1.5

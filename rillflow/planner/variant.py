@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate, stages_by_name
-from rillflow.planner.option import Costs, Option
+from rillflow.planner.option import Option
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import Problem
+from rillflow.planner.problem import Problem, Work
 from rillflow.planner.ranking import Floats, Objective, Ranked
-from rillflow.planner.schedule import BESIDE, times
-from rillflow.planner.work import Work
+from rillflow.planner.schedule import BESIDE, in_turn, tasks_of
 
 Whole = NDArray[np.int64]
 Pool = tuple[int, ...]
@@ -79,7 +79,7 @@ class _Ways:
 class Variant:
     """A problem with a freshness bound: its placements, and the ways of all pools, found once."""
 
-    def __init__(self, problem: Problem, costs: Costs, objective: Objective) -> None:
+    def __init__(self, problem: Problem, costs: CostModel, objective: Objective) -> None:
         self.problem = problem
         self._costs, self._objective = costs, objective
         self._units, self._stages = problem.units, problem.graph.stages
@@ -195,7 +195,8 @@ class Variant:
         }
         graph, bound = self.problem.graph, self.problem.freshness
         pools = [owners.get(stage.index, BESIDE) for stage in self._stages]
-        ends = np.stack(times(graph, list(seconds.T), pools, [0.0] * len(graph.edges)).ends)
+        tasks = tasks_of(graph, seconds=list(seconds.T), pools=pools, transfers=[0.0] * len(graph.edges))
+        ends = np.stack([timing.end_s for timing in in_turn(tasks, latest=np.maximum)])
         step = ends.max(axis=0)
         if bound:
             latency = ends[sorted(self._published)].max(axis=0)

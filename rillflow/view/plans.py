@@ -371,8 +371,9 @@ def _stage_rows(statement: Statement, one: Ranked) -> Rows:
     """What each stage takes, and its share of what its pool does; generation that streams until it is dry."""
     rows: Rows = [("stage", "pool", "takes", "share of its pool's work")]
     found = one.evaluation
-    for timing in found.schedule.timings:
-        spent, whole = found.seconds[timing.stage], found.schedule.busy_s(timing.pool)
+    for timing in found.timings:
+        own = [other for other in found.timings if other.pool == timing.pool]
+        spent, whole = found.seconds[timing.stage], sum(other.end_s - other.start_s for other in own)
         share = f"{spent / whole:.0%}" if timing.pool and whole else ""
         rows.append((found.names[timing.stage], timing.pool or "beside", ranged(statement, spent), share))
     return rows
@@ -439,6 +440,6 @@ def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -
         "range_s": statement.range_s(spent.step_s),
         "devices": spent.devices,
         "rows_per_s": statement.problem.workload.rows / spent.step_s if spent.step_s else None,
-        "stages": [{**asdict(one), "stage": spent.names[one.stage]} for one in spent.schedule.timings],
+        "stages": [{**asdict(one), "stage": spent.names[one.stage]} for one in spent.timings],
         "pool_use": [asdict(pool) | idle.get(pool.name, {}) for pool in spent.pools],
     }

@@ -23,8 +23,8 @@ from rillflow.planner.cost_model.links import (
     reduce_scatter_s,
     send_s,
 )
-from rillflow.planner.cost_model.numbers import Grids, Numbers
 from rillflow.planner.factors import Factors
+from rillflow.planner.grid import Grids, Numbers
 from rillflow.planner.hardware import Fleet
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.workload import Workload

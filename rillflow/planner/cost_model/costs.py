@@ -8,86 +8,73 @@ edge, seats ──────────> seconds of a transfer
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge, Stage
 from rillflow.planner.cost_model import memory, transfers
 from rillflow.planner.cost_model.compute import Setting, score_s, train_s
 from rillflow.planner.cost_model.generation import (
-    Replica,
+    Decoder,
     at_once,
+    cached_bytes,
+    decoder_of,
     drain_s,
     prompt_tokens,
     replica_lengths,
-    replica_of,
     running_rows,
 )
-from rillflow.planner.cost_model.numbers import Grids, Numbers, grids_of
-from rillflow.planner.cost_model.options import grids, sampling_sizes, undominated
-from rillflow.planner.grid import Grid
-from rillflow.planner.option import Decoder, Option, Seat
+from rillflow.planner.cost_model.options import divisors, grids, sampling_sizes, undominated
+from rillflow.planner.grid import Grid, grids_of
+from rillflow.planner.option import Option, Seat
 from rillflow.planner.plan import SAMPLER
-from rillflow.planner.problem import Problem, Unit
-from rillflow.planner.work import Work
+from rillflow.planner.problem import Problem, Unit, Work
 
 FORMULA_S = 1e-6
 """Seconds of a formula for one row, on the controller."""
+CostsOf: TypeAlias = "Callable[[Problem], CostModel]"
+"""The class of cost models, or what makes one of a problem."""
 
 
 class CostModel:
-    """The seconds and bytes of a problem's units; the same question is computed once."""
+    """The seconds and bytes of a problem's units; the same question is computed once.
+
+    What the search relies on: ``room_bytes`` reads of the options the sum of resident, the sum of sampling
+    and the largest working bytes, and whether one generates; none of them makes room. A decoder reads of its
+    option ``generate_tp`` alone, and its seconds never rise with its room. ``function_s`` never rises with
+    devices.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._options: dict[_Place, tuple[Option, ...]] = {}
-        self._single: dict[tuple[str, str, int, Grid, int], Option] = {}
-        self._shortfalls: dict[_Place, float] = {}
-        self._settings: dict[tuple[str, str], Setting] = {}
-        self._generated: dict[tuple[int, int, Decoder, int], float] = {}
+        self._places: dict[tuple[str, str, int], _Place] = {}
+        self._decoders: dict[tuple[str, int, str, int, float], Decoder | None] = {}
         self._spreads: dict[tuple[int, int], NDArray[np.float64]] = {}
-        self._decoders: dict[tuple[str, int, str, int, float], Replica | None] = {}
+        self._batches_s: dict[tuple[int, int, Decoder, int], float] = {}
 
     def options(self, unit: Unit, fleet: str, devices: int) -> tuple[Option, ...]:
-        """Every way the unit may lie on just so many devices that no other beats in all respects."""
-        place = (unit.name, fleet, devices)
-        if place not in self._options:
-            self._search(unit, fleet, devices)
-        return self._options[place]
+        """Every way the unit may lie on just so many devices that no other beats in seconds and in bytes.
+
+        Seconds are those of its stages in sum; a way of other copies for generation beats none. Empty where
+        none fits, even alone.
+        """
+        return self._place(unit, fleet, devices).options
 
     def shortfall_bytes(self, unit: Unit, fleet: str, devices: int) -> float:
         """By how much the unit's smallest option is too large for its fullest device; 0 where one fits."""
-        self.options(unit, fleet, devices)
-        return self._shortfalls[unit.name, fleet, devices]
+        return self._place(unit, fleet, devices).shortfall_bytes
 
     def option(self, unit: Unit, fleet: str, devices: int, grid: Grid, generate_tp: int) -> Option:
-        """The unit on just this grid.
-
-        Raises:
-            PlanError: the grid has another number of devices, or copies for generation do not divide it.
-        """
-        if grid.devices != devices:
-            raise PlanError(
-                f"{unit.name} has the grid {grid} on {devices} devices",
-                why=f"dp x pp x tp is {grid.devices}",
-                fix="make the product the pool's size",
-            )
-        if generate_tp and devices % generate_tp:
-            raise PlanError(
-                f"{unit.name} generates with tp {generate_tp} on {devices} devices",
-                why=f"{devices} / {generate_tp} leaves {devices % generate_tp}",
-            )
-        key = (unit.name, fleet, devices, grid, generate_tp)
-        if key not in self._single:
-            laid = _Laid(
-                self._problem, self._setting(unit, fleet), unit, grids_of(grid), np.array([generate_tp])
-            )
-            self._single[key] = laid.option(0)
-        return self._single[key]
+        """The unit on just this grid, be it better than another or not."""
+        place = self._places.get((unit.name, fleet, devices))
+        for known in place.options if place else ():
+            if (known.grid, known.generate_tp) == (grid, generate_tp):
+                return known
+        return _Laid(self._problem, self._setting(unit, fleet), unit, [(grid, generate_tp)]).option(0)
 
     def room_bytes(self, fleet: str, options: Mapping[str, Option]) -> float:
         """What a device has left for a cache with these units on it; negative by what is missing."""
@@ -110,7 +97,7 @@ class CostModel:
         key = (unit.name, option.generate_tp, fleet, devices, room_bytes)
         if key not in self._decoders:
             setting = self._setting(unit, fleet)
-            self._decoders[key] = replica_of(setting, option.generate_tp, devices, room_bytes)
+            self._decoders[key] = decoder_of(setting, option.generate_tp, devices, room_bytes)
         return self._decoders[key]
 
     def generate_s(self, stage: Stage, decoder: Decoder) -> float:
@@ -124,18 +111,16 @@ class CostModel:
 
     def _batch_s(self, rows: int, decoder: Decoder, longest_of: int = 0) -> float:
         """Seconds until the last of so many rows has ended, or of a replica with the longest of fewer."""
-        workload, place = self._problem.workload, (math.ceil(rows / decoder.replicas), longest_of or rows)
-        if place not in self._spreads:
-            self._spreads[place] = replica_lengths(workload, *place)
-        lengths = self._spreads[place]
+        workload, key = self._problem.workload, (math.ceil(rows / decoder.replicas), longest_of or rows)
+        if key not in self._spreads:
+            self._spreads[key] = replica_lengths(workload, *key)
+        lengths = self._spreads[key]
         slots = at_once(workload, decoder, lengths)
-        alike = replace(decoder, capacity_tokens=0) if isinstance(decoder, Replica) else decoder
-        key = (rows, longest_of, alike, slots)
-        if key not in self._generated:
-            read = prompt_tokens(workload, rows, decoder.replicas)
-            drained = drain_s(workload, decoder, lengths, slots)
-            self._generated[key] = decoder.entry_s(len(lengths)) + decoder.prefill_s(read) + drained
-        return self._generated[key]
+        batch = (rows, longest_of, replace(decoder, capacity_tokens=0), slots)
+        if batch not in self._batches_s:
+            drained_s = drain_s(workload, decoder, lengths, slots)
+            self._batches_s[batch] = self._begun_s(rows, decoder, len(lengths)) + drained_s
+        return self._batches_s[batch]
 
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
         """Seconds of replicas that never run dry for as many rows: streamed generation.
@@ -195,10 +180,10 @@ class CostModel:
         response = self._problem.workload.response
         return self._problem.workload.prompt.mean + response.mean_square / (2 * response.mean)
 
-    def _begun_s(self, rows: int, decoder: Decoder) -> float:
+    def _begun_s(self, rows: int, decoder: Decoder, entered: float = 0.0) -> float:
         """Seconds in which a replica lets its part of so many rows begin, and reads their prompts."""
         read = prompt_tokens(self._problem.workload, rows, decoder.replicas)
-        return decoder.entry_s(rows / decoder.replicas) + decoder.prefill_s(read)
+        return decoder.entry_s(entered or rows / decoder.replicas) + decoder.prefill_s(read)
 
     def function_s(self, stage: Stage, devices: int) -> float:
         """Seconds of a function, spread over the hosts of so many devices, or of a formula on one."""
@@ -236,135 +221,120 @@ class CostModel:
         return workload.prompts if stage.endpoint == "greedy" else workload.rows
 
     def _setting(self, unit: Unit, fleet: str) -> Setting:
-        key = (unit.name, fleet)
-        if key not in self._settings:
-            self._settings[key] = Setting(
-                shape=unit.shape,
-                workload=self._problem.workload,
-                fleet=self._problem.hardware.fleet(fleet),
-                factors=self._problem.hardware.factors,
-                recomputes=self._problem.recomputes,
-                zero1=self._problem.hardware.engine.zero1,
-            )
-        return self._settings[key]
-
-    def _search(self, unit: Unit, fleet: str, devices: int) -> None:
-        """Fill in the options and the shortfalls of a place, and those of all sizes of the fleet at once."""
-        known = self._problem.hardware.fleet(fleet).sizes
-        sizes = (
-            known if devices in known and (unit.name, fleet, known[0]) not in self._options else (devices,)
+        hardware = self._problem.hardware
+        return Setting(
+            shape=unit.shape,
+            workload=self._problem.workload,
+            fleet=hardware.fleet(fleet),
+            factors=hardware.factors,
+            recomputes=self._problem.recomputes,
+            zero1=hardware.engine.zero1,
         )
-        laid = _all_laid(self._problem, self._setting(unit, fleet), unit, sizes)
-        taken, room, judged = laid.devices, laid.alone_room(), laid.costs()
-        for size in sizes:
-            place, own = (unit.name, fleet, size), np.flatnonzero(taken == size)
-            fitting = own[room[own] >= 0]
-            self._shortfalls[place] = float(max(-np.max(room[own], initial=-np.inf), 0.0))
-            kept: list[int] = []
-            for copies in sorted({*laid.generate_tp[fitting].tolist()}):
-                alike = fitting[laid.generate_tp[fitting] == copies]
-                kept.extend(alike[undominated(judged[alike])].tolist())
-            self._options[place] = tuple(laid.option(index) for index in kept)
-            for option in self._options[place]:
-                self._single[*place, option.grid, option.generate_tp] = option
+
+    def _place(self, unit: Unit, fleet: str, devices: int) -> _Place:
+        """What there is at a place; all sizes of a fleet are laid out at once."""
+        if (unit.name, fleet, devices) not in self._places:
+            known = self._problem.hardware.fleet(fleet).sizes
+            sizes = (
+                known if devices in known and (unit.name, fleet, known[0]) not in self._places else (devices,)
+            )
+            found = [one for size in sizes for one in self._laid_on(unit, fleet, size)]
+            laid = _Laid(self._problem, self._setting(unit, fleet), unit, found)
+            taken, room, judged = laid.grids.devices, laid.alone_room(), laid.costs()
+            for size in sizes:
+                own = np.flatnonzero(taken == size)
+                fitting = own[room[own] >= 0]
+                kept = [laid.option(index) for index in fitting[undominated(judged[fitting])]]
+                self._places[unit.name, fleet, size] = _Place(
+                    options=tuple(sorted(kept, key=lambda option: option.generate_tp)),
+                    shortfall_bytes=float(max(-np.max(room[own], initial=-np.inf), 0.0)),
+                )
+        return self._places[unit.name, fleet, devices]
+
+    def _laid_on(self, unit: Unit, fleet: str, devices: int) -> list[tuple[Grid, int]]:
+        """Every grid of so many devices, with every size of the copies that generate."""
+        if unit.name == SAMPLER:
+            return [(Grid(dp=devices // tp, tp=tp), tp) for tp in sampling_sizes(unit.shape, devices)]
+        generates, per_machine = (
+            self._problem.generates(unit),
+            self._problem.hardware.fleet(fleet).per_machine,
+        )
+        return [
+            (grid, tp)
+            for grid in grids(unit.shape, devices, min(per_machine, devices))
+            for tp in (divisors(grid.tp) if generates else (0,))
+        ]
 
 
-_Place = tuple[str, str, int]
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A unit on so many devices of a fleet."""
+
+    options: tuple[Option, ...]
+    shortfall_bytes: float
 
 
 class _Laid:
-    """A unit on many grids at once: seconds of every stage and bytes, [grids]."""
+    """A unit on many grids at once, with sizes of the copies that generate: seconds and bytes, [grids]."""
 
     def __init__(
-        self, problem: Problem, setting: Setting, unit: Unit, laid: Grids, generate_tp: Numbers
+        self, problem: Problem, setting: Setting, unit: Unit, found: Sequence[tuple[Grid, int]]
     ) -> None:
         self._setting = setting
-        self._grids = laid
-        self.generate_tp = np.asarray(generate_tp)
+        self._found = found
+        self.grids = laid = grids_of(*(grid for grid, _ in found))
+        self.generate_tp = np.array([tp for _, tp in found], dtype=np.int64)
         works = {index: problem.work(problem.graph.stages[index]) for index in unit.stages}
-        kinds = set(works.values())
-        is_apart = unit.name == SAMPLER
+        kinds, nothing = set(works.values()), np.zeros(len(laid))
         weights = np.asarray(memory.weight_bytes(setting, laid))
-        state = memory.optimizer_bytes(setting, laid) if Work.TRAIN in kinds else np.zeros(len(laid))
-        kept = weights + state
-        working = np.zeros(len(laid))
+        kept = weights + (memory.optimizer_bytes(setting, laid) if Work.TRAIN in kinds else nothing)
+        working = nothing
         if Work.TRAIN in kinds:
             working = np.maximum(working, memory.training_bytes(setting, laid))
         if Work.SCORE in kinds:
             working = np.maximum(working, memory.scoring_bytes(setting, laid))
         copy = setting.shape.parameters * setting.item_bytes / np.maximum(self.generate_tp, 1)
         sampling = np.where(self.generate_tp > 0, np.maximum(copy - weights, 0.0), 0.0)
-        fetched = moved = np.zeros(len(laid))
-        if is_apart:
-            kept, sampling = copy, np.zeros(len(laid))
+        fetched = moved = nothing
+        if unit.name == SAMPLER:
+            kept, sampling = copy, nothing
         elif problem.offloads:
             fetched, moved = weights / setting.links.host, kept / setting.links.host
-            working, kept = working + kept, np.zeros(len(laid))
+            working, kept = working + kept, nothing
             sampling = np.where(self.generate_tp > 0, copy, 0.0)
         self.resident, self.working, self.sampling = kept, working, sampling
-        self.seconds = {
-            index: np.broadcast_to(
-                self._seconds(work, problem, fetched if work is Work.SCORE else moved), len(laid)
-            )
-            for index, work in works.items()
-            if work is not Work.GENERATE
+        called = np.where(laid.devices > 1, setting.factors.call_s, 0.0)
+        seconds: dict[Work, Any] = {
+            Work.TRAIN: called + train_s(setting, laid) + 2 * moved if Work.TRAIN in kinds else nothing,
+            Work.SCORE: called + score_s(setting, laid) + fetched if Work.SCORE in kinds else nothing,
+            Work.PUBLISH: transfers.in_place_s(setting, laid, np.maximum(self.generate_tp, 1))
+            if Work.PUBLISH in kinds and not problem.samples_apart
+            else nothing,
         }
-
-    def _seconds(self, work: Work, problem: Problem, moved: Numbers) -> Numbers:
-        called: Numbers = np.where(self._grids.devices > 1, self._setting.factors.call_s, 0.0)
-        if work is Work.TRAIN:
-            return called + train_s(self._setting, self._grids) + 2 * np.asarray(moved)
-        if work is Work.SCORE:
-            return called + score_s(self._setting, self._grids) + np.asarray(moved)
-        if work is Work.PUBLISH and not problem.samples_apart:
-            return transfers.in_place_s(self._setting, self._grids, np.maximum(self.generate_tp, 1))
-        return np.zeros(len(self._grids))
-
-    @property
-    def devices(self) -> np.ndarray:
-        """Devices of each, [grids]."""
-        return self._grids.devices
+        self.seconds = {index: seconds[work] for index, work in works.items() if work is not Work.GENERATE}
 
     def costs(self) -> np.ndarray:
-        """All that an option is judged by, [grids, costs]."""
-        return np.stack([*self.seconds.values(), self.resident, self.working, self.sampling], axis=1)
+        """All that an option is judged by, [grids, costs]; what copies are as large is compared alone."""
+        seconds, tp = sum(self.seconds.values(), np.zeros(len(self.grids))), self.generate_tp
+        return np.stack([seconds, self.resident, self.working, self.sampling, tp, -tp], axis=1)
 
     def alone_room(self) -> np.ndarray:
         """Bytes of a device that are left with nothing else on it but a row it generates, [grids]."""
         setting = self._setting
         device = setting.fleet.device.memory_bytes * setting.factors.memory
-        shape, tp = setting.shape, np.maximum(self.generate_tp, 1)
-        ways = 1 if shape.latent else np.minimum(tp, shape.kv_heads)
-        row = setting.workload.longest_tokens * shape.cached_numbers * setting.item_bytes / ways
+        cached = cached_bytes(setting, np.maximum(self.generate_tp, 1))
+        row = setting.workload.longest_tokens * cached
         sampling = np.where(self.generate_tp > 0, self.sampling + row, 0.0)
         return device - self.resident - np.maximum(self.working, sampling)
 
     def option(self, place: int) -> Option:
         """One of them."""
+        grid, generate_tp = self._found[place]
         return Option(
-            grid=self._grids[place],
-            generate_tp=int(self.generate_tp[place]),
+            grid=grid,
+            generate_tp=generate_tp,
             seconds={index: float(found[place]) for index, found in self.seconds.items()},
             resident_bytes=float(self.resident[place]),
             working_bytes=float(self.working[place]),
             sampling_bytes=float(self.sampling[place]),
         )
-
-
-def _all_laid(problem: Problem, setting: Setting, unit: Unit, sizes: Sequence[int]) -> _Laid:
-    """The unit on every grid of so many devices, and every size of its sampling copies; perhaps on none."""
-    generates = any(problem.work(problem.graph.stages[index]) is Work.GENERATE for index in unit.stages)
-    found: list[tuple[Grid, int]] = []
-    for devices in sizes:
-        if unit.name == SAMPLER:
-            found += [(Grid(dp=devices // tp, tp=tp), tp) for tp in sampling_sizes(unit.shape, devices)]
-            continue
-        for grid in grids(unit.shape, devices, min(setting.fleet.per_machine, devices)):
-            found += [(grid, tp) for tp in (_in_place_sizes(grid) if generates else [0])]
-    laid = grids_of(*(grid for grid, _ in found))
-    return _Laid(problem, setting, unit, laid, np.array([tp for _, tp in found], dtype=np.int64))
-
-
-def _in_place_sizes(grid: Grid) -> list[int]:
-    """Copies for generation on the training devices: what each rank trains lies in what it generates with."""
-    return [size for size in range(1, grid.tp + 1) if grid.tp % size == 0]

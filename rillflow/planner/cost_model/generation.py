@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rillflow.planner.cost_model.compute import Setting, touched_s
 from rillflow.planner.cost_model.links import all_reduce_s
-from rillflow.planner.option import Decoder
+from rillflow.planner.grid import Numbers
 from rillflow.planner.workload import Workload
 
 SEGMENTS = 96
@@ -34,8 +34,11 @@ PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replica:
-    """One replica's constants, from which the seconds of any number of rows follow."""
+class Decoder:
+    """One replica's constants, from which the seconds of any number of rows follow.
+
+    Batching is continuous: a row that ends makes room for one that waits.
+    """
 
     replicas: int
     """Replicas alike on the pool's devices."""
@@ -60,11 +63,7 @@ class Replica:
     link_s: float
     """Seconds of one row beside its products: bytes in collectives, activations, scheduling, sampling."""
     prefill_token_s: float
-    """Seconds of one prompt token's products."""
-    prefill_pair_s: float
-    """Seconds of one prompt token's attention to one other."""
-    prompt_tokens: float
-    """Tokens of a prompt on average."""
+    """Seconds of one prompt token's products, and of its attention in a prompt of the mean length."""
     hidden_reads: float
     """Of what is read, the share that runs beside products."""
     row_begin_s: float
@@ -97,16 +96,21 @@ class Replica:
 
     def prefill_s(self, tokens: float) -> float:
         """Seconds to read prompts of so many tokens in sum."""
-        return tokens * (self.prefill_token_s + self.prefill_pair_s * self.prompt_tokens / 2)
+        return tokens * self.prefill_token_s
 
 
-def replica_of(setting: Setting, generate_tp: int, devices: int, room_bytes: float) -> Replica | None:
+def cached_bytes(setting: Setting, generate_tp: Numbers) -> Any:
+    """Bytes of one token's keys and values on a device, cut over a copy's devices; latents are whole."""
+    ways = 1 if setting.shape.latent else np.minimum(generate_tp, setting.shape.kv_heads)
+    return setting.shape.cached_numbers * setting.item_bytes / ways
+
+
+def decoder_of(setting: Setting, generate_tp: int, devices: int, room_bytes: float) -> Decoder | None:
     """A replica with that room for its cache on each device; none where its longest row does not fit."""
     shape, factors, workload = setting.shape, setting.factors, setting.workload
     device, tp, item = setting.fleet.device, generate_tp, setting.item_bytes
-    ways = 1 if shape.latent else min(tp, shape.kv_heads)
-    cached_bytes = shape.cached_numbers * item / ways
-    capacity = int(max(room_bytes, 0.0) // cached_bytes) if math.isfinite(room_bytes) else 0
+    cached = float(cached_bytes(setting, tp))
+    capacity = int(max(room_bytes, 0.0) // cached) if math.isfinite(room_bytes) else 0
     if capacity < workload.longest_tokens:
         return None
     bandwidth = device.memory_bandwidth * factors.decode_bandwidth
@@ -117,14 +121,14 @@ def replica_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
     one_row = float(all_reduce_s(setting.links, shape.hidden * item, tp)) * rounds
     trunk = shape.trunk_parameters + shape.head_parameters
     paced = shape.token_flops + (1.0 / factors.expert_flops - 1.0) * 2.0 * shape.chosen_parameters
-    return Replica(
+    return Decoder(
         replicas=max(devices // tp, 1),
         capacity_tokens=capacity,
         most_rows=workload.rows_at_once,
         trunk_s=trunk * item / tp / bandwidth,
         experts_s=shape.routed_parameters * item / tp / bandwidth,
         missed_share=1.0 - shape.experts_per_token / shape.experts if shape.is_mixture else 1.0,
-        cache_s=cached_bytes / bandwidth,
+        cache_s=cached / bandwidth,
         row_s=paced / tp / decoding,
         pair_s=shape.attention_flops(1.0) / tp / decoding,
         launch_s=shape.layers * factors.decode_launch_s + latency,
@@ -132,9 +136,8 @@ def replica_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
         prefill_token_s=paced / tp / reading
         + touched
         + (shape.layers * factors.launch_s + latency) / PREFILL_TOKENS
-        + (one_row - latency),
-        prefill_pair_s=shape.attention_flops(1.0) / tp / reading,
-        prompt_tokens=workload.prompt.mean,
+        + (one_row - latency)
+        + shape.attention_flops(1.0) / tp / reading * workload.prompt.mean / 2,
         hidden_reads=factors.hidden_reads,
         row_begin_s=factors.row_s,
         begin_s=(factors.call_s if devices > 1 else 0.0) + factors.pass_s + shape.layers * factors.launch_s,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rillflow.planner.cost_model.numbers import Numbers
 from rillflow.planner.factors import Factors
+from rillflow.planner.grid import Numbers
 from rillflow.planner.hardware import Fleet
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from rillflow.planner.cost_model.compute import GRADIENT_BYTES, Load, Setting, load_of, optimized_parameters
-from rillflow.planner.cost_model.numbers import Grids, Numbers
+from rillflow.planner.grid import Grids, Numbers
 from rillflow.planner.model_shape import ModelShape
 
 

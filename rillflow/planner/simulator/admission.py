@@ -26,8 +26,7 @@ begun, not trained and due at d or earlier, b for the next batch, P for the grou
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 from rillflow.planner.simulator.draws import Row
@@ -49,6 +48,8 @@ class Group:
     """The version of the policy under which its first row begins: that of its oldest token."""
     versions: dict[int, int] = field(default_factory=dict)
     """By sample: under which version it began."""
+    homes: dict[int, int] = field(default_factory=dict)
+    """By sample that has begun: the replica it is on."""
     kept: list[Row] = field(default_factory=list)
     """Rows that ended and were waited for."""
 
@@ -75,10 +76,8 @@ class Wait:
         self._freshness = freshness
         self._prompts = prompts
         self._published = published
-        self._due: dict[int, int] = defaultdict(int)
-        self._ready_due: dict[int, int] = defaultdict(int)
-        self._ready: list[tuple[int, int, Group]] = []
-        self._completed = 0
+        self._begun: Counter[int] = Counter()
+        self._ready: dict[int, deque[Group]] = defaultdict(deque)
 
     @property
     def version(self) -> int:
@@ -91,50 +90,41 @@ class Wait:
         The invariant, solved for the version: one after the last due that is full.
         """
         full, counted = self.batch - 1, 0
-        last = self.batch + sum(self._due.values()) // self._prompts
-        for due in range(self.batch, last + 1):
-            counted += self._due[due]
-            if counted >= (due + 1 - self.batch) * self._prompts:
+        for room, due in enumerate(self._dues(), 1):
+            counted += self._begun[due]
+            if counted >= room * self._prompts:
                 full = due
         return -(-(full + 2) // self._published) - self._freshness - 1
 
     def begin(self, group: Group) -> None:
         """Note a group that begins."""
-        self._due[self._due_of(group)] += 1
+        self._begun[self._due(group)] += 1
 
     def complete(self, group: Group) -> None:
         """Note a group that is complete and scored."""
-        due = self._due_of(group)
-        self._completed += 1
-        self._ready_due[due] += 1
-        heapq.heappush(self._ready, (due, self._completed, group))
+        self._ready[self._due(group)].append(group)
 
     def take(self) -> list[Group]:
         """The next batch: the earliest due, if what stays behind fits into later ones; else none."""
-        if len(self._ready) < self._prompts or not self._leaves_enough():
+        taken, behind, left = Counter[int](), 0, self._prompts
+        for room, due in enumerate(self._dues()):
+            taken[due] = min(left, len(self._ready[due]))
+            left -= taken[due]
+            behind += self._begun[due] - taken[due]
+            if behind > room * self._prompts:
+                return []
+        if left:
             return []
-        taken = [heapq.heappop(self._ready)[2] for _ in range(self._prompts)]
-        for group in taken:
-            due = self._due_of(group)
-            self._due[due] -= 1
-            self._ready_due[due] -= 1
         self.batch += 1
-        return taken
+        self._begun -= taken
+        return [self._ready[due].popleft() for due, count in taken.items() for _ in range(count)]
 
-    def _due_of(self, group: Group) -> int:
+    def _dues(self) -> range:
+        """The batches that groups on their way may be due with."""
+        return range(self.batch, max(self._begun, default=0) + 1)
+
+    def _due(self, group: Group) -> int:
         return (group.version + self._freshness + 1) * self._published - 1
-
-    def _leaves_enough(self) -> bool:
-        """Whether, without the earliest due, u(d) <= (d - b) P for every d."""
-        left, behind = self._prompts, 0
-        last = self.batch + sum(self._due.values()) // self._prompts
-        for due in range(self.batch, last + 1):
-            taken = min(left, self._ready_due[due])
-            left -= taken
-            behind += self._due[due] - taken
-            if behind > (due - self.batch) * self._prompts:
-                return False
-        return True
 
 
 class Drop(Wait):

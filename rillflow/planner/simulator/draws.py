@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -49,16 +50,15 @@ class Draws:
 
     def __init__(self, workload: Workload, *, seed: int, samples: int) -> None:
         self._workload = workload
+        self._seed = seed
         self._samples = samples
-        self._normals = _Normals(seed)
 
     def rows(self, prompt: int) -> list[Row]:
         """The rows of a prompt."""
-        normals = self._normals.span(_ROWS, prompt * self._samples, self._samples)
+        normals = _normals(self._seed, _ROWS, prompt * self._samples, self._samples)
         responses = tokens_of(self._workload.response, normals).tolist()
-        prompt_tokens = int(
-            tokens_of(self._workload.prompt, self._normals.span(_PROMPT_TOKENS, prompt, 1))[0]
-        )
+        own = _normals(self._seed, _PROMPT_TOKENS, prompt, 1)
+        prompt_tokens = int(tokens_of(self._workload.prompt, own)[0])
         return [
             Row(prompt=prompt, sample=sample, prompt_tokens=prompt_tokens, response_tokens=response)
             for sample, response in enumerate(responses)
@@ -80,31 +80,23 @@ def tokens_of(lengths: Lengths, normals: NDArray[np.float64]) -> NDArray[np.int6
 
 def slow_devices(seed: int, devices: int, share: float) -> NDArray[np.bool_]:
     """[devices] which of a cluster's devices are slow, each with this probability."""
-    normals = _Normals(seed).span(_DEVICES, 0, devices)
+    normals = _normals(seed, _DEVICES, 0, devices)
     return np.asarray(np.interp(normals, _GRID, _CUMULATED) < share)
 
 
-class _Normals:
-    """Standard normal numbers by place; blocks of them are computed at once and kept."""
+def _normals(seed: int, stream: int, first: int, count: int) -> NDArray[np.float64]:
+    """``count`` standard normal numbers of a stream from place ``first`` on."""
+    blocks = range(first // _BLOCK, (first + count - 1) // _BLOCK + 1)
+    start = first - blocks[0] * _BLOCK
+    return np.concatenate([_block(seed, stream, block) for block in blocks])[start : start + count]
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._blocks: dict[tuple[int, int], NDArray[np.float64]] = {}
 
-    def span(self, stream: int, first: int, count: int) -> NDArray[np.float64]:
-        """``count`` numbers of a stream from place ``first`` on."""
-        blocks = range(first // _BLOCK, (first + count - 1) // _BLOCK + 1)
-        joined = [self._block(stream, block) for block in blocks]
-        whole = joined[0] if len(joined) == 1 else np.concatenate(joined)
-        start = first - blocks[0] * _BLOCK
-        return whole[start : start + count]
-
-    def _block(self, stream: int, block: int) -> NDArray[np.float64]:
-        if (stream, block) not in self._blocks:
-            key = np.array([self._seed % 2**64, stream], dtype=np.uint64)
-            counter = np.array([0, block, 0, 0], dtype=np.uint64)
-            raw = np.random.Philox(key=key, counter=counter).random_raw(2 * _BLOCK)
-            uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-            radius = np.sqrt(-2.0 * np.log(uniform[:_BLOCK]))
-            self._blocks[stream, block] = radius * np.cos(2.0 * math.pi * uniform[_BLOCK:])
-        return self._blocks[stream, block]
+@lru_cache(maxsize=256)
+def _block(seed: int, stream: int, block: int) -> NDArray[np.float64]:
+    """So many of them are computed at once."""
+    key = np.array([seed % 2**64, stream], dtype=np.uint64)
+    counter = np.array([0, block, 0, 0], dtype=np.uint64)
+    raw = np.random.Philox(key=key, counter=counter).random_raw(2 * _BLOCK)
+    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    radius = np.sqrt(-2.0 * np.log(uniform[:_BLOCK]))
+    return radius * np.cos(2.0 * math.pi * uniform[_BLOCK:])

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rillflow.errors import PlanError
+from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.cost_model.generation import Decoder
 from rillflow.planner.evaluate import Evaluation, evaluate
-from rillflow.planner.option import Costs, Decoder
 from rillflow.planner.plan import SAMPLER, Plan
-from rillflow.planner.problem import Problem
+from rillflow.planner.problem import Problem, Work
+from rillflow.planner.schedule import Task, tasks_of
 from rillflow.planner.seating import Seated
 from rillflow.planner.simulator.draws import Draws, slow_devices
 from rillflow.planner.simulator.replica import Replica
-from rillflow.planner.simulator.turns import Arrival, Task
-from rillflow.planner.work import Work
 
 _GREEDY = "greedy"
 """The endpoint that answers every prompt once."""
@@ -72,20 +72,12 @@ class Layout:
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
         """The stages, in the order of the program; those of slow pools take longer."""
-        edges = list(zip(self.problem.graph.edges, self.evaluation.transfers_s, strict=True))
-        return tuple(
-            Task(
-                stage=stage.index,
-                name=stage.name,
-                pool=self.pool_of(stage.index),
-                seconds=self.evaluation.seconds[stage.index] * self._pace(stage.index),
-                inputs=tuple(
-                    Arrival(source=edge.source, seconds=seconds)
-                    for edge, seconds in edges
-                    if edge.destination == stage.index
-                ),
-            )
-            for stage in self.problem.graph.stages
+        stages, seconds = self.problem.graph.stages, self.evaluation.seconds
+        return tasks_of(
+            self.problem.graph,
+            seconds=[seconds[stage.index] * self._pace(stage.index) for stage in stages],
+            pools=[self.pool_of(stage.index) for stage in stages],
+            transfers=self.evaluation.transfers_s,
         )
 
     @cached_property
@@ -246,7 +238,7 @@ class Layout:
         return self.settings.straggler_factor
 
 
-def lay_out(problem: Problem, costs: Costs, plan: Plan, *, seed: int, settings: Settings) -> Layout:
+def lay_out(problem: Problem, costs: CostModel, plan: Plan, *, seed: int, settings: Settings) -> Layout:
     """A plan as the simulator takes it.
 
     Raises:
@@ -254,12 +246,6 @@ def lay_out(problem: Problem, costs: Costs, plan: Plan, *, seed: int, settings: 
     """
     evaluation = evaluate(problem, costs, plan)
     layout = Layout(problem=problem, plan=plan, evaluation=evaluation, settings=settings, seed=seed)
-    for name, share in (
-        ("oversample_prompts", plan.oversample_prompts),
-        ("oversample_samples", plan.oversample_samples),
-    ):
-        if not 1.0 <= share <= 100.0:
-            raise PlanError(f"{name} is {share:g}", why="it lies between 1, as many as wanted, and 100")
     if layout.flows:
         _require_flow(layout)
     return layout

@@ -22,7 +22,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from rillflow.errors import PlanError
-from rillflow.planner.option import Decoder
+from rillflow.planner.cost_model.generation import Decoder
 from rillflow.planner.simulator.draws import Row
 
 _WATERMARK = 0.01

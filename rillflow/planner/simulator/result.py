@@ -139,11 +139,6 @@ class Simulation:
         seconds = sum(self.step_s[late:])
         return sum(self.tokens[late:]) / seconds if seconds else 0.0
 
-    @property
-    def oldest(self) -> int:
-        """The greatest age of a trained row, in versions."""
-        return max(self.ages, default=0)
-
 
 class Book:
     """Writes the timeline down: a lane works or has one cause not to, from moment to moment."""
@@ -152,36 +147,26 @@ class Book:
         self._spans: list[SimulatedSpan] = []
         self._until: dict[tuple[str, int], float] = defaultdict(float)
 
-    def work(
-        self, pool: str, lane: int, stage: str, step: int, end_s: float, start_s: float | None = None
-    ) -> None:
-        """Something was done until ``end_s``, since the lane was written of last or since ``start_s``."""
-        if start_s is not None:
-            self._until[pool, lane] = start_s
-        self._write(pool, lane, step, end_s, stage, None)
-
-    def idle(self, pool: str, lane: int, cause: Cause, step: int, end_s: float) -> None:
-        """Nothing was done until ``end_s``, since the lane was written of last."""
-        self._write(pool, lane, step, end_s, "", cause)
-
-    def pass_over(self, pool: str, lane: int, until_s: float) -> None:
-        """The lane has nothing of its own to be written of until then: other lanes of the pool have."""
-        self._until[pool, lane] = until_s
-
-    def _write(self, pool: str, lane: int, step: int, end_s: float, stage: str, cause: Cause | None) -> None:
+    def write(self, pool: str, lane: int, what: str, step: int, end_s: float) -> None:
+        """Since the lane was written of last a stage was computed, or nothing for a cause."""
         start_s = self._until[pool, lane]
         if end_s > start_s:
-            self._until[pool, lane] = end_s
+            cause = what if isinstance(what, Cause) else None
             span = SimulatedSpan(
                 pool=pool,
                 lane=lane,
-                stage=stage,
+                stage="" if cause else what,
                 step=step,
                 start_s=start_s,
                 duration_s=end_s - start_s,
                 cause=cause,
             )
             self._spans.append(span)
+            self._until[pool, lane] = end_s
+
+    def pass_over(self, pool: str, lane: int, until_s: float) -> None:
+        """The lane has nothing of its own to be written of until then."""
+        self._until[pool, lane] = until_s
 
     def close(self, end_s: float) -> tuple[SimulatedSpan, ...]:
         """The spans in order, those beyond the end cut there."""

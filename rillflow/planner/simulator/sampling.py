@@ -48,7 +48,6 @@ class _Sampling:
         self.live: dict[int, Group] = {}
         self._greedy = greedy
         """The sample from which on rows are greedy."""
-        self._homes: dict[tuple[int, int], int] = {}
         self._changed: set[int] = set()
 
     @property
@@ -96,7 +95,7 @@ class _Sampling:
 
     def _stop(self, row: Row, now_s: float) -> list[Row]:
         """Stop a row that nobody waits for; rows of its replica that end at this very moment."""
-        place = self._homes[row.prompt, row.sample]
+        place = self.live[row.prompt].homes[row.sample]
         ended = self._advance(place, now_s)
         self.lanes[place].replica.stop(row)
         return ended
@@ -157,7 +156,7 @@ class Round(_Sampling):
         for number, row in enumerate(rows):
             place = number * len(hands) // len(rows)
             hands[place].append(row)
-            self._homes[row.prompt, row.sample] = place
+            self.live[row.prompt].homes[row.sample] = place
         for place, hand in enumerate(hands):
             self.lanes[place].replica.begin(hand, 0.0)
             self._changed.add(place)
@@ -189,10 +188,7 @@ class Stream(_Sampling):
         self._next = self._draws.rows(0)
         self._waiting: deque[Row] = deque()
         self._incomplete = 0
-        self._empty = dict.fromkeys(range(len(self.lanes)))
-        self._emptied = dict(self._empty)
-        self._offered = 0
-        self._cause = Cause.FRESHNESS
+        self._empty = set(range(len(self.lanes)))
         steps = layout.plan.freshness + 1
         self._most_groups = math.inf
         if self._engine.holds_prompts:
@@ -217,11 +213,8 @@ class Stream(_Sampling):
         while self._begin_one(now_s) or self._refresh(now_s):
             pass
         late = self.newest + self._layout.plan.freshness < self._admission.version
-        before, self._cause = self._cause, Cause.WEIGHTS if late else Cause.FRESHNESS
-        for place in self._empty if before is not self._cause else self._emptied:
-            if place in self._empty:
-                self._mark(place, now_s, self._cause)
-        self._emptied.clear()
+        for place in self._empty:
+            self._mark(place, now_s, Cause.WEIGHTS if late else Cause.FRESHNESS)
 
     def close(self, end_s: float) -> None:
         """Write down what replicas do at the end."""
@@ -245,13 +238,13 @@ class Stream(_Sampling):
         if not self._waiting:
             self._begin_group(lane.version)
         self._waiting.popleft()
-        self.live[row.prompt].versions[row.sample] = lane.version
-        self._homes[row.prompt, row.sample] = place
+        group = self.live[row.prompt]
+        group.versions[row.sample], group.homes[row.sample] = lane.version, place
         ended = self._advance(place, now_s)
         assert not ended, "events of this moment are over before rows begin"
         self._mark(place, now_s, None)
         lane.replica.begin([row], now_s)
-        self._empty.pop(place, None)
+        self._empty.discard(place)
         heapq.heappush(self._open, (lane.replica.rows, place))
         return True
 
@@ -290,11 +283,7 @@ class Stream(_Sampling):
 
     def _refresh(self, now_s: float) -> bool:
         """Let replicas without rows take the newest weights; whether any did."""
-        offered, self._offered = self._offered, self.newest
-        places = self._empty if offered < self.newest else self._emptied
-        stale = [
-            place for place in places if place in self._empty and self.lanes[place].version < self.newest
-        ]
+        stale = [place for place in self._empty if self.lanes[place].version < self.newest]
         for place in stale:
             self._advance(place, now_s)
             self._load(place, now_s)
@@ -317,11 +306,12 @@ class Stream(_Sampling):
         return complete
 
     def _stop(self, row: Row, now_s: float) -> list[Row]:
-        if (row.prompt, row.sample) not in self._homes:
+        homes = self.live[row.prompt].homes
+        if row.sample not in homes:
             self._waiting.remove(row)
             return []
         ended = super()._stop(row, now_s)
-        self._touch(self._homes[row.prompt, row.sample])
+        self._touch(homes[row.sample])
         return ended
 
     def _advance(self, place: int, now_s: float) -> list[Row]:
@@ -335,7 +325,7 @@ class Stream(_Sampling):
         self._changed.add(place)
         heapq.heappush(self._open, (replica.rows, place))
         if not replica.rows:
-            self._empty[place] = self._emptied[place] = None
+            self._empty.add(place)
 
     def _mark(self, place: int, now_s: float, cause: Cause | None) -> None:
         """Write down what a replica did until now, if it does something else from now on, or from when it has
@@ -347,7 +337,4 @@ class Stream(_Sampling):
 
     def _write(self, place: int, until_s: float) -> None:
         lane = self.lanes[place]
-        if lane.cause is None:
-            self._book.work(self._pool, place + 1, self._name, lane.version + 1, until_s)
-        else:
-            self._book.idle(self._pool, place + 1, lane.cause, lane.version + 1, until_s)
+        self._book.write(self._pool, place + 1, lane.cause or self._name, lane.version + 1, until_s)

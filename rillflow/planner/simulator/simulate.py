@@ -13,30 +13,32 @@ scoring    consumes complete groups; waits for its devices; unblocked by time; p
 training   consumes batches; waits for enough groups and the pools of its stages; unblocked by groups that are
            scored and stages that end; produces versions
 
-One heap holds what will happen: (seconds, kind, numbers). The loop takes the events of one moment, lets the
-state machines move, forms a batch if the pool of its first stage is free, and begins rows. It ends with the
-last step; what is then on its way is counted as unfinished. Nothing can crash but a row that fits nowhere,
-which is an error before time passes.
+When the stages of a step, a batch or a group run is known as it begins: ``schedule.in_turn`` says it, with
+the pools as those before have left them. Where rows flow, one heap holds what will happen: (seconds, kind,
+numbers). The loop takes the events of one moment, lets the stream move, forms a batch if the pool of its
+first stage is free, and begins rows. It ends with the last step; what is then on its way is unfinished.
+Nothing can crash but a row that fits nowhere, which is an error before time passes.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from enum import IntEnum
+from itertools import count
 
 from rillflow.errors import PlanError
-from rillflow.planner.option import Costs
+from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
-from rillflow.planner.schedule import BESIDE
+from rillflow.planner.schedule import BESIDE, Task, Timing, in_turn, last_s
 from rillflow.planner.simulator.admission import Drop, Group, Wait
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.layout import Layout, Settings, lay_out
 from rillflow.planner.simulator.result import WHOLE, Book, Cause, Simulation, pool_times
 from rillflow.planner.simulator.sampling import Round, Stream
-from rillflow.planner.simulator.turns import Start, Turns
 
 MOST_STEPS = 100_000
 ENOUGH_ROWS = 4096
@@ -48,7 +50,7 @@ TOO_OLD = "older than the freshness bound"
 
 def simulate(
     problem: Problem,
-    costs: Costs,
+    costs: CostModel,
     plan: Plan,
     *,
     steps: int,
@@ -85,26 +87,14 @@ def enough_steps(problem: Problem, plan: Plan) -> int:
     return 2 * cycle * max(1, ENOUGH_ROWS // (cycle * problem.workload.rows))
 
 
-class _Kind(IntEnum):
-    """What happens; of events of one moment, in this order."""
-
-    REPLICA = 0
-    SCORED = 1
-    ENDED = 2
-    WEIGHTS = 3
-    STEP = 4
-
-
-class _Engine:
-    """The loop, and what is counted."""
+class _Run:
+    """What is counted and written down, however steps follow one another."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.steps = 0
         self.workload = layout.problem.workload
         self.book = Book()
         self.pools = [pool.name for pool in layout.plan.pools]
-        self.events: list[tuple[float, _Kind, int, int]] = []
         self.ends: list[float] = []
         self.tokens: list[int] = []
         self.generation: list[float] = []
@@ -114,35 +104,27 @@ class _Engine:
         self.trained = 0
         self.cached: dict[int, float] = defaultdict(float)
 
-    def happen(self, kind: _Kind, first: int, second: int, now: float) -> None:
-        """Let the state machines move."""
-        raise NotImplementedError
-
-    def settle(self, now: float) -> None:
-        """Begin what may begin once all events of a moment have happened."""
-
-    def close(self, now: float) -> int:
-        """Write down what is under way; how many rows are."""
-        raise NotImplementedError
-
     def run(self, steps: int) -> Simulation:
         """Until so many steps have ended."""
-        self.steps, now = steps, 0.0
-        self.push(now, _Kind.STEP, 0)
-        while len(self.ends) < steps:
-            assert self.events, f"rows that cannot begin are waited for after {now} s"
-            now = self.events[0][0]
-            while self.events and self.events[0][0] == now:
-                _, kind, first, second = heapq.heappop(self.events)
-                self.happen(kind, first, second, now)
-            self.settle(now)
-        now, unfinished = self.ends[-1], self.close(self.ends[-1])
-        spans = self.book.close(now)
+        raise NotImplementedError
+
+    def work(self, tasks: Iterable[Task], timings: Iterable[Timing], step: int) -> None:
+        """Write stages down, and that their pools waited for data before."""
+        for task, timing in zip(tasks, timings, strict=True):
+            pool = task.pool if task.pool in self.pools else BESIDE
+            if pool != BESIDE:
+                self.book.write(pool, WHOLE, Cause.DATA, step, timing.start_s)
+            self.book.pass_over(pool, WHOLE, timing.start_s)
+            self.book.write(pool, WHOLE, task.name, step, timing.end_s)
+
+    def found(self, unfinished: int) -> Simulation:
+        """What came of it; so many rows are on their way."""
+        spans = self.book.close(self.ends[-1])
         peaks = {pool: self.layout.peak_bytes(pool, self.cached) for pool in self.pools}
         return Simulation(
             step_s=tuple(end - before for end, before in zip(self.ends, [0.0, *self.ends], strict=False)),
             rows_per_step=self.workload.rows,
-            tokens=tuple(self.tokens[:steps]),
+            tokens=tuple(self.tokens),
             generation_s=tuple(self.generation),
             pools=pool_times(spans, self.layout.lanes, peaks),
             ages=dict(sorted(self.ages.items())),
@@ -153,44 +135,53 @@ class _Engine:
             spans=spans,
         )
 
-    def push(self, at_s: float, kind: _Kind, first: int, second: int = 0) -> None:
-        """Something will happen."""
-        heapq.heappush(self.events, (at_s, kind, first, second))
 
-    def work(self, start: Start, step: int, end_s: float) -> None:
-        """Write a stage down, and that its pool waited for data before."""
-        task, is_pool = start.task, start.task.pool in self.pools
-        if is_pool:
-            self.book.idle(task.pool, WHOLE, Cause.DATA, step, start.start_s)
-        pool = task.pool if is_pool else BESIDE
-        self.book.work(pool, WHOLE, task.name, step, end_s, start.start_s)
-
-
-class _InStep(_Engine):
+class _InStep(_Run):
     """Every step generates, scores and trains before the next one begins."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self._draws = layout.draws()
-        self._turns = Turns(layout.tasks)
         self._aside: list[int] = []
         self._fresh = 0
-        self._rounds: dict[int, Round] = {}
 
-    def happen(self, kind: _Kind, first: int, second: int, now: float) -> None:
-        """A step begins, or a stage of it has ended."""
-        if kind is _Kind.STEP:
-            self._rounds = self._generated()
-            self.generation.append(sum(one.seconds for one in self._rounds.values()))
-            self._start(self._turns.begin(first, now), first)
-            return
-        self._start(self._turns.ended(first, second, now), first)
-        if self._turns.is_over(first):
-            self._rest(first, now)
+    def run(self, steps: int) -> Simulation:
+        """Until so many steps have ended."""
+        for step in range(1, steps + 1):
+            self._step(step)
+        return self.found(0)
 
-    def close(self, now: float) -> int:  # noqa: ARG002
-        """Nothing is under way."""
-        return 0
+    def _step(self, step: int) -> None:
+        layout, rounds = self.layout, self._generated()
+        self.generation.append(sum(one.seconds for one in rounds.values()))
+        tasks = [
+            replace(task, seconds=rounds[task.stage].seconds) if task.stage in rounds else task
+            for task in layout.tasks
+        ]
+        timings = in_turn(tasks, begin_s=self.ends[-1] if self.ends else 0.0)
+        for task, timing in zip(tasks, timings, strict=True):
+            if task.stage in rounds:
+                self._sample(task, timing, rounds[task.stage], step)
+            else:
+                self.work([task], [timing], step)
+        samplers = {layout.pool_of(stage) for stage in layout.generating}
+        trainers = {task.pool for task in tasks if task.stage not in rounds}
+        end_s = last_s(timings)
+        self.ends.append(end_s + layout.problem.overhead_s)
+        for pool in self.pools:
+            cause = Cause.WEIGHTS if pool in samplers - trainers else Cause.NOTHING
+            self.book.write(pool, WHOLE, cause, step, end_s)
+            self.book.write(pool, WHOLE, Cause.OVERHEAD, step, self.ends[-1])
+
+    def _sample(self, task: Task, timing: Timing, one: Round, step: int) -> None:
+        """Write down what each replica did, and that it waited for the last one."""
+        self.book.write(task.pool, WHOLE, Cause.DATA, step, timing.start_s)
+        self.book.pass_over(task.pool, WHOLE, timing.end_s)
+        idle = [0.0] * (self.layout.lanes[task.pool] - len(one.lanes))
+        for lane, done_s in enumerate([*one.lanes_s, *idle], 1):
+            self.book.pass_over(task.pool, lane, timing.start_s)
+            self.book.write(task.pool, lane, task.name, step, timing.start_s + done_s)
+            self.book.write(task.pool, lane, Cause.TAIL, step, timing.end_s)
 
     def _generated(self) -> dict[int, Round]:
         """Run the generation of a step, stage by stage; a greedy one answers the prompts that are kept."""
@@ -230,43 +221,29 @@ class _InStep(_Engine):
         self._fresh += self.layout.prompts_begun
         return range(first, self._fresh), self.layout.samples_begun
 
-    def _start(self, starts: Sequence[Start], step: int) -> None:
-        for start in starts:
-            task, one = start.task, self._rounds.get(start.task.stage)
-            end_s = start.start_s + (task.seconds if one is None else one.seconds)
-            self.push(end_s, _Kind.ENDED, step, task.stage)
-            if one is None:
-                self.work(start, step + 1, end_s)
-                continue
-            self.book.idle(task.pool, WHOLE, Cause.DATA, step + 1, start.start_s)
-            self.book.pass_over(task.pool, WHOLE, end_s)
-            for lane in range(1, self.layout.lanes[task.pool] + 1):
-                done_s = one.lanes_s[lane - 1] if lane <= len(one.lanes) else 0.0
-                self.book.work(task.pool, lane, task.name, step + 1, start.start_s + done_s, start.start_s)
-                self.book.idle(task.pool, lane, Cause.TAIL, step + 1, end_s)
 
-    def _rest(self, step: int, now: float) -> None:
-        """Write down what pools do that have done their part, and end the step."""
-        samplers = {self.layout.pool_of(stage) for stage in self.layout.generating}
-        trainers = {task.pool for task in self.layout.tasks if task.stage not in self.layout.generating}
-        self.ends.append(now + self.layout.problem.overhead_s)
-        for pool in self.pools:
-            cause = Cause.WEIGHTS if pool in samplers - trainers else Cause.NOTHING
-            self.book.idle(pool, WHOLE, cause, step + 1, now)
-            self.book.idle(pool, WHOLE, Cause.OVERHEAD, step + 1, self.ends[-1])
-        if step + 1 < self.steps:
-            self.push(self.ends[-1], _Kind.STEP, step + 1)
+class _Kind(IntEnum):
+    """What happens; of events of one moment, in this order."""
+
+    REPLICA = 0
+    """A replica comes to its next event."""
+    SCORED = 1
+    """A group has its scores."""
+    FREE = 2
+    """The pool of a batch's first stage is free."""
+    TRAINED = 3
+    """All stages of a batch have ended."""
+    WEIGHTS = 4
+    """A version of the weights is there."""
 
 
-class _Flowing(_Engine):
+class _Flowing(_Run):
     """Generation, scoring and training run side by side."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        plan, crossing = (
-            layout.plan,
-            sum(task.seconds for task in layout.tasks if layout.is_publish(task.stage)),
-        )
+        plan = layout.plan
+        crossing = sum(task.seconds for task in layout.tasks if layout.is_publish(task.stage))
         self._admission = (Drop if plan.late == "drop" else Wait)(
             freshness=plan.freshness,
             prompts=self.workload.prompts // layout.batches,
@@ -277,33 +254,41 @@ class _Flowing(_Engine):
         self._arrive_s = crossing if plan.weights == "hidden" else 0.0
         self._apart_s = load_s if plan.weights == "staggered" else 0.0
         self._stream = Stream(layout, self._admission, self.book, load_s=load_s)
-        self._groups = Turns(layout.by_group)
-        self._turns = Turns(layout.by_batch)
-        self._publishes = {task.stage for task in layout.tasks if layout.is_publish(task.stage)}
+        self._events: list[tuple[float, _Kind, int, int]] = []
+        self._free_s: dict[str, float] = {}
+        self._scored = count()
         self._first = next(task.pool for task in layout.by_batch if task.pool in self.pools)
-        self._scored: dict[int, Group] = {}
         self._batches: dict[int, Sequence[Group]] = {}
         self._step_tokens = 0
 
-    def happen(self, kind: _Kind, first: int, second: int, now: float) -> None:
-        """A replica, a group, a stage of a batch, or weights have come to an event."""
+    def run(self, steps: int) -> Simulation:
+        """Until so many steps have ended."""
+        self._settle(0.0)
+        while len(self.ends) < steps:
+            assert self._events, f"rows that cannot begin are waited for after {self.ends}"
+            now = self._events[0][0]
+            while self._events and self._events[0][0] == now:
+                _, kind, first, second = heapq.heappop(self._events)
+                self._happen(kind, first, second, now)
+            self._settle(now)
+        return self.found(self._close(self.ends[-1]))
+
+    def _happen(self, kind: _Kind, first: int, second: int, now: float) -> None:
+        """A replica, a group, a batch, or weights have come to an event."""
         match kind:
             case _Kind.REPLICA:
                 self._score(self._stream.advance(first, now), now)
             case _Kind.SCORED:
-                self._group(self._groups.ended(first, second, now), first)
+                self._admission.complete(self._stream.live[second])
+            case _Kind.TRAINED:
+                self._count(first, now)
             case _Kind.WEIGHTS:
                 self._score(self._stream.publish(first, now, second), now)
-            case _Kind.ENDED:
-                starts = self._turns.ended(first, second, now)
-                if self._turns.is_over(first):
-                    self._count(first, self._batches.pop(first), now)
-                self._start(starts, first)
         self._push_replicas()
 
-    def settle(self, now: float) -> None:
+    def _settle(self, now: float) -> None:
         """Form batches as long as the pool of their first stage is free, and begin rows."""
-        while self._turns.is_free(self._first):
+        while self._free_s.get(self._first, 0.0) <= now:
             batch, groups = self._admission.batch, self._admission.take()
             for group in self._admission.dropped:
                 self.dropped[TOO_OLD] += len(group.kept)
@@ -318,56 +303,50 @@ class _Flowing(_Engine):
         self._stream.begin(now)
         self._push_replicas()
 
-    def close(self, now: float) -> int:
+    def _close(self, now: float) -> int:
         """Write down what everything did until the end; rows begun that no batch has consumed."""
         self._stream.close(now)
         for pool in self.pools:
             if not self.layout.lanes[pool]:
-                self.book.idle(pool, WHOLE, Cause.DATA, len(self.ends), now)
+                self.book.write(pool, WHOLE, Cause.DATA, len(self.ends), now)
         self.begun = self._stream.begun
         self.cached.update(dict.fromkeys(self.layout.generating, self._stream.peak_tokens))
         live = [*self._stream.live.values(), *(group for batch in self._batches.values() for group in batch)]
         return sum(len(group.kept if group.is_complete else group.rows) for group in live)
 
     def _score(self, groups: Sequence[Group], now: float) -> None:
-        """Hand complete groups to scoring."""
+        """Hand complete groups to the stages that take them one by one."""
+        tasks, step = self.layout.by_group, self._admission.batch // self.layout.batches + 1
         for group in groups:
             self.dropped[STOPPED] += len(group.rows) - len(group.kept)
-            self._scored[group.prompt] = group
-            self._group(self._groups.begin(group.prompt, now), group.prompt)
-
-    def _group(self, starts: Sequence[Start], prompt: int) -> None:
-        """Go on with the stages of groups; the group is scored once all of its own have ended."""
-        for start in starts:
-            end_s = start.start_s + start.task.seconds
-            self.work(start, self._admission.batch // self.layout.batches + 1, end_s)
-            self.push(end_s, _Kind.SCORED, start.step, start.task.stage)
-        if self._groups.is_over(prompt):
-            self._admission.complete(self._scored.pop(prompt))
+            timings = in_turn(tasks, begin_s=now, free_s=self._free_s)
+            self.work(tasks, timings, step)
+            if tasks:
+                self._push(last_s(timings), _Kind.SCORED, next(self._scored), group.prompt)
+            else:
+                self._admission.complete(group)
 
     def _begin(self, batch: int, now: float) -> None:
         """Let the training side begin a batch; its rows have travelled but for the last group's."""
-        step = batch // self.layout.batches + 1
-        begun_s = now + self.layout.problem.overhead_s / self.layout.batches
-        self.book.idle(self._first, WHOLE, Cause.DATA, step, now)
-        self.book.idle(self._first, WHOLE, Cause.OVERHEAD, step, begun_s)
-        is_last = (batch + 1) % self.layout.published == 0
-        without = frozenset() if is_last else self._publishes
-        self._start(self._turns.begin(batch, begun_s, without=without), batch)
-
-    def _start(self, starts: Sequence[Start], batch: int) -> None:  # noqa: ARG002
-        for start in starts:
-            task, end_s = start.task, start.start_s + start.task.seconds
-            if task.stage in self._publishes:
-                version, there_s = start.step // self.layout.published + 1, start.start_s + self._arrive_s
+        layout, step = self.layout, batch // self.layout.batches + 1
+        begun_s = now + layout.problem.overhead_s / layout.batches
+        self.book.write(self._first, WHOLE, Cause.DATA, step, now)
+        self.book.write(self._first, WHOLE, Cause.OVERHEAD, step, begun_s)
+        version, left = divmod(batch + 1, layout.published)
+        tasks = [task for task in layout.by_batch if not (left and layout.is_publish(task.stage))]
+        timings = in_turn(tasks, begin_s=begun_s, free_s=self._free_s)
+        self.work(tasks, timings, step)
+        for timing in timings:
+            if layout.is_publish(timing.stage):
                 for place in range(len(self._stream.lanes)) if self._apart_s else (-1,):
-                    self.push(there_s + max(place, 0) * self._apart_s, _Kind.WEIGHTS, version, place)
-            self.work(start, start.step // self.layout.batches + 1, end_s)
-            self.push(end_s, _Kind.ENDED, start.step, task.stage)
+                    there_s = timing.start_s + self._arrive_s + max(place, 0) * self._apart_s
+                    self._push(there_s, _Kind.WEIGHTS, version, place)
+        self._push(self._free_s[self._first], _Kind.FREE)
+        self._push(last_s(timings), _Kind.TRAINED, batch)
 
-    def _count(self, batch: int, groups: Sequence[Group], now: float) -> None:
+    def _count(self, batch: int, now: float) -> None:
         """Count a batch whose stages have all ended, and the step that ends with it."""
-        for group in groups:
+        for group in self._batches.pop(batch):
             self.trained += len(group.kept)
             self._step_tokens += _tokens(group.kept)
             for row in group.kept:
@@ -377,9 +356,13 @@ class _Flowing(_Engine):
             self.tokens.append(self._step_tokens)
             self._step_tokens = 0
 
+    def _push(self, at_s: float, kind: _Kind, first: int = 0, second: int = 0) -> None:
+        """Something will happen."""
+        heapq.heappush(self._events, (at_s, kind, first, second))
+
     def _push_replicas(self) -> None:
         for next_s, place in self._stream.changes():
-            self.push(next_s, _Kind.REPLICA, place)
+            self._push(next_s, _Kind.REPLICA, place)
 
 
 def _tokens(rows: Sequence[Row]) -> int:

@@ -17,7 +17,6 @@ from rillflow.errors import PlanError
 from rillflow.observe.reader import SpanRecord
 from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.planner.calibration import calibrate
-from rillflow.planner.cost_model.costs import CostModel
 from rillflow.records.metrics import Mean
 from rillflow.view.run_data import load
 
@@ -147,7 +146,7 @@ def test_of_another_device_the_cluster_has_to_be_given(make_run: Callable[..., P
 def test_the_cluster_file_has_the_factors(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run()
     observations = observe(run)
-    factors = calibrate(observations, CostModel).factors
+    factors = calibrate(observations).factors
     file = tmp_path / "calibrated.toml"
     file.write_text(cluster_text(factors, observations, None, run))
     found = open_cluster(file)

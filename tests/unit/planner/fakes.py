@@ -14,9 +14,9 @@ from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
-from rillflow.planner.option import Decoder, Option, Seat
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import SAMPLER, Problem, Unit
+from rillflow.planner.option import Option, Seat
+from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.workload import Lengths, Workload
 
 DEVICE = Device(
@@ -32,7 +32,7 @@ SHAPE = ModelShape(name="toy", hidden=8, layers=2, heads=2, kv_heads=2, head_dim
 
 @dataclass(frozen=True, kw_only=True)
 class FakeDecoder:
-    """A token takes ``token_s`` and a share for every row and every token in the cache."""
+    """A decoder whose token takes ``token_s`` and a share for every row and every token in the cache."""
 
     replicas: int = 2
     capacity_tokens: int = 1_000_000
@@ -55,7 +55,7 @@ class FakeDecoder:
 
 @dataclass(frozen=True, kw_only=True)
 class FakeCosts:
-    """Seconds as they are given; every unit fits everywhere."""
+    """A cost model of seconds as they are given; every unit fits everywhere."""
 
     workload: Workload
     stage_s: Mapping[str, float] = field(default_factory=dict)
@@ -84,10 +84,10 @@ class FakeCosts:
 
     def decoder(
         self, unit: Unit, option: Option, fleet: str, devices: int, room_bytes: float
-    ) -> Decoder | None:
+    ) -> FakeDecoder | None:
         return self.replica
 
-    def generate_s(self, stage: Stage, decoder: Decoder) -> float:
+    def generate_s(self, stage: Stage, decoder: FakeDecoder) -> float:
         """Of rows of one length and alone with their prompt: wave after wave."""
         length, prompt = self.workload.response.limit, self.workload.prompt.limit
         left = math.ceil(self._rows(stage) / decoder.replicas)
@@ -98,16 +98,16 @@ class FakeCosts:
             left -= wave
         return seconds
 
-    def worked_s(self, stage: Stage, decoder: Decoder) -> float:
+    def worked_s(self, stage: Stage, decoder: FakeDecoder) -> float:
         return self.generate_s(stage, decoder)
 
-    def steady_s(self, stage: Stage, decoder: Decoder) -> float:
+    def steady_s(self, stage: Stage, decoder: FakeDecoder) -> float:
         """Of replicas that are always full."""
         length, prompt, full = self.workload.response.limit, self.workload.prompt.limit, decoder.most_rows
         wave = decoder.prefill_s(full * prompt) + decoder.advance_s(full, full * prompt, length)
         return wave * self._rows(stage) / (decoder.replicas * full)
 
-    def longest_s(self, stage: Stage, decoder: Decoder) -> NDArray[np.float64]:
+    def longest_s(self, stage: Stage, decoder: FakeDecoder) -> NDArray[np.float64]:
         return np.array([self.generate_s(stage, decoder)])
 
     def function_s(self, stage: Stage, devices: int) -> float:

@@ -97,7 +97,7 @@ def run(factors: Factors) -> list[Observation]:
 @settings(max_examples=6, deadline=None, phases=[Phase.generate])
 @given(FACTORS)
 def test_every_stage_is_met(factors: Factors) -> None:
-    found = calibrate(run(factors), CostModel)
+    found = calibrate(run(factors))
     assert {stage.stage for stage in found.stages} == {
         "policy.update",
         "policy.generate",
@@ -110,7 +110,7 @@ def test_every_stage_is_met(factors: Factors) -> None:
 @settings(max_examples=4, deadline=None, phases=[Phase.generate])
 @given(FACTORS)
 def test_another_batch_is_predicted(factors: Factors) -> None:
-    found = calibrate(run(factors), CostModel)
+    found = calibrate(run(factors))
     other = observed("other", IMPROVE, 128, 8, factors)
     problem = with_factors(other.problem, found.factors)
     step_s = evaluate(problem, CostModel(problem), other.plan).step_s
@@ -120,21 +120,21 @@ def test_another_batch_is_predicted(factors: Factors) -> None:
 def test_what_is_left_of_a_step_is_overhead() -> None:
     learn, improve = run(Factors())
     slower = [replace(learn, step_s=learn.step_s + 0.5), replace(improve, step_s=improve.step_s + 2.5)]
-    found = calibrate(slower, CostModel).factors
+    found = calibrate(slower).factors
     assert found.step_s == pytest.approx(0.5, abs=1e-3)
     assert found.step_row_s == pytest.approx(2.0 / 512, rel=1e-3)
-    alone = calibrate(slower[1:], CostModel).factors
+    alone = calibrate(slower[1:]).factors
     assert (alone.step_s, alone.step_row_s) == (0.0, pytest.approx(2.5 / 512, rel=1e-3))
 
 
 def test_rows_that_took_less_than_a_plain_step_s_overhead_cost_nothing() -> None:
     learn, improve = run(Factors())
     odd = [replace(learn, step_s=learn.step_s + 0.5), replace(improve, step_s=improve.step_s + 0.2)]
-    assert calibrate(odd, CostModel).factors.step_row_s == 0.0
+    assert calibrate(odd).factors.step_row_s == 0.0
 
 
 def test_what_a_run_says_nothing_of_stays_as_guessed() -> None:
-    found = calibrate(run(Factors(train_flops=0.2)), CostModel).factors
+    found = calibrate(run(Factors(train_flops=0.2))).factors
     guess = Factors()
     assert (found.inside_links, found.between_links, found.memory) == (
         guess.inside_links,
@@ -146,7 +146,7 @@ def test_what_a_run_says_nothing_of_stays_as_guessed() -> None:
 def test_links_are_fitted_where_devices_worked_together() -> None:
     factors = replace(Factors(), collective_s=5e-3)
     both = [observed("improve", IMPROVE, 64, 8, factors, devices=2)]
-    found = calibrate([*run(factors), *both], CostModel)
+    found = calibrate([*run(factors), *both])
     assert found.factors.collective_s > 10 * Factors().collective_s
     assert all(abs(stage.error) < 0.05 for stage in found.stages)
 
@@ -156,10 +156,10 @@ def test_a_device_that_does_more_than_it_says_is_named() -> None:
         replace(one, stages_s={name: seconds / 20 for name, seconds in one.stages_s.items()})
         for one in run(Factors(train_flops=0.9, score_flops=0.9))
     ]
-    assert "train_flops" in calibrate(quick, CostModel).at_limit
+    assert "train_flops" in calibrate(quick).at_limit
 
 
 def test_nothing_measured_is_refused() -> None:
     empty = [replace(one, stages_s={}) for one in run(Factors())]
     with pytest.raises(PlanError, match="nothing to calibrate by"):
-        calibrate(empty, CostModel)
+        calibrate(empty)

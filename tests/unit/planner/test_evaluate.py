@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.plan import Plan, PlannedPool
-from rillflow.planner.problem import SAMPLER, Problem
+from rillflow.planner.grid import Grid
+from rillflow.planner.plan import SAMPLER, Plan, PlannedPool
+from rillflow.planner.problem import Problem
+from rillflow.planner.schedule import last_s
 from rillflow.planner.search import search
 from tests.unit.planner.toys import ToyCosts, toy_fleet, toy_problem
 
@@ -34,7 +36,7 @@ def test_one_pool_takes_the_sum_of_its_stages_and_never_idles_for_another() -> N
     found = evaluate(PROBLEM, costs(PROBLEM), plan)
     owned = {index for unit in PROBLEM.units for index in unit.stages}
     assert found.pools[0].busy_s == pytest.approx(sum(found.seconds[index] for index in owned))
-    assert found.step_s == pytest.approx(found.schedule.step_s + PROBLEM.overhead_s)
+    assert found.step_s == pytest.approx(last_s(found.timings) + PROBLEM.overhead_s)
     assert found.transfers_s == (0.0,) * len(PROBLEM.graph.edges)
     assert found.pools[0].idle_share == pytest.approx(1 - found.pools[0].busy_s / found.step_s)
 
@@ -67,19 +69,26 @@ class _NeverFits(ToyCosts):
         return -13.5e9 if len(options) > 1 else 1.0  # type: ignore[arg-type]
 
 
+def with_policy(plan: Plan, **changes: object) -> Plan:
+    """The plan with the policy placed otherwise."""
+    return replace(plan, units={**plan.units, "policy": replace(plan.units["policy"], **changes)})
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda plan: replace(plan, units={"policy": plan.units["policy"]}), "does not place critic"),
+        (lambda plan: with_policy(plan, grid=Grid(dp=7)), "policy is dp 7"),
+        (lambda plan: with_policy(plan, generate_tp=3), "policy.generate_tp is 3"),
         (lambda plan: replace(plan, units={**plan.units, "crytic": plan.units["critic"]}), "crytic"),
         (lambda plan: replace(plan, freshness=1), "freshness is 1"),
         (lambda plan: replace(plan, pools=(replace(plan.pools[0], fleet="her"),)), "fleet 'her'"),
-        (lambda plan: replace(plan, pools=(replace(plan.pools[0], devices=5),)), "pools of 5 devices"),
+        (lambda plan: replace(plan, pools=(replace(plan.pools[0], devices=5),)), "pool policy has 5 devices"),
         (
             lambda plan: replace(plan, pools=(*plan.pools, PlannedPool(name="x", fleet="here", devices=1))),
-            "no unit is on pool x",
+            "the pool x has no unit",
         ),
-        (lambda plan: replace(plan, pools=()), "a unit is on pool 'policy'"),
+        (lambda plan: replace(plan, pools=()), "pool is 'policy'"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(change: object, said: str) -> None:
@@ -91,8 +100,9 @@ def test_a_plan_that_cannot_be_is_refused(change: object, said: str) -> None:
 def test_pools_that_need_more_machines_than_there_are_are_refused() -> None:
     plan = best_plan(PROBLEM, pools=2)
     pools = tuple(replace(pool, devices=4) for pool in plan.pools)
+    units = {name: replace(unit, grid=Grid(dp=4)) for name, unit in plan.units.items()}
     with pytest.raises(PlanError, match="pools of 4, 4 devices"):
-        evaluate(PROBLEM, costs(PROBLEM), replace(plan, pools=pools))
+        evaluate(PROBLEM, costs(PROBLEM), replace(plan, pools=pools, units=units))
 
 
 def pack_naively(sizes: list[int], room: int) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.planner.hardware import Fleet
-from rillflow.planner.option import Costs, Option
+from rillflow.planner.option import Option
 from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.ranking import Cause, Goal, Objective
 from rillflow.planner.reasons import order_as_shown
@@ -50,7 +50,7 @@ class PlainCosts(ToyCosts):
         return 0.2
 
 
-def plain(**changes: float) -> Callable[[Problem], Costs]:
+def plain(**changes: float) -> Callable[[Problem], PlainCosts]:
     return lambda problem: PlainCosts(problem=problem, seed=5, **changes)
 
 
@@ -112,7 +112,7 @@ class EqualCosts(PlainCosts):
 def test_equal_plans_are_in_the_order_of_the_search_and_say_so(
     memory: float, pools: int, whys: list[str]
 ) -> None:
-    def costs(problem: Problem) -> Costs:
+    def costs(problem: Problem) -> PlainCosts:
         return EqualCosts(problem=problem, seed=5, memory=memory, link=0.0, speed=0.0)
 
     best, *others = search(PROBLEM, costs).best

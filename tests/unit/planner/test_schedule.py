@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge, Graph, Stage
-from rillflow.planner.schedule import BESIDE, Schedule, period_s, schedule
+from rillflow.planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
 
 seeds = st.integers(0, 10**6)
 
@@ -27,7 +27,7 @@ def random_graph(draw: random.Random) -> Graph:
     return Graph(name="g", stages=tuple(stages), edges=tuple(edges))
 
 
-def random_schedule(seed: int, *, longer: bool = False) -> tuple[Graph, Schedule]:
+def random_schedule(seed: int, *, longer: bool = False) -> tuple[Graph, tuple[Timing, ...]]:
     """A schedule of a random graph; with one duration longer than without."""
     draw = random.Random(seed)
     graph = random_graph(draw)
@@ -37,25 +37,25 @@ def random_schedule(seed: int, *, longer: bool = False) -> tuple[Graph, Schedule
     if longer:
         durations = draw.choice([seconds, transfers] if transfers else [seconds])
         durations[draw.randrange(len(durations))] += 2.5
-    return graph, schedule(graph, seconds=seconds, pools=pools, transfers=transfers)
+    return graph, in_turn(tasks_of(graph, seconds=seconds, pools=pools, transfers=transfers))
 
 
 @given(seed=seeds)
 def test_stages_of_a_pool_take_turns_in_the_order_of_the_program(seed: int) -> None:
     _, found = random_schedule(seed)
     for pool in ("a", "b"):
-        own = [timing for timing in found.timings if timing.pool == pool]
+        own = [timing for timing in found if timing.pool == pool]
         assert all(one.end_s <= two.start_s for one, two in itertools.pairwise(own))
 
 
 @given(seed=seeds)
 def test_no_stage_begins_before_what_it_reads_and_none_waits_longer_than_a_transfer(seed: int) -> None:
     graph, found = random_schedule(seed)
-    for timing in found.timings:
+    for timing in found:
         sources = [edge.source for edge in graph.into(timing.stage) if edge.source >= 0]
-        assert all(found.timings[source].end_s <= timing.start_s for source in sources)
-        before = [one.end_s for one in found.timings[: timing.stage] if one.pool == timing.pool != BESIDE]
-        waits = [*before, *(found.timings[source].end_s for source in sources)]
+        assert all(found[source].end_s <= timing.start_s for source in sources)
+        before = [one.end_s for one in found[: timing.stage] if one.pool == timing.pool != BESIDE]
+        waits = [*before, *(found[source].end_s for source in sources)]
         assert timing.start_s <= max(waits, default=0.0) + 3.0
         assert waits or timing.start_s <= 3.0
 
@@ -65,10 +65,9 @@ def test_a_longer_duration_makes_nothing_earlier(seed: int) -> None:
     _, before = random_schedule(seed)
     _, after = random_schedule(seed, longer=True)
     assert all(
-        old.start_s <= new.start_s and old.end_s <= new.end_s
-        for old, new in zip(before.timings, after.timings, strict=True)
+        old.start_s <= new.start_s and old.end_s <= new.end_s for old, new in zip(before, after, strict=True)
     )
-    assert before.step_s <= after.step_s
+    assert last_s(before) <= last_s(after)
 
 
 def test_two_pools_overlap_and_a_transfer_delays() -> None:
@@ -77,14 +76,16 @@ def test_two_pools_overlap_and_a_transfer_delays() -> None:
         Edge(source=source, destination=destination, fields=())
         for source, destination in ((0, 1), (0, 2), (1, 3), (2, 3))
     )
-    found = schedule(
+    tasks = tasks_of(
         Graph(name="g", stages=stages, edges=edges),
         seconds=[4.0, 2.0, 3.0, 1.0],
         pools=["a", "a", "b", "a"],
         transfers=[0.0, 0.5, 0.0, 0.25],
     )
-    assert [(one.start_s, one.end_s) for one in found.timings] == [(0, 4), (4, 6), (4.5, 7.5), (7.75, 8.75)]
-    assert found.busy_s("a") == 7.0
+    found = in_turn(tasks)
+    assert [(one.start_s, one.end_s) for one in found] == [(0, 4), (4, 6), (4.5, 7.5), (7.75, 8.75)]
+    later = in_turn(tasks, begin_s=10.0, free_s={"a": 11.0, "b": 16.0})
+    assert [(one.start_s, one.end_s) for one in later] == [(11, 15), (15, 17), (16, 19), (19.25, 20.25)]
 
 
 @pytest.mark.parametrize(("freshness", "period"), [(0, 30.0), (1, 15.0), (2, 12.0), (100, 12.0)])

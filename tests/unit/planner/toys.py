@@ -6,6 +6,7 @@ A number of a toy depends on its seed and on what it is asked of, so it is the s
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +22,9 @@ from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
-from rillflow.planner.option import Costs, Decoder, Option, Seat
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import SAMPLER, Problem, Unit
+from rillflow.planner.option import Option, Seat
+from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.ranking import Objective
 from rillflow.planner.workload import Lengths, Workload
 
@@ -38,12 +39,11 @@ DEVICE = Device(
 )
 LENGTHS = Lengths(kind="fixed", limit=8)
 WORKLOAD = Workload(prompts=4, samples=2, prompt=LENGTHS, response=LENGTHS)
-GRIDS = (Grid(), Grid(tp=2), Grid(pp=2), Grid(dp=2))
 
 
 @dataclass(frozen=True)
 class ToyDecoder:
-    """Generates in the seconds it was made with."""
+    """A decoder that generates in the seconds it was made with."""
 
     seconds: float
     replicas: int = 1
@@ -62,7 +62,7 @@ class ToyDecoder:
 
 @dataclass(frozen=True, kw_only=True)
 class ToyCosts:
-    """Random options of every unit at every place; the laws of ``Costs`` hold and nothing more."""
+    """A cost model with random options of every unit at every place; what the search relies on holds."""
 
     problem: Problem
     seed: int
@@ -103,7 +103,7 @@ class ToyCosts:
 
     def decoder(
         self, unit: Unit, option: Option, fleet: str, devices: int, room_bytes: float
-    ) -> Decoder | None:
+    ) -> ToyDecoder | None:
         draw = self._draw("decoder", unit.name, fleet, devices, option.generate_tp, option.grid.ep)
         seconds, needed = draw.uniform(1, 20), draw.choice((0, 10, 30))
         if room_bytes < needed:
@@ -111,16 +111,16 @@ class ToyCosts:
         crowded = 1 + (room_bytes < 2 * needed) * draw.random() + (room_bytes < 50) * draw.random()
         return ToyDecoder(seconds * crowded * self.speed)
 
-    def generate_s(self, stage: Stage, decoder: Decoder) -> float:
+    def generate_s(self, stage: Stage, decoder: ToyDecoder) -> float:
         return decoder.advance_s(1, 0.0, 1.0 + stage.index / 10)
 
-    def worked_s(self, stage: Stage, decoder: Decoder) -> float:
+    def worked_s(self, stage: Stage, decoder: ToyDecoder) -> float:
         return self.generate_s(stage, decoder)
 
-    def steady_s(self, stage: Stage, decoder: Decoder) -> float:
+    def steady_s(self, stage: Stage, decoder: ToyDecoder) -> float:
         return 0.6 * self.generate_s(stage, decoder)
 
-    def longest_s(self, stage: Stage, decoder: Decoder) -> NDArray[np.float64]:
+    def longest_s(self, stage: Stage, decoder: ToyDecoder) -> NDArray[np.float64]:
         return np.array([self.generate_s(stage, decoder)])
 
     def function_s(self, stage: Stage, devices: int) -> float:
@@ -140,8 +140,8 @@ class ToyCosts:
         draw = self._draw("option", unit.name, fleet, devices, number)
         generates = any(self.problem.graph.stages[index].endpoint == "generate" for index in unit.stages)
         return Option(
-            grid=GRIDS[number],
-            generate_tp=draw.choice((1, 2)) if generates else 0,
+            grid=Grid(dp=devices, is_sharded=number > 0),
+            generate_tp=math.gcd(draw.choice((1, 2)), devices) if generates else 0,
             seconds={
                 index: draw.choice((1.0, 2.0, draw.uniform(0, 10))) / devices**0.5 * self.speed
                 for index in unit.stages
@@ -207,7 +207,7 @@ class Tried:
     plan: Plan
 
 
-def every_plan(problem: Problem, costs: Costs, objective: Objective) -> Iterator[Tried]:
+def every_plan(problem: Problem, costs: ToyCosts, objective: Objective) -> Iterator[Tried]:
     """Every plan there is that fits, one by one."""
     units = [unit.name for unit in problem.units]
     prices = {fleet.name: fleet.price_per_hour for fleet in problem.hardware.fleets}
@@ -245,7 +245,7 @@ def every_plan(problem: Problem, costs: Costs, objective: Objective) -> Iterator
 
 
 def _plans(
-    problem: Problem, costs: Costs, pool_of: Mapping[str, int], pools: Sequence[PlannedPool]
+    problem: Problem, costs: ToyCosts, pool_of: Mapping[str, int], pools: Sequence[PlannedPool]
 ) -> Iterator[Plan]:
     options = [
         costs.options(unit, pools[pool_of[unit.name]].fleet, pools[pool_of[unit.name]].devices)

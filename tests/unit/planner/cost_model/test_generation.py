@@ -10,24 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.planner.cost_model.generation import (
-    Replica,
+    Decoder,
+    decoder_of,
     drain_s,
     prompt_tokens,
     replica_lengths,
-    replica_of,
     running_rows,
 )
 from rillflow.planner.workload import Lengths
 from tests.unit.planner.cost_model.settings import MIXTURE, SHAPE, WORKLOAD, setting
 
 
-def replica(room_bytes: float = 30e9, tp: int = 1, devices: int = 8) -> Replica:
-    found = replica_of(setting(), tp, devices, room_bytes)
+def replica(room_bytes: float = 30e9, tp: int = 1, devices: int = 8) -> Decoder:
+    found = decoder_of(setting(), tp, devices, room_bytes)
     assert found is not None
     return found
 
 
-def token_by_token(decoder: Replica, lengths: list[int], prompt: float) -> float:
+def token_by_token(decoder: Decoder, lengths: list[int], prompt: float) -> float:
     """Every token by itself: all rows run from the beginning."""
     seconds = 0.0
     for done in range(max(lengths)):
@@ -86,9 +86,9 @@ def test_rows_of_one_length_end_in_whole_waves() -> None:
 
 def test_a_cache_too_small_for_the_longest_row_is_none() -> None:
     row = (128 + 2048) * SHAPE.cached_numbers * 2
-    assert replica_of(setting(), 1, 8, 0.5 * row) is None
-    assert replica_of(setting(), 1, 8, -1.0) is None
-    assert replica_of(setting(), 1, 8, 1.2 * row) is not None
+    assert decoder_of(setting(), 1, 8, 0.5 * row) is None
+    assert decoder_of(setting(), 1, 8, -1.0) is None
+    assert decoder_of(setting(), 1, 8, 1.2 * row) is not None
 
 
 @given(tp=st.sampled_from([1, 2, 4, 8]))
@@ -111,7 +111,7 @@ def test_prompts_that_rows_share_are_read_once() -> None:
 
 
 def test_a_mixture_reads_more_of_its_experts_with_more_rows() -> None:
-    found = replica_of(setting(shape=MIXTURE), 1, 8, 30e9)
+    found = decoder_of(setting(shape=MIXTURE), 1, 8, 30e9)
     assert found is not None
     reads = [found.token_s(rows, 0.0) - found.launch_s - rows * found.link_s for rows in (1, 4, 64)]
     assert reads[0] < reads[1] < reads[2]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from rillflow.planner.cost_model import memory
 from rillflow.planner.cost_model.compute import load_of
-from rillflow.planner.cost_model.numbers import grids_of
-from rillflow.planner.grid import Grid
+from rillflow.planner.grid import Grid, grids_of
 from tests.unit.planner.cost_model.settings import MIXTURE, SHAPE, WORKLOAD, setting
 
 ONE = grids_of(Grid())

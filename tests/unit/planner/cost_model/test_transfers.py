@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.planner.cost_model import transfers
-from rillflow.planner.cost_model.numbers import grids_of
-from rillflow.planner.grid import Grid
+from rillflow.planner.grid import Grid, grids_of
 from rillflow.planner.option import Seat
 from tests.unit.planner.cost_model.settings import WORKLOAD, setting
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.problem import SAMPLER
-from rillflow.planner.schedule import schedule
+from rillflow.planner.plan import SAMPLER
+from rillflow.planner.schedule import in_turn, last_s, tasks_of
 from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.simulator.result import Cause, Simulation
 from rillflow.planner.simulator.simulate import simulate
@@ -33,7 +33,8 @@ def in_order(one: Toy, found: Simulation) -> float:
     stages = one.problem.graph.stages
     seconds = [found.generation_s[0] if stage.index == 0 else known.seconds[stage.index] for stage in stages]
     pools = [owners.get(stage.index, "") for stage in stages]
-    return schedule(one.problem.graph, seconds=seconds, pools=pools, transfers=known.transfers_s).step_s
+    tasks = tasks_of(one.problem.graph, seconds=seconds, pools=pools, transfers=known.transfers_s)
+    return last_s(in_turn(tasks))
 
 
 SECONDS = st.fixed_dictionaries({name: st.floats(0.0, 5.0) for name in STAGE_S})
