@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import traceback
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import pytest
+
 NOTEBOOKS = ("docs/notebooks/first_run.ipynb",)
+PAGES = ("docs/python.md", *(pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOKS))
 
 
-def test_the_page_and_the_notebook_run_and_give_what_is_shown(root: Path) -> None:
-    command = [sys.executable, "docs/run_python.py", "--check", "docs/python.md", *NOTEBOOKS]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def run(root: Path) -> Callable[[list[str]], int]:
+    """``python docs/run_python.py``, in this process."""
+    spec = spec_from_file_location("run_python", root / "docs/run_python.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    main: Callable[[list[str]], int] = module.main
+    return main
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_and_a_notebook_run_and_give_what_is_shown(
+    page: str, root: Path, run: Callable[[list[str]], int]
+) -> None:
+    assert run(["--check", str(root / page)]) == 0
 
 
 def test_a_notebook_is_executed_and_shows_a_curve_that_rises(root: Path) -> None:
@@ -27,9 +43,9 @@ def test_a_notebook_is_executed_and_shows_a_curve_that_rises(root: Path) -> None
         assert len(rewards) > 4 and rewards[-1] > rewards[0] + 0.3
 
 
-def test_a_cell_that_fails_is_told(root: Path, tmp_path: Path) -> None:
+def test_a_cell_that_fails_is_told(tmp_path: Path, run: Callable[[list[str]], int]) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nnumber = 1\n```\n\n```python\nnumber / 0\n```\n")
-    command = [sys.executable, "docs/run_python.py", "--check", str(page)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "<cell 2>" in done.stderr
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(["--check", str(page)])
+    assert "<cell 2>" in "".join(traceback.format_exception(caught.value))
