@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rillflow.assembly.recipe import LoadedRecipe
     from rillflow.planner.plan import Plan
     from rillflow.planner.problem import Problem, Statement
-    from rillflow.planner.simulator.layout import Settings
     from rillflow.planner.simulator.result import Simulation
 
 SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
@@ -115,16 +114,14 @@ def _stated_recipe(loaded: LoadedRecipe, arguments: argparse.Namespace) -> State
     return state_problem(loaded, open_cluster(arguments.cluster), arguments.lengths)
 
 
-def _simulated(
-    problem: Problem, plan: Plan, steps: int = 0, *, seed: int = 0, settings: Settings | None = None
-) -> Simulation:
+def _simulated(problem: Problem, plan: Plan, steps: int = 0, **how: Any) -> Simulation:
     """So many steps, or those that are enough to know one."""
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.simulator import simulate as simulator
 
     planned = problem.of_plan(plan)
     steps = steps or simulator.enough_steps(planned, plan)
-    return simulator.simulate(planned, CostModel(planned), plan, steps=steps, seed=seed, settings=settings)
+    return simulator.simulate(planned, CostModel(planned), plan, steps=steps, **how)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
