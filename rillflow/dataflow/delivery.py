@@ -69,6 +69,7 @@ class Delivery:
                 self._arrived(published, on_their_way.popleft())
         while on_their_way:
             self._arrived(published, on_their_way.popleft())
+        executor.moved["policy.digest"] = published.facts(self._deadline_s)
         return executor.everywhere("sampler", weights_of, ReceivedWeights.serve, digests)
 
     def _arrived(self, published: Pending, bucket: list[Pending]) -> None:

@@ -1,0 +1,129 @@
+"""Seconds of a publish to a sampler on ranks of its own, beside the same weights by way of the disk.
+
+    trainer's rank ── digests, packed buckets as references ──> sampler's rank ── digests compared ──> served
+    weights ── safetensors on the disk, SHA-256 ──────────────> read again, SHA-256 compared       (the peer)
+
+    python benchmarks/publish.py
+    python benchmarks/publish.py --sizes 7M 85M --steps 5 --write results.md
+
+Whole runs by the command's own path (GRPO, one rank trains, one answers), in one process and on Ray; seconds
+are those of the run's spans: from the first digest until the last rank has compared its own. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import statistics
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.observe.reader import SpanRecord, read_spans
+from rillflow.observe.wording import size
+
+SIZES = {"7M": (256, 8), "85M": (768, 12)}
+"""Hidden size and layers."""
+RECIPE = """
+[run]
+threads = 1
+checkpoint_minutes = 0
+[task]
+source = "arithmetic"
+digits = 1
+size = 80
+held_out = 10
+[policy]
+model.new = { hidden = HIDDEN, layers = LAYERS, heads = 8, context = 16, alphabet = "0123456789+-*=" }
+[rollout]
+max_tokens = 2
+[evaluate]
+problems = 0
+[algorithm]
+name = "grpo"
+steps = STEPS
+prompts_per_step = 2
+samples_per_prompt = 2
+[placement]
+pools = { main = 1, answers = 1 }
+roles = { sampler = "answers" }
+"""
+PUBLISH = ("policy.digest", "policy.send", "sampler.receive", "policy.publish")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--write", help="a file for the table")
+    arguments = parser.parse_args()
+    lines = [
+        "# A publish to a sampler on ranks of its own",
+        "",
+        f"`python benchmarks/publish.py`, {os.cpu_count()} cores, torch {torch.__version__}, "
+        f"ray {version('ray')}, float32; one rank trains and one answers, one thread each; medians after the "
+        "first step.",
+        "",
+        "| parameters | weights | backend | publish | digest, send, receive, serve | by the disk, hashed "
+        "| disk / publish |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in arguments.sizes:
+        for backend in ("inline", "ray"):
+            with tempfile.TemporaryDirectory() as folder:
+                lines.append(_line(name, backend, Path(folder), arguments.steps))
+                print(lines[-1], flush=True)
+    print("\n".join(lines))
+    if arguments.write:
+        Path(arguments.write).write_text("\n".join(lines) + "\n")
+
+
+def _line(name: str, backend: str, folder: Path, steps: int) -> str:
+    hidden, layers = SIZES[name]
+    text = RECIPE.replace("HIDDEN", str(hidden)).replace("LAYERS", str(layers)).replace("STEPS", str(steps))
+    (folder / "run.toml").write_text(text)
+    settings = [f'run.dir="{folder / "run"}"', f"placement.backend={backend}"]
+    loaded = load_recipe(folder / "run.toml", settings)
+    launch(loaded.recipe, loaded.base, quiet=True)
+    spans = [span for span in read_spans(folder / "run") if span.stage in PUBLISH and span.step > 1]
+    seconds = [_seconds([span for span in spans if span.step == step]) for step in range(2, steps + 1)]
+    parts = [statistics.median(span.duration_s for span in spans if span.stage == stage) for stage in PUBLISH]
+    weights = next((folder / "run/checkpoints").rglob("policy/model.safetensors"))
+    disk = statistics.median(_by_disk(weights, folder / "copy.safetensors") for _ in range(5))
+    whole = statistics.median(seconds)
+    told = ", ".join(f"{part:.3f}" for part in parts)
+    return (
+        f"| {name} | {size(weights.stat().st_size)} | {backend} | {whole:.3f} s | {told} | {disk:.3f} s "
+        f"| {disk / whole:.1f}x |"
+    )
+
+
+def _seconds(spans: list[SpanRecord]) -> float:
+    return max(span.start_s + span.duration_s for span in spans) - min(span.start_s for span in spans)
+
+
+def _by_disk(weights: Path, copy: Path) -> float:
+    """Seconds to write these weights and hash the file, flushed, and to read it and hash it again."""
+    tensors = load_file(weights)
+    began = time.perf_counter()
+    save_file(tensors, copy)
+    with copy.open("rb") as file:
+        os.fsync(file.fileno())
+        written = hashlib.file_digest(file, "sha256").digest()
+    read = {name: tensor.clone() for name, tensor in load_file(copy).items()}
+    with copy.open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").digest() == written and len(read) == len(tensors)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
