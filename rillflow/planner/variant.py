@@ -85,7 +85,6 @@ class Variant:
         self._units, self._stages = problem.units, problem.graph.stages
         self._fleets = problem.hardware.fleets
         self._found: dict[Pool, _Ways] = {}
-        self._single: dict[tuple[int, int], tuple[_Way, ...]] = {}
         works = [problem.work(stage) for stage in self._stages]
         self._generated, self._published = (
             {index for index, work in enumerate(works) if work is kind}

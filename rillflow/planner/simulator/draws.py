@@ -67,14 +67,12 @@ class Draws:
 
 def tokens_of(lengths: Lengths, normals: NDArray[np.float64]) -> NDArray[np.int64]:
     """The lengths in tokens, at least 1, that standard normal numbers stand for; clipped at the limit."""
-    if lengths.kind == "fixed":
-        return np.full(len(normals), lengths.limit, dtype=np.int64)
     if lengths.kind == "lognormal":
         drawn = np.rint(lengths.median * np.exp(lengths.sigma * normals))
         return np.clip(drawn, 1, lengths.limit).astype(np.int64)
     shares = np.interp(normals, _GRID, _CUMULATED)
-    places = np.minimum((shares * len(lengths.values)).astype(np.int64), len(lengths.values) - 1)
-    known = np.maximum(np.asarray(lengths.values, dtype=np.int64), 1)
+    places = np.minimum((shares * len(lengths.known)).astype(np.int64), len(lengths.known) - 1)
+    known = np.maximum(np.asarray(lengths.known, dtype=np.int64), 1)
     return np.asarray(known[places])
 
 
