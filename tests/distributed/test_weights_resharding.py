@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -174,9 +175,9 @@ def crossed_apart(ranks: Ranks) -> list[str]:
         wrong.append(f"{resharding.sent_bytes} sent, {resharding.received_bytes} received")
     for receiver in (2, 3):
         again = slices_of(weights, destination, receiver, filled=False)
-        for sender in (0, 1):
-            packed = pack(plan, sender, receiver, slices_of(weights, source, sender))
-            unpack(plan, receiver, sender, packed, again)
+        for bucket, sender in product(resharding.buckets, (0, 1)):
+            packed = pack(plan, sender, receiver, slices_of(weights, source, sender), bucket.parts)
+            unpack(plan, receiver, sender, packed, again, bucket.parts)
         wrong += differing(again, slices_of(weights, destination, receiver))
     return wrong
 
@@ -299,9 +300,10 @@ def test_what_cannot_switch() -> None:
     switch.to_generation()
     with pytest.raises(WeightError, match="generates already"):
         switch.to_generation()
-    packed = pack(plan, 0, 1, training)
+    parts = [part for bucket in plan.buckets() for part in bucket.parts]
+    packed = pack(plan, 0, 1, training, parts)
     with pytest.raises(WeightError, match="the plan says"):
-        unpack(plan, 1, 0, packed[:-4], slices_of(plan.weights, plan.destination, 1))
+        unpack(plan, 1, 0, packed[:-4], slices_of(plan.weights, plan.destination, 1), parts)
 
 
 def test_a_tensor_of_no_rank_is_not_asked_for() -> None:
