@@ -30,6 +30,7 @@ from rillflow.records.rollout import completions
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.rollout.stops import Stops
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example, Message, prompt_of
@@ -87,11 +88,12 @@ class Respondent:
             device=choose_device("auto"),
             base=Path(),
         )
-        stop = {self._model.tokenizer.token_of(text) for text in rollout.stop}
+        stops = Stops(rollout.stop, self._model.tokenizer)
         self._engine = NativeEngine(
             self._model.module,
             rollout,
-            stop_tokens=frozenset(stop | self._model.tokenizer.stop_tokens),
+            stop_tokens=stops.tokens,
+            stops=stops,
             seed=secrets.randbelow(2**31) if seed is None else seed,
             context=self._model.context,
         )

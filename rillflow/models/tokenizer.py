@@ -155,23 +155,19 @@ class Tokenizer:
             self._pieces[token] = self._inner.decode([token], clean_up_tokenization_spaces=False)
         return [self._pieces[token] for token in tokens]
 
-    def token_of(self, text: str) -> int:
-        """The one token a text is: an added token of this name, or text that encodes to one token.
+    def token_of(self, text: str) -> int | None:
+        """The one token a text is, an added one of this name or what it encodes to; None where it is several.
 
         Raises:
-            ModelError: the text is several tokens, or none.
+            ModelError: the text is no token.
         """
         for token, added in self._inner.added_tokens_decoder.items():
             if added.content == text:
                 return int(token)
         tokens = self._encode([text], begin=False)[0]
-        if len(tokens) != 1:
-            raise ModelError(
-                f"the text {text!r} is {len(tokens)} tokens",
-                why="a row is ended by one token",
-                fix="choose a text that the model has a token for",
-            )
-        return tokens[0]
+        if not tokens:
+            raise ModelError(f"the text {text!r} is no token", why="what ends a row is some text")
+        return tokens[0] if len(tokens) == 1 else None
 
     def reads_as(self, other: Tokenizer) -> bool:
         """Whether rows that ``other`` made are rows of this tokeniser: same tokens, template and ends."""

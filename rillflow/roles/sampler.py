@@ -17,6 +17,7 @@ from rillflow.roles.publishing import SampledWeights
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.rollout.stops import Stops
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import ALL_MICRO_DP
 
@@ -61,14 +62,15 @@ class Sampler:
     ) -> None:
         self.weights = weights
         self._rollout = rollout
-        stop = {model.tokenizer.token_of(text) for text in rollout.stop}
+        stops = Stops(rollout.stop, model.tokenizer)
         self.engine = engine(
             weights.module,
             rollout,
-            stop_tokens=frozenset(stop | model.tokenizer.stop_tokens),
+            stop_tokens=stops.tokens,
             seed=seed,
             context=model.context,
             tp=weights.tp,
+            stops=stops,
         )
         self._loaded = -1
 

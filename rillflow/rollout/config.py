@@ -16,9 +16,7 @@ class SamplingConfig(Section):
         1.0, gt=0, le=1, description="Draw from the least set of tokens with this probability."
     )
     max_tokens: int = Field(256, gt=0, description="New tokens of one row at most.")
-    stop: tuple[str, ...] = Field(
-        (), description="Texts of one token each that end a row, besides the model's own."
-    )
+    stop: tuple[str, ...] = Field((), description="Texts that end a row, besides the model's own tokens.")
 
 
 NATIVE = "native"

@@ -18,6 +18,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.stops import Stops
 
 
 class Capability(StrEnum):
@@ -27,7 +28,7 @@ class Capability(StrEnum):
     """``temperature`` 0."""
     CUT = "draw from the likeliest tokens alone"
     """``top_k`` and ``top_p``."""
-    STOP = "end a row at a token of the recipe's"
+    STOP = "end a row at a text of the recipe's"
     """``stop``."""
     SHARED = "share a copy of the weights over ranks"
     """``tp`` above 1."""
@@ -47,6 +48,7 @@ class Engine(Protocol):
         seed: of the run; random numbers follow from it and from row ids.
         context: tokens of a row at most, prompt included.
         tp: the ranks that share a copy of the weights; they are given the same calls.
+        stops: texts that end a row, ``stop_tokens`` among them.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Engine(Protocol):
         seed: int,
         context: int,
         tp: Ranks,
+        stops: Stops,
     ) -> None: ...
 
     can: ClassVar[frozenset[Capability]]

@@ -38,6 +38,7 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability
 from rillflow.rollout.native.lane import Lane, check_ids
 from rillflow.rollout.native.runner import evaluating
+from rillflow.rollout.stops import Stops
 
 LANE_ROWS = 32
 """Slots of a lane at least: with fewer to a pass, reading the weights in every lane costs what it saves."""
@@ -67,6 +68,7 @@ class NativeEngine:
             a CPU: one.
         tp: the ranks that hold the other parts of the module, one replica together; None for a whole module.
             All are given the same calls with the same rows, and return the same.
+        stops: texts that end a row, of which those of several tokens are looked for.
 
     Raises:
         RolloutError: a stop token is outside the vocabulary, or there are several lanes over several ranks.
@@ -84,6 +86,7 @@ class NativeEngine:
         replay_after: float = 64,
         lanes: int | None = None,
         tp: Ranks | None = None,
+        stops: Stops | None = None,
     ) -> None:
         tp = tp or SingleRank()
         weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
@@ -105,6 +108,7 @@ class NativeEngine:
                 version=version,
                 replay_after=replay_after,
                 tp=tp,
+                stops=stops if stops is not None and stops.longest else None,
             )
             for _ in range(lanes)
         ]

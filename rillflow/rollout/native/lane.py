@@ -19,7 +19,8 @@ rows that run. When ``version`` changes while rows run, they are read again unde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from math import isfinite
 
@@ -41,6 +42,7 @@ from rillflow.rollout.native.runner import BLOCK, Runner, evaluating
 from rillflow.rollout.native.sampling import Drawn, DrawSettings, draw
 from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step, twice
 from rillflow.rollout.native.slots import BULK, Slots
+from rillflow.rollout.stops import Stops
 
 _IDLE = SamplingConfig()
 """What a slot without a row is drawn with."""
@@ -74,6 +76,7 @@ class Lane:
         context: int,
         version: int = 0,
         replay_after: float = 64,
+        stops: Stops | None = None,
     ) -> None:
         self.version = version
         """The weights' version, written beside every sampled token; whoever publishes weights sets it."""
@@ -92,7 +95,8 @@ class Lane:
         self._scheduler = Scheduler(config.max_rows)
         self._slots = Slots(self._device, seed)
         check_stop_tokens(stop_tokens, self._vocabulary)
-        self._stop = stop_tokens
+        self._stop, self._stops = stop_tokens, stops
+        self._tails: dict[RowId, deque[int]] = {}
         self._settings = DrawSettings.of((), self._device)
         self._settings_rows: tuple[SamplingConfig, ...] = ()
 
@@ -183,6 +187,7 @@ class Lane:
 
     def clear(self) -> None:
         """Forget every row."""
+        self._tails.clear()
         self._scheduler.clear()
         self._consistency.clear()
         self._release()
@@ -217,7 +222,7 @@ class Lane:
         for row, token in zip(step.rows, tokens, strict=True):
             if clock < row.first_sample_step:
                 self._slots.repeat(clock, row.slot, row.rollout.tokens[clock - row.start_step + 1])
-            elif token in self._stop:
+            elif token in self._stop or (self._stops and self._completes(row.rollout, token)):
                 ended[row] = Finish.STOP
             elif clock == row.last_step:
                 ended[row] = Finish.LENGTH
@@ -225,13 +230,26 @@ class Lane:
         self._leave(ended)
         return [replace(row.rollout, finish=finish) for row, finish in ended.items()]
 
+    def _completes(self, rollout: Rollout, token: int) -> bool:
+        """Whether a stop of several tokens is complete with this one."""
+        assert self._stops is not None
+        if rollout.row not in self._tails:
+            sampled = [
+                each for each, is_sampled in zip(rollout.tokens, rollout.loss_mask, strict=True) if is_sampled
+            ]
+            self._tails[rollout.row] = deque(sampled, maxlen=self._stops.longest)
+        self._tails[rollout.row].append(token)
+        return self._stops.ends(list(self._tails[rollout.row]))
+
     def _agree(self, step: Step) -> None:
         """Show, before the pass, that the other ranks are about to do the same."""
         entered = [hash((row.rollout.tokens, row.limit)) for row in step.admitted]
         self._consistency.note(step.admitted, entered)
         self._consistency.check(self._sampled_version, len(step.rows), step.longest)
 
-    def _leave(self, rows: Iterable[Sequence]) -> None:
+    def _leave(self, rows: Collection[Sequence]) -> None:
+        for row in rows:
+            self._tails.pop(row.rollout.row, None)
         self._scheduler.leave(rows)
         if not self.has_work:
             self._release()

@@ -92,10 +92,9 @@ def test_without_an_end_token_an_answer_cannot_be_learned(byte_pair: Make) -> No
 def test_token_of_finds_one_token(byte_pair: Make) -> None:
     tokenizer = Tokenizer(byte_pair(begin=True, end=True))
     assert tokenizer.token_of("<|user|>") == 2
-    assert tokenizer.decode([tokenizer.token_of("\n")]) == "\n"
-    with pytest.raises(ModelError, match=r"'the mat, no' is \d+ tokens"):
-        tokenizer.token_of("the mat, no")
-    with pytest.raises(ModelError, match="'' is 0 tokens"):
+    assert tokenizer.decode([tokenizer.token_of("\n") or 0]) == "\n"
+    assert tokenizer.token_of("the mat, no") is None
+    with pytest.raises(ModelError, match="'' is no token"):
         tokenizer.token_of("")
 
 
