@@ -1,7 +1,11 @@
-"""Grid: how the devices of a pool share one model; formulas take one grid or an array of grids at once."""
+"""Grid: how the devices of a pool share one model; formulas take one grid or an array of grids at once.
+
+Option: a grid with what a unit costs on it, what the search chooses among; Seat: where the unit then lies.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -106,3 +110,40 @@ def grids_of(*grids: Grid) -> Grids:
     dp, pp, tp, ep, cp = axes.reshape(-1, 5).T
     sharded = np.array([grid.is_sharded for grid in grids], dtype=np.bool_)
     return Grids(dp=dp, pp=pp, tp=tp, ep=ep, cp=cp, sharded=sharded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A grid for one unit on a number of devices; bytes are those of its fullest device."""
+
+    grid: Grid
+    """How the devices share the model in training and scoring."""
+    generate_tp: int
+    """Devices that share one copy while they generate; 0 of a unit that does not."""
+    seconds: Mapping[int, float]
+    """By stage of the unit, all but those that generate."""
+    resident_bytes: float
+    """Weights, gradients and optimiser, kept from step to step."""
+    working_bytes: float
+    """The most a stage needs beside, the cache of generation not counted."""
+    sampling_bytes: float
+    """What the copy for generation takes beside what is resident."""
+
+    @property
+    def bytes(self) -> float:
+        """All of them in sum."""
+        return self.resident_bytes + self.working_bytes + self.sampling_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a unit lies: enough to say what a transfer from or to it costs."""
+
+    pool: str
+    """The pool's name."""
+    fleet: str
+    """Its machines."""
+    devices: int
+    """Its size."""
+    grid: Grid
+    """The grid on which its rows are read or written."""

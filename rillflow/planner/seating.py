@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from rillflow.errors import PlanError, nearest
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.cost_model.generation import Decoder
+from rillflow.planner.grid import Option, Seat
 from rillflow.planner.hardware import Fleet
-from rillflow.planner.option import Option, Seat
 from rillflow.planner.plan import Plan, PlannedPool, require_possible
 from rillflow.planner.problem import Problem, Unit
 

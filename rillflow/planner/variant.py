@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate, stages_by_name
-from rillflow.planner.option import Option
+from rillflow.planner.grid import Option
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem, Work
 from rillflow.planner.ranking import Floats, Objective, Ranked

@@ -37,7 +37,7 @@ TRUNK = [
 ]
 TRUNK_LINES = 11_000
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 24_500
+PACKAGE_LINES = 24_483
 """Code lines of the whole package at most; lowered whenever something goes."""
 PLANNER = [
     "rillflow/planner/",
@@ -46,7 +46,7 @@ PLANNER = [
     "rillflow/cli/planning.py",
 ]
 """What plans, with what feeds and shows it."""
-PLANNER_LINES = 5_365
+PLANNER_LINES = 5_348
 """Code lines of it at most; lowered whenever something goes."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 _NO_CODE = (

@@ -20,7 +20,6 @@ from rillflow.planner.cost_model.links import (
     all_reduce_s,
     all_to_all_s,
     links_of,
-    reduce_scatter_s,
     send_s,
 )
 from rillflow.planner.factors import Factors
@@ -244,8 +243,8 @@ def stage_parameters(shape: ModelShape, grids: Grids) -> Numbers:
 def gathers_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
     """Seconds of links that shards of parameters take: gathered for every micro-batch, forward and backward.
 
-    Zhao et al., arXiv 2304.11277: and gradients are reduce-scattered after each. Every layer is a collective
-    of its own, and so is what lies around the layers.
+    Zhao et al., arXiv 2304.11277: and gradients are reduce-scattered after each, which is a gather backwards.
+    Every layer is a collective of its own, and so is what lies around the layers.
     """
     each = np.ceil(setting.shape.layers / grids.pp) + 1
     weights = stage_parameters(setting.shape, grids) * setting.item_bytes / each
@@ -253,7 +252,7 @@ def gathers_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numb
     if passes == FORWARD:
         return np.where(grids.sharded, load.micro_batches * each * gather, 0.0)
     gradients = weights / setting.item_bytes * GRADIENT_BYTES
-    scatter = reduce_scatter_s(setting.links, gradients, grids.copies, grids.dp_stride)
+    scatter = all_gather_s(setting.links, gradients, grids.copies, grids.dp_stride)
     return np.where(grids.sharded, load.micro_batches * each * (2 * gather + scatter), 0.0)
 
 

@@ -28,9 +28,9 @@ from rillflow.planner.cost_model.generation import (
     replica_lengths,
     running_rows,
 )
+from rillflow.planner.cost_model.links import Links, links_of
 from rillflow.planner.cost_model.options import divisors, grids, sampling_sizes, undominated
-from rillflow.planner.grid import Grid, grids_of
-from rillflow.planner.option import Option, Seat
+from rillflow.planner.grid import Grid, Option, Seat, grids_of
 from rillflow.planner.plan import SAMPLER
 from rillflow.planner.problem import Problem, Unit, Work
 
@@ -196,24 +196,21 @@ class CostModel:
         """Seconds of an edge's fields between pools; 0 within one."""
         if source.pool == destination.pool or not edge.fields:
             return 0.0
-        rate = min(self._between(source.fleet), self._between(destination.fleet))
-        latency = self._problem.hardware.factors.collective_s
-        return latency + transfers.rows_s(self._problem.workload, edge.fields, source, destination, rate)
+        links = self._slower_links(source, destination)
+        spent_s = transfers.rows_s(self._problem.workload, edge.fields, source, destination, links.between)
+        return links.inside_s + spent_s
 
     def crossing_s(self, source: Seat, destination: Seat, generate_tp: int) -> float:
         """Seconds of the policy's weights from its training to a sampler apart."""
         unit = next(one for one in self._problem.units if one.name == SAMPLER)
-        links = min(
-            (self._setting(unit, fleet).links for fleet in (source.fleet, destination.fleet)),
-            key=lambda found: found.between,
-        )
-        return transfers.apart_s(
-            self._setting(unit, source.fleet), links, source, destination, max(generate_tp, 1)
-        )
+        links, setting = self._slower_links(source, destination), self._setting(unit, source.fleet)
+        return transfers.apart_s(setting, links, source, destination, max(generate_tp, 1))
 
-    def _between(self, fleet: str) -> float:
+    def _slower_links(self, source: Seat, destination: Seat) -> Links:
+        """Those of the fleet whose machines are joined by the slower links."""
         hardware = self._problem.hardware
-        return hardware.fleet(fleet).between_bandwidth * hardware.factors.between_links
+        fleets = [hardware.fleet(seat.fleet) for seat in (source, destination)]
+        return min((links_of(fleet, hardware.factors) for fleet in fleets), key=lambda found: found.between)
 
     def _rows(self, stage: Stage) -> int:
         """Rows a stage generates: one a prompt where it takes the likeliest token."""

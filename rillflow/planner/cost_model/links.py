@@ -71,11 +71,6 @@ def all_gather_s(links: Links, total_bytes: Numbers, group: Numbers, stride: Num
     return np.where(np.greater(group, 1), np.maximum(inside_s, between_s) + latency_s(links, machines), 0.0)
 
 
-def reduce_scatter_s(links: Links, total_bytes: Numbers, group: Numbers, stride: Numbers = 1) -> Numbers:
-    """Seconds to add up ``total_bytes`` of every device, each keeping its part: an all-gather backwards."""
-    return all_gather_s(links, total_bytes, group, stride)
-
-
 def all_reduce_s(links: Links, total_bytes: Numbers, group: Numbers, stride: Numbers = 1) -> Numbers:
     """Seconds to add up ``total_bytes`` of every device on every device: reduce-scatter, then all-gather."""
     return 2 * all_gather_s(links, total_bytes, group, stride)

@@ -10,8 +10,7 @@ import numpy as np
 
 from rillflow.planner.cost_model.compute import Setting
 from rillflow.planner.cost_model.links import Links, all_gather_s
-from rillflow.planner.grid import Grids, Numbers
-from rillflow.planner.option import Seat
+from rillflow.planner.grid import Grids, Numbers, Seat
 from rillflow.planner.workload import Workload
 
 TOKEN_BYTES = 8

@@ -137,11 +137,9 @@ class Layout:
     @cached_property
     def generating(self) -> Mapping[int, Seated]:
         """The unit behind each stage that generates, in the order of the program."""
-        return {
-            stage.index: self._owners[stage.index]
-            for stage in self.problem.graph.stages
-            if self.problem.work(stage) is Work.GENERATE
-        }
+        work, stages = self.problem.work, self.problem.graph.stages
+        found = {index: unit for unit in self.evaluation.units.values() for index in unit.unit.stages}
+        return {index: found[index] for index in sorted(found) if work(stages[index]) is Work.GENERATE}
 
     @cached_property
     def lanes(self) -> Mapping[str, int]:
@@ -169,11 +167,11 @@ class Layout:
 
     def pool_of(self, stage: int) -> str:
         """Whose devices a stage holds; of one beside them a name of its own, which no pool has."""
-        return self._owners[stage].seat.pool if stage in self._owners else f"beside: {stage}"
+        return self.evaluation.timings[stage].pool or f"beside: {stage}"
 
     def decoder(self, stage: int) -> Decoder:
         """The replicas of a stage that generates."""
-        found = self._owners[stage].decoder
+        found = self.generating[stage].decoder
         assert found is not None, "a unit that generates is seated with a decoder"
         return found
 
@@ -207,19 +205,14 @@ class Layout:
             pool: its name.
             cached: of each stage that generates, the most tokens the cache of a replica held.
         """
-        units = [unit for unit in self.evaluation.units.values() if unit.seat.pool == pool]
-        kept = sum(unit.option.resident_bytes for unit in units)
-        most = max(unit.option.working_bytes for unit in units)
+        use = next(one for one in self.evaluation.pools if one.name == pool)
+        most = use.working_bytes
         for stage, tokens in cached.items():
             unit = self.generating[stage]
             if unit.seat.pool == pool:
                 filled = min(tokens / max(self.decoder(stage).capacity_tokens, 1), 1.0)
-                most = max(most, unit.option.sampling_bytes + unit.room_bytes * filled)
-        return kept + most
-
-    @cached_property
-    def _owners(self) -> Mapping[int, Seated]:
-        return {index: unit for unit in self.evaluation.units.values() for index in unit.unit.stages}
+                most = max(most, unit.option.sampling_bytes + use.room_bytes * filled)
+        return use.resident_bytes + most
 
     @cached_property
     def _slow_devices(self) -> Mapping[str, list[bool]]:

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.factors import Factors
-from rillflow.planner.grid import Grid
+from rillflow.planner.grid import Grid, Option, Seat
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
-from rillflow.planner.option import Option, Seat
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.workload import Lengths, Workload

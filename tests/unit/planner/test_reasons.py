@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
+from rillflow.planner.grid import Option
 from rillflow.planner.hardware import Fleet
-from rillflow.planner.option import Option
 from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.ranking import Cause, Goal, Objective
 from rillflow.planner.reasons import order_as_shown

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rillflow.planner.option import Option
+from rillflow.planner.grid import Option
 from rillflow.planner.problem import Unit
 from rillflow.planner.seating import least_devices
 from tests.unit.planner.fakes import SHAPE, FakeCosts

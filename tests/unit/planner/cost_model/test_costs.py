@@ -14,8 +14,7 @@ from rillflow.graph.graph import Edge
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.cost_model.options import cuts_heads, divisors, grids, undominated
 from rillflow.planner.factors import Engine
-from rillflow.planner.grid import Grid
-from rillflow.planner.option import Option, Seat
+from rillflow.planner.grid import Grid, Option, Seat
 from rillflow.planner.plan import SAMPLER
 from rillflow.planner.problem import Problem, Unit
 from tests.unit.planner.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, problem

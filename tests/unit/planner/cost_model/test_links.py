@@ -14,7 +14,6 @@ from rillflow.planner.cost_model.links import (
     all_reduce_s,
     all_to_all_s,
     members,
-    reduce_scatter_s,
     send_s,
 )
 
@@ -46,7 +45,7 @@ def test_members_of_one_machine(group: int, stride: int, near: int) -> None:
 
 @given(size=sizes, stride=strides)
 def test_one_device_needs_no_link(size: float, stride: int) -> None:
-    for collective in (all_gather_s, reduce_scatter_s, all_reduce_s, all_to_all_s, send_s):
+    for collective in (all_gather_s, all_reduce_s, all_to_all_s, send_s):
         assert float(collective(LINKS, size, 1, stride)) == 0.0
 
 

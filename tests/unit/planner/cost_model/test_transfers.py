@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.planner.cost_model import transfers
-from rillflow.planner.grid import Grid, grids_of
-from rillflow.planner.option import Seat
+from rillflow.planner.grid import Grid, Seat, grids_of
 from tests.unit.planner.cost_model.settings import WORKLOAD, setting
 
 
