@@ -98,7 +98,7 @@ class Cast:
         self._start(recipe.lead, self._lead_factory())
         if recipe.has_policy:
             self._start_sampler(self._lead_model())
-        voiced = self.executor.look(recipe.lead, casting.voice)
+        voiced = self.executor.on_first_rank(recipe.lead, casting.voice)
         self.tokenizer, self.context = voiced.read(recipe.placement.deadline_s)
 
     def __contains__(self, role: str) -> bool:
@@ -154,7 +154,7 @@ class Cast:
             )
             begun.read(self._recipe.placement.deadline_s)
             drafts = self._run / layout.BUNDLES / layout.DRAFT
-            self.executor.everywhere(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
+            self.executor.on_all_ranks(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
         return trained
 
     def _start(self, role: str, factory: Factory) -> None:
@@ -240,7 +240,7 @@ class Cast:
         """The policy as this phase found it; kept in the run directory so that a resume finds the same."""
         folder = self._run / layout.REFERENCE
         if not folder.exists():
-            kept = self.executor.everywhere("policy", casting.keep_policy, folder)
+            kept = self.executor.on_all_ranks("policy", casting.keep_policy, folder)
             kept.read(self._recipe.placement.deadline_s)
         return _directory(folder, self._recipe)
 

@@ -37,23 +37,23 @@ class Delivery:
 
     def __init__(self, executor: GroupExecutor, deadline_s: float) -> None:
         self._executor, self._deadline_s = executor, deadline_s
-        source = executor.look("policy", weights_of, SentWeights.lie)
-        plan = executor.look("sampler", weights_of, ReceivedWeights.plan, source)
+        source = executor.on_first_rank("policy", weights_of, SentWeights.lie)
+        plan = executor.on_first_rank("sampler", weights_of, ReceivedWeights.plan, source)
         ends = {"policy": SentWeights.connect, "sampler": ReceivedWeights.connect}
-        made = [executor.everywhere(role, weights_of, connect, plan) for role, connect in ends.items()]
+        made = [executor.on_all_ranks(role, weights_of, connect, plan) for role, connect in ends.items()]
         wait_for(made, deadline_s)
         self._links: Links = made[0].read(deadline_s)
         self._first = len(executor.groups["policy"].places)
 
     def begin(self) -> None:
         """Publish what the policy was made with, under the version it has."""
-        self(self._executor.everywhere("policy", announce)).wait(self._deadline_s)
+        self(self._executor.on_all_ranks("policy", announce)).wait(self._deadline_s)
         self._executor.moved.clear()  # no step has begun
 
     def __call__(self, published: Pending) -> Pending:
         """Bring what was just published to the sampler's ranks; the version, once they serve it."""
         executor, on_their_way = self._executor, deque[list[Pending]]()
-        digests = executor.look("policy", weights_of, SentWeights.what_was_published)
+        digests = executor.on_first_rank("policy", weights_of, SentWeights.what_was_published)
         for bucket, links in enumerate(self._links):
             packed: dict[int, list[Pending]] = {}
             for sender, receivers in links.items():
@@ -61,7 +61,7 @@ class Delivery:
                 for receiver, part in zip(receivers, parts, strict=True):
                     packed.setdefault(receiver, []).append(part)
             arriving = [
-                executor.on("sampler", rank - self._first, receive, bucket, *parts)
+                executor.on_rank("sampler", rank - self._first, receive, bucket, *parts)
                 for rank, parts in packed.items()
             ]
             on_their_way.append([*(part for parts in packed.values() for part in parts), *arriving])
@@ -70,7 +70,7 @@ class Delivery:
         while on_their_way:
             self._arrived(published, on_their_way.popleft())
         executor.moved["policy.digest"] = published.facts(self._deadline_s)
-        return executor.everywhere("sampler", weights_of, ReceivedWeights.serve, digests)
+        return executor.on_all_ranks("sampler", weights_of, ReceivedWeights.serve, digests)
 
     def _arrived(self, published: Pending, bucket: list[Pending]) -> None:
         """Wait for a bucket, and keep what is known of it alone: its bytes may go."""

@@ -37,7 +37,7 @@ class GroupExecutor:
         """By stage, what is to be done with its result before anyone else has it."""
         self._backend = backend
         self.moved: dict[str, list[Facts]] = {}
-        """Stages of the step that its text does not name, and what is known of them; a delivery's."""
+        """Stages of the step that its text does not name, and what is known of them: a delivery's."""
 
     @property
     def endpoints(self) -> Mapping[str, Collection[str]]:
@@ -130,25 +130,25 @@ class GroupExecutor:
     def deal(
         self, role: str, rank: int, parts: int, function: Callable[..., Any], *arguments: Any
     ) -> list[Pending]:
-        """Call a function with a role's object at one rank; each of the ``parts`` it returns by itself."""
+        """The same at one rank, each of the ``parts`` of the returned tuple a result of its own."""
         place, name = self.groups[role].places[rank], f"{role}.{function.__name__}"
         given = [self._sent(each, name) for each in arguments]
         made = self._backend.submit(place, program.deal, name, role, function, given, {}, results=parts + 1)
         *values, facts = made
         return [self._pending(name, [place], [RemoteValue(value=value, facts=facts)], []) for value in values]
 
-    def on(self, role: str, rank: int, function: Callable[..., Any], *arguments: Any) -> Pending:
-        """Call a function of a module with a role's object, at one rank of the role."""
+    def on_rank(self, role: str, rank: int, function: Callable[..., Any], *arguments: Any) -> Pending:
+        """The same remote call at one rank of the role."""
         name, place = f"{role}.{function.__name__}", self.groups[role].places[rank]
         return self._at([place], name, (program.look, role, function), arguments, {})
 
-    def look(self, role: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Pending:
-        """Call a function of a module with a role's object, at the role's first rank."""
+    def on_first_rank(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
+        """A remote call of a module's function with a role's object, at the role's first rank."""
         name, work = f"{role}: {function.__name__}", (program.look, role, function)
-        return self._at(self.groups[role].places[:1], name, work, arguments, options)
+        return self._at(self.groups[role].places[:1], name, work, arguments, {})
 
-    def everywhere(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
-        """The same at all ranks of the role at once; the first one's result."""
+    def on_all_ranks(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
+        """The same remote call at all ranks of the role; the result is the first rank's."""
         name, work = f"{role}: {function.__name__}", (program.look, role, function)
         return self._at(self.groups[role].places, name, work, arguments, {})
 

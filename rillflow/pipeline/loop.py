@@ -190,7 +190,7 @@ class Loop:
         if not any(name.endswith("/skipped/sum") for name in metrics):
             return
         for role in phase.trained:
-            for skip in phase.executor.everywhere(role, taken_skips).read(self._deadline_s):
+            for skip in phase.executor.on_all_ranks(role, taken_skips).read(self._deadline_s):
                 self._run.log_skip(step, role, skip.reason, skip.rows)
                 self._progress.note(f"an update of the {role} in step {step} was left out: {skip.reason}")
         self._run.keep_bundle(step)
@@ -274,7 +274,7 @@ class Loop:
         for stage, facts in moved.items():
             self._run.log_span(_span(stage, step, facts, self._run.elapsed_s()))
         home, run = phase.trained[0], self._run.path.absolute()
-        measured = phase.executor.look(home, record, run, step, measures, *batches)
+        measured = phase.executor.on_first_rank(home, record, run, step, measures, *batches)
         return dict(measured.read(self._deadline_s)) | numbers
 
     def _number(self, number: Any) -> float:
@@ -312,7 +312,7 @@ class Loop:
 
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
         """The optimiser steps of every trained role, once what it was last given is done."""
-        asked = {role: phase.executor.look(role, updates_of) for role in phase.trained}
+        asked = {role: phase.executor.on_first_rank(role, updates_of) for role in phase.trained}
         return {role: each.read(wait_s) for role, each in asked.items()}
 
     def _checkpoint(self, phase: Phase, wait_s: float) -> Path:
@@ -321,7 +321,7 @@ class Loop:
 
         def write(folder: Path) -> None:
             for role in phase.trained:
-                phase.executor.everywhere(role, write_role, folder.absolute()).read(wait_s)
+                phase.executor.on_all_ranks(role, write_role, folder.absolute()).read(wait_s)
 
         kept, spared = self._cadence.keep_checkpoints, self._best.step if self._best is not None else None
         path = save_checkpoint(

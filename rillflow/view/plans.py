@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rillflow.config.toml_text import inline_text
 from rillflow.observe.wording import number, size
-from rillflow.planner.plan import SAMPLER, Plan
+from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Statement
 from rillflow.planner.ranking import HOUR_S, Goal, Objective, Ranked, Ranking
 from rillflow.planner.search import LITTLE, ClusterSize
@@ -423,7 +423,8 @@ def _warnings(found: Decision) -> Iterator[str]:
 
 def _placement(plan: Plan) -> list[str]:
     """The recipe's section, where a run can follow the plan."""
-    if SAMPLER in plan.units or any(unit.grid.ep > 1 for unit in plan.units.values()):
+    ahead = plan.freshness or plan.streams or plan.publish_every
+    if ahead or any(unit.grid.ep > 1 for unit in plan.units.values()):
         return ["", "a recipe cannot say this placement yet: --out keeps it as a plan"]
     return ["", "[placement]", *(f"{key} = {inline_text(value)}" for key, value in plan.placement.items())]
 
