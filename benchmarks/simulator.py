@@ -29,7 +29,7 @@ from rillflow.assembly.recipe import load_recipe
 from rillflow.graph.graph import Graph
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.factors import Engine, Factors
+from rillflow.planner.factors import EngineFactors, Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
@@ -84,7 +84,7 @@ def case(
     tp: int,
     generate_tp: int,
     freshness: int = 0,
-    engine: Engine | None = None,
+    engine: EngineFactors | None = None,
     **planned: float | str | bool,
 ) -> Case:
     """Roles on pools, each pool on machines of its own kind so that it may have any size."""
@@ -105,7 +105,7 @@ def case(
         },
         workload=workload,
         hardware=Hardware(
-            name=device, fleets=fleets, factors=Factors(decode_row_s=2e-5), engine=engine or Engine()
+            name=device, fleets=fleets, factors=Factors(decode_row_s=2e-5), engine=engine or EngineFactors()
         ),
     )
     if SAMPLER in homes:
@@ -269,7 +269,7 @@ def bounded(freshness: int, late: str) -> Case:
         tp=1,
         generate_tp=1,
         freshness=freshness,
-        engine=Engine(rereads=True),
+        engine=EngineFactors(rereads=True),
         late=late,
     )
 

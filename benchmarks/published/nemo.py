@@ -24,7 +24,7 @@ from typing import Any
 from published.models import shape
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import Evaluation, evaluate
+from rillflow.planner.evaluate import StepEvaluation, evaluate
 from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Hardware, read_hardware
@@ -114,7 +114,7 @@ def cluster(row: Row) -> dict[str, Any]:
     return {"name": row.device, "like": row.stack, "fleet": [fleet], "engine": engine}
 
 
-def predict(row: Row, factors: Factors | None = None) -> Evaluation:
+def predict(row: Row, factors: Factors | None = None) -> StepEvaluation:
     """What the planner makes of a row, with the shipped factors or others."""
     step = problem(row)
     if factors is not None:

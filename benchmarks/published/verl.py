@@ -13,7 +13,7 @@ from typing import Any
 from published.models import shape
 from published.nemo import graph, placed
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import Evaluation, evaluate
+from rillflow.planner.evaluate import StepEvaluation, evaluate
 from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import read_hardware
@@ -84,7 +84,7 @@ def problem(row: Row, mean: float) -> Problem:
     )
 
 
-def predict(row: Row, mean: float, factors: Factors | None = None) -> Evaluation:
+def predict(row: Row, mean: float, factors: Factors | None = None) -> StepEvaluation:
     """What the planner makes of a row, with the shipped factors or others."""
     step = problem(row, mean)
     if factors is not None:

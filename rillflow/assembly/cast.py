@@ -31,7 +31,7 @@ from rillflow.roles.critic import Critic
 from rillflow.roles.policy import Policy
 from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
-from rillflow.roles.reward_model import CostModel, RewardModel
+from rillflow.roles.reward_model import RewardModel, SafetyCostModel
 from rillflow.roles.sampler import Sampler
 from rillflow.train.config import TrainConfig
 from rillflow.train.skipping import leave_out
@@ -59,7 +59,7 @@ def kinds(recipe: Recipe) -> Mapping[str, type]:
         "critic": Critic,
         "cost_critic": Critic,
         "reward": RewardModel if recipe.reward.model else Reward,
-        "cost": CostModel if recipe.cost.model else Cost,
+        "cost": SafetyCostModel if recipe.cost.model else Cost,
         "reward_model": RewardModel,
         JUDGE: Reward,
     }
@@ -121,7 +121,7 @@ class Cast:
         if reward.model is not None:
             self._start("reward", self._scorer_factory("reward", reward.model, RewardModel))
         if cost.model is not None:
-            self._start("cost", self._scorer_factory("cost", cost.model, CostModel))
+            self._start("cost", self._scorer_factory("cost", cost.model, SafetyCostModel))
         elif costs:
             self._start("cost", self._function_factory(casting.cost, costs))
 

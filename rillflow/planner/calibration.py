@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import Evaluation, evaluate, stages_by_name
+from rillflow.planner.evaluate import StepEvaluation, evaluate, stages_by_name
 from rillflow.planner.factors import Factors
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem, Work
@@ -67,7 +67,7 @@ class Observation:
             if name in works and works[name] in MODELLED and seconds > 0
         }
 
-    def evaluated(self, factors: Factors) -> Evaluation:
+    def evaluated(self, factors: Factors) -> StepEvaluation:
         """What its plan costs with other factors."""
         problem = replace(self.problem, hardware=replace(self.problem.hardware, factors=factors))
         return evaluate(problem, CostModel(problem), self.plan)

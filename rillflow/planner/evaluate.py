@@ -1,7 +1,7 @@
 """Evaluate: what one plan costs, by the cost model's terms and the schedule; nothing is simulated.
 
 Plan ─ seating ─> units on pools ─┬─ seconds of stages ─┬─ schedule ─> step, latency ─┐
-                                  ├─ seconds of edges ──┘                             ├─> Evaluation
+                                  ├─ seconds of edges ──┘                             ├─> StepEvaluation
                                   └─ memory, loads of pools ──────────────────────────┘
 """
 
@@ -42,7 +42,7 @@ class PoolUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class StepEvaluation:
     """A plan in seconds and bytes."""
 
     step_s: float
@@ -74,7 +74,7 @@ class Evaluation:
         return sum(sizes[pool.name] * pool.idle_share for pool in self.pools) / self.devices
 
 
-def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> Evaluation:
+def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
     """What a plan costs.
 
     Raises:
@@ -97,7 +97,7 @@ def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> Evaluation:
         latency = float(latencies.mean())
         step = period_s(loads, latencies_s=latencies.tolist(), freshness=plan.freshness)
     step += problem.overhead_s
-    return Evaluation(
+    return StepEvaluation(
         step_s=step,
         latency_s=latency,
         seconds=seconds,
@@ -191,7 +191,7 @@ class _Terms:
         return [unit for unit in self.units.values() if unit.seat.pool == pool.name]
 
 
-def stages_by_name(problem: Problem, evaluation: Evaluation) -> Mapping[str, float]:
+def stages_by_name(problem: Problem, evaluation: StepEvaluation) -> Mapping[str, float]:
     """Predicted seconds of a step's stages, those of one name in sum, as a run's spans are."""
     found: dict[str, float] = defaultdict(float)
     for stage in problem.graph.stages:

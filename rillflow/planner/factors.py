@@ -67,7 +67,7 @@ class Factors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class EngineFactors:
     """What a stack does that no number of a device says."""
 
     zero1: bool = False
@@ -110,7 +110,7 @@ class Stack:
     """What on."""
     factors: Factors
     """The factors."""
-    engine: Engine
+    engine: EngineFactors
     """What the stack does."""
     accuracy: Accuracy | None
     """On steps left out of the fit; none where none were published."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.errors import PlanError, nearest
-from rillflow.planner.factors import Accuracy, Engine, Factors, Stack
+from rillflow.planner.factors import Accuracy, EngineFactors, Factors, Stack
 from rillflow.planner.quantities import (
     DURATION,
     FLOPS,
@@ -32,7 +32,7 @@ from rillflow.planner.quantities import (
 )
 
 _OVERHEADS = {"step_s", "step_row_s"}
-NO_ENGINE = Engine()
+NO_ENGINE = EngineFactors()
 UNFITTED = "default"
 """The factor set of a cluster's file that names none."""
 
@@ -107,7 +107,7 @@ class Hardware:
     """Its machines by kind; a pool lies in one of them."""
     factors: Factors
     """The share of the devices' numbers that models reach."""
-    engine: Engine = NO_ENGINE
+    engine: EngineFactors = NO_ENGINE
     """What the stack on it does."""
     calibrated: str = ""
     """What the factors were fitted to; empty where the file does not say."""
@@ -136,7 +136,7 @@ def shipped_stacks() -> dict[str, Stack]:
             name=name,
             fitted=str(data["fitted"]),
             factors=Factors(**values(data.get("factors", {}), _FACTORS, name)),
-            engine=Engine(**values(data.get("engine", {}), _ENGINE, name)),
+            engine=EngineFactors(**values(data.get("engine", {}), _ENGINE, name)),
             accuracy=Accuracy(**data["accuracy"]) if "accuracy" in data else None,
         )
         for name, data in _shipped("stacks").items()
@@ -311,7 +311,7 @@ _SHARE = number(0.0, 1.0, "it is a share of the device's number, above 0 up to 1
 _NONE_TO_ALL = number(0.0, 1.0, "it is a share, from 0 to 1")
 _TOUCHES = number(0.0, 1000.0, "it counts passes over memory: 0 to 1000")
 _FACTORS = {field.name: _factor(field.name) for field in fields(Factors)}
-_ENGINE = {field.name: YES if isinstance(field.default, bool) else _SHARE for field in fields(Engine)}
+_ENGINE = {field.name: YES if isinstance(field.default, bool) else _SHARE for field in fields(EngineFactors)}
 _RATES = dict.fromkeys(("memory_bandwidth", "inside", "host"), RATE.read)
 _DEVICE: Mapping[str, Reader] = {"memory": MEMORY.read, **_RATES, "flops": TABLE, "source": TEXT}
 _FLEET: Mapping[str, Reader] = {

@@ -12,7 +12,7 @@ from enum import StrEnum
 import numpy as np
 
 from rillflow.errors import PlanError
-from rillflow.planner.evaluate import Evaluation
+from rillflow.planner.evaluate import StepEvaluation
 from rillflow.planner.plan import Plan
 
 Floats = np.ndarray
@@ -113,7 +113,7 @@ class Ranked:
 
     plan: Plan
     """What to launch."""
-    evaluation: Evaluation
+    evaluation: StepEvaluation
     """What it costs."""
     value: float
     """The objective's; the less the better."""

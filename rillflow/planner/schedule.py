@@ -37,7 +37,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class StageTask:
     """A stage as pools take it; its numbers may be those of many plans at once."""
 
     stage: int
@@ -68,7 +68,7 @@ class Timing:
 
 def tasks_of(
     graph: Graph, *, seconds: Sequence[Numbers], pools: Sequence[str], transfers: Sequence[Numbers]
-) -> tuple[Task, ...]:
+) -> tuple[StageTask, ...]:
     """A step's stages, in the order of the program.
 
     Args:
@@ -81,13 +81,13 @@ def tasks_of(
     for edge, spent in zip(graph.edges, transfers, strict=True):
         inputs[edge.destination].append(Arrival(source=edge.source, seconds=spent))
     return tuple(
-        Task(stage=stage.index, name=stage.name, pool=pool, seconds=spent, inputs=tuple(arrivals))
+        StageTask(stage=stage.index, name=stage.name, pool=pool, seconds=spent, inputs=tuple(arrivals))
         for stage, pool, spent, arrivals in zip(graph.stages, pools, seconds, inputs, strict=True)
     )
 
 
 def in_turn(
-    tasks: Iterable[Task],
+    tasks: Iterable[StageTask],
     *,
     begin_s: float = 0.0,
     free_s: dict[str, Any] | None = None,

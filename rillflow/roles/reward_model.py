@@ -79,7 +79,7 @@ class RewardModel(ScalarRole):
         return scored_rows(rollouts, texts, scores, self.field)
 
 
-class CostModel(RewardModel):
+class SafetyCostModel(RewardModel):
     """A reward model whose scores are ``costs``: more is worse."""
 
     called = "cost model"

@@ -67,7 +67,7 @@ class Chart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
+class ChartAxis:
     """Where values lie in a picture."""
 
     low: float
@@ -164,7 +164,7 @@ def _middle(points: Sequence[Point]) -> Point:
     )
 
 
-def _curve(series: Series, index: int, chart: Chart, x: Axis, y: Axis) -> list[Html]:
+def _curve(series: Series, index: int, chart: Chart, x: ChartAxis, y: ChartAxis) -> list[Html]:
     points = pick(series.points)
     many = len(points) > _SMOOTHED_FROM and not chart.has_marks
     phases = () if chart.has_marks else chart.phases
@@ -183,27 +183,27 @@ def _curve(series: Series, index: int, chart: Chart, x: Axis, y: Axis) -> list[H
     return parts
 
 
-def _line(points: Sequence[Point], x: Axis, y: Axis, kind: str) -> Html:
+def _line(points: Sequence[Point], x: ChartAxis, y: ChartAxis, kind: str) -> Html:
     # A line of one point is drawn as a dot only if it goes somewhere, be it to where it is.
     ends = points if len(points) > 1 else [*points, *points]
     places = " ".join(f"{x(point.x):.1f},{y(point.y):.2f}" for point in ends)
     return el("polyline", class_=kind, points=places)
 
 
-def _band(points: Sequence[Point], x: Axis, y: Axis) -> Html:
+def _band(points: Sequence[Point], x: ChartAxis, y: ChartAxis) -> Html:
     known = [point for point in points if point.low is not None and point.high is not None]
     above = [f"{x(point.x):.1f},{y(point.high or 0.0):.2f}" for point in known]
     below = [f"{x(point.x):.1f},{y(point.low or 0.0):.2f}" for point in reversed(known)]
     return el("polygon", class_="band", points=" ".join([*above, *below]))
 
 
-def _x_axis(values: Sequence[Point]) -> Axis:
+def _x_axis(values: Sequence[Point]) -> ChartAxis:
     low, high = min(point.x for point in values), max(point.x for point in values)
     one = int(low == high)
-    return Axis(low=low - one, high=high + one, start=LEFT, length=WIDTH - LEFT - RIGHT)
+    return ChartAxis(low=low - one, high=high + one, start=LEFT, length=WIDTH - LEFT - RIGHT)
 
 
-def _y_axis(chart: Chart, values: Sequence[Point]) -> Axis:
+def _y_axis(chart: Chart, values: Sequence[Point]) -> ChartAxis:
     ends = [end for point in values for end in (point.y, point.low, point.high) if end is not None]
     low, high = min(ends), max(ends)
     if chart.is_share:
@@ -217,7 +217,7 @@ def _y_axis(chart: Chart, values: Sequence[Point]) -> Axis:
         low, high = low - room, high + room
     room = 0.0 if chart.is_share or chart.is_log else 0.04 * (high - low)
     start = HEIGHT - BOTTOM
-    return Axis(low=low if low == 0 else low - room, high=high + room, start=start, length=TOP - start)
+    return ChartAxis(low=low if low == 0 else low - room, high=high + room, start=start, length=TOP - start)
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
@@ -229,7 +229,7 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
     return [round(place * step, 12) for place in range(first, last + 1)]
 
 
-def _y_grid(chart: Chart, axis: Axis) -> list[Html]:
+def _y_grid(chart: Chart, axis: ChartAxis) -> list[Html]:
     parts = []
     for value in ticks(axis.low, axis.high):
         if chart.is_log and value != round(value):
@@ -243,7 +243,7 @@ def _y_grid(chart: Chart, axis: Axis) -> list[Html]:
     return parts
 
 
-def _x_labels(axis: Axis) -> list[Html]:
+def _x_labels(axis: ChartAxis) -> list[Html]:
     places = [value for value in ticks(axis.low, axis.high) if value == round(value)]
     labels = [
         el("text", f"{value:,.0f}", class_="tick middle", x=f"{axis(value):.1f}", y=HEIGHT - 8)
@@ -255,7 +255,7 @@ def _x_labels(axis: Axis) -> list[Html]:
     ]
 
 
-def _phase_bands(chart: Chart, axis: Axis) -> list[Html]:
+def _phase_bands(chart: Chart, axis: ChartAxis) -> list[Html]:
     """One band a phase, named at its top, where the chart shows more than one."""
     shown = [phase for phase in chart.phases if phase.last > axis.low and phase.first < axis.high]
     parts: list[Html] = []

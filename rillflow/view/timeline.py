@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rillflow.graph.graph import CONTROLLER
 from rillflow.observe.wording import duration
-from rillflow.view.chart import Axis, ticks
+from rillflow.view.chart import ChartAxis, ticks
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import RunData
 from rillflow.view.style import COLOURS
@@ -75,7 +75,7 @@ def draw_timeline(bars: Sequence[Bar]) -> list[Html]:
         return []
     start, end = min(bar.start_s for bar in bars), max(bar.end_s for bar in bars)
     length = WIDTH - LEFT - RIGHT
-    scale = Axis(low=start, high=end if end > start else start + 1.0, start=LEFT, length=length)
+    scale = ChartAxis(low=start, high=end if end > start else start + 1.0, start=LEFT, length=length)
     half_pixel_s = 0.5 * (scale.high - scale.low) / length
     pools: dict[str, dict[str, list[Bar]]] = {}
     for bar in bars:
@@ -122,7 +122,7 @@ def merged(bars: Sequence[Bar], gap_s: float) -> list[Bar]:
     return joined
 
 
-def _drawn(bar: Bar, y: int, scale: Axis, colours: Mapping[str, int]) -> Html:
+def _drawn(bar: Bar, y: int, scale: ChartAxis, colours: Mapping[str, int]) -> Html:
     x, width = scale(bar.start_s), max(0.5, scale(bar.end_s) - scale(bar.start_s))
     kind = "k-rest" if bar.is_idle else f"k{colours[bar.stage]}"
     step = f", step {bar.step}" if bar.step else ""
@@ -131,7 +131,7 @@ def _drawn(bar: Bar, y: int, scale: Axis, colours: Mapping[str, int]) -> Html:
     return el("rect", told, class_=f"span {kind}", height=LANE, x=f"{x:.1f}", width=f"{width:.1f}", y=y)
 
 
-def _axis(scale: Axis, height: int) -> list[Html]:
+def _axis(scale: ChartAxis, height: int) -> list[Html]:
     """Round seconds since the first bar."""
     parts = []
     for value in ticks(0.0, scale.high - scale.low, count=8):

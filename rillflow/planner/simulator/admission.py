@@ -33,7 +33,7 @@ from rillflow.planner.simulator.draws import Row
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Group:
+class SampleGroup:
     """The rows of a prompt on their way."""
 
     prompt: int
@@ -71,13 +71,13 @@ class Wait:
     def __init__(self, *, freshness: int, prompts: int, published: int = 1) -> None:
         self.batch = 0
         """The number of the next batch, from 0."""
-        self.dropped: list[Group] = []
+        self.dropped: list[SampleGroup] = []
         """Groups that no batch will take."""
         self._freshness = freshness
         self._prompts = prompts
         self._published = published
         self._begun: Counter[int] = Counter()
-        self._ready: dict[int, deque[Group]] = defaultdict(deque)
+        self._ready: dict[int, deque[SampleGroup]] = defaultdict(deque)
 
     @property
     def version(self) -> int:
@@ -96,15 +96,15 @@ class Wait:
                 full = due
         return -(-(full + 2) // self._published) - self._freshness - 1
 
-    def begin(self, group: Group) -> None:
+    def begin(self, group: SampleGroup) -> None:
         """Note a group that begins."""
         self._begun[self._due(group)] += 1
 
-    def complete(self, group: Group) -> None:
+    def complete(self, group: SampleGroup) -> None:
         """Note a group that is complete and scored."""
         self._ready[self._due(group)].append(group)
 
-    def take(self) -> list[Group]:
+    def take(self) -> list[SampleGroup]:
         """The next batch: the earliest due, if what stays behind fits into later ones; else none."""
         taken, behind, left = Counter[int](), 0, self._prompts
         for room, due in enumerate(self._dues()):
@@ -123,7 +123,7 @@ class Wait:
         """The batches that groups on their way may be due with."""
         return range(self.batch, max(self._begun, default=0) + 1)
 
-    def _due(self, group: Group) -> int:
+    def _due(self, group: SampleGroup) -> int:
         return (group.version + self._freshness + 1) * self._published - 1
 
 
@@ -133,7 +133,7 @@ class Drop(Wait):
     def __init__(self, *, freshness: int, prompts: int, published: int = 1) -> None:
         super().__init__(freshness=freshness, prompts=prompts, published=published)
         self._alive = 0
-        self._queue: deque[Group] = deque()
+        self._queue: deque[SampleGroup] = deque()
 
     def least_version(self, newest: int) -> int:
         """Anything that is not too old already, while fewer than (k + v + 1) c P live or were trained."""
@@ -142,15 +142,15 @@ class Drop(Wait):
             return newest + 1
         return self.version - self._freshness
 
-    def begin(self, group: Group) -> None:  # noqa: ARG002
+    def begin(self, group: SampleGroup) -> None:  # noqa: ARG002
         """Note a group that begins."""
         self._alive += 1
 
-    def complete(self, group: Group) -> None:
+    def complete(self, group: SampleGroup) -> None:
         """Note a group that is complete and scored."""
         self._queue.append(group)
 
-    def take(self) -> list[Group]:
+    def take(self) -> list[SampleGroup]:
         """Those that were complete first, of an age within the bound."""
         late = [group for group in self._queue if self.version - group.version > self._freshness]
         if late:

@@ -17,10 +17,10 @@ from functools import cached_property
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.cost_model.generation import Decoder
-from rillflow.planner.evaluate import Evaluation, evaluate
+from rillflow.planner.evaluate import StepEvaluation, evaluate
 from rillflow.planner.plan import SAMPLER, Plan
 from rillflow.planner.problem import Problem, Work
-from rillflow.planner.schedule import Task, tasks_of
+from rillflow.planner.schedule import StageTask, tasks_of
 from rillflow.planner.seating import Seated
 from rillflow.planner.simulator.draws import Draws, slow_devices
 from rillflow.planner.simulator.replica import Replica
@@ -62,7 +62,7 @@ class Layout:
     """The step."""
     plan: Plan
     """Where its units lie."""
-    evaluation: Evaluation
+    evaluation: StepEvaluation
     """What that costs on paper."""
     settings: Settings
     """What is assumed beside."""
@@ -70,7 +70,7 @@ class Layout:
     """Of all that is drawn."""
 
     @cached_property
-    def tasks(self) -> tuple[Task, ...]:
+    def tasks(self) -> tuple[StageTask, ...]:
         """The stages, in the order of the program; those of slow pools take longer."""
         stages, seconds = self.problem.graph.stages, self.evaluation.seconds
         return tasks_of(
@@ -81,7 +81,7 @@ class Layout:
         )
 
     @cached_property
-    def by_group(self) -> tuple[Task, ...]:
+    def by_group(self) -> tuple[StageTask, ...]:
         """The stages that take groups one by one where rows flow, with the seconds of one group.
 
         They score, read nothing but what groups bring, and share their pool only with stages of that kind. A
@@ -102,7 +102,7 @@ class Layout:
         return tuple(_shared(task, share, share) for task in found)
 
     @cached_property
-    def by_batch(self) -> tuple[Task, ...]:
+    def by_batch(self) -> tuple[StageTask, ...]:
         """The stages of a batch where rows flow; those of all groups but the last have travelled by then."""
         apart = {task.stage for task in self.by_group} | set(self.generating)
         found = []
@@ -272,7 +272,7 @@ def _require_flow(layout: Layout) -> None:
         raise PlanError("no stage publishes weights", why="rows would stay of version 0", fix="freshness 0")
 
 
-def _shared(task: Task, share: float, last: float, apart: Set[int] = frozenset()) -> Task:
+def _shared(task: StageTask, share: float, last: float, apart: Set[int] = frozenset()) -> StageTask:
     """A share of a task; of what comes from stages apart only the last part travels."""
     inputs = tuple(
         replace(edge, seconds=edge.seconds * (last if edge.source in apart else share))

@@ -18,7 +18,7 @@ WHOLE = 0
 """The lane of work that all devices of a pool do together; replicas have the lanes from 1."""
 
 
-class Cause(StrEnum):
+class IdleCause(StrEnum):
     """Why a pool, or one of its replicas, does nothing."""
 
     DATA = "waits for data"
@@ -51,7 +51,7 @@ class SimulatedSpan:
     """When it began, from the beginning of the simulation."""
     duration_s: float
     """How long it took."""
-    cause: Cause | None = None
+    cause: IdleCause | None = None
     """Why nothing was done; none where something was."""
 
     @property
@@ -68,7 +68,7 @@ class PoolTime:
     """Its name."""
     busy_s: float
     """Seconds it worked."""
-    idle_s: Mapping[Cause, float]
+    idle_s: Mapping[IdleCause, float]
     """Seconds it did not, by cause; with ``busy_s`` they make up the whole time."""
     peak_bytes: float
     """The most its fullest device held."""
@@ -151,7 +151,7 @@ class Book:
         """Since the lane was written of last a stage was computed, or nothing for a cause."""
         start_s = self._until[pool, lane]
         if end_s > start_s:
-            cause = what if isinstance(what, Cause) else None
+            cause = what if isinstance(what, IdleCause) else None
             span = SimulatedSpan(
                 pool=pool,
                 lane=lane,
@@ -183,7 +183,7 @@ def pool_times(
 ) -> tuple[PoolTime, ...]:
     """What each pool did; of its replicas, of which it has as many as ``lanes`` says, the mean."""
     busy: dict[str, float] = defaultdict(float)
-    idle: dict[str, dict[Cause, float]] = {pool: defaultdict(float) for pool in peaks}
+    idle: dict[str, dict[IdleCause, float]] = {pool: defaultdict(float) for pool in peaks}
     for span in spans:
         if span.pool == BESIDE:
             continue

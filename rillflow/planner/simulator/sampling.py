@@ -22,11 +22,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rillflow.planner.simulator.admission import Group, Wait
+from rillflow.planner.simulator.admission import SampleGroup, Wait
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.layout import Layout
 from rillflow.planner.simulator.replica import Replica
-from rillflow.planner.simulator.result import Book, Cause
+from rillflow.planner.simulator.result import Book, IdleCause
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class _Lane:
     version: int = 0
     done_s: float = 0.0
     held_s: float = 0.0
-    cause: Cause | None = Cause.FRESHNESS
+    cause: IdleCause | None = IdleCause.FRESHNESS
 
 
 class _Sampling:
@@ -45,7 +45,7 @@ class _Sampling:
 
     def __init__(self, replicas: Sequence[Replica], greedy: int) -> None:
         self.lanes = [_Lane(replica=replica) for replica in replicas]
-        self.live: dict[int, Group] = {}
+        self.live: dict[int, SampleGroup] = {}
         self._greedy = greedy
         """The sample from which on rows are greedy."""
         self._changed: set[int] = set()
@@ -62,11 +62,11 @@ class _Sampling:
                 yield self.lanes[place].replica.next_s, place
         self._changed.clear()
 
-    def advance(self, place: int, now_s: float) -> list[Group]:
+    def advance(self, place: int, now_s: float) -> list[SampleGroup]:
         """Let a replica come to its next event, unless it changed since; the groups complete by that."""
         return self._pass(place, now_s) if self.lanes[place].replica.next_s == now_s else []
 
-    def _pass(self, place: int, now_s: float) -> list[Group]:
+    def _pass(self, place: int, now_s: float) -> list[SampleGroup]:
         """Let time pass on a replica; the groups complete by that, their other rows stopped."""
         complete = []
         left = self._advance(place, now_s)
@@ -82,7 +82,7 @@ class _Sampling:
                     left += self._stop(other, now_s)
         return complete
 
-    def _count(self, group: Group, row: Row) -> bool:
+    def _count(self, group: SampleGroup, row: Row) -> bool:
         """Count a row that ended; whether its group is complete by that."""
         if row.sample >= self._greedy:
             group.greedy_left -= 1
@@ -121,7 +121,7 @@ class Round(_Sampling):
     ) -> None:
         super().__init__(replicas, greedy=1 << 62)
         for rows in prompts:
-            group = Group(prompt=rows[0].prompt, rows=tuple(rows), left=samples, greedy_left=0)
+            group = SampleGroup(prompt=rows[0].prompt, rows=tuple(rows), left=samples, greedy_left=0)
             self.live[group.prompt] = group
         self.seconds = 0.0
         """Until it ended."""
@@ -140,10 +140,10 @@ class Round(_Sampling):
         """Of each replica, the seconds until its last row had ended."""
         return [self.seconds if lane.replica.rows else lane.done_s for lane in self.lanes]
 
-    def _run(self, wanted: int) -> list[Group]:
+    def _run(self, wanted: int) -> list[SampleGroup]:
         self._deal([row for group in self.live.values() for row in group.rows])
         heap = sorted(self.changes())
-        complete: list[Group] = []
+        complete: list[SampleGroup] = []
         while heap and len(complete) < wanted:
             self.seconds, place = heapq.heappop(heap)
             complete += self.advance(place, self.seconds)
@@ -197,7 +197,7 @@ class Stream(_Sampling):
         self._fair = max(-(-rows // len(self.lanes)), 1)
         self._open = [(0, place) for place in self._empty]
 
-    def publish(self, version: int, now_s: float, place: int) -> list[Group]:
+    def publish(self, version: int, now_s: float, place: int) -> list[SampleGroup]:
         """Take note of new weights, at one replica or (-1) at all; the groups complete at this moment."""
         self.newest = max(self.newest, version)
         complete = []
@@ -214,7 +214,7 @@ class Stream(_Sampling):
             pass
         late = self.newest + self._layout.plan.freshness < self._admission.version
         for place in self._empty:
-            self._mark(place, now_s, Cause.WEIGHTS if late else Cause.FRESHNESS)
+            self._mark(place, now_s, IdleCause.WEIGHTS if late else IdleCause.FRESHNESS)
 
     def close(self, end_s: float) -> None:
         """Write down what replicas do at the end."""
@@ -267,7 +267,7 @@ class Stream(_Sampling):
 
     def _begin_group(self, version: int) -> None:
         rows, samples = tuple(self._next), self._layout.samples_begun
-        group = Group(
+        group = SampleGroup(
             prompt=rows[0].prompt,
             version=version,
             rows=rows,
@@ -293,14 +293,14 @@ class Stream(_Sampling):
         """Let the newest weights into a replica, which stands still meanwhile."""
         lane = self.lanes[place]
         lane.version = self.newest
-        self._mark(place, now_s, Cause.WEIGHTS)
+        self._mark(place, now_s, IdleCause.WEIGHTS)
         lane.held_s = now_s + self._load_s
         lane.replica.stall(self._load_s, reads_again=self._engine.rereads)
         if lane.replica.rows:
             self._mark(place, now_s, None)
         self._touch(place)
 
-    def _count(self, group: Group, row: Row) -> bool:
+    def _count(self, group: SampleGroup, row: Row) -> bool:
         complete = super()._count(group, row)
         self._incomplete -= complete
         return complete
@@ -327,7 +327,7 @@ class Stream(_Sampling):
         if not replica.rows:
             self._empty.add(place)
 
-    def _mark(self, place: int, now_s: float, cause: Cause | None) -> None:
+    def _mark(self, place: int, now_s: float, cause: IdleCause | None) -> None:
         """Write down what a replica did until now, if it does something else from now on, or from when it has
         its weights."""
         lane = self.lanes[place]

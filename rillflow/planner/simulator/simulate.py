@@ -33,11 +33,11 @@ from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
-from rillflow.planner.schedule import BESIDE, Task, Timing, in_turn, last_s
-from rillflow.planner.simulator.admission import Drop, Group, Wait
+from rillflow.planner.schedule import BESIDE, StageTask, Timing, in_turn, last_s
+from rillflow.planner.simulator.admission import Drop, SampleGroup, Wait
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.layout import Layout, Settings, lay_out
-from rillflow.planner.simulator.result import WHOLE, Book, Cause, Simulation, pool_times
+from rillflow.planner.simulator.result import WHOLE, Book, IdleCause, Simulation, pool_times
 from rillflow.planner.simulator.sampling import Round, Stream
 
 MOST_STEPS = 100_000
@@ -108,12 +108,12 @@ class _Run:
         """Until so many steps have ended."""
         raise NotImplementedError
 
-    def work(self, tasks: Iterable[Task], timings: Iterable[Timing], step: int) -> None:
+    def work(self, tasks: Iterable[StageTask], timings: Iterable[Timing], step: int) -> None:
         """Write stages down, and that their pools waited for data before."""
         for task, timing in zip(tasks, timings, strict=True):
             pool = task.pool if task.pool in self.pools else BESIDE
             if pool != BESIDE:
-                self.book.write(pool, WHOLE, Cause.DATA, step, timing.start_s)
+                self.book.write(pool, WHOLE, IdleCause.DATA, step, timing.start_s)
             self.book.pass_over(pool, WHOLE, timing.start_s)
             self.book.write(pool, WHOLE, task.name, step, timing.end_s)
 
@@ -169,19 +169,19 @@ class _InStep(_Run):
         end_s = last_s(timings)
         self.ends.append(end_s + layout.problem.overhead_s)
         for pool in self.pools:
-            cause = Cause.WEIGHTS if pool in samplers - trainers else Cause.NOTHING
+            cause = IdleCause.WEIGHTS if pool in samplers - trainers else IdleCause.NOTHING
             self.book.write(pool, WHOLE, cause, step, end_s)
-            self.book.write(pool, WHOLE, Cause.OVERHEAD, step, self.ends[-1])
+            self.book.write(pool, WHOLE, IdleCause.OVERHEAD, step, self.ends[-1])
 
-    def _sample(self, task: Task, timing: Timing, one: Round, step: int) -> None:
+    def _sample(self, task: StageTask, timing: Timing, one: Round, step: int) -> None:
         """Write down what each replica did, and that it waited for the last one."""
-        self.book.write(task.pool, WHOLE, Cause.DATA, step, timing.start_s)
+        self.book.write(task.pool, WHOLE, IdleCause.DATA, step, timing.start_s)
         self.book.pass_over(task.pool, WHOLE, timing.end_s)
         idle = [0.0] * (self.layout.lanes[task.pool] - len(one.lanes))
         for lane, done_s in enumerate([*one.lanes_s, *idle], 1):
             self.book.pass_over(task.pool, lane, timing.start_s)
             self.book.write(task.pool, lane, task.name, step, timing.start_s + done_s)
-            self.book.write(task.pool, lane, Cause.TAIL, step, timing.end_s)
+            self.book.write(task.pool, lane, IdleCause.TAIL, step, timing.end_s)
 
     def _generated(self) -> dict[int, Round]:
         """Run the generation of a step, stage by stage; a greedy one answers the prompts that are kept."""
@@ -258,7 +258,7 @@ class _Flowing(_Run):
         self._free_s: dict[str, float] = {}
         self._scored = count()
         self._first = next(task.pool for task in layout.by_batch if task.pool in self.pools)
-        self._batches: dict[int, Sequence[Group]] = {}
+        self._batches: dict[int, Sequence[SampleGroup]] = {}
         self._step_tokens = 0
 
     def run(self, steps: int) -> Simulation:
@@ -308,13 +308,13 @@ class _Flowing(_Run):
         self._stream.close(now)
         for pool in self.pools:
             if not self.layout.lanes[pool]:
-                self.book.write(pool, WHOLE, Cause.DATA, len(self.ends), now)
+                self.book.write(pool, WHOLE, IdleCause.DATA, len(self.ends), now)
         self.begun = self._stream.begun
         self.cached.update(dict.fromkeys(self.layout.generating, self._stream.peak_tokens))
         live = [*self._stream.live.values(), *(group for batch in self._batches.values() for group in batch)]
         return sum(len(group.kept if group.is_complete else group.rows) for group in live)
 
-    def _score(self, groups: Sequence[Group], now: float) -> None:
+    def _score(self, groups: Sequence[SampleGroup], now: float) -> None:
         """Hand complete groups to the stages that take them one by one."""
         tasks, step = self.layout.by_group, self._admission.batch // self.layout.batches + 1
         for group in groups:
@@ -330,8 +330,8 @@ class _Flowing(_Run):
         """Let the training side begin a batch; its rows have travelled but for the last group's."""
         layout, step = self.layout, batch // self.layout.batches + 1
         begun_s = now + layout.problem.overhead_s / layout.batches
-        self.book.write(self._first, WHOLE, Cause.DATA, step, now)
-        self.book.write(self._first, WHOLE, Cause.OVERHEAD, step, begun_s)
+        self.book.write(self._first, WHOLE, IdleCause.DATA, step, now)
+        self.book.write(self._first, WHOLE, IdleCause.OVERHEAD, step, begun_s)
         version, left = divmod(batch + 1, layout.published)
         tasks = [task for task in layout.by_batch if not (left and layout.is_publish(task.stage))]
         timings = in_turn(tasks, begin_s=begun_s, free_s=self._free_s)

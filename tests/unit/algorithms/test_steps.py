@@ -17,7 +17,7 @@ from rillflow.roles.critic import Critic
 from rillflow.roles.policy import Policy
 from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
-from rillflow.roles.reward_model import CostModel, RewardModel
+from rillflow.roles.reward_model import RewardModel, SafetyCostModel
 from rillflow.workers.endpoint import endpoints_of
 
 FUNCTIONS: Mapping[str, type] = {
@@ -29,7 +29,7 @@ FUNCTIONS: Mapping[str, type] = {
     "cost": Cost,
     "reward_model": RewardModel,
 }
-MODELS: Mapping[str, type] = {**FUNCTIONS, "reward": RewardModel, "cost": CostModel}
+MODELS: Mapping[str, type] = {**FUNCTIONS, "reward": RewardModel, "cost": SafetyCostModel}
 DATA = {
     Data.PROMPTS: ("tokens", "columns"),
     Data.DEMONSTRATIONS: ("tokens", "loss_mask"),

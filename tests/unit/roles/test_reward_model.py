@@ -19,7 +19,7 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.roles.reward import OUTCOMES
-from rillflow.roles.reward_model import CostModel, RewardModel
+from rillflow.roles.reward_model import RewardModel, SafetyCostModel
 from rillflow.roles.share import Share
 from rillflow.tasks.encoded import Answers, Encoder
 from rillflow.tasks.preference import arithmetic_preferences
@@ -82,15 +82,15 @@ def test_scores_have_the_reward_role_s_fields(make_model: MakeModel, make_rollou
     assert found.ragged("message").to_text() == [""] * 3
     last = [row[-1:].tolist() for row in rollouts.ragged("tokens").rows()]
     assert last == [[0]] * 3, "read at the end token"
-    costs = role(model, kind=CostModel).score(rollouts)
+    costs = role(model, kind=SafetyCostModel).score(rollouts)
     assert "rewards" not in costs.fields and torch.equal(costs.dense("costs"), rewards)
 
 
-@pytest.mark.parametrize("kind", [RewardModel, CostModel])
+@pytest.mark.parametrize("kind", [RewardModel, SafetyCostModel])
 def test_a_saved_role_goes_on_bit_for_bit(
     make_model: MakeModel, tmp_path: Path, kind: type[RewardModel]
 ) -> None:
-    model, name = make_model(), {RewardModel: "reward_model", CostModel: "cost_model"}[kind]
+    model, name = make_model(), {RewardModel: "reward_model", SafetyCostModel: "cost_model"}[kind]
     given: dict = {"tokenizer": model.tokenizer, "train": TrainConfig(lr=1e-3), "seed": 0, "updates": 9}
     first, pairs, twice = kind(Share.whole(model), **given), pairs_for(model, 20), PassesConfig(minibatches=3)
     first.update(pairs, preference_loss, twice)
@@ -109,7 +109,7 @@ def test_a_saved_role_goes_on_bit_for_bit(
 
 
 def test_endpoints_say_what_they_read_and_write() -> None:
-    reward, cost = endpoints_of(RewardModel), endpoints_of(CostModel)
+    reward, cost = endpoints_of(RewardModel), endpoints_of(SafetyCostModel)
     assert set(reward) == set(cost) == {"begin", "score", "update"}
     assert reward["score"].writes[0] == "rewards" and cost["score"].writes[0] == "costs"
     assert reward["score"].writes[1:] == cost["score"].writes[1:]
@@ -149,7 +149,7 @@ def test_an_empty_row_and_a_score_that_is_not_finite_are_named(
         role(model).score(rollouts)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(RewardModel, "reward model"), (CostModel, "cost model")])
+@pytest.mark.parametrize(("kind", "name"), [(RewardModel, "reward model"), (SafetyCostModel, "cost model")])
 def test_other_tokens_than_the_policy_s_are_refused(
     make_model: MakeModel, kind: type[RewardModel], name: str
 ) -> None:

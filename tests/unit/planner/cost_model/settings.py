@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rillflow.graph.graph import Graph, Stage
 from rillflow.planner.cost_model.compute import Setting
-from rillflow.planner.factors import Engine, Factors
+from rillflow.planner.factors import EngineFactors, Factors
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.problem import Problem
@@ -92,7 +92,7 @@ def problem(
             name="toys",
             fleets=(fleet,),
             factors=factors or Factors(),
-            engine=Engine(offloads=offloads),
+            engine=EngineFactors(offloads=offloads),
         ),
         samples_apart=samples_apart,
         freshness=freshness,

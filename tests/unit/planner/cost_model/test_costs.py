@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rillflow.graph.graph import Edge
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.cost_model.options import cuts_heads, divisors, grids, undominated
-from rillflow.planner.factors import Engine
+from rillflow.planner.factors import EngineFactors
 from rillflow.planner.grid import Grid, Option, Seat
 from rillflow.planner.plan import SAMPLER
 from rillflow.planner.problem import Problem, Unit
@@ -192,7 +192,7 @@ def test_transfers_cost_nothing_within_a_pool_or_without_fields() -> None:
 
 
 def with_engine(step: Problem, **settings: object) -> Problem:
-    hardware = replace(step.hardware, engine=Engine(**settings))  # type: ignore[arg-type]
+    hardware = replace(step.hardware, engine=EngineFactors(**settings))  # type: ignore[arg-type]
     return replace(step, hardware=hardware)
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.planner.simulator.admission import Drop, Group, Wait
+from rillflow.planner.simulator.admission import Drop, SampleGroup, Wait
 
 
-def group(prompt: int, version: int) -> Group:
-    return Group(prompt=prompt, version=version, rows=(), left=0, greedy_left=0)
+def group(prompt: int, version: int) -> SampleGroup:
+    return SampleGroup(prompt=prompt, version=version, rows=(), left=0, greedy_left=0)
 
 
 @settings(max_examples=60)
@@ -24,7 +24,7 @@ def test_no_group_is_trained_beyond_the_bound_in_any_order(
 ) -> None:
     """An adversary decides which group begins under how old weights, which ends, when a batch is formed."""
     admission = Wait(freshness=freshness, prompts=prompts)
-    running: list[Group] = []
+    running: list[SampleGroup] = []
     trained, begun = 0, 0
     for action, number in choices:
         newest = admission.batch
@@ -54,7 +54,7 @@ def test_no_group_is_trained_beyond_the_bound_in_any_order(
 def test_it_never_stalls(freshness: int, prompts: int, order: list[int]) -> None:
     """Where nothing may begin, the groups on their way make a batch once they are complete."""
     admission = Wait(freshness=freshness, prompts=prompts)
-    running: list[Group] = []
+    running: list[SampleGroup] = []
     for number in order:
         newest = admission.batch
         while admission.least_version(newest) <= newest:

@@ -13,7 +13,7 @@ from rillflow.planner.evaluate import evaluate
 from rillflow.planner.plan import SAMPLER
 from rillflow.planner.schedule import in_turn, last_s, tasks_of
 from rillflow.planner.simulator.layout import Settings
-from rillflow.planner.simulator.result import Cause, Simulation
+from rillflow.planner.simulator.result import IdleCause, Simulation
 from rillflow.planner.simulator.simulate import simulate
 from rillflow.planner.workload import Lengths
 from tests.unit.planner.fakes import SPLIT, STAGE_S, TOGETHER, FakeDecoder, Toy, toy
@@ -71,10 +71,10 @@ def test_busy_and_idle_make_up_the_wall(stage_s: dict[str, float], pools: dict[s
 def test_idleness_has_its_cause() -> None:
     found = run(toy({**SPLIT, SAMPLER: "third"}, response=LOGNORMAL, link_s=0.1, weights_s=1.0, step_s=0.5))
     by_name = {pool.pool: pool.idle_s for pool in found.pools}
-    assert set(by_name["third"]) == {Cause.TAIL, Cause.WEIGHTS, Cause.OVERHEAD}
-    assert set(by_name["left"]) == {Cause.DATA, Cause.OVERHEAD}
-    assert set(by_name["right"]) == {Cause.DATA, Cause.NOTHING, Cause.OVERHEAD}
-    assert by_name["left"][Cause.OVERHEAD] == pytest.approx(0.5)
+    assert set(by_name["third"]) == {IdleCause.TAIL, IdleCause.WEIGHTS, IdleCause.OVERHEAD}
+    assert set(by_name["left"]) == {IdleCause.DATA, IdleCause.OVERHEAD}
+    assert set(by_name["right"]) == {IdleCause.DATA, IdleCause.NOTHING, IdleCause.OVERHEAD}
+    assert by_name["left"][IdleCause.OVERHEAD] == pytest.approx(0.5)
 
 
 @given(factor=st.floats(0.1, 1.0), name=st.sampled_from(sorted(STAGE_S)), seed=st.integers(0, 9))

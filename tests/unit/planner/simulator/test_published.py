@@ -8,7 +8,7 @@ import pytest
 
 from rillflow.errors import PlanError
 from rillflow.planner.plan import plan_text, read_plan
-from rillflow.planner.simulator.result import Cause, Simulation
+from rillflow.planner.simulator.result import IdleCause, Simulation
 from rillflow.planner.simulator.simulate import simulate
 from rillflow.planner.workload import Lengths
 from tests.unit.planner.fakes import STAGE_S, STREAMED, Toy, toy
@@ -82,7 +82,7 @@ def test_weights_that_arrive_replica_by_replica_stop_one_at_a_time() -> None:
     together = toy(STREAMED, prompts=16, response=LONG, freshness=1, weights_s=2.0)
     assert run(one).settled_step_s < run(together).settled_step_s
     first, second = (
-        [span.start_s for span in run(one).spans if span.lane == lane and span.cause is Cause.WEIGHTS]
+        [span.start_s for span in run(one).spans if span.lane == lane and span.cause is IdleCause.WEIGHTS]
         for lane in (1, 2)
     )
     assert sum(start + 1.0 == pytest.approx(later) for start, later in zip(first, second, strict=True)) > 5

@@ -13,7 +13,7 @@ from rillflow.errors import PlanError
 from rillflow.planner.evaluate import evaluate
 from rillflow.planner.plan import SAMPLER
 from rillflow.planner.simulator.layout import Settings
-from rillflow.planner.simulator.result import Cause, Simulation
+from rillflow.planner.simulator.result import IdleCause, Simulation
 from rillflow.planner.simulator.simulate import STOPPED, TOO_OLD, simulate
 from rillflow.planner.workload import Lengths
 from tests.unit.planner.fakes import APART, STAGE_S, STREAMED, FakeDecoder, Toy, toy
@@ -134,11 +134,11 @@ def test_waiting_never_drops_and_dropping_does() -> None:
 def test_idleness_has_its_cause() -> None:
     trained = run(toy(APART, stage_s=SLOW_TRAINING, freshness=1, weights_s=0.5))
     by_name = {pool.pool: pool.idle_s for pool in trained.pools}
-    assert max(by_name["sample"], key=by_name["sample"].__getitem__) is Cause.FRESHNESS
-    assert by_name["sample"][Cause.WEIGHTS] > 0
-    assert set(by_name["score"]) == {Cause.DATA}
+    assert max(by_name["sample"], key=by_name["sample"].__getitem__) is IdleCause.FRESHNESS
+    assert by_name["sample"][IdleCause.WEIGHTS] > 0
+    assert set(by_name["score"]) == {IdleCause.DATA}
     sampled = run(toy(APART, replica=SLOW_SAMPLING, freshness=2))
-    assert next(pool for pool in sampled.pools if pool.pool == "train").idle_s[Cause.DATA] > 0
+    assert next(pool for pool in sampled.pools if pool.pool == "train").idle_s[IdleCause.DATA] > 0
 
 
 def test_hidden_weights_are_worth_their_seconds() -> None:
