@@ -137,9 +137,9 @@ def rillflow_step(
     from rillflow.records.row import RowId
     from rillflow.rollout.config import RolloutConfig
     from rillflow.rollout.native.engine import NativeEngine
-    from rillflow.train.config import TrainConfig
-    from rillflow.train.loss import PolicyLoss
-    from rillflow.train.trainer import Trainer
+    from rillflow.training.config import TrainConfig
+    from rillflow.training.loss import PolicyLoss
+    from rillflow.training.trainer import Trainer
 
     torch.set_num_threads(threads)
     register()

@@ -19,7 +19,7 @@ from rillflow.parallel.packed import lay_out
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.scorer import micro_batches
+from rillflow.training.scorer import micro_batches
 
 
 def drawn(prompts: int, samples: int, prompt: int, answer: int, seed: int = 0) -> Batch:

@@ -40,9 +40,9 @@ from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import SupervisedLoss
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import SupervisedLoss
+from rillflow.training.trainer import Trainer
 
 FITTED = (
     "train_flops",

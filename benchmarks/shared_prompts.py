@@ -27,9 +27,9 @@ from rillflow.parallel.packed import pack
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PolicyLoss
+from rillflow.training.trainer import Trainer
 
 ROWS, ANSWER, VOCABULARY = 64, 64, 256
 SAMPLES = (1, 2, 4, 8, 16)

@@ -45,9 +45,9 @@ from rillflow.models.language_model import load_model, save_model
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PolicyLoss
+from rillflow.training.trainer import Trainer
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 LIMIT = 1e-6

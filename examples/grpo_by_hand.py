@@ -23,10 +23,10 @@ from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.prompts import PromptStream, prompt_batch
 from rillflow.tasks.task import open_task
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss
-from rillflow.train.minibatches import minibatches
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PolicyLoss
+from rillflow.training.minibatches import minibatches
+from rillflow.training.trainer import Trainer
 
 SEED, STEPS, PROMPTS, SAMPLES, MINIBATCHES, MAX_TOKENS = 0, 6, 16, 8, 2, 4
 TASK = TaskConfig(source="arithmetic", digits=1, operators="+", size=90, held_out=10)

@@ -8,8 +8,6 @@ stands here, ``train`` and ``open_run``, when it is first used.
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,14 +28,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-class _Package(ModuleType):
-    """This package, whose ``train`` stays the function when the engine of that name is imported."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in __all__:
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

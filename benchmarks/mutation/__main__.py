@@ -38,13 +38,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 COPIED = ("rillflow", "tests", "benchmarks", "recipes", "examples", "docs", "README.md", "pyproject.toml")
 TRUNK = (
     *("records", "placement", "graph", "formulas", "cluster", "workers", "models", "parallel"),
-    *("train", "weights", "rollout", "roles", "dataflow", "pipeline", "algorithms"),
+    *("training", "weights", "rollout", "roles", "dataflow", "pipeline", "algorithms"),
 )
 WIDER = {
     "cluster": tuple(f"distributed/test_{name}.py" for name in ("processes", "backends", "failing_ranks")),
     "workers": ("distributed/test_backends.py",),
     "parallel": ("distributed/test_parallel_training.py", "distributed/test_parallel_state.py"),
-    "train": ("distributed/test_parallel_training.py",),
+    "training": ("distributed/test_parallel_training.py",),
     "weights": ("distributed/test_weights_resharding.py", "distributed/test_weights_files.py"),
     "models": ("distributed/test_sharded_generation.py",),
     "rollout": ("distributed/test_sharded_generation.py",),

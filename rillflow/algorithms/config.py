@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from rillflow.formulas.config import PaidIn, PolicyLossConfig
-from rillflow.train.config import PassesConfig, ScheduleConfig, UpdateConfig
+from rillflow.training.config import PassesConfig, ScheduleConfig, UpdateConfig
 
 
 class AlgorithmConfig(PassesConfig):

@@ -33,8 +33,8 @@ from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.reward_model import RewardModel, SafetyCostModel
 from rillflow.roles.sampler import Sampler
-from rillflow.train.config import TrainConfig
-from rillflow.train.skipping import leave_out
+from rillflow.training.config import TrainConfig
+from rillflow.training.skipping import leave_out
 from rillflow.weights.layout import generation_mesh
 from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.group import Group

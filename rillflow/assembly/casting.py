@@ -35,7 +35,7 @@ from rillflow.roles.reward_model import RewardModel
 from rillflow.roles.sampler import Sampler
 from rillflow.roles.share import Model, Share
 from rillflow.rollout.config import RolloutConfig
-from rillflow.train.config import TrainConfig
+from rillflow.training.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from rillflow.cluster.config import SAMPLER
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import NewModel
 from rillflow.placement.mesh import divisors
-from rillflow.train.config import ScheduleConfig
+from rillflow.training.config import ScheduleConfig
 
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe

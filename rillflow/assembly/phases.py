@@ -8,7 +8,7 @@ from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.algorithms.registry import warm_start
 from rillflow.assembly.recipe import Recipe
-from rillflow.train.config import TrainConfig
+from rillflow.training.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from rillflow.models.config import ModelConfig
 from rillflow.rewards.config import CostConfig, RewardConfig
 from rillflow.rollout.config import RolloutConfig
 from rillflow.tasks.config import TaskConfig
-from rillflow.train.config import TrainConfig
+from rillflow.training.config import TrainConfig
 
 RECIPE_FILE = "run.toml"
 """The usual name of a recipe; a run is then called after its folder."""

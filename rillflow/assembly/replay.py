@@ -28,11 +28,19 @@ from rillflow.models.language_model import load_model, load_scalar_model
 from rillflow.observe import layout
 from rillflow.records.batch import Batch, Field, concatenate
 from rillflow.records.ragged import Ragged
-from rillflow.train.config import TrainConfig
-from rillflow.train.guards import describe_token, loss_tokens
-from rillflow.train.loss import Loss, PairLoss, PolicyLoss, SupervisedLoss, TokenLoss, ValueLoss, are_sampled
-from rillflow.train.skipping import ABOUT
-from rillflow.train.trainer import Aim, Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.guards import describe_token, loss_tokens
+from rillflow.training.loss import (
+    Loss,
+    PairLoss,
+    PolicyLoss,
+    SupervisedLoss,
+    TokenLoss,
+    ValueLoss,
+    are_sampled,
+)
+from rillflow.training.skipping import ABOUT
+from rillflow.training.trainer import Aim, Trainer
 
 Functions = Mapping[str, Callable[..., Any]]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
     from rillflow.rollout.config import SamplingConfig
-    from rillflow.train.config import PassesConfig
+    from rillflow.training.config import PassesConfig
 
     Rows = Batch | Handle
     """A batch, or the handle of one."""

@@ -38,7 +38,7 @@ from rillflow.pipeline.interrupt import Interruption
 from rillflow.pipeline.telemetry import record
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric, Metrics
-from rillflow.train.skipping import taken_skips
+from rillflow.training.skipping import taken_skips
 from rillflow.workers.pending import wait_for
 from rillflow.workers.values import Facts
 

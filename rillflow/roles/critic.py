@@ -13,8 +13,8 @@ from rillflow.graph.loss import only_term
 from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Metric
 from rillflow.roles.scalar_role import ScalarRole
-from rillflow.train.config import PassesConfig
-from rillflow.train.loss import loss_of
+from rillflow.training.config import PassesConfig
+from rillflow.training.loss import loss_of
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TRAIN
 

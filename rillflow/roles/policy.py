@@ -20,10 +20,10 @@ from rillflow.roles.publishing import SharedWeights, TrainedWeights
 from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.rollout.config import RolloutConfig
-from rillflow.train.config import PassesConfig, TrainConfig, UpdateConfig
-from rillflow.train.loss import SAMPLED, are_sampled, loss_of
-from rillflow.train.minibatches import minibatches
-from rillflow.train.trainer import Aim
+from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
+from rillflow.training.loss import SAMPLED, are_sampled, loss_of
+from rillflow.training.minibatches import minibatches
+from rillflow.training.trainer import Aim
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TOGETHER, TRAIN
 

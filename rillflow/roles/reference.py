@@ -5,8 +5,8 @@ from __future__ import annotations
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch
 from rillflow.roles.share import Share
-from rillflow.train.config import TrainConfig
-from rillflow.train.scorer import Scorer
+from rillflow.training.config import TrainConfig
+from rillflow.training.scorer import Scorer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D
 

@@ -23,7 +23,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.weighted import WeightedWorkers
-from rillflow.train.minibatches import prompt_units
+from rillflow.training.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
 

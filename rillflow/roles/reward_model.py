@@ -20,9 +20,9 @@ from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.roles.reward import COST_FIELDS, SCORE_FIELDS, cost_metrics, reward_metrics, scored_rows
 from rillflow.roles.scalar_role import ScalarRole
-from rillflow.train.config import PassesConfig
-from rillflow.train.loss import PairLoss, loss_of
-from rillflow.train.minibatches import prompt_units
+from rillflow.training.config import PassesConfig
+from rillflow.training.loss import PairLoss, loss_of
+from rillflow.training.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TRAIN_PAIRS
 

@@ -12,10 +12,10 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
-from rillflow.train.config import PassesConfig, TrainConfig
-from rillflow.train.loss import Loss
-from rillflow.train.minibatches import minibatches
-from rillflow.train.scorer import Scorer
+from rillflow.training.config import PassesConfig, TrainConfig
+from rillflow.training.loss import Loss
+from rillflow.training.minibatches import minibatches
+from rillflow.training.scorer import Scorer
 
 
 class ScalarRole(TrainedRole[ScalarModel]):

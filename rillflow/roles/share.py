@@ -22,7 +22,7 @@ from rillflow.parallel.mesh import rank_groups
 from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
-from rillflow.train.trainer import Trainer
+from rillflow.training.trainer import Trainer
 from rillflow.weights.layout import Layout, Weight, local_shape, logical_weights, training_layout
 from rillflow.weights.resharding import gathered
 from rillflow.weights.sharded_file import listed_weights, load_sharded, save_sharded

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Generic
 
 from rillflow.roles.share import Model, Share
-from rillflow.train.config import TrainConfig
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.trainer import Trainer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import TOGETHER
 

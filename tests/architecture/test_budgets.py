@@ -27,7 +27,7 @@ TRUNK = [
     "workers",
     "models",
     "parallel",
-    "train",
+    "training",
     "weights",
     "rollout",
     "roles",
@@ -37,7 +37,7 @@ TRUNK = [
 ]
 TRUNK_LINES = 11_000
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 24_483
+PACKAGE_LINES = 24_480
 """Code lines of the whole package at most; lowered whenever something goes."""
 PLANNER = [
     "rillflow/planner/",

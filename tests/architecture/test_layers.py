@@ -122,15 +122,16 @@ def test_settings_import_nothing_heavy(root: Path) -> None:
 
 def test_the_scans_can_fail(source: Any, order: dict[str, int]) -> None:
     bad = source(
-        "rillflow/records/bad.py", "from rillflow.cli import main\nimport rillflow.train.loss, transformers"
+        "rillflow/records/bad.py",
+        "from rillflow.cli import main\nimport rillflow.training.loss, transformers",
     )
     assert upward(bad, order) == [
         "rillflow/records/bad.py imports cli",
-        "rillflow/records/bad.py imports train",
+        "rillflow/records/bad.py imports training",
     ]
     assert misplaced(bad) == ["rillflow/records/bad.py imports transformers"]
-    lazy = source("rillflow/train/bad.py", "def f():\n    from rillflow import rollout")
-    assert upward(lazy, order) == ["rillflow/train/bad.py imports rollout"]
+    lazy = source("rillflow/training/bad.py", "def f():\n    from rillflow import rollout")
+    assert upward(lazy, order) == ["rillflow/training/bad.py imports rollout"]
     good = source("rillflow/models/good.py", "import transformers\nfrom rillflow import errors, __version__")
     assert upward(good, order) == misplaced(good) == []
     with pytest.raises(AssertionError, match="relative import"):
@@ -143,6 +144,6 @@ def test_the_table_is_read_in_order(order: dict[str, int]) -> None:
         < order["records"]
         < order["formulas"]
         < order["models"]
-        < order["train"]
+        < order["training"]
         < order["cli"]
     )

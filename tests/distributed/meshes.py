@@ -19,9 +19,9 @@ from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss, ValueLoss
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PolicyLoss, ValueLoss
+from rillflow.training.trainer import Trainer
 
 NUM_ROWS = 8
 

@@ -16,9 +16,9 @@ from rillflow.models.attention import ATTENTION
 from rillflow.models.tensor_plan import tensor_plan, weight_parts
 from rillflow.parallel.module import Parallel
 from rillflow.placement.sbp import Broadcast
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss, SupervisedLoss
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PolicyLoss, SupervisedLoss
+from rillflow.training.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from meshes import Case, decoder, groups_of, own_rows, rows, trainer, update

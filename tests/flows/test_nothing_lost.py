@@ -12,7 +12,7 @@ import pytest
 from rillflow.cli.main import main
 from rillflow.observe.reader import best_step
 from rillflow.pipeline import loop
-from rillflow.train.trainer import Trainer
+from rillflow.training.trainer import Trainer
 from tests.flows.conftest import Tiny
 
 REST = """

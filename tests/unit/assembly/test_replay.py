@@ -19,10 +19,10 @@ from rillflow.models.language_model import LanguageModel, load_model, load_scala
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss, TokenLoss, ValueLoss
-from rillflow.train.skipping import Skipped
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PolicyLoss, TokenLoss, ValueLoss
+from rillflow.training.skipping import Skipped
+from rillflow.training.trainer import Trainer
 
 MODEL = NewModel(hidden=16, layers=2, heads=2, kv_heads=1, context=16, alphabet="0123456789+=")
 CONFIG = {

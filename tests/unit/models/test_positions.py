@@ -30,8 +30,8 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.train.config import TrainConfig
-from rillflow.train.scorer import Scorer
+from rillflow.training.config import TrainConfig
+from rillflow.training.scorer import Scorer
 
 ORIGINAL, CONTEXT = 16, 64
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 3.0, 9.0, 27.0]}

@@ -18,7 +18,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.roles.critic import Critic
 from rillflow.roles.share import Share
-from rillflow.train.config import PassesConfig, TrainConfig
+from rillflow.training.config import PassesConfig, TrainConfig
 
 MakeModel = Callable[..., ScalarModel]
 MakeRollouts = Callable[[ScalarModel, Sequence[str]], Batch]

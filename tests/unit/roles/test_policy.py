@@ -19,7 +19,7 @@ from rillflow.roles.publishing import SharedWeights
 from rillflow.roles.sampler import Sampler
 from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
-from rillflow.train.config import TrainConfig, UpdateConfig
+from rillflow.training.config import TrainConfig, UpdateConfig
 
 NEW = NewModel(hidden=16, layers=1, heads=2, context=16, alphabet="0123456789+=")
 

@@ -24,7 +24,7 @@ from rillflow.roles.share import Share
 from rillflow.tasks.encoded import Answers, Encoder
 from rillflow.tasks.preference import arithmetic_preferences
 from rillflow.tasks.prompts import answered_batch
-from rillflow.train.config import PassesConfig, TrainConfig
+from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.workers.endpoint import endpoints_of
 
 MakeModel = Callable[..., ScalarModel]

@@ -24,9 +24,9 @@ from rillflow.parallel.module import Parallel
 from rillflow.parallel.packed import last_tokens
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged, concatenate_ragged
-from rillflow.train.config import TrainConfig
-from rillflow.train.guards import check_gap, check_ratio, loss_tokens
-from rillflow.train.minibatches import gathered
+from rillflow.training.config import TrainConfig
+from rillflow.training.guards import check_gap, check_ratio, loss_tokens
+from rillflow.training.minibatches import gathered
 
 
 @dataclass(frozen=True, kw_only=True)

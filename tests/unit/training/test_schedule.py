@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.train.config import OptimizerConfig
-from rillflow.train.optimizer import lr_factor
+from rillflow.training.config import OptimizerConfig
+from rillflow.training.optimizer import lr_factor
 
 
 def factors(total: int, **settings: object) -> list[float]:

@@ -18,11 +18,11 @@ from rillflow.formulas.losses import TokenLosses
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig
-from rillflow.train.guards import loss_tokens
-from rillflow.train.loss import LossPart, PolicyLoss, SupervisedLoss, TokenLoss
-from rillflow.train.scorer import LogprobReader, Scorer, micro_batches
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.guards import loss_tokens
+from rillflow.training.loss import LossPart, PolicyLoss, SupervisedLoss, TokenLoss
+from rillflow.training.scorer import LogprobReader, Scorer, micro_batches
+from rillflow.training.trainer import Trainer
 
 MakeRows = Callable[..., Batch]
 

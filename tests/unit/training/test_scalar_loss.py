@@ -19,10 +19,10 @@ from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import merge_metrics
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig
-from rillflow.train.guards import loss_tokens
-from rillflow.train.loss import PairLoss, TokenLoss, ValueLoss
-from rillflow.train.scorer import ScalarReader, Scorer, micro_batches
+from rillflow.training.config import TrainConfig
+from rillflow.training.guards import loss_tokens
+from rillflow.training.loss import PairLoss, TokenLoss, ValueLoss
+from rillflow.training.scorer import ScalarReader, Scorer, micro_batches
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]

@@ -26,10 +26,10 @@ from rillflow.formulas.aggregation import AGGREGATIONS
 from rillflow.records.batch import Batch, joined
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish
-from rillflow.train.config import TrainConfig
-from rillflow.train.guards import loss_tokens
-from rillflow.train.loss import PolicyLoss
-from rillflow.train.scorer import LogprobReader, Scorer, micro_batches
+from rillflow.training.config import TrainConfig
+from rillflow.training.guards import loss_tokens
+from rillflow.training.loss import PolicyLoss
+from rillflow.training.scorer import LogprobReader, Scorer, micro_batches
 
 MakeRows = Callable[..., Batch]
 GROUP, WEIGHT, PENALTY, GAMMA, LAM = 4, 0.3, 0.25, 0.9, 0.8

@@ -27,8 +27,8 @@ from rillflow.parallel.packed import last_tokens
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric, Variance
 from rillflow.records.ragged import Ragged
-from rillflow.train.guards import check_finite, loss_tokens
-from rillflow.train.minibatches import prompt_units
+from rillflow.training.guards import check_finite, loss_tokens
+from rillflow.training.minibatches import prompt_units
 
 LENGTHS = "row_lengths"
 """The parameter for how many loss tokens each row has."""

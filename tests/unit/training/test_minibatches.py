@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.row import RowId
-from rillflow.train.minibatches import minibatches, prompt_units
+from rillflow.training.minibatches import minibatches, prompt_units
 
 
 def batch_of(size: int) -> Batch:

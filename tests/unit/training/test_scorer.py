@@ -15,8 +15,8 @@ from rillflow.errors import TrainingError
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig
-from rillflow.train.scorer import Scorer, micro_batches
+from rillflow.training.config import TrainConfig
+from rillflow.training.scorer import Scorer, micro_batches
 
 MakeRows = Callable[..., Batch]
 

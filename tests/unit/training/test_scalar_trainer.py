@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from rillflow.errors import TrainingError
 from rillflow.formulas.config import ValueLossConfig
 from rillflow.records.batch import Batch
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PairLoss, TokenLoss, ValueLoss
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PairLoss, TokenLoss, ValueLoss
+from rillflow.training.trainer import Trainer
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]

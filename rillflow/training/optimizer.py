@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from rillflow.errors import NotFiniteError, TrainingError, nearest
 from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.tensor import local_gradient, own
-from rillflow.train.config import OptimizerConfig
+from rillflow.training.config import OptimizerConfig
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 

@@ -20,10 +20,10 @@ from rillflow.formulas.config import PolicyLossConfig
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, Sum, merge_metrics
 from rillflow.records.ragged import Ragged
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss, SupervisedLoss
-from rillflow.train.skipping import Skipped
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PolicyLoss, SupervisedLoss
+from rillflow.training.skipping import Skipped
+from rillflow.training.trainer import Trainer
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from rillflow.cluster.ranks import Ranks, ThreadGroup, ThreadRanks
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.records.batch import Batch
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss, SupervisedLoss
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PolicyLoss, SupervisedLoss
+from rillflow.training.trainer import Trainer
 from rillflow.workers.values import piece
 
 MakeModule = Callable[..., PreTrainedModel]

@@ -14,8 +14,8 @@ from rillflow.parallel.packed import pack
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.train.config import TrainConfig
-from rillflow.train.scorer import Scorer
+from rillflow.training.config import TrainConfig
+from rillflow.training.scorer import Scorer
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from rillflow.errors import TrainingError
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.records.batch import Batch
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss, SupervisedLoss
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PolicyLoss, SupervisedLoss
+from rillflow.training.trainer import Trainer
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]

@@ -34,13 +34,13 @@ from rillflow.parallel.module import Parallel, first_said
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
 from rillflow.records.ragged import Ragged
-from rillflow.train.config import TrainConfig
-from rillflow.train.guards import describe_token, loss_tokens
-from rillflow.train.loss import Loss, about
-from rillflow.train.optimizer import Optimizer, TrainerState
-from rillflow.train.recompute import Recompute
-from rillflow.train.scorer import LogprobReader, OutputReader, ScalarReader, Scorer, micro_batches
-from rillflow.train.skipping import Skip, Skipped
+from rillflow.training.config import TrainConfig
+from rillflow.training.guards import describe_token, loss_tokens
+from rillflow.training.loss import Loss, about
+from rillflow.training.optimizer import Optimizer, TrainerState
+from rillflow.training.recompute import Recompute
+from rillflow.training.scorer import LogprobReader, OutputReader, ScalarReader, Scorer, micro_batches
+from rillflow.training.skipping import Skip, Skipped
 
 _ELSEWHERE = "a number is not finite on another rank"
 

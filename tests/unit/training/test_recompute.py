@@ -21,11 +21,11 @@ from rillflow.errors import ModelError
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.attention import ATTENTION, register
 from rillflow.records.batch import Batch
-from rillflow.train.config import TrainConfig
-from rillflow.train.loss import PolicyLoss
-from rillflow.train.recompute import Recompute
-from rillflow.train.scorer import LogprobReader, Scorer
-from rillflow.train.trainer import Trainer
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import PolicyLoss
+from rillflow.training.recompute import Recompute
+from rillflow.training.scorer import LogprobReader, Scorer
+from rillflow.training.trainer import Trainer
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]

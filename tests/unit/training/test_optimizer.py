@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 from rillflow.cluster.ranks import SingleRank
 from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.mesh import RankGroups
-from rillflow.train.config import OptimizerConfig
-from rillflow.train.optimizer import Optimizer
+from rillflow.training.config import OptimizerConfig
+from rillflow.training.optimizer import Optimizer
 
 ALONE = Gradients(groups=RankGroups.whole(SingleRank()))
 """How one rank completes them: they are complete."""
