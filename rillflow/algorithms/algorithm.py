@@ -46,7 +46,7 @@ class Algorithm:
     beside: Callable[[Any], Data | None] = lambda _: None
     """What it is given beside the data, from its settings: as many rows, in an order of their own."""
     brings: Mapping[str, type] = field(default_factory=dict)
-    """Roles of its own by name: classes with endpoints, each made with a ``assembly.casting.RoleSetting``."""
+    """Roles of its own by name: classes with endpoints; see ``assembly.role_factories.RoleSetting``."""
     _heard: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def called(self, config: AlgorithmConfig) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Build: the heavy half of a launch; roles and phases made from a recipe, then run.
 
-    recipe ─> backend, pools ─> cast ─ executor ─ flow ┐
+    recipe ─> backend, pools ─> roles ─ executor ─ flow ┐
          task ─> streams, held-out rows ───────────────┴─> phase ─ loop ─> the next phase
 
 What is trained and what scores live as long as the run; a phase is made when its turn comes.
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.assembly.cast import JUDGE, Cast
 from rillflow.assembly.encoding import EncodedTask, Voice, encode_task
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.preflight import cost_functions, reward_functions
 from rillflow.assembly.recipe import Recipe
+from rillflow.assembly.roles import JUDGE, RoleGroups
 from rillflow.cluster.start import start_backend
 from rillflow.config.problems import together
 from rillflow.dataflow.checkpoint import Checkpoint
@@ -72,15 +72,15 @@ class Build:
         self.device = choose_device(recipe.run.device)
         backend = start_backend(recipe.placement, devices=0 if self.device.type == "cpu" else 1)
         stack.callback(backend.close)
-        self._cast = Cast(recipe, base.absolute(), run.path, checkpoint, backend)
-        voice = Voice(tokenizer=self._cast.tokenizer, context=self._cast.context)
+        self._roles = RoleGroups(recipe, base.absolute(), run.path, checkpoint, backend)
+        voice = Voice(tokenizer=self._roles.tokenizer, context=self._roles.context)
         if encoded is None or not encoded.voice.reads_as(voice):
             encoded = encode_task(recipe, task, voice)
             if encoded.problems:
                 raise together(encoded.problems, f"the task {task.name}")
         self.encoded = encoded
         """Its rows."""
-        self._cast.start_scorers(reward_functions(recipe, base, task), cost_functions(recipe, base))
+        self._roles.start_scorers(reward_functions(recipe, base, task), cost_functions(recipe, base))
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
         """Run what is left of every phase."""
@@ -109,14 +109,14 @@ class Build:
             gc.unfreeze()
 
     def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
-        executor = self._cast.executor
+        executor = self._roles.executor
         return Phase(
             name=plan.name,
             steps=plan.config.steps,
             rows=plan.config.prompts_per_step,
             step=plan.algorithm.step,
             config=plan.config,
-            trained=self._cast.begin(plan, self._checkpoint if resumed is not None else None),
+            trained=self._roles.begin(plan, self._checkpoint if resumed is not None else None),
             flow=Flow(executor, resumed["numbers"] if resumed else None),
             executor=executor,
             stream=self._stream(plan.algorithm.data, resumed["stream"] if resumed else None),
@@ -151,7 +151,7 @@ class Build:
             return None
         if data is Data.PREFERENCES:
             return self._judge_ranking
-        scorer = next((role for role in (JUDGE, "reward") if role in self._cast), None)
+        scorer = next((role for role in (JUDGE, "reward") if role in self._roles), None)
         return None if scorer is None else lambda executor: self._judge_answers(executor, scorer)
 
     def _judge_ranking(self, executor: GroupExecutor) -> Evaluation:

@@ -77,7 +77,7 @@ def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
 
 
 def _roles(recipe: Recipe) -> Iterator[str]:
-    """Every role that a run casts: those its phases call, the sampler, what scores held-out answers."""
+    """Every role that a run has: those its phases call, the sampler, what scores held-out answers."""
     yield from recipe.roles
     if recipe.has_policy:
         scorers = [SAMPLER, "reward", *(["judge"] if recipe.reward.model else [])]

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.assembly.cast import kinds
 from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.recipe import Recipe
+from rillflow.assembly.roles import kinds
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.graph import Graph
@@ -63,7 +63,7 @@ def unpublished(graph: Graph) -> str:
 
 
 def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
-    """The endpoints of every role a recipe may cast."""
+    """The endpoints of every role a recipe may have."""
     found: dict[str, dict[str, Signature]] = {}
     for name, kind in kinds(recipe).items():
         own = {each: marked.signature for each, marked in endpoints_of(kind).items()}

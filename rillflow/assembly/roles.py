@@ -1,4 +1,4 @@
-"""Cast: the roles of a run, each on the ranks of its pool.
+"""RoleGroups: the roles of a run, each on the ranks of its pool.
 
     recipe ─┬─ [policy] ─────────────> lead: the policy, or what is trained in its place ┐ as long
             ├─ [reward], [cost], task ─> reward, cost, judge                             ┘ as the run
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from rillflow.assembly import casting
+from rillflow.assembly import role_factories
 from rillflow.assembly.phases import PhasePlan
 from rillflow.assembly.preflight import scorer_source
 from rillflow.assembly.recipe import Recipe
@@ -47,7 +47,7 @@ JUDGE = "judge"
 
 
 def kinds(recipe: Recipe) -> Mapping[str, type]:
-    """The class of every role that a recipe may cast, those that its algorithm brings among them.
+    """The class of every role that a recipe may have, those that its algorithm brings among them.
 
     Raises:
         ConfigError: the algorithm brings something that is no role, or takes a shipped one's name.
@@ -71,13 +71,13 @@ def kinds(recipe: Recipe) -> Mapping[str, type]:
             raise ConfigError(
                 f"{what}, which is no role: {kind!r:.60}",
                 why="a role is a class whose methods are marked as endpoints",
-                fix="mark what a step calls with workers.endpoint.endpoint; see assembly.casting.RoleSetting",
+                fix="mark what a step calls as an endpoint; see assembly.role_factories.RoleSetting",
             )
         known[name] = kind
     return known
 
 
-class Cast:
+class RoleGroups:
     """A recipe's roles; its lead is made at once.
 
     Args:
@@ -98,7 +98,7 @@ class Cast:
         self._start(recipe.lead, self._lead_factory())
         if recipe.has_policy:
             self._start_sampler(self._lead_model())
-        voiced = self.executor.on_first_rank(recipe.lead, casting.voice)
+        voiced = self.executor.on_first_rank(recipe.lead, role_factories.voice)
         self.tokenizer, self.context = voiced.read(recipe.placement.deadline_s)
 
     def __contains__(self, role: str) -> bool:
@@ -116,14 +116,14 @@ class Cast:
         reward, cost = self._recipe.reward, self._recipe.cost
         if functions:
             self._start(
-                JUDGE if reward.model else "reward", self._function_factory(casting.reward, functions)
+                JUDGE if reward.model else "reward", self._function_factory(role_factories.reward, functions)
             )
         if reward.model is not None:
             self._start("reward", self._scorer_factory("reward", reward.model, RewardModel))
         if cost.model is not None:
             self._start("cost", self._scorer_factory("cost", cost.model, SafetyCostModel))
         elif costs:
-            self._start("cost", self._function_factory(casting.cost, costs))
+            self._start("cost", self._function_factory(role_factories.cost, costs))
 
     def begin(self, plan: PhasePlan, goes_on: Checkpoint | None) -> tuple[str, ...]:
         """Get everything ready for a phase; the roles it trains, the lead first.
@@ -139,11 +139,11 @@ class Cast:
         for role, kind in recipe.chosen.brings.items():
             if role in plan.roles and role not in self:
                 where = (self.tokenizer, self.context, recipe.run.seed, recipe.run.device, self._base)
-                self._start(role, partial(casting.brought, kind, role, *where))
+                self._start(role, partial(role_factories.brought, kind, role, *where))
         if "reference" in plan.roles:
             settings = (self._recipe.run.device, plan.train, self._recipe.rollout.temperature)
             bound = (*settings, self._meshes("reference"))
-            self._start("reference", partial(casting.reference, self._kept_policy(), *bound))
+            self._start("reference", partial(role_factories.reference, self._kept_policy(), *bound))
         trained = (self._recipe.lead, *critics)
         for role in trained:
             begun = self._groups[role].call(
@@ -176,19 +176,19 @@ class Cast:
         recipe = self._recipe
         settings = (recipe.rollout, recipe.run.seed)
         if not recipe.placement.samples_apart:
-            self._start(SAMPLER, partial(casting.sampler, *settings))
+            self._start(SAMPLER, partial(role_factories.sampler, *settings))
             return
         where = (model, self._base, recipe.run.device, recipe.run.threads)
         grid = (self._generate_mesh(), recipe.placement.mesh_of("policy").ranks)
-        self._start(SAMPLER, partial(casting.sampler_apart, *where, *grid, *settings))
+        self._start(SAMPLER, partial(role_factories.sampler_apart, *where, *grid, *settings))
         delivery = Delivery(self.executor, recipe.placement.deadline_s)
         delivery.begin()
         self.executor.follows["policy.publish"] = delivery
 
-    def _meshes(self, role: str) -> casting.Meshes:
+    def _meshes(self, role: str) -> role_factories.Meshes:
         """The grid of a role that is a model."""
         sizes = self._recipe.placement.mesh_of(role)
-        return casting.Meshes(
+        return role_factories.Meshes(
             train=Mesh.of(dp=sizes.dp, pp=sizes.pp, tp=sizes.tp), is_sharded=sizes.is_sharded
         )
 
@@ -216,8 +216,10 @@ class Cast:
         if recipe.has_policy:
             version = state["version"] if state else 0
             generate = None if recipe.placement.samples_apart else self._generate_mesh()
-            return partial(casting.policy, *settings, generate, recipe.rollout, recipe.run.seed, version)
-        return partial(casting.learner, *settings, recipe.run.seed, state["done"] if state else 0)
+            return partial(
+                role_factories.policy, *settings, generate, recipe.rollout, recipe.run.seed, version
+            )
+        return partial(role_factories.learner, *settings, recipe.run.seed, state["done"] if state else 0)
 
     def _critic_factory(self, role: str, plan: PhasePlan, goes_on: Checkpoint | None) -> Factory:
         """A critic as the phase begins: the policy with a new head, or what recipe or checkpoint have."""
@@ -230,7 +232,7 @@ class Cast:
         done = goes_on.state["done"] if goes_on is not None else 0
         train = self._critic_train(plan)
         settings = (self._base, recipe.run.device, train, recipe.run.seed, plan.config.updates, done)
-        return partial(casting.critic, model, *settings, role, self.tokenizer, self._meshes(role))
+        return partial(role_factories.critic, model, *settings, role, self.tokenizer, self._meshes(role))
 
     def _critic_train(self, plan: PhasePlan) -> TrainConfig:
         lr = self._recipe.critic.lr
@@ -240,7 +242,7 @@ class Cast:
         """The policy as this phase found it; kept in the run directory so that a resume finds the same."""
         folder = self._run / layout.REFERENCE
         if not folder.exists():
-            kept = self.executor.on_all_ranks("policy", casting.keep_policy, folder)
+            kept = self.executor.on_all_ranks("policy", role_factories.keep_policy, folder)
             kept.read(self._recipe.placement.deadline_s)
         return _directory(folder, self._recipe)
 
@@ -253,7 +255,7 @@ class Cast:
         model = ModelConfig(path=source, dtype=recipe.policy.model.dtype)
         train = TrainConfig(tokens_per_micro_batch=recipe.policy.tokens_per_micro_batch)
         settings = (self._base, recipe.run.device, train, recipe.run.seed, self.tokenizer, kind)
-        return partial(casting.scorer, model, *settings, f"{role}.model", self._meshes(role))
+        return partial(role_factories.scorer, model, *settings, f"{role}.model", self._meshes(role))
 
 
 def _directory(path: Path, recipe: Recipe) -> ModelConfig:

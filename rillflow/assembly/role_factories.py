@@ -1,4 +1,4 @@
-"""Casting: what makes each role's object, on whatever rank it is to be.
+"""Role factories: what makes each role's object, on whatever rank it is to be.
 
     settings ─ partial(policy, ...) ─ travels ─> rank: policy(..., site) ─> the role's object
 
