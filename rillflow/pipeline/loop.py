@@ -261,10 +261,11 @@ class Loop:
         for entry in phase.flow.journal:
             facts = entry.result.facts(self._deadline_s)
             self._run.log_span(_span(entry.stage, step, facts, self._run.elapsed_s()))
-            if facts[0].rows >= 0:
-                measures.append(phase.executor.measure(entry.stage))
-                batches.append(entry.result)
             role, _, name = entry.stage.partition(".")
+            measure = phase.executor.measure(entry.stage)
+            if facts[0].rows >= 0 and (measure is not None or role == CONTROLLER):
+                measures.append(measure)
+                batches.append(entry.result)
             if role == CONTROLLER and facts[0].rows < 0:
                 numbers[f"flow/{name}/mean"] = Mean(total=self._number(entry.result), count=1)
         if phase.flow.published is not None:

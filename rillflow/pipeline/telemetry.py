@@ -35,7 +35,7 @@ def record(
         run: the run directory, as this rank sees it.
         step: of the run.
         measures: what is to be measured of each batch, if its rows are sampled ones.
-        batches: every batch of the step, in order.
+        batches: those of the step that are measured, and those that formulas made, in order.
     """
     told = [(measure, batch) for measure, batch in zip(measures, batches, strict=True) if measure is not None]
     sampled = [batch for _, batch in told if "versions" in batch.fields]
