@@ -11,8 +11,9 @@ prompts, where ``pretrain_weight`` lets them count, are imitated in the policy's
 
 from __future__ import annotations
 
+from functools import partial
 from math import log
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -63,39 +64,26 @@ def step(
     costs = flow.cost.score(rollouts)
     batches = with_logprobs(flow, rollouts, config)
     values, cost_values = flow.critic.values(rollouts), flow.cost_critic.values(rollouts)
-    credit = {"gamma": config.gamma, "lam": config.lam}
     weight = kl_weight(flow, batches, config)
     token_rewards = token_level_rewards(flow, rewards, batches, config, weight, share=EACH)
     token_rewards = bootstrapped(flow, flow.critic, token_rewards, rollouts, config)
     token_costs = token_level_costs(flow, costs, batches, config, weight, share=EACH)
     token_costs = bootstrapped(flow, flow.cost_critic, token_costs, rollouts, config)
-    reward_advantages = flow.compute(
-        formulas.gae, token_rewards, values, rollouts, into="reward_advantages", **credit
-    )
-    cost_advantages = flow.compute(
-        formulas.gae, token_costs, cost_values, rollouts, into="cost_advantages", **credit
-    )
-    reward_returns = flow.compute(
-        formulas.lambda_returns, token_rewards, values, rollouts, into="returns", **credit
-    )
-    cost_returns = flow.compute(
-        formulas.lambda_returns, token_costs, cost_values, rollouts, into="returns", **credit
-    )
+    credit: Any = {"gamma": config.gamma, "lam": config.lam}
+    advantages = partial(flow.compute, formulas.gae, **credit)
+    returns = partial(flow.compute, formulas.lambda_returns, into="returns", **credit)
+    reward_advantages = advantages(token_rewards, values, rollouts, into="reward_advantages")
+    cost_advantages = advantages(token_costs, cost_values, rollouts, into="cost_advantages")
+    reward_returns = returns(token_rewards, values, rollouts)
+    cost_returns = returns(token_costs, cost_values, rollouts)
     log_multiplier = flow.recall("log_multiplier", log(config.first_multiplier))
     price = flow.number(formulas.multiplier, log_multiplier=log_multiplier)
-    mixed = flow.compute(
-        formulas.lagrangian_advantages,
-        reward_advantages,
-        cost_advantages,
-        into="advantages",
-        multiplier=price,
-    )
-    rows, cost_rows = (
-        trained_rows(flow, [rollouts, *found], config)
-        for found in ((values, reward_returns), (cost_values, cost_returns))
-    )
-    critic = flow.critic.update(*rows, loss=config.value_loss, passes=config)
-    cost_critic = flow.cost_critic.update(*cost_rows, loss=config.value_loss, passes=config)
+    both = (reward_advantages, cost_advantages)
+    mixed = flow.compute(formulas.lagrangian_advantages, *both, into="advantages", multiplier=price)
+    use: Any = {"loss": config.value_loss, "passes": config}
+    critic = flow.critic.update(*trained_rows(flow, [rollouts, values, reward_returns], config), **use)
+    cost_rows = trained_rows(flow, [rollouts, cost_values, cost_returns], config)
+    cost_critic = flow.cost_critic.update(*cost_rows, **use)
     policy = update_with_pretraining(flow, [*batches, mixed], config, demonstrations)
     aim = config.cost_limit - config.cost_margin
     ascent = {"limit": aim, "lr": config.multiplier_lr, "highest": config.highest_multiplier}

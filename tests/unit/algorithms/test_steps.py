@@ -18,10 +18,16 @@ from rillflow.roles.policy import Policy
 from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.reward_model import RewardModel, SafetyCostModel
+from rillflow.roles.sampler import Sampler
 from rillflow.workers.endpoint import endpoints_of
 
+
+class WholePolicy(Policy, Sampler):
+    """Both halves, whose endpoints a step calls as the policy's."""
+
+
 FUNCTIONS: Mapping[str, type] = {
-    "policy": Policy,
+    "policy": WholePolicy,
     "reference": Reference,
     "critic": Critic,
     "cost_critic": Critic,
@@ -62,7 +68,7 @@ def configured(name: str, settings: Mapping[str, object]) -> AlgorithmConfig | N
 def traced(algorithm: Algorithm, config: AlgorithmConfig, kinds: Mapping[str, type] = FUNCTIONS) -> Graph:
     roles: dict[str, dict[str, Signature]] = {
         role: {name: marked.signature for name, marked in endpoints_of(kinds[role]).items()}
-        for role in algorithm.roles(config)
+        for role in algorithm.called(config)
     }
 
     def run(tracer: Tracer, data: object) -> object:

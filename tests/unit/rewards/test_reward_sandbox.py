@@ -176,7 +176,8 @@ def test_a_function_given_in_python_is_shut_in_without_any_folder(
     folder = str(tmp_path)
 
     def reward(completions: list[str]) -> list[float]:
-        seen = [Path.cwd() == Path("/tmp"), not Path(folder).exists(), not any(Path("/tmp").iterdir())]
+        others = [each for each in Path("/tmp").iterdir() if each not in Path(sys.executable).parents]
+        seen = [Path.cwd() == Path("/tmp"), not Path(folder).exists(), not others]  # the interpreter stays
         return [float(sum(seen))] * len(completions)
 
     with RewardWorkers(shipped(reward), RewardConfig(sandbox=True)) as workers:
