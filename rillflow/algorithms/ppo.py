@@ -105,7 +105,7 @@ def step(
 
 
 def update_with_pretraining(
-    flow: Flow, batches: list[Any], config: CriticTrainedConfig, demonstrations: Batch | None
+    flow: Flow, batches: list[Handle], config: CriticTrainedConfig, demonstrations: Batch | None
 ) -> Handle:
     """``update_and_publish``, with demonstrations in the same optimiser steps where they count (PPO-ptx)."""
     if demonstrations is None:
@@ -118,7 +118,7 @@ def update_with_pretraining(
     return report
 
 
-def kl_weight(flow: Flow, batches: list[Any], config: CriticTrainedConfig) -> Any:
+def kl_weight(flow: Flow, batches: list[Handle], config: CriticTrainedConfig) -> Any:
     """The price of divergence in this step; the next one's is remembered, moved towards its target."""
     weight = flow.recall("kl_weight", config.loss.kl)
     if config.kl_target:

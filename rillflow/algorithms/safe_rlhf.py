@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import log
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -69,9 +69,9 @@ def step(
     token_rewards = bootstrapped(flow, flow.critic, token_rewards, rollouts, config)
     token_costs = token_level_costs(flow, costs, batches, config, weight, share=EACH)
     token_costs = bootstrapped(flow, flow.cost_critic, token_costs, rollouts, config)
-    credit: Any = {"gamma": config.gamma, "lam": config.lam}
-    advantages = partial(flow.compute, formulas.gae, **credit)
-    returns = partial(flow.compute, formulas.lambda_returns, into="returns", **credit)
+    gamma, lam = config.gamma, config.lam
+    advantages = partial(flow.compute, formulas.gae, gamma=gamma, lam=lam)
+    returns = partial(flow.compute, formulas.lambda_returns, into="returns", gamma=gamma, lam=lam)
     reward_advantages = advantages(token_rewards, values, rollouts, into="reward_advantages")
     cost_advantages = advantages(token_costs, cost_values, rollouts, into="cost_advantages")
     reward_returns = returns(token_rewards, values, rollouts)
@@ -80,10 +80,10 @@ def step(
     price = flow.number(formulas.multiplier, log_multiplier=log_multiplier)
     both = (reward_advantages, cost_advantages)
     mixed = flow.compute(formulas.lagrangian_advantages, *both, into="advantages", multiplier=price)
-    use: Any = {"loss": config.value_loss, "passes": config}
-    critic = flow.critic.update(*trained_rows(flow, [rollouts, values, reward_returns], config), **use)
+    rows = trained_rows(flow, [rollouts, values, reward_returns], config)
+    critic = flow.critic.update(*rows, loss=config.value_loss, passes=config)
     cost_rows = trained_rows(flow, [rollouts, cost_values, cost_returns], config)
-    cost_critic = flow.cost_critic.update(*cost_rows, **use)
+    cost_critic = flow.cost_critic.update(*cost_rows, loss=config.value_loss, passes=config)
     policy = update_with_pretraining(flow, [*batches, mixed], config, demonstrations)
     aim = config.cost_limit - config.cost_margin
     ascent = {"limit": aim, "lr": config.multiplier_lr, "highest": config.highest_multiplier}

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from rillflow import formulas
 
 if TYPE_CHECKING:
-    from rillflow.algorithms.config import OnlineConfig
+    from rillflow.algorithms.config import OnlineConfig, TokenConfig
     from rillflow.algorithms.grpo import GroupScaleConfig
     from rillflow.dataflow.flow import Flow
     from rillflow.dataflow.handles import CriticHandle
     from rillflow.graph.handle import Handle
 
 
-def with_logprobs(flow: Flow, rollouts: Any, config: OnlineConfig) -> list[Any]:
+def with_logprobs(flow: Flow, rollouts: Handle, config: OnlineConfig) -> list[Handle]:
     """The rollouts; the reference's log probabilities and the old policy's, where the loss asks for them."""
     batches = [rollouts]
     if config.loss.kl:
@@ -32,7 +32,7 @@ def with_logprobs(flow: Flow, rollouts: Any, config: OnlineConfig) -> list[Any]:
     return batches
 
 
-def missing_end_penalised(flow: Flow, rewards: Any, rollouts: Any, config: OnlineConfig) -> Any:
+def missing_end_penalised(flow: Flow, rewards: Handle, rollouts: Handle, config: OnlineConfig) -> Handle:
     """The rewards of rows, less the penalty of those that were cut off, where there is one."""
     if not config.missing_end_penalty:
         return rewards
@@ -41,8 +41,8 @@ def missing_end_penalised(flow: Flow, rewards: Any, rollouts: Any, config: Onlin
 
 
 def kl_penalised_rewards(
-    flow: Flow, rewards: Any, batches: list[Any], config: OnlineConfig, into: str = "rewards"
-) -> Any:
+    flow: Flow, rewards: Handle, batches: list[Handle], config: OnlineConfig, into: str = "rewards"
+) -> Handle:
     """The rewards of rows, less what a missing end costs, and the divergence where it is paid there."""
     rewards = missing_end_penalised(flow, rewards, batches[0], config)
     if config.loss.kl_paid != "reward":
@@ -51,7 +51,9 @@ def kl_penalised_rewards(
     return flow.compute(formulas.penalised_rewards, rewards, *batches, into=into, **price)
 
 
-def group_relative_advantages(flow: Flow, rewards: Any, batches: list[Any], config: GroupScaleConfig) -> Any:
+def group_relative_advantages(
+    flow: Flow, rewards: Handle, batches: list[Handle], config: GroupScaleConfig
+) -> Handle:
     """Advantages within groups; a divergence paid in the reward is no part of the deviation that divides."""
     penalised = kl_penalised_rewards(flow, rewards, batches, config, into="penalised")
     paid = config.loss.kl_paid == "reward"
@@ -60,8 +62,8 @@ def group_relative_advantages(flow: Flow, rewards: Any, batches: list[Any], conf
 
 
 def token_level_rewards(
-    flow: Flow, rewards: Any, batches: list[Any], config: OnlineConfig, weight: Any, share: float = 1.0
-) -> Any:
+    flow: Flow, rewards: Handle, batches: list[Handle], config: OnlineConfig, weight: Any, share: float = 1.0
+) -> Handle:
     """The rewards of tokens: the row's at its last, less the divergence of each where it is paid there."""
     rewards = missing_end_penalised(flow, rewards, batches[0], config)
     if config.loss.kl_paid != "reward":
@@ -71,8 +73,8 @@ def token_level_rewards(
 
 
 def token_level_costs(
-    flow: Flow, costs: Any, batches: list[Any], config: OnlineConfig, weight: Any, share: float
-) -> Any:
+    flow: Flow, costs: Handle, batches: list[Handle], config: OnlineConfig, weight: Any, share: float
+) -> Handle:
     """The costs of tokens: the row's at its last, plus the divergence of each where it is paid there."""
     if config.loss.kl_paid != "reward":
         return flow.compute(formulas.token_costs, costs, *batches, into="token_rewards")
@@ -80,7 +82,9 @@ def token_level_costs(
     return flow.compute(formulas.penalised_token_costs, costs, *batches, into="token_rewards", **price)
 
 
-def bootstrapped(flow: Flow, critic: CriticHandle, token_rewards: Any, rollouts: Any, config: Any) -> Any:
+def bootstrapped(
+    flow: Flow, critic: CriticHandle, token_rewards: Handle, rollouts: Handle, config: TokenConfig
+) -> Handle:
     """The rewards of tokens; where asked, those of rows that were cut off go on into the critic's value."""
     if config.truncated != "bootstrap":
         return token_rewards
@@ -95,7 +99,7 @@ def bootstrapped(flow: Flow, critic: CriticHandle, token_rewards: Any, rollouts:
     )
 
 
-def trained_rows(flow: Flow, batches: list[Any], config: OnlineConfig) -> list[Any]:
+def trained_rows(flow: Flow, batches: list[Handle], config: OnlineConfig) -> list[Handle]:
     """The batches, of the rows that losses are taken over: all, or those that were not cut off."""
     if config.truncated != "mask":
         return batches
@@ -103,7 +107,7 @@ def trained_rows(flow: Flow, batches: list[Any], config: OnlineConfig) -> list[A
     return [flow.filter(each, "ended", by=whole) for each in batches]
 
 
-def update_and_publish(flow: Flow, batches: list[Any], config: OnlineConfig) -> Handle:
+def update_and_publish(flow: Flow, batches: list[Handle], config: OnlineConfig) -> Handle:
     """Train the policy on rows, whose advantages are in one of the batches, and publish it."""
     report = flow.policy.update(*trained_rows(flow, batches, config), loss=config.loss, passes=config)
     flow.publish(flow.policy)

@@ -33,6 +33,7 @@ from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.reward_model import RewardModel, SafetyCostModel
 from rillflow.roles.sampler import Sampler
+from rillflow.roles.trained_role import TrainedRole
 from rillflow.training.config import TrainConfig
 from rillflow.training.skipping import leave_out
 from rillflow.weights.layout import generation_mesh
@@ -157,16 +158,13 @@ class RoleGroups:
             self.executor.on_all_ranks(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
         return trained
 
-    def _start(self, role: str, factory: Factory) -> None:
-        """Make a role on every rank of its pool."""
+    def _start(self, role: str, factory: Factory, mesh: Mesh | None = None, of: str = "") -> None:
+        """Make a role on every rank of its pool, under its mesh, or with rows shared out over all of them."""
         placement, kind = self._recipe.placement, kinds(self._recipe)[role]
         pool = placement.pool_of(role)
-        mesh = Mesh.of(dp=placement.pools[pool])
-        if role == SAMPLER:
-            mesh = self._generate_mesh()
-        elif not issubclass(kind, Reward) and role not in self._recipe.chosen.brings:
-            mesh = self._meshes(role).train
-        of = "policy" if role == SAMPLER else ""
+        if mesh is None:
+            is_model = issubclass(kind, TrainedRole | Reference)
+            mesh = self._meshes(role).train if is_model else Mesh.of(dp=placement.pools[pool])
         group = Group(role, endpoints_of(kind), mesh=mesh, pool=pool, backend=self._backend, of=of)
         group.start(factory, placement.deadline_s)
         self._groups[role] = group
@@ -174,13 +172,14 @@ class RoleGroups:
     def _start_sampler(self, model: ModelConfig) -> None:
         """Make the half of the policy that answers: on its ranks, or on others that it sends weights to."""
         recipe = self._recipe
-        settings = (recipe.rollout, recipe.run.seed)
+        settings, mesh = (recipe.rollout, recipe.run.seed), self._generate_mesh()
         if not recipe.placement.samples_apart:
-            self._start(SAMPLER, partial(role_factories.sampler, *settings))
+            self._start(SAMPLER, partial(role_factories.sampler, *settings), mesh, of="policy")
             return
         where = (model, self._base, recipe.run.device, recipe.run.threads)
-        grid = (self._generate_mesh(), recipe.placement.mesh_of("policy").ranks)
-        self._start(SAMPLER, partial(role_factories.sampler_apart, *where, *grid, *settings))
+        grid = (mesh, recipe.placement.mesh_of("policy").ranks)
+        factory = partial(role_factories.sampler_apart, *where, *grid, *settings)
+        self._start(SAMPLER, factory, mesh, of="policy")
         delivery = Delivery(self.executor, recipe.placement.deadline_s)
         delivery.begin()
         self.executor.follows["policy.publish"] = delivery

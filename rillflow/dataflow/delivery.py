@@ -1,8 +1,7 @@
 """Delivery: a publish to samplers on ranks of their own, bucket by bucket, as references.
 
-    policy.publish ─> digests ────────────────────────────────────────────┐
-    each bucket: SentWeights.send ─> a packed tensor a receiver ─> ReceivedWeights.receive ─┐
-                                                              the last one ─> serve <──────┴─> version
+    policy.publish ─> digests ────────────────────────────────────────────────────────────────────┐
+    each bucket: SentWeights.send ─> a packed tensor a receiver ─> ReceivedWeights.receive ─> serve ─> version
 
 consumes      the result of ``policy.publish``
 waits for     the receivers of a bucket once BUCKETS are on their way

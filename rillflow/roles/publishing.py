@@ -148,7 +148,16 @@ class ReshardedWeights:
             self._switch.to_training()
 
 
-class SentWeights:
+class _End:
+    """One end of the way to samplers elsewhere."""
+
+    def connect(self, plan: ReshardPlan) -> Links:
+        """Take note of what goes where; the plan counts the trainer's ranks first."""
+        self._plan, self._links, self._buckets = plan, links_of(plan), plan.buckets()
+        return self._links
+
+
+class SentWeights(_End):
     """The trained weights of one rank, on their way to samplers elsewhere.
 
     Args:
@@ -157,11 +166,6 @@ class SentWeights:
 
     def __init__(self, share: Share[LanguageModel]) -> None:
         self._share, self._announced = share, Digests(version=-1, of={})
-
-    def connect(self, plan: ReshardPlan) -> Links:
-        """Take note of what goes where; the plan counts the trainer's ranks first."""
-        self._plan, self._links, self._buckets = plan, links_of(plan), plan.buckets()
-        return self._links
 
     def publish(self, version: int) -> None:
         """See TrainedWeights."""
@@ -185,7 +189,7 @@ class SentWeights:
         return tuple(pack(self._plan, rank, to, held, parts) for to in self._links[bucket][rank])
 
 
-class ReceivedWeights:
+class ReceivedWeights(_End):
     """The weights of a sampler on ranks of its own; it has none until the first version has come.
 
     Args:
@@ -215,10 +219,6 @@ class ReceivedWeights:
     def plan(self, source: Layout) -> ReshardPlan:
         """How weights get here from where they lie on the trainer's ranks."""
         return reshard_plan(self._weights, source, self._layout)
-
-    def connect(self, plan: ReshardPlan) -> None:
-        """See SentWeights."""
-        self._plan, self._links, self._buckets = plan, links_of(plan), plan.buckets()
 
     def receive(self, bucket: int, *packed: Tensor) -> None:
         """Put what the senders of a bucket packed for this rank where it belongs.

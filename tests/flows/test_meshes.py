@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,43 +17,12 @@ from rillflow.assembly.recipe import load_recipe
 from rillflow.observe import layout
 from rillflow.weights.sharded_file import listed_weights
 
+sys.path.insert(0, str(Path(__file__).parent))
+from small_recipe import RECIPE, REWARD
+
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
-RECIPE = """
-[run]
-seed = 3
-threads = 1
-[task]
-source = "arithmetic"
-digits = 1
-operators = "+"
-size = 80
-held_out = 10
-[policy]
-lr = 1e-4
-model.new = { hidden = 32, layers = 4, heads = 4, kv_heads = 2, context = 16, alphabet = "0123456789+=" }
-[rollout]
-max_rows = 32
-max_tokens = 4
-[warm_start]
-steps = 3
-prompts_per_step = 33
-lr = 3e-3
-[algorithm]
-name = "NAME"
-steps = 2
-prompts_per_step = 5
-samples_per_prompt = 3
-minibatches = 2
-loss.kl = 0.01
-[reward]
-function = "reward.py:small"
-"""
-REWARD = """
-def small(prompts, completions, **columns):
-    return [sum(letter < "5" for letter in text) / 4 for text in completions]
-"""
 EVERY_DAY = ("ppo", {"tp": 2}, 2)
 OTHERS = [
     ("ppo", {"pp": 2, "tp": 2}, 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import weakref
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,40 +20,9 @@ from rillflow.observe.reader import read_spans
 from rillflow.roles.policy import Policy
 from rillflow.weights.plan import ReshardPlan
 
-RECIPE = """
-[run]
-seed = 3
-threads = 1
-[task]
-source = "arithmetic"
-digits = 1
-operators = "+"
-size = 80
-held_out = 10
-[policy]
-lr = 1e-4
-model.new = { hidden = 32, layers = 4, heads = 4, kv_heads = 2, context = 16, alphabet = "0123456789+=" }
-[rollout]
-max_rows = 32
-max_tokens = 4
-[warm_start]
-steps = 3
-prompts_per_step = 33
-lr = 3e-3
-[algorithm]
-name = "NAME"
-steps = 2
-prompts_per_step = 5
-samples_per_prompt = 3
-minibatches = 2
-loss.kl = 0.01
-[reward]
-function = "reward.py:small"
-"""
-REWARD = """
-def small(prompts, completions, **columns):
-    return [sum(letter < "5" for letter in text) / 4 for text in completions]
-"""
+sys.path.insert(0, str(Path(__file__).parent))
+from small_recipe import RECIPE, REWARD
+
 APART = 'placement.roles={ sampler = "answers" }'
 TOGETHER = 'placement.roles={ reward = "answers" }'
 """The pool of the other ranks is the reward's, so that one line changes."""
