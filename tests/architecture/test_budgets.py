@@ -46,7 +46,7 @@ PLANNER = [
     "rillflow/cli/planning.py",
 ]
 """What plans, with what feeds and shows it."""
-PLANNER_LINES = 5_348
+PLANNER_LINES = 5_280
 """Code lines of it at most; lowered whenever something goes."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 _NO_CODE = (

@@ -20,13 +20,40 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rillflow.planner.simulator.admission import SampleGroup, Wait
+from rillflow.freshness.admission import Wait
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.layout import Layout
 from rillflow.planner.simulator.replica import Replica
 from rillflow.planner.simulator.result import Book, IdleCause
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SampleGroup:
+    """The rows of a prompt on their way."""
+
+    prompt: int
+    """Its number."""
+    rows: tuple[Row, ...]
+    """All that begin."""
+    left: int
+    """Sampled rows that are still waited for."""
+    greedy_left: int
+    """Greedy rows that are still waited for."""
+    version: int = 0
+    """The version of the policy under which its first row begins: that of its oldest token."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """By sample: under which version it began."""
+    homes: dict[int, int] = field(default_factory=dict)
+    """By sample that has begun: the replica it is on."""
+    kept: list[Row] = field(default_factory=list)
+    """Rows that ended and were waited for."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that it waits for has ended."""
+        return not self.left and not self.greedy_left
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,7 +199,7 @@ class Stream(_Sampling):
         load_s: seconds for which a replica stands still when it takes new weights.
     """
 
-    def __init__(self, layout: Layout, admission: Wait, book: Book, *, load_s: float) -> None:
+    def __init__(self, layout: Layout, admission: Wait[SampleGroup], book: Book, *, load_s: float) -> None:
         stage = next(iter(layout.generating))
         super().__init__(layout.replicas(stage), greedy=layout.samples_begun)
         self.newest = 0

@@ -30,15 +30,15 @@ from enum import IntEnum
 from itertools import count
 
 from rillflow.errors import PlanError
+from rillflow.freshness.admission import Drop, Wait
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
 from rillflow.planner.schedule import BESIDE, StageTask, Timing, in_turn, last_s
-from rillflow.planner.simulator.admission import Drop, SampleGroup, Wait
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.layout import Layout, Settings, lay_out
 from rillflow.planner.simulator.result import WHOLE, Book, IdleCause, Simulation, pool_times
-from rillflow.planner.simulator.sampling import Round, Stream
+from rillflow.planner.simulator.sampling import Round, SampleGroup, Stream
 
 MOST_STEPS = 100_000
 ENOUGH_ROWS = 4096
@@ -244,7 +244,8 @@ class _Flowing(_Run):
         super().__init__(layout)
         plan = layout.plan
         crossing = sum(task.seconds for task in layout.tasks if layout.is_publish(task.stage))
-        self._admission = (Drop if plan.late == "drop" else Wait)(
+        rule: type[Wait[SampleGroup]] = Drop if plan.late == "drop" else Wait
+        self._admission = rule(
             freshness=plan.freshness,
             prompts=self.workload.prompts // layout.batches,
             published=layout.published,

@@ -1,5 +1,10 @@
 """Admission: which groups may begin and which are trained, so that no trained token is older than k versions.
 
+least_version(newest)   asked before a group begins: the least version that it may begin under
+begin(group)            told as it begins; its version stays from then on
+complete(group)         told when all its rows have ended and are scored, in any order of groups
+take()                  asked for the next batch: its groups, or none yet
+
 may a group begin under version v? ── yes ─> it is *due*: with batch (v + k + 1) c - 1 at the latest
 complete groups ─ the earliest due first ─> batch b, trained by version b // c of the policy
 
@@ -27,39 +32,21 @@ begun, not trained and due at d or earlier, b for the next batch, P for the grou
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass, field
-
-from rillflow.planner.simulator.draws import Row
+from typing import Generic, Protocol, TypeVar
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class SampleGroup:
-    """The rows of a prompt on their way."""
-
-    prompt: int
-    """Its number."""
-    rows: tuple[Row, ...]
-    """All that begin."""
-    left: int
-    """Sampled rows that are still waited for."""
-    greedy_left: int
-    """Greedy rows that are still waited for."""
-    version: int = 0
-    """The version of the policy under which its first row begins: that of its oldest token."""
-    versions: dict[int, int] = field(default_factory=dict)
-    """By sample: under which version it began."""
-    homes: dict[int, int] = field(default_factory=dict)
-    """By sample that has begun: the replica it is on."""
-    kept: list[Row] = field(default_factory=list)
-    """Rows that ended and were waited for."""
+class Versioned(Protocol):
+    """A group, as far as the rule knows it."""
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all that it waits for has ended."""
-        return not self.left and not self.greedy_left
+    def version(self) -> int:
+        """The version of the policy that its oldest token is of; it stays from ``begin`` on."""
 
 
-class Wait:
+GroupT = TypeVar("GroupT", bound=Versioned)
+
+
+class Wait(Generic[GroupT]):
     """Nothing begins that could become too old.
 
     Args:
@@ -71,13 +58,13 @@ class Wait:
     def __init__(self, *, freshness: int, prompts: int, published: int = 1) -> None:
         self.batch = 0
         """The number of the next batch, from 0."""
-        self.dropped: list[SampleGroup] = []
-        """Groups that no batch will take."""
+        self.dropped: list[GroupT] = []
+        """Groups that no batch will take, in the order in which that was found; the caller may empty it."""
         self._freshness = freshness
         self._prompts = prompts
         self._published = published
         self._begun: Counter[int] = Counter()
-        self._ready: dict[int, deque[SampleGroup]] = defaultdict(deque)
+        self._ready: dict[int, deque[GroupT]] = defaultdict(deque)
 
     @property
     def version(self) -> int:
@@ -96,15 +83,15 @@ class Wait:
                 full = due
         return -(-(full + 2) // self._published) - self._freshness - 1
 
-    def begin(self, group: SampleGroup) -> None:
+    def begin(self, group: GroupT) -> None:
         """Note a group that begins."""
         self._begun[self._due(group)] += 1
 
-    def complete(self, group: SampleGroup) -> None:
+    def complete(self, group: GroupT) -> None:
         """Note a group that is complete and scored."""
         self._ready[self._due(group)].append(group)
 
-    def take(self) -> list[SampleGroup]:
+    def take(self) -> list[GroupT]:
         """The next batch: the earliest due, if what stays behind fits into later ones; else none."""
         taken, behind, left = Counter[int](), 0, self._prompts
         for room, due in enumerate(self._dues()):
@@ -123,17 +110,17 @@ class Wait:
         """The batches that groups on their way may be due with."""
         return range(self.batch, max(self._begun, default=0) + 1)
 
-    def _due(self, group: SampleGroup) -> int:
+    def _due(self, group: GroupT) -> int:
         return (group.version + self._freshness + 1) * self._published - 1
 
 
-class Drop(Wait):
+class Drop(Wait[GroupT]):
     """Groups begin by their number alone; those that have become too old are dropped whole."""
 
     def __init__(self, *, freshness: int, prompts: int, published: int = 1) -> None:
         super().__init__(freshness=freshness, prompts=prompts, published=published)
         self._alive = 0
-        self._queue: deque[SampleGroup] = deque()
+        self._queue: deque[GroupT] = deque()
 
     def least_version(self, newest: int) -> int:
         """Anything that is not too old already, while fewer than (k + v + 1) c P live or were trained."""
@@ -142,21 +129,22 @@ class Drop(Wait):
             return newest + 1
         return self.version - self._freshness
 
-    def begin(self, group: SampleGroup) -> None:  # noqa: ARG002
+    def begin(self, group: GroupT) -> None:  # noqa: ARG002
         """Note a group that begins."""
         self._alive += 1
 
-    def complete(self, group: SampleGroup) -> None:
+    def complete(self, group: GroupT) -> None:
         """Note a group that is complete and scored."""
         self._queue.append(group)
 
-    def take(self) -> list[SampleGroup]:
+    def take(self) -> list[GroupT]:
         """Those that were complete first, of an age within the bound."""
-        late = [group for group in self._queue if self.version - group.version > self._freshness]
+        least = self.version - self._freshness
+        late = [group for group in self._queue if group.version < least]
         if late:
             self.dropped += late
             self._alive -= len(late)
-            self._queue = deque(group for group in self._queue if group not in late)
+            self._queue = deque(group for group in self._queue if group.version >= least)
         if len(self._queue) < self._prompts:
             return []
         taken = [self._queue.popleft() for _ in range(self._prompts)]

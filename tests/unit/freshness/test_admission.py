@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.planner.simulator.admission import Drop, SampleGroup, Wait
+from rillflow.freshness.admission import Drop, Wait
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    prompt: int
+    version: int
 
 
 def group(prompt: int, version: int) -> SampleGroup:
-    return SampleGroup(prompt=prompt, version=version, rows=(), left=0, greedy_left=0)
+    return SampleGroup(prompt=prompt, version=version)
 
 
 @settings(max_examples=60)
 @given(
     freshness=st.integers(1, 4),
     prompts=st.integers(1, 4),
+    published=st.integers(1, 3),
     choices=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10**6)), min_size=50, max_size=200),
 )
 def test_no_group_is_trained_beyond_the_bound_in_any_order(
-    freshness: int, prompts: int, choices: list[tuple[int, int]]
+    freshness: int, prompts: int, published: int, choices: list[tuple[int, int]]
 ) -> None:
     """An adversary decides which group begins under how old weights, which ends, when a batch is formed."""
-    admission = Wait(freshness=freshness, prompts=prompts)
+    admission = Wait[SampleGroup](freshness=freshness, prompts=prompts, published=published)
     running: list[SampleGroup] = []
     trained, begun = 0, 0
     for action, number in choices:
-        newest = admission.batch
+        newest = admission.batch // published
         if action <= 1:
             least = max(admission.least_version(newest), 0)
             if least <= newest:
@@ -37,11 +46,11 @@ def test_no_group_is_trained_beyond_the_bound_in_any_order(
         elif action == 2 and running:
             admission.complete(running.pop(number % len(running)))
         else:
-            batch = admission.batch
+            version = admission.version
             taken = admission.take()
             trained += len(taken)
             assert len(taken) in (0, prompts)
-            assert all(batch - one.version <= freshness for one in taken)
+            assert all(version - one.version <= freshness for one in taken)
     assert trained == admission.batch * prompts
 
 
@@ -49,14 +58,15 @@ def test_no_group_is_trained_beyond_the_bound_in_any_order(
 @given(
     freshness=st.integers(1, 4),
     prompts=st.integers(1, 4),
+    published=st.integers(1, 3),
     order=st.lists(st.integers(0, 10**6), min_size=60, max_size=60),
 )
-def test_it_never_stalls(freshness: int, prompts: int, order: list[int]) -> None:
+def test_it_never_stalls(freshness: int, prompts: int, published: int, order: list[int]) -> None:
     """Where nothing may begin, the groups on their way make a batch once they are complete."""
-    admission = Wait(freshness=freshness, prompts=prompts)
+    admission = Wait[SampleGroup](freshness=freshness, prompts=prompts, published=published)
     running: list[SampleGroup] = []
     for number in order:
-        newest = admission.batch
+        newest = admission.batch // published
         while admission.least_version(newest) <= newest:
             running.append(group(number, newest))
             admission.begin(running[-1])
@@ -67,7 +77,7 @@ def test_it_never_stalls(freshness: int, prompts: int, order: list[int]) -> None
 
 
 def test_as_much_begins_as_k_and_one_batches_hold() -> None:
-    admission = Wait(freshness=2, prompts=3)
+    admission = Wait[SampleGroup](freshness=2, prompts=3)
     for number in range(9):
         assert admission.least_version(0) <= 0
         admission.begin(group(number, 0))
@@ -76,7 +86,7 @@ def test_as_much_begins_as_k_and_one_batches_hold() -> None:
 
 
 def test_the_earliest_due_is_waited_for_and_others_overtake_until_then() -> None:
-    admission = Wait(freshness=1, prompts=1)
+    admission = Wait[SampleGroup](freshness=1, prompts=1)
     slow, quick, next_one = group(0, 0), group(1, 0), group(2, 1)
     admission.begin(slow)
     admission.begin(quick)
@@ -91,7 +101,7 @@ def test_the_earliest_due_is_waited_for_and_others_overtake_until_then() -> None
 
 
 def test_dropping_counts_whole_groups_that_became_too_old() -> None:
-    admission = Drop(freshness=1, prompts=1)
+    admission = Drop[SampleGroup](freshness=1, prompts=1)
     slow = group(0, 0)
     admission.begin(slow)
     for number in (1, 2):
@@ -106,7 +116,7 @@ def test_dropping_counts_whole_groups_that_became_too_old() -> None:
 
 @pytest.mark.parametrize("freshness", [1, 3])
 def test_dropping_limits_what_is_begun_by_the_mean(freshness: int) -> None:
-    admission = Drop(freshness=freshness, prompts=2)
+    admission = Drop[SampleGroup](freshness=freshness, prompts=2)
     begun = 0
     while admission.least_version(0) <= 0:
         admission.begin(group(begun, 0))
