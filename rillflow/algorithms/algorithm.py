@@ -45,8 +45,9 @@ class Algorithm:
     """The roles it calls, from its settings, the trained one first; left out, ``called`` hears them."""
     beside: Callable[[Any], Data | None] = lambda _: None
     """What it is given beside the data, from its settings: as many rows, in an order of their own."""
-    brings: Mapping[str, type] = field(default_factory=dict)
-    """Roles of its own by name: classes with endpoints; see ``assembly.role_factories.RoleSetting``."""
+    brings: Mapping[str, type | str] = field(default_factory=dict)
+    """Roles of its own by name: classes with endpoints (see ``assembly.role_factories.RoleSetting``), or
+    ``"critic"``, ``"reference"`` for one more of a shipped kind."""
     _heard: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def called(self, config: AlgorithmConfig) -> tuple[str, ...]:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.assembly.encoding import EncodedTask, Voice, encode_task
+from rillflow.assembly.encoding import EncodedTask, encode_task
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.preflight import cost_functions, reward_functions
 from rillflow.assembly.recipe import Recipe
-from rillflow.assembly.roles import JUDGE, RoleGroups
+from rillflow.assembly.role_table import EVAL_REWARD
+from rillflow.assembly.roles import RoleGroups
 from rillflow.cluster.start import start_backend
 from rillflow.config.problems import together
 from rillflow.dataflow.checkpoint import Checkpoint
@@ -73,9 +74,9 @@ class Build:
         backend = start_backend(recipe.placement, devices=0 if self.device.type == "cpu" else 1)
         stack.callback(backend.close)
         self._roles = RoleGroups(recipe, base.absolute(), run.path, checkpoint, backend)
-        voice = Voice(tokenizer=self._roles.tokenizer, context=self._roles.context)
-        if encoded is None or not encoded.voice.reads_as(voice):
-            encoded = encode_task(recipe, task, voice)
+        model_input = self._roles.model_input
+        if encoded is None or not encoded.model_input.reads_as(model_input):
+            encoded = encode_task(recipe, task, model_input)
             if encoded.problems:
                 raise together(encoded.problems, f"the task {task.name}")
         self.encoded = encoded
@@ -93,8 +94,8 @@ class Build:
             max_skipped=recipe.run.max_skipped,
         )
         total = plans[-1].first + plans[-1].config.steps
-        judge, deadline_s = self._judge(plans[-1].algorithm.data), recipe.placement.deadline_s
-        loop = Loop(self._run, progress, cadence, judge, interruption, total, deadline_s)
+        evaluate, deadline_s = self._evaluator(plans[-1].algorithm.data), recipe.placement.deadline_s
+        loop = Loop(self._run, progress, cadence, evaluate, interruption, total, deadline_s)
         state = self._checkpoint.state if self._checkpoint else {"phase": 0, "done": 0, "version": 0}
         index, loop.version = state["phase"], state["version"]
         if state["done"] == plans[index].config.steps and index + 1 < len(plans):
@@ -145,23 +146,23 @@ class Build:
             take=take, state=rows.state, metrics={"data/left_out/share": share} if left_out else {}
         )
 
-    def _judge(self, data: Data) -> Callable[[GroupExecutor], Evaluation] | None:
+    def _evaluator(self, data: Data) -> Callable[[GroupExecutor], Evaluation] | None:
         """What evaluates on held-out rows; None where there are none, or nothing could tell."""
         if not self.encoded.held_out or not self._recipe.evaluate.problems:
             return None
         if data is Data.PREFERENCES:
-            return self._judge_ranking
-        scorer = next((role for role in (JUDGE, "reward") if role in self._roles), None)
-        return None if scorer is None else lambda executor: self._judge_answers(executor, scorer)
+            return self._evaluate_ranking
+        scorer = next((role for role in (EVAL_REWARD, "reward") if role in self._roles), None)
+        return None if scorer is None else lambda executor: self._evaluate_answers(executor, scorer)
 
-    def _judge_ranking(self, executor: GroupExecutor) -> Evaluation:
-        """Which of two held-out answers the lead gives the higher score."""
-        scores = executor.call(self._recipe.lead, "score", [self._held_out(Data.PREFERENCES)], {})
+    def _evaluate_ranking(self, executor: GroupExecutor) -> Evaluation:
+        """Which of two held-out answers the trained model gives the higher score."""
+        scores = executor.call(self._recipe.trained_role, "score", [self._held_out(Data.PREFERENCES)], {})
         found = executor.apply(ranked, scores, place=scores.places[0])
         evaluation: Evaluation = found.read(self._recipe.placement.deadline_s)
         return evaluation
 
-    def _judge_answers(self, executor: GroupExecutor, scorer: str) -> Evaluation:
+    def _evaluate_answers(self, executor: GroupExecutor, scorer: str) -> Evaluation:
         """What a scorer says of the policy's answers to held-out prompts."""
         recipe = self._recipe
         sampling = SamplingConfig(

@@ -17,9 +17,9 @@ from typing import Any
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly.arithmetic import batch_lines
 from rillflow.assembly.looks import Report, look
-from rillflow.assembly.meshes import model_roles
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, leaves
 from rillflow.assembly.resume import MAY_CHANGE, after, drawn_from, kill_cost, require_possible, resolved
+from rillflow.assembly.role_table import ROLES, model_roles, roles_of
 from rillflow.cluster.config import SAMPLER
 from rillflow.config.problems import shown
 from rillflow.dataflow.checkpoint import kept_steps
@@ -67,12 +67,10 @@ def unread_settings(recipe: Recipe) -> list[str]:
     """Settings, or sections of them, that another setting's value leaves without a reader."""
     config, source = recipe.algorithm, recipe.task.source
     is_file = Path(source).suffix in ENDINGS
-    unread = {
-        "rollout": not recipe.has_policy,
-        "reward": not recipe.has_policy,
+    read = {kind.section for kind in roles_of(recipe).values()}
+    unread = {kind.section: kind.section not in read for kind in ROLES.values() if kind.section}
+    unread |= {
         "evaluate.temperature": not recipe.has_policy,
-        "cost": "cost" not in recipe.roles,
-        "critic": not {"critic", "cost_critic"} & {*recipe.roles},
         "task.size": is_file,
         "task.rendered": not is_file,
         "task.digits": source != "arithmetic",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly.arithmetic import step_rows
-from rillflow.assembly.meshes import impossible, model_roles, unfit
-from rillflow.cluster.config import SAMPLER
+from rillflow.assembly.meshes import impossible, unfit
+from rillflow.assembly.role_table import model_roles, roles_of
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import NewModel
 from rillflow.placement.mesh import divisors
@@ -44,7 +44,7 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
 
 def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
     """Pools without a rank or a role, roles on no pool, roles that the run has not."""
-    placement, there, known = recipe.placement, [*_roles(recipe)], True
+    placement, there, known = recipe.placement, [*roles_of(recipe)], True
     for name, size in placement.pools.items():
         if size < 1:
             yield ConfigError(
@@ -76,22 +76,13 @@ def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
             )
 
 
-def _roles(recipe: Recipe) -> Iterator[str]:
-    """Every role that a run has: those its phases call, the sampler, what scores held-out answers."""
-    yield from recipe.roles
-    if recipe.has_policy:
-        scorers = [SAMPLER, "reward", *(["judge"] if recipe.reward.model else [])]
-        scorers += ["cost"] if recipe.cost.model or recipe.cost.function else []
-        yield from (role for role in scorers if role not in recipe.roles)
-
-
 def _meshes(recipe: Recipe) -> Iterator[ConfigError]:
     """Grids that the pools cannot be, or that a new model cannot be cut into."""
     problems = [*impossible(recipe.placement, model_roles(recipe, recipe.roles))]
     yield from problems
     new = recipe.policy.model.new
     if new is not None and not problems:
-        mesh = recipe.placement.mesh_of(recipe.lead)
+        mesh = recipe.placement.mesh_of(recipe.trained_role)
         yield from unfit(mesh, recipe.placement.generate_tp, new.heads, new.kv_heads, new.layers)
 
 
@@ -141,9 +132,9 @@ def _divisor(whole: int, wish: int) -> int:
 
 def _phases(recipe: Recipe) -> Iterator[ConfigError]:
     own = recipe.chosen.called(recipe.algorithm)
-    if recipe.lead not in own:
+    if recipe.trained_role not in own:
         yield ConfigError(
-            f"warm_start trains the {recipe.lead} and {recipe.algorithm.name} has none",
+            f"warm_start trains the {recipe.trained_role} and {recipe.algorithm.name} has none",
             why=f"it trains the {own[0].replace('_', ' ')}",
             fix="--set warm_start=none",
         )

@@ -11,7 +11,8 @@ from typing import Any
 from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.recipe import Recipe
-from rillflow.assembly.roles import kinds
+from rillflow.assembly.role_factories import role_class
+from rillflow.assembly.role_table import table_of
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.graph import Graph
@@ -65,7 +66,8 @@ def unpublished(graph: Graph) -> str:
 def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
     """The endpoints of every role a recipe may have."""
     found: dict[str, dict[str, Signature]] = {}
-    for name, kind in kinds(recipe).items():
-        own = {each: marked.signature for each, marked in endpoints_of(kind).items()}
+    for name, kind in table_of(recipe).items():
+        endpoints = endpoints_of(role_class(name, kind))
+        own = {each: marked.signature for each, marked in endpoints.items()}
         found.setdefault("policy" if name == SAMPLER else name, {}).update(own)
     return found

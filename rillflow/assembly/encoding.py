@@ -32,7 +32,7 @@ PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Voice:
+class ModelInput:
     """What rows are made for."""
 
     tokenizer: Tokenizer
@@ -40,7 +40,7 @@ class Voice:
     context: int
     """The longest row in tokens."""
 
-    def reads_as(self, other: Voice) -> bool:
+    def reads_as(self, other: ModelInput) -> bool:
         """Whether rows made for the other are rows of this one."""
         return self.context == other.context and self.tokenizer.reads_as(other.tokenizer)
 
@@ -49,7 +49,7 @@ class Voice:
 class EncodedTask:
     """A task's rows as tokens; those that are kept fit."""
 
-    voice: Voice
+    model_input: ModelInput
     """What they were made for."""
     train: Mapping[Data, Sequence[Encoded | None]]
     """The task's training rows in their order, by what a phase's step is given; None for one left out."""
@@ -63,7 +63,7 @@ class EncodedTask:
     """What was left out, and what its author may not expect."""
 
 
-def read_voice(recipe: Recipe, base: Path, *, as_written: bool) -> Voice | None:
+def read_model_input(recipe: Recipe, base: Path, *, as_written: bool) -> ModelInput | None:
     """The tokeniser and context of a recipe's model, without its weights; None where only the model tells.
 
     Args:
@@ -76,28 +76,30 @@ def read_voice(recipe: Recipe, base: Path, *, as_written: bool) -> Voice | None:
     """
     new, source = recipe.policy.model.new, model_source(recipe, base)
     if new is not None:
-        return Voice(tokenizer=Tokenizer(character_tokenizer(new.alphabet, new.context)), context=new.context)
+        return ModelInput(
+            tokenizer=Tokenizer(character_tokenizer(new.alphabet, new.context)), context=new.context
+        )
     if source is None or not Path(source).is_dir():
         return None
     sizes = sizes_of_directory(Path(source))
     if sizes is None or (as_written and not (Path(source) / "tokenizer.json").is_file()):
         return None
     inner = load_tokenizer(source, as_written=as_written, whole=False)
-    return Voice(tokenizer=Tokenizer(inner, stop_tokens=end_tokens(source)), context=sizes.context)
+    return ModelInput(tokenizer=Tokenizer(inner, stop_tokens=end_tokens(source)), context=sizes.context)
 
 
 def encode_task(
-    recipe: Recipe, task: Task[Example], voice: Voice, say: Callable[[str], None] | None = None
+    recipe: Recipe, task: Task[Example], model_input: ModelInput, say: Callable[[str], None] | None = None
 ) -> EncodedTask:
     """Every row as tokens.
 
     Args:
         recipe: its data are those of the algorithm and the warm start.
         task: the rows.
-        voice: what they are made for.
+        model_input: what they are made for.
         say: is told how far it is, where it takes long.
     """
-    uses, sieve = _uses(recipe), _Sieve(recipe, voice, say)
+    uses, sieve = _uses(recipe), _Sieve(recipe, model_input, say)
     trained = sieve.encoded(task.train, "to train on", max(ANSWERS[use] for use in uses))
     rows = {use: sieve.fitting(trained, "to train on", use) for use in uses}
     judged = Data.PREFERENCES if recipe.chosen.data is Data.PREFERENCES else Data.PROMPTS
@@ -105,22 +107,22 @@ def encode_task(
     held_out = sieve.encoded(asked, "held out", ANSWERS[judged])
     judges = sieve.fitting(held_out, "held out", judged)
     return EncodedTask(
-        voice=voice,
+        model_input=model_input,
         train=rows,
         held_out=[row for row in judges if row is not None],
         left_out={use: kept.count(None) for use, kept in rows.items()},
         problems=sieve.problems,
-        notes=[*sieve.notes, *([] if recipe.task.rendered else _spelling(task, voice.tokenizer))],
+        notes=[*sieve.notes, *([] if recipe.task.rendered else _spelling(task, model_input.tokenizer))],
     )
 
 
 class _Sieve:
     """Rows as tokens, and what does not go through: refused, or left out with a note."""
 
-    def __init__(self, recipe: Recipe, voice: Voice, say: Callable[[str], None] | None) -> None:
-        self._limit, self._context, self._say = recipe.rollout.max_tokens, voice.context, say
+    def __init__(self, recipe: Recipe, model_input: ModelInput, say: Callable[[str], None] | None) -> None:
+        self._limit, self._context, self._say = recipe.rollout.max_tokens, model_input.context, say
         self._task, more, known = recipe.task, recipe.task.template_arguments, recipe.task.rendered
-        self._encoder = Encoder(tokenizer=voice.tokenizer, is_rendered=known, template_arguments=more)
+        self._encoder = Encoder(tokenizer=model_input.tokenizer, is_rendered=known, template_arguments=more)
         self.problems: list[DataError] = []
         """What refuses the run."""
         self.notes: list[str] = []

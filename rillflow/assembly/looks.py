@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.doctor import available_memory, cuda_devices, usable_cores
-from rillflow.assembly.encoding import EncodedTask, encode_task, read_voice
+from rillflow.assembly.encoding import EncodedTask, encode_task, read_model_input
 from rillflow.assembly.memory import estimate, rank_lines, sizes_of_directory, sizes_of_new
 from rillflow.assembly.meshes import unfit
 from rillflow.assembly.model_files import require_model_files
@@ -184,17 +184,17 @@ def _look_at_data(recipe: Recipe, base: Path, report: Report, drawn: int | None,
 
 def _look_at_tokens(recipe: Recipe, base: Path, report: Report, say: Callable[[str], None] | None) -> None:
     """Every row as tokens: whether it can be, and has room."""
-    voice = read_voice(recipe, base, as_written=say is None)
-    if report.task is None or voice is None:
+    model_input = read_model_input(recipe, base, as_written=say is None)
+    if report.task is None or model_input is None:
         return
-    encoded = report.encoded = encode_task(recipe, report.task, voice, say)
+    encoded = report.encoded = encode_task(recipe, report.task, model_input, say)
     report.problems += encoded.problems
     report.notes += encoded.notes
     longest = max(encoded.train[recipe.chosen.data], key=lambda row: len(row.prompt) if row else 0)
     if longest is not None:
         room = f" and rollout.max_tokens = {recipe.rollout.max_tokens:,}" if recipe.has_policy else ""
-        told = f"longest prompt: {len(longest.prompt):,} tokens{room} of {voice.context:,}: {longest.example}"
-        report.say("tokens", [told])
+        told = f"longest prompt: {len(longest.prompt):,} tokens{room} of {model_input.context:,}"
+        report.say("tokens", [f"{told}: {longest.example}"])
 
 
 def _require_few_repeats(recipe: Recipe, task: Task[Example]) -> None:

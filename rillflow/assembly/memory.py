@@ -129,7 +129,7 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
     were cut: an estimate.
     """
     placement, item = recipe.placement, _ITEM_BYTES[recipe.policy.model.dtype]
-    mesh, tp = placement.mesh_of(recipe.lead), placement.generate_tp
+    mesh, tp = placement.mesh_of(recipe.trained_role), placement.generate_tp
     answering = placement.pools[placement.pool_of(SAMPLER)] if placement.samples_apart else mesh.ranks
     if mesh.is_plain and tp == 1 and not placement.samples_apart:
         return []
@@ -142,8 +142,8 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
         state += sizes.parameters * _FLOAT32_BYTES // parts
     share = size(whole // parts)
     lines = [
-        f"{recipe.lead} in training, {mesh}: weights {size(whole)} / {parts} = {share} a rank, gradients "
-        f"{share}, optimiser {size(state)}, and activations"
+        f"{recipe.trained_role} in training, {mesh}: weights {size(whole)} / {parts} = {share} a rank, "
+        f"gradients {share}, optimiser {size(state)}, and activations"
     ]
     if not recipe.has_policy:
         return lines

@@ -8,27 +8,11 @@ Imports nothing heavy; ``rillflow check`` prints it before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 from rillflow.cluster.config import GENERATE_AXES, SAMPLER, TRAIN_AXES, MeshSizes, PlacementConfig
 from rillflow.errors import ConfigError, nearest
 from rillflow.placement.mesh import divisors
-
-if TYPE_CHECKING:
-    from rillflow.assembly.recipe import Recipe
-
-FUNCTIONS = ("reward", "cost")
-"""Roles that are functions unless a model is named for them."""
-
-
-def model_roles(recipe: Recipe, roles: Iterable[str]) -> list[str]:
-    """The roles among ``roles`` that are models."""
-    named = {"reward": recipe.reward.model, "cost": recipe.cost.model}
-    brought = recipe.chosen.brings
-    return [
-        role for role in roles if role not in brought and (role not in FUNCTIONS or named[role] is not None)
-    ]
 
 
 def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigError]:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.algorithm import Algorithm, Data
-from rillflow.assembly.meshes import model_roles
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.planned import grid_of
 from rillflow.assembly.preflight import model_source, scorer_sources
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, recipe_class
 from rillflow.assembly.resume import BESIDE_SETTINGS
+from rillflow.assembly.role_table import model_roles
 from rillflow.assembly.rows import characters_per_token, workload_of
 from rillflow.cluster.config import SAMPLER
 from rillflow.config.load import read_toml, validate

@@ -147,7 +147,7 @@ class Recipe(Section):
         return tuple(dict.fromkeys(found))
 
     @property
-    def lead(self) -> str:
+    def trained_role(self) -> str:
         """The role whose model the section ``policy`` describes: the one that is named first."""
         return self.roles[0]
 

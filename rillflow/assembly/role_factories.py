@@ -1,25 +1,34 @@
 """Role factories: what makes each role's object, on whatever rank it is to be.
 
-    settings ─ partial(policy, ...) ─ travels ─> rank: policy(..., site) ─> the role's object
+    partial(made, "critic", partial(RoleSetting, ...)) ─ travels ─> rank: critic(RoleSetting) ─> Critic
 
-A factory is a function of this module with its settings bound. Settings travel; models are loaded where
-they are used.
+A factory is named in the role table and takes one RoleSetting; the class it is annotated with has the
+role's endpoints. Settings travel; models are loaded where they are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError
 
+from rillflow.assembly.encoding import ModelInput
 from rillflow.assembly.engines import engine_class
+from rillflow.assembly.role_table import NO_ROLE, RoleKind
 from rillflow.cluster.backend import Site
+from rillflow.errors import ConfigError
 from rillflow.models.config import ModelConfig
-from rillflow.models.language_model import LanguageModel, choose_device, load_model, load_scalar_model
+from rillflow.models.language_model import (
+    LanguageModel,
+    ScalarModel,
+    choose_device,
+    load_model,
+    load_scalar_model,
+)
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.observe.durable import write_error
 from rillflow.placement.mesh import Mesh
@@ -28,14 +37,15 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.weighted import WeightedWorkers
 from rillflow.roles.critic import Critic
 from rillflow.roles.policy import Policy
-from rillflow.roles.publishing import ReceivedWeights, ReshardedWeights, SentWeights, SharedWeights, lay_out
+from rillflow.roles.publishing import ReceivedWeights, SampledWeights, SentWeights, lay_out
 from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
-from rillflow.roles.reward_model import RewardModel
+from rillflow.roles.reward_model import RewardModel, SafetyCostModel
 from rillflow.roles.sampler import Sampler
 from rillflow.roles.share import Model, Share
 from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import TrainConfig
+from rillflow.workers.endpoint import endpoints_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,214 +64,169 @@ class RoleSetting:
     """
 
     role: str
-    """Its name."""
-    tokenizer: Tokenizer
-    """The policy's."""
-    context: int
-    """Tokens of a row at most."""
-    seed: int
-    """The run's."""
-    device: str
-    """Where the recipe wants tensors: auto, cpu, cuda."""
-    base: Path
-    """The recipe's folder."""
+    """The role's name."""
     site: Site
     """The rank: its peers in the pool, and a stack that is closed when it ends."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meshes:
-    """The grids of a role's ranks."""
-
-    train: Mesh
-    """While it trains and scores: dp, pp, tp."""
+    base: Path
+    """The recipe's folder."""
+    device: str
+    """Where the recipe wants tensors: auto, cpu, cuda."""
+    threads: int
+    """Processor threads of the rank; 0 leaves the choice to torch."""
+    seed: int
+    """The run's seed."""
+    train: TrainConfig
+    """The optimiser's settings, and how a batch is cut into micro-batches."""
+    rollout: RolloutConfig
+    """How the policy is sampled."""
+    limits: RewardConfig
+    """What reward functions are held to."""
+    mesh: Mesh
+    """The grid of the role's ranks while they train and score: dp, pp, tp."""
     is_sharded: bool
-    """Whether its parameters are cut over dp as well."""
+    """Whether parameters are cut over dp as well."""
+    generate: Mesh | None = None
+    """The grid on which the policy answers; None for a policy whose sampler has ranks of its own."""
+    model: ModelConfig | None = None
+    """The model to load; None for a role without one."""
+    version: int = 0
+    """Publishes, or training calls, so far."""
+    functions: Sequence[FunctionPath] = ()
+    """The functions that score."""
+    model_input: ModelInput | None = None
+    """What the trained model reads; None while that model itself is made."""
 
-    def share(self, model: Model, site: Site) -> Share[Model]:
-        """A rank's share of a model that it has loaded."""
-        return Share.of(model, mesh=self.train, is_sharded=self.is_sharded, ranks=site.ranks)
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The trained model's."""
+        assert self.model_input is not None, f"{self.role} is made before the trained model"
+        return self.model_input.tokenizer
+
+    @property
+    def context(self) -> int:
+        """Tokens of a row at most."""
+        assert self.model_input is not None, f"{self.role} is made before the trained model"
+        return self.model_input.context
+
+    def language_model(self) -> LanguageModel:
+        """The model, loaded."""
+        assert self.model is not None, f"{self.role} has no model"
+        return load_model(self.model, seed=self.seed, device=choose_device(self.device), base=self.base)
+
+    def scalar_model(self, section: str) -> ScalarModel:
+        """The model with a scalar head, loaded; errors call its setting ``section``."""
+        assert self.model is not None, f"{self.role} has no model"
+        device = choose_device(self.device)
+        return load_scalar_model(self.model, seed=self.seed, device=device, base=self.base, section=section)
+
+    def share(self, model: Model) -> Share[Model]:
+        """The rank's share of a model that it has loaded."""
+        return Share.of(model, mesh=self.mesh, is_sharded=self.is_sharded, ranks=self.site.ranks)
 
 
-def policy(
-    model: ModelConfig,
-    base: Path,
-    device: str,
-    threads: int,
-    train: TrainConfig,
-    meshes: Meshes,
-    generate: Mesh | None,
-    rollout: RolloutConfig,
-    seed: int,
-    version: int,
-    site: Site,
-) -> Policy:
-    """The policy; the first phase says what it is trained with.
+def made(factory: str | type, setting: Callable[..., RoleSetting], site: Site) -> Any:
+    """A role's object, on its rank."""
+    whole = setting(site=site)
+    if whole.threads:
+        torch.set_num_threads(whole.threads)
+    return (globals()[factory] if isinstance(factory, str) else factory)(whole)
 
-    ``generate`` is the grid of its ranks while they generate; None where others do.
+
+def role_class(role: str, kind: RoleKind) -> type:
+    """The class of a role's object, whose endpoints a step calls.
+
+    Raises:
+        ConfigError: the class that an algorithm brings has no endpoint.
     """
-    if threads:
-        torch.set_num_threads(threads)
-    loaded = load_model(model, seed=seed, device=choose_device(device), base=base)
-    if generate is None:
-        share: Share[LanguageModel] = meshes.share(loaded, site)
-        weights: SentWeights | SharedWeights | ReshardedWeights = SentWeights(share)
+    factory = kind.factory
+    found: type = get_type_hints(globals()[factory])["return"] if isinstance(factory, str) else factory
+    if not endpoints_of(found):
+        raise ConfigError(f"the algorithm brings {role!r}, which is no role: {found!r:.60}", why=NO_ROLE)
+    return found
+
+
+def policy(setting: RoleSetting) -> Policy:
+    """The policy; the first phase says what it is trained with."""
+    loaded = setting.language_model()
+    how: dict[str, Any] = {"train": setting.train, "rollout": setting.rollout, "seed": setting.seed}
+    how |= {"updates": 1, "version": setting.version}
+    if setting.generate is None:
+        share = setting.share(loaded)
+        return Policy(share, weights=SentWeights(share), **how)
+    share, weights = lay_out(
+        loaded,
+        mesh=setting.mesh,
+        is_sharded=setting.is_sharded,
+        generate=setting.generate,
+        ranks=setting.site.ranks,
+        version=setting.version,
+    )
+    return Policy(share, weights=weights, **how)
+
+
+def sampler(setting: RoleSetting) -> Sampler:
+    """The sampler: on the policy's own ranks, or with a model of its own, whose weights the policy sends."""
+    weights: SampledWeights
+    if setting.model is None:
+        trained = setting.site.objects["policy"]
+        model, weights = trained.model, trained.weights
     else:
-        share, weights = lay_out(
-            loaded,
-            mesh=meshes.train,
-            is_sharded=meshes.is_sharded,
-            generate=generate,
-            ranks=site.ranks,
-            version=version,
-        )
-    return Policy(share, train=train, rollout=rollout, seed=seed, updates=1, version=version, weights=weights)
+        assert setting.generate is not None, "a sampler lies on generation's grid"
+        model = setting.language_model()
+        weights = ReceivedWeights(model, mesh=setting.generate, ranks=setting.site.ranks)
+    engine = engine_class(setting.rollout.engine)
+    return Sampler(weights, model=model, rollout=setting.rollout, seed=setting.seed, engine=engine)
 
 
-def sampler(rollout: RolloutConfig, seed: int, site: Site) -> Sampler:
-    """The sampler on the policy's own ranks."""
-    policy = site.objects["policy"]
-    return Sampler(
-        policy.weights, model=policy.model, rollout=rollout, seed=seed, engine=engine_class(rollout.engine)
-    )
-
-
-def sampler_apart(
-    model: ModelConfig,
-    base: Path,
-    device: str,
-    threads: int,
-    mesh: Mesh,
-    first: int,
-    rollout: RolloutConfig,
-    seed: int,
-    site: Site,
-) -> Sampler:
-    """The sampler on ranks of its own, counted from ``first``: its weights are what the policy sends."""
-    if threads:
-        torch.set_num_threads(threads)
-    loaded = load_model(model, seed=seed, device=choose_device(device), base=base)
-    after = Mesh(axes=mesh.axes, ranks=tuple(first + rank for rank in mesh.ranks))
-    weights = ReceivedWeights(loaded, mesh=after, ranks=site.ranks)
-    return Sampler(weights, model=loaded, rollout=rollout, seed=seed, engine=engine_class(rollout.engine))
-
-
-def reference(
-    model: ModelConfig, device: str, train: TrainConfig, temperature: float, meshes: Meshes, site: Site
-) -> Reference:
+def reference(setting: RoleSetting) -> Reference:
     """The reference, from the directory that ``keep_policy`` wrote."""
-    loaded = load_model(model, seed=0, device=choose_device(device), base=Path())
-    return Reference(meshes.share(loaded, site), train=train, temperature=temperature)
+    share = setting.share(setting.language_model())
+    return Reference(share, train=setting.train, temperature=setting.rollout.temperature)
 
 
-def reward(
-    functions: Sequence[FunctionPath], settings: RewardConfig, tokenizer: Tokenizer, site: Site
-) -> Reward:
+def reward(setting: RoleSetting) -> Reward:
     """The reward functions, in children that end with the rank."""
-    workers = site.stack.enter_context(WeightedWorkers(functions, settings))
-    return Reward(workers, tokenizer, max_failures=settings.max_failures)
+    workers = setting.site.stack.enter_context(WeightedWorkers(setting.functions, setting.limits))
+    return Reward(workers, setting.tokenizer, max_failures=setting.limits.max_failures)
 
 
-def scorer(
-    model: ModelConfig,
-    base: Path,
-    device: str,
-    train: TrainConfig,
-    seed: int,
-    tokenizer: Tokenizer,
-    kind: type[RewardModel],
-    section: str,
-    meshes: Meshes,
-    site: Site,
-) -> RewardModel:
-    """A reward or cost model that only scores, from a directory that has a scalar head."""
-    loaded = load_scalar_model(model, seed=seed, device=choose_device(device), base=base, section=section)
-    return kind(meshes.share(loaded, site), tokenizer=tokenizer, train=train, seed=seed, updates=1)
-
-
-def learner(
-    model: ModelConfig,
-    base: Path,
-    device: str,
-    threads: int,
-    train: TrainConfig,
-    meshes: Meshes,
-    seed: int,
-    version: int,
-    site: Site,
-) -> RewardModel:
-    """A reward or cost model to train, alone: its tokens are its own; the first phase says with what."""
-    if threads:
-        torch.set_num_threads(threads)
-    loaded = load_scalar_model(
-        model, seed=seed, device=choose_device(device), base=base, section="policy.model"
-    )
-    return RewardModel(
-        meshes.share(loaded, site),
-        tokenizer=loaded.tokenizer,
-        train=train,
-        seed=seed,
-        updates=1,
-        version=version,
-    )
-
-
-def cost(
-    functions: Sequence[FunctionPath], settings: RewardConfig, tokenizer: Tokenizer, site: Site
-) -> Reward:
+def cost(setting: RoleSetting) -> Cost:
     """The cost function, under the reward's limits; its scores are called ``costs``."""
-    workers = site.stack.enter_context(WeightedWorkers(functions, settings))
-    return Cost(workers, tokenizer, max_failures=settings.max_failures)
+    workers = setting.site.stack.enter_context(WeightedWorkers(setting.functions, setting.limits))
+    return Cost(workers, setting.tokenizer, max_failures=setting.limits.max_failures)
 
 
-def critic(
-    model: ModelConfig,
-    base: Path,
-    device: str,
-    train: TrainConfig,
-    seed: int,
-    updates: int,
-    version: int,
-    name: str,
-    tokenizer: Tokenizer,
-    meshes: Meshes,
-    site: Site,
-) -> Critic:
-    """A critic, its new head at zero, or as a checkpoint has it."""
-    loaded = load_scalar_model(
-        model, seed=seed, device=choose_device(device), base=base, section=f"{name}.path"
-    )
-    return Critic(
-        meshes.share(loaded, site),
-        tokenizer=tokenizer,
-        train=train,
-        seed=seed,
-        updates=updates,
-        version=version,
-        name=name,
-    )
+def frozen_reward_model(setting: RoleSetting) -> RewardModel:
+    """A reward model that only scores, from a directory that has a scalar head."""
+    return RewardModel(setting.share(setting.scalar_model(f"{setting.role}.model")), **_scalar(setting))
 
 
-def brought(
-    kind: type, role: str, tokenizer: Tokenizer, context: int, seed: int, device: str, base: Path, site: Site
-) -> Any:
-    """A role that the algorithm brings; see RoleSetting."""
-    return kind(
-        RoleSetting(
-            role=role,
-            tokenizer=tokenizer,
-            context=context,
-            seed=seed,
-            device=device,
-            base=base,
-            site=site,
-        )
-    )
+def frozen_cost_model(setting: RoleSetting) -> SafetyCostModel:
+    """A cost model that only scores, from a directory that has a scalar head."""
+    return SafetyCostModel(setting.share(setting.scalar_model(f"{setting.role}.model")), **_scalar(setting))
 
 
-def voice(lead: Policy | RewardModel) -> tuple[Tokenizer, int]:
-    """The lead's tokeniser, and its context in tokens: what rows are made with."""
-    return lead.model.tokenizer, lead.model.context
+def reward_model(setting: RoleSetting) -> RewardModel:
+    """A reward or cost model to train, alone: its tokens are its own."""
+    loaded = setting.scalar_model("policy.model")
+    return RewardModel(setting.share(loaded), **_scalar(setting, loaded.tokenizer))
+
+
+def critic(setting: RoleSetting) -> Critic:
+    """A critic, its new head at zero, or as a checkpoint has it; errors and metrics bear the role's name."""
+    share = setting.share(setting.scalar_model(f"{setting.role}.path"))
+    return Critic(share, name=setting.role, **_scalar(setting))
+
+
+def _scalar(setting: RoleSetting, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """What every role with a scalar head is given; a phase begins its training."""
+    how = {"train": setting.train, "seed": setting.seed, "updates": 1, "version": setting.version}
+    return {"tokenizer": tokenizer or setting.tokenizer, **how}
+
+
+def model_input(trained: Policy | RewardModel) -> ModelInput:
+    """What rows are made for."""
+    return ModelInput(tokenizer=trained.model.tokenizer, context=trained.model.context)
 
 
 def keep_policy(policy: Policy, folder: Path) -> None:

@@ -37,7 +37,7 @@ TRUNK = [
 ]
 TRUNK_LINES = 11_000
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 24_480
+PACKAGE_LINES = 24_440
 """Code lines of the whole package at most; lowered whenever something goes."""
 PLANNER = [
     "rillflow/planner/",

@@ -7,15 +7,19 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+import rillflow
+from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.ppo import PPOConfig
 from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.algorithms.steps import update_and_publish
 from rillflow.assembly.drawing import graphs
 from rillflow.assembly.recipe import Recipe, load_recipe
-from rillflow.errors import ConfigError, RillflowError
+from rillflow.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import own_role
@@ -88,6 +92,8 @@ def function(*_: Any) -> None:
         ({"verifier": function}, "'verifier', which is no role: <function function"),
         ({"verifier": Path}, "'verifier', which is no role: <class 'pathlib"),
         ({"critic": own_role.Verifier}, "'critic', which is a shipped one's name"),
+        ({"verifier": "critc"}, "a role 'verifier' of the kind 'critc'"),
+        ({"verifier": "sampler"}, "a role 'verifier' of the kind 'sampler'"),
     ],
 )
 def test_what_is_no_role_is_refused_before_anything_starts(
@@ -99,10 +105,49 @@ def test_what_is_no_role_is_refused_before_anything_starts(
     assert what in caught.value.what
 
 
-def test_a_role_that_nobody_brings_is_refused(recipe: Path) -> None:
-    own = Algorithm(config=own_role.VerifiedConfig, step=own_role.step, data=Data.PROMPTS)
-    with pytest.raises(RillflowError, match="no role 'verifier'"):
-        graphs(load_recipe(recipe, algorithms=[own]).recipe)
+def test_a_kind_or_a_role_that_is_not_there_is_refused_with_the_nearest(recipe: Path) -> None:
+    settings = {"config": own_role.VerifiedConfig, "step": own_role.step, "data": Data.PROMPTS}
+    with pytest.raises(ConfigError, match="did you mean 'critic'"):
+        load_recipe(recipe, algorithms=[Algorithm(**settings, brings={"verifier": "critc"})])
+    with pytest.raises(ConfigError, match="no role 'verifier'"):
+        load_recipe(recipe, algorithms=[Algorithm(**settings)])
+    with pytest.raises(ConfigError, match=r"no role 'verifier'(?s:.*)did you mean 'verifer'"):
+        load_recipe(recipe, algorithms=[Algorithm(**settings, brings={"verifer": own_role.Verifier})])
+
+
+class TwoCriticsConfig(PPOConfig):
+    """PPO's settings."""
+
+    name: Literal["two_critics"]  # type: ignore[assignment]
+
+
+def two_critics(flow: Any, prompts: Any, config: Any) -> Any:
+    """PPO's step, and one more critic on the same returns."""
+    rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
+    rewards = flow.reward.score(rollouts)
+    token_rewards = flow.compute(formulas.token_rewards, rewards, rollouts, into="token_rewards")
+    values, credit = flow.critic.values(rollouts), {"gamma": config.gamma, "lam": config.lam}
+    advantages = flow.compute(formulas.gae, token_rewards, values, rollouts, into="advantages", **credit)
+    returns = flow.compute(formulas.value_targets, advantages, values, rollouts, into="returns")
+    seconds = flow.second_critic.values(rollouts)
+    reports = [
+        critic.update(rollouts, own, returns, loss=config.value_loss, passes=config)
+        for critic, own in ((flow.critic, values), (flow.second_critic, seconds))
+    ]
+    return (*reports, update_and_publish(flow, [rollouts, advantages], config))
+
+
+def test_one_more_critic_is_made_trained_and_saved_as_the_first_is(recipe: Path) -> None:
+    own = Algorithm(
+        config=TwoCriticsConfig, step=two_critics, data=Data.PROMPTS, brings={"second_critic": "critic"}
+    )
+    settings = {"algorithm.name": "two_critics", "run.checkpoint_every": 1, "critic.lr": 1e-2}
+    run = rillflow.train(recipe, settings=settings, dir=recipe.parent / "run", algorithms=[own], quiet=True)
+    lines = [json.loads(line)["metrics"] for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    losses = [(line["critic/loss/mean"]["mean"], line["second_critic/loss/mean"]["mean"]) for line in lines]
+    assert len(losses) == 3 and all(first == second for first, second in losses), "they learn the same"
+    saved = {file.parent.name for file in run.path.glob("checkpoints/step-000003/*/model.safetensors")}
+    assert {"policy", "critic", "second_critic"} <= saved
 
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.assembly.encoding import EncodedTask, encode_task, read_voice
+from rillflow.assembly.encoding import EncodedTask, encode_task, read_model_input
 from rillflow.assembly.preflight import open_rows
 from rillflow.assembly.recipe import Recipe, load_recipe
 from rillflow.cli.main import main
@@ -53,9 +53,9 @@ def recipe_of(folder: Path, *overrides: str) -> Recipe:
 
 def encoded(folder: Path, *overrides: str) -> EncodedTask:
     recipe = recipe_of(folder, *overrides)
-    voice = read_voice(recipe, folder, as_written=True)
-    assert voice is not None
-    return encode_task(recipe, open_rows(recipe, folder), voice)
+    model_input = read_model_input(recipe, folder, as_written=True)
+    assert model_input is not None
+    return encode_task(recipe, open_rows(recipe, folder), model_input)
 
 
 def refused(folder: Path, *overrides: str) -> str:

@@ -1,0 +1,143 @@
+"""Role table: of every role what makes it, which section of a recipe it reads, and what it starts from.
+
+    ROLES and an algorithm's ``brings`` ─ roles_of(recipe) ─> those that take part, each a RoleKind
+        check, consistency   sections that nobody reads, placements that cannot be
+        drawing              the endpoints a step may call
+        RoleGroups           what is made when, on which grid; what is trained, and so in checkpoints
+
+Nothing heavy is imported: a factory is named here and found in ``role_factories`` when ranks need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from rillflow.cluster.config import SAMPLER
+from rillflow.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from rillflow.assembly.recipe import Recipe
+
+EVAL_REWARD = "eval_reward"
+"""The function that scores held-out answers where a model is the reward."""
+NO_ROLE = "a role is a class with methods marked as endpoints; see assembly.role_factories.RoleSetting"
+"""Why something that is brought is refused."""
+
+
+class Start(StrEnum):
+    """What a role is made from."""
+
+    FUNCTIONS = "functions"
+    """Functions that score, or nothing at all."""
+    SECTION = "section"
+    """The model of the section ``policy``, or the checkpoint's."""
+    PHASE = "phase"
+    """The policy as the phase finds it: such a role is made again for each phase."""
+    NAMED = "named"
+    """The model that the role's own section names."""
+    BROUGHT = "brought"
+    """Whatever a class does that an algorithm brings: made once, in the first phase that calls it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleKind:
+    """A row of the table.
+
+    Example:
+        RoleKind(factory="critic", section="critic", start=Start.PHASE, is_trained=True)
+    """
+
+    factory: str | type
+    """The function of ``role_factories`` that makes the role's object; or a class that is brought."""
+    section: str = ""
+    """The section of a recipe that the role reads."""
+    start: Start = Start.FUNCTIONS
+    """What it is made from."""
+    is_trained: bool = False
+    """Whether it has an optimiser, and checkpoints hold it."""
+    joins: Callable[[Recipe], bool] = lambda _: False
+    """Whether it takes part although no step calls it."""
+    of_model: RoleKind | None = None
+    """What stands in its place where its section names a model."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether its ranks share a model."""
+        return self.start in (Start.SECTION, Start.PHASE, Start.NAMED)
+
+
+def _samples(recipe: Recipe) -> bool:
+    return recipe.has_policy
+
+
+def _scores_by_model(recipe: Recipe) -> bool:
+    return recipe.has_policy and recipe.reward.model is not None
+
+
+_CRITIC = RoleKind(factory="critic", section="critic", start=Start.PHASE, is_trained=True)
+_REWARD_MODEL = RoleKind(factory="frozen_reward_model", section="reward", start=Start.NAMED, joins=_samples)
+_COST_MODEL = RoleKind(factory="frozen_cost_model", section="cost", start=Start.NAMED)
+ROLES: Mapping[str, RoleKind] = {
+    "policy": RoleKind(factory="policy", section="policy", start=Start.SECTION, is_trained=True),
+    SAMPLER: RoleKind(factory="sampler", section="rollout", joins=_samples),
+    "reference": RoleKind(factory="reference", start=Start.PHASE),
+    "critic": _CRITIC,
+    "cost_critic": _CRITIC,
+    "reward": RoleKind(factory="reward", section="reward", joins=_samples, of_model=_REWARD_MODEL),
+    EVAL_REWARD: RoleKind(factory="reward", section="reward", joins=_scores_by_model),
+    "cost": RoleKind(factory="cost", section="cost", of_model=_COST_MODEL),
+    "reward_model": RoleKind(factory="reward_model", section="policy", start=Start.SECTION, is_trained=True),
+}
+"""The shipped roles by name."""
+
+
+def table_of(recipe: Recipe) -> Mapping[str, RoleKind]:
+    """Every role that a recipe may have; those that its algorithm brings among them.
+
+    Raises:
+        ConfigError: the algorithm brings a shipped role's name, an unknown kind, or something that is none.
+    """
+    named = {"reward": recipe.reward.model, "cost": recipe.cost.model}
+    found = {
+        name: kind.of_model if kind.of_model is not None and named[name] is not None else kind
+        for name, kind in ROLES.items()
+    }
+    again = [name for name, kind in ROLES.items() if kind.start is Start.PHASE]
+    for name, kind in recipe.chosen.brings.items():
+        what = f"{recipe.algorithm.name} brings a role {name!r}"
+        if name in ROLES:
+            raise ConfigError(f"{what}, which is a shipped one's name", why="a role is found by its name")
+        if isinstance(kind, str) and kind not in again:
+            why = f"a kind is a class with endpoints, or one of {', '.join(again)}"
+            raise ConfigError(f"{what} of the kind {kind!r}", why=why, fix=nearest(kind, again))
+        if not isinstance(kind, str | type):
+            raise ConfigError(f"{what}, which is no role: {kind!r:.60}", why=NO_ROLE)
+        found[name] = found[kind] if isinstance(kind, str) else RoleKind(factory=kind, start=Start.BROUGHT)
+    return found
+
+
+def roles_of(recipe: Recipe) -> Mapping[str, RoleKind]:
+    """The roles that take part: those that steps call, in their order, and those that join them.
+
+    Raises:
+        ConfigError: a step calls a role that is neither shipped nor brought.
+    """
+    table = table_of(recipe)
+    for role in recipe.roles:
+        if role not in table:
+            raise ConfigError(
+                f"the step of {recipe.algorithm.name} calls flow.{role}, and there is no role {role!r}",
+                why=f"there are {', '.join(table)}",
+                fix=f"{nearest(role, table)}; Algorithm(brings=...) adds one",
+            )
+    joined = [role for role, kind in table.items() if kind.joins(recipe)]
+    return {role: table[role] for role in dict.fromkeys([*recipe.roles, *joined])}
+
+
+def model_roles(recipe: Recipe, roles: Iterable[str]) -> list[str]:
+    """The roles among ``roles`` that are models."""
+    table = table_of(recipe)
+    return [role for role in roles if table[role].is_model]
