@@ -91,6 +91,10 @@ class NotFiniteError(TrainingError):
     """A number of an update is NaN or infinite; a run leaves such an update out, up to a budget."""
 
 
+class StreamError(RillflowError):
+    """A stream whose rows cannot be written, taken or found as was asked."""
+
+
 class RunDirectoryError(RillflowError):
     """A run directory that cannot be written, resumed or read."""
 

@@ -1,0 +1,147 @@
+"""Schema: the columns of a stream, and the stages that read and write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rillflow.errors import StreamError, nearest
+
+DTYPES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+"""Bytes of one value, by the name of its type."""
+SOURCE = "begin"
+"""What writes the columns that no stage writes: whoever begins a group."""
+MAX_COLUMNS = 63
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnType:
+    """What every entry of a column is.
+
+    Example:
+        ColumnType(dtype="float32", ragged=True)
+    """
+
+    dtype: str
+    """One of DTYPES."""
+    shape: tuple[int, ...] = ()
+    """Of one value: a row has one value, or where the column is ragged, any number of them."""
+    ragged: bool = False
+    """Whether rows have different lengths; they are stored end to end with their lengths, never padded."""
+    per: Literal["row", "group"] = "row"
+    """What has an entry; a prompt that n samples share is stored once ``per="group"``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageColumns:
+    """A stage of a stream, and what it does to a group.
+
+    Example:
+        StageColumns(name="reward.score", reads=("prompt", "tokens"), writes=("reward",))
+    """
+
+    name: str
+    """Of the stage, as in the graph."""
+    reads: tuple[str, ...]
+    """A group is ready for the stage once all of these are written."""
+    writes: tuple[str, ...] = ()
+    """These appear together, when the stage is done with the group."""
+    order: Literal["in_order", "ready_first"] = "in_order"
+    """Which ready groups a taker is given: see ``samplers``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """The columns of a stream and its stages.
+
+    Raises:
+        StreamError: a name is no name, or stands twice; a column is read and not declared, written by two
+            stages, read by none, or read before it can be written.
+    """
+
+    columns: Mapping[str, ColumnType]
+    """By name; those that no stage writes are written where groups begin."""
+    stages: tuple[StageColumns, ...]
+    """In any order."""
+
+    def __post_init__(self) -> None:
+        for name in (*self.columns, *(stage.name for stage in self.stages)):
+            if not _NAME.fullmatch(name):
+                raise StreamError(f"{name!r} is no name", why="letters, digits, _ and . make a name")
+        if not 0 < len(self.columns) <= MAX_COLUMNS or not self.stages:
+            raise StreamError(
+                f"a stream of {len(self.columns)} columns and {len(self.stages)} stages",
+                why=f"it has 1 to {MAX_COLUMNS} columns, and a stage that reads them",
+            )
+        for name, column in self.columns.items():
+            if column.dtype not in DTYPES or any(size < 1 for size in column.shape):
+                raise StreamError(
+                    f"column {name!r} has type {column.dtype!r} and shape {list(column.shape)}",
+                    why="a value has a known type and positive sizes",
+                    fix=nearest(column.dtype, DTYPES),
+                )
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        names = [stage.name for stage in self.stages]
+        if len({*names, SOURCE}) != len(names) + 1:
+            raise StreamError(f"stages {', '.join(names)} do not have names of their own")
+        for stage in self.stages:
+            for column in (*stage.reads, *stage.writes):
+                if column not in self.columns:
+                    raise StreamError(
+                        f"stage {stage.name} names column {column!r}, which the stream does not have",
+                        fix=nearest(column, self.columns),
+                    )
+            if not stage.reads:
+                raise StreamError(f"stage {stage.name} reads no column", why="nothing would make it ready")
+        for column in self.columns:
+            writers = [stage.name for stage in self.stages if column in stage.writes]
+            if len(writers) > 1:
+                raise StreamError(f"column {column!r} is written by {' and '.join(writers)}")
+            if not any(column in stage.reads for stage in self.stages):
+                raise StreamError(
+                    f"column {column!r} is read by no stage",
+                    why="a cell is deleted after its last reader, so this one would never be",
+                )
+        known, waiting = set(self.written_by(SOURCE)), list(self.stages)
+        if not known:
+            raise StreamError("every column is written by a stage", why="a group begins with some of its own")
+        while waiting:
+            able = [stage for stage in waiting if known.issuperset(stage.reads)]
+            if not able:
+                raise StreamError(
+                    f"stages {', '.join(stage.name for stage in waiting)} wait for each other",
+                    why="each reads a column that another of them, or itself, writes",
+                )
+            known.update(*(stage.writes for stage in able))
+            waiting = [stage for stage in waiting if stage not in able]
+
+    def written_by(self, writer: str) -> tuple[str, ...]:
+        """The columns that a stage, or SOURCE, writes."""
+        if writer == SOURCE:
+            taken = {column for stage in self.stages for column in stage.writes}
+            return tuple(column for column in self.columns if column not in taken)
+        return self.stage(writer).writes
+
+    def stage(self, name: str) -> StageColumns:
+        """A stage by name."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        names = [stage.name for stage in self.stages]
+        raise StreamError(f"the stream has no stage {name!r}", fix=nearest(name, names))
