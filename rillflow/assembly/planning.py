@@ -32,7 +32,7 @@ from rillflow.graph.graph import Graph
 from rillflow.models.config import NewModel
 from rillflow.planner.calibration import Observation
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import evaluate, stages_by_name
+from rillflow.planner.evaluate import predicted
 from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Fleet, Hardware, read_hardware
@@ -126,9 +126,7 @@ def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
         )
     plan = plan_of(recipe, problem.graph, fleets[0])
     problem = problem.of_plan(plan)
-    found = evaluate(problem, CostModel(problem), plan)
-    stages = stages_by_name(problem, found)
-    return replace(plan, predicted_step_s=found.step_s, predicted_stages_s=stages)
+    return predicted(problem, CostModel(problem), plan)[0]
 
 
 def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:

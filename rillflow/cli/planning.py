@@ -42,8 +42,7 @@ def plan(arguments: argparse.Namespace) -> int:
     """``rillflow plan``: the best placements of a recipe on a cluster, and what each other is behind by."""
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.plan import plan_text
-    from rillflow.planner.ranking import Goal, Objective
-    from rillflow.planner.reasons import order_as_shown
+    from rillflow.planner.ranking import Goal, Objective, order_as_shown
     from rillflow.planner.search import explore
     from rillflow.planner.sensitivity import prompts_that_pay, variations
     from rillflow.view.plans import Decision, decision_data, decision_lines, plan_page, shown_s

@@ -1,25 +1,25 @@
 """Evaluate: what one plan costs, by the cost model's terms and the schedule; nothing is simulated.
 
-Plan ─ seating ─> units on pools ─┬─ seconds of stages ─┬─ schedule ─> step, latency ─┐
-                                  ├─ seconds of edges ──┘                             ├─> StepEvaluation
-                                  └─ memory, loads of pools ──────────────────────────┘
+Plan ─ seated ─> units on pools ─┬─ seconds of stages ─┬─ schedule ─> step, latency ─┐
+                                 ├─ seconds of edges ──┘                             ├─> StepEvaluation
+                                 └─ memory, loads of pools ──────────────────────────┘
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rillflow.graph.graph import Edge, Stage
+from rillflow.graph.graph import Stage
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.plan import SAMPLER, Plan, PlannedPool
-from rillflow.planner.problem import Problem, Work
+from rillflow.planner.cost_model.transfers import Seat
+from rillflow.planner.plan import SAMPLER, Plan
+from rillflow.planner.problem import Problem
 from rillflow.planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
-from rillflow.planner.seating import Seated, seated
+from rillflow.planner.seating import seated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,42 +58,65 @@ class StepEvaluation:
     """One step by itself, by stage, in the order of the program."""
     pools: tuple[PoolUse, ...]
     """In the order of the plan's."""
-    units: Mapping[str, Seated]
+    units: Mapping[str, Seat]
     """Where and how each unit lies, with a replica of what generates."""
     devices: int
     """Of all pools."""
-    names: Mapping[int, str]
-    """Of the stages."""
     crossing_s: float
     """Of the seconds, those in which weights travel to a sampler apart."""
 
     @property
     def idle_share(self) -> float:
         """The share of device-seconds in which nothing is computed."""
-        sizes = {unit.seat.pool: unit.seat.devices for unit in self.units.values()}
+        sizes = {seat.pool.name: seat.pool.devices for seat in self.units.values()}
         return sum(sizes[pool.name] * pool.idle_share for pool in self.pools) / self.devices
 
 
 def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
     """What a plan costs.
 
+    A formula or a function runs beside all devices; nothing is sent within a pool, or by the controller. With
+    freshness k > 0 generation counts in its pool's load with ``steady_s``, and a sampler stands still while
+    weights come.
+
     Raises:
         PlanError: it places other units than the problem has, more devices than there are, or more than fits
             into their memory.
     """
-    terms = _Terms(problem, costs, plan)
-    stages, edges = problem.graph.stages, problem.graph.edges
-    seconds = {stage.index: terms.stage_s(stage) for stage in stages}
-    transfers = tuple(terms.edge_s(edge) for edge in edges)
-    homes = [terms.pool_of(stage.index) for stage in stages]
+    units, devices = seated(problem, costs, plan), sum(pool.devices for pool in plan.pools)
+    owners = {index: seat for seat in units.values() for index in seat.unit.stages}
+    stages, sampler = problem.graph.stages, units.get(SAMPLER)
+
+    def stage_s(stage: Stage) -> float:
+        seat = owners.get(stage.index)
+        if seat is None:
+            return costs.function_s(stage, devices)
+        if seat.decoder is not None and stage.index in problem.generating:
+            return costs.generate_s(stage, seat.decoder)
+        if sampler is not None and stage.index in problem.publishing:
+            return costs.crossing_s(seat, sampler)
+        return seat.option.seconds[stage.index]
+
+    seconds = {stage.index: stage_s(stage) for stage in stages}
+    transfers = []
+    for edge in problem.graph.edges:
+        source, destination = owners.get(edge.source), owners.get(edge.destination)
+        if source is None or destination is None or source.pool is destination.pool:
+            transfers.append(0.0)
+        else:
+            transfers.append(costs.transfer_s(edge, source, destination))
+    homes = [owners[stage.index].pool.name if stage.index in owners else BESIDE for stage in stages]
     timings = in_turn(
         tasks_of(problem.graph, seconds=list(seconds.values()), pools=homes, transfers=transfers)
     )
-    step, crossing = last_s(timings), sum(seconds[stage.index] for stage in problem.published)
-    loads = [terms.load_s(pool, seconds, crossing) for pool in plan.pools]
-    latency = max((timings[stage.index].end_s for stage in problem.published), default=step)
-    if plan.freshness:
-        latencies = latency + terms.longer_s(seconds)
+    step, crossing = last_s(timings), sum(seconds[index] for index in sorted(problem.publishing))
+    on = {pool.name: [seat for seat in units.values() if seat.pool is pool] for pool in plan.pools}
+    loads = [_load_s(problem, costs, seats, seconds, crossing) for seats in on.values()]
+    latency = max((timings[index].end_s for index in problem.publishing), default=step)
+    if plan.freshness and sampler is not None and sampler.decoder is not None:
+        own = [stages[index] for index in sampler.unit.stages]
+        longer = [costs.longest_s(stage, sampler.decoder) - seconds[stage.index] for stage in own]
+        latencies = latency + np.asarray(np.sum(longer, axis=0))
         latency = float(latencies.mean())
         step = period_s(loads, latencies_s=latencies.tolist(), freshness=plan.freshness)
     step += problem.overhead_s
@@ -101,94 +124,20 @@ def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
         step_s=step,
         latency_s=latency,
         seconds=seconds,
-        transfers_s=transfers,
+        transfers_s=tuple(transfers),
         timings=timings,
-        pools=tuple(terms.use(pool, load, step) for pool, load in zip(plan.pools, loads, strict=True)),
-        units=terms.units,
-        devices=terms.devices,
-        names={stage.index: stage.name for stage in stages},
-        crossing_s=crossing if SAMPLER in terms.units else 0.0,
+        pools=tuple(_use(costs, seats, load, step) for seats, load in zip(on.values(), loads, strict=True)),
+        units=units,
+        devices=devices,
+        crossing_s=crossing if sampler is not None else 0.0,
     )
 
 
-class _Terms:
-    """The seconds of a plan's stages, edges and pools."""
-
-    def __init__(self, problem: Problem, costs: CostModel, plan: Plan) -> None:
-        self.units = seated(problem, costs, plan)
-        self.devices = sum(pool.devices for pool in plan.pools)
-        self._problem = problem
-        self._costs = costs
-        self._owners = {index: unit for unit in self.units.values() for index in unit.unit.stages}
-
-    def pool_of(self, stage: int) -> str:
-        """Whose devices a stage holds."""
-        return self._owners[stage].seat.pool if stage in self._owners else BESIDE
-
-    def stage_s(self, stage: Stage) -> float:
-        """Seconds of a stage: of generation until the last row has ended; of publishing apart, the crossing.
-
-        A formula or a function runs beside all devices.
-        """
-        owner = self._owners.get(stage.index)
-        if owner is None:
-            return self._costs.function_s(stage, self.devices)
-        match self._problem.work(stage):
-            case Work.GENERATE if owner.decoder is not None:
-                return self._costs.generate_s(stage, owner.decoder)
-            case Work.PUBLISH if SAMPLER in self.units:
-                sampler = self.units[SAMPLER]
-                return self._costs.crossing_s(owner.seat, sampler.seat, sampler.option.generate_tp)
-            case _:
-                return owner.option.seconds[stage.index]
-
-    def edge_s(self, edge: Edge) -> float:
-        """Seconds of an edge between two pools; 0 within one, and for what the controller reads or writes."""
-        source, destination = self._owners.get(edge.source), self._owners.get(edge.destination)
-        if source is None or destination is None or source.seat.pool == destination.seat.pool:
-            return 0.0
-        return self._costs.transfer_s(edge, source.seat, destination.seat)
-
-    def load_s(self, pool: PlannedPool, seconds: Mapping[int, float], crossing_s: float) -> float:
-        """Seconds of a step in which a pool computes.
-
-        With freshness k > 0, generation counts with ``steady_s``, and a sampler stands still while weights
-        come.
-        """
-        total, ahead = 0.0, self._problem.freshness > 0
-        worked_s = self._costs.steady_s if ahead else self._costs.worked_s
-        for unit in self._on(pool):
-            for index in unit.unit.stages:
-                stage = self._problem.graph.stages[index]
-                if unit.decoder is not None and self._problem.work(stage) is Work.GENERATE:
-                    total += worked_s(stage, unit.decoder)
-                else:
-                    total += seconds[index]
-            total += crossing_s if ahead and unit.unit.name == SAMPLER else 0.0
-        return total
-
-    def longer_s(self, seconds: Mapping[int, float]) -> NDArray[np.float64]:
-        """By how much longer than by itself a step generates beside those on their way with it."""
-        sampler = self.units[SAMPLER]
-        assert sampler.decoder is not None, "a sampler is seated with a decoder"
-        stages = [self._problem.graph.stages[index] for index in sampler.unit.stages]
-        longer = [self._costs.longest_s(stage, sampler.decoder) - seconds[stage.index] for stage in stages]
-        return np.asarray(np.sum(longer, axis=0))
-
-    def use(self, pool: PlannedPool, load: float, step: float) -> PoolUse:
-        """What a pool does with its time and memory."""
-        own = self._on(pool)
-        return PoolUse(
-            name=pool.name,
-            busy_s=load,
-            idle_share=max(0.0, 1 - load / step) if step else 0.0,
-            resident_bytes=sum(unit.option.resident_bytes for unit in own),
-            working_bytes=max(unit.option.working_bytes for unit in own),
-            room_bytes=own[0].room_bytes,
-        )
-
-    def _on(self, pool: PlannedPool) -> list[Seated]:
-        return [unit for unit in self.units.values() if unit.seat.pool == pool.name]
+def predicted(problem: Problem, costs: CostModel, plan: Plan) -> tuple[Plan, StepEvaluation]:
+    """The plan with the seconds that are expected of it, and all that it costs."""
+    found = evaluate(problem, costs, plan)
+    stages_s = stages_by_name(problem, found)
+    return replace(plan, predicted_step_s=found.step_s, predicted_stages_s=stages_s), found
 
 
 def stages_by_name(problem: Problem, evaluation: StepEvaluation) -> Mapping[str, float]:
@@ -197,3 +146,35 @@ def stages_by_name(problem: Problem, evaluation: StepEvaluation) -> Mapping[str,
     for stage in problem.graph.stages:
         found[stage.name] += evaluation.seconds[stage.index]
     return dict(found)
+
+
+def _load_s(
+    problem: Problem,
+    costs: CostModel,
+    seats: Sequence[Seat],
+    seconds: Mapping[int, float],
+    crossing_s: float,
+) -> float:
+    """Seconds of a step in which a pool computes."""
+    total = 0.0
+    for seat in seats:
+        for index in seat.unit.stages:
+            if seat.decoder is None or index not in problem.generating:
+                total += seconds[index]
+            else:
+                worked_s = costs.steady_s if problem.freshness else costs.worked_s
+                total += worked_s(problem.graph.stages[index], seat.decoder)
+        total += crossing_s if problem.freshness and seat.unit.name == SAMPLER else 0.0
+    return total
+
+
+def _use(costs: CostModel, seats: Sequence[Seat], load: float, step: float) -> PoolUse:
+    pool = seats[0].pool
+    return PoolUse(
+        name=pool.name,
+        busy_s=load,
+        idle_share=max(0.0, 1 - load / step) if step else 0.0,
+        resident_bytes=sum(seat.option.resident_bytes for seat in seats),
+        working_bytes=max(seat.option.working_bytes for seat in seats),
+        room_bytes=costs.room_bytes(pool.fleet, {seat.unit.name: seat.option for seat in seats}),
+    )

@@ -1,6 +1,6 @@
 """Grid: how the devices of a pool share one model; formulas take one grid or an array of grids at once.
 
-Option: a grid with what a unit costs on it, what the search chooses among; Seat: where the unit then lies.
+Option: a grid with what a unit costs on it, what the search chooses among.
 """
 
 from __future__ import annotations
@@ -133,17 +133,3 @@ class Option:
     def bytes(self) -> float:
         """All of them in sum."""
         return self.resident_bytes + self.working_bytes + self.sampling_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seat:
-    """Where a unit lies: enough to say what a transfer from or to it costs."""
-
-    pool: str
-    """The pool's name."""
-    fleet: str
-    """Its machines."""
-    devices: int
-    """Its size."""
-    grid: Grid
-    """The grid on which its rows are read or written."""

@@ -144,14 +144,18 @@ class Problem:
                     found.append(Unit(name=name, shape=self.shapes[role], stages=indices))
         return tuple(sorted(found, key=lambda unit: unit.name == SAMPLER))
 
-    def generates(self, unit: Unit) -> bool:
-        """Whether a unit has a stage that generates."""
-        return any(self.work(self.graph.stages[index]) is Work.GENERATE for index in unit.stages)
+    @cached_property
+    def generating(self) -> frozenset[int]:
+        """The stages that generate, by index."""
+        return self._of_kind(Work.GENERATE)
 
     @cached_property
-    def published(self) -> tuple[Stage, ...]:
+    def publishing(self) -> frozenset[int]:
         """The stages that bring weights to generation."""
-        return tuple(stage for stage in self.graph.stages if self.work(stage) is Work.PUBLISH)
+        return self._of_kind(Work.PUBLISH)
+
+    def _of_kind(self, kind: Work) -> frozenset[int]:
+        return frozenset(stage.index for stage in self.graph.stages if self.work(stage) is kind)
 
     @property
     def overhead_s(self) -> float:

@@ -1,12 +1,21 @@
 """Ranking: what makes one plan better than another, and what a search found: the best, and what others lack.
 
 step seconds, devices, price ─> value, the less the better ─> cut, so that equal plans are equal ─> Ranking
+
+a ranked plan ─┬─ as good ────────────────────────────────────────────────> tie
+               ├─ as fast, on more devices ───────────────────────────────> devices
+               ├─ half of what is lost is on the way between pools ───────> transfer
+               ├─ its devices wait for 5 points more of the step ─────────> idle
+               ├─ its stages take longer, by half of it ──────────────────> slower stages
+               ├─ they do not, but wait for each other ───────────────────> turns
+               └─ it is faster by formulas, and not when simulated ───────> simulated
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -133,3 +142,53 @@ class Ranking:
     """Set partitions times freshness bounds that were looked at."""
     nowhere: int
     """Of those looked at one by one, the ones that fit on no allocation."""
+
+
+def explained(found: Ranked, winner: Ranked) -> Ranked:
+    """The best plan of a placement, with why it is no better than the best of all."""
+    mine, best = found.evaluation, winner.evaluation
+    late, moved = mine.step_s - best.step_s, sum(mine.transfers_s) + mine.crossing_s
+    more = {index: spent - best.seconds[index] for index, spent in mine.seconds.items()}
+    if late <= 1e-9 * best.step_s:
+        if (found.value, mine.devices) == (winner.value, best.devices):
+            why = "as good; of equal plans fewer pools, fresher tokens, the first names win"
+            return replace(found, cause=Cause.TIE, why=why)
+        why = f"{mine.step_s:.4g} s on {mine.devices} devices; the best takes {best.step_s:.4g} s on"
+        return replace(found, cause=Cause.DEVICES, why=f"{why} {best.devices}")
+    if moved >= late / 2:
+        cause, why = Cause.TRANSFER, f"{moved:.3g} s on the way between pools"
+    elif mine.idle_share - best.idle_share >= 0.05:
+        pools = zip(found.plan.pools, mine.pools, strict=True)
+        pool, use = max(pools, key=lambda one: one[0].devices * one[1].idle_share)
+        why = f"the {pool.devices} devices of pool {pool.name} idle {use.idle_share:.0%} of a step"
+        cause = Cause.IDLE
+    elif sum(max(0.0, one) for one in more.values()) >= late / 2:
+        slow = max(mine.timings, key=lambda timing: more[timing.stage])
+        spent, less = mine.seconds[slow.stage], best.seconds[slow.stage]
+        cause, why = Cause.SLOWER, f"{slow.name} takes {spent:.3g} s, in the best plan {less:.3g} s"
+    else:
+        work, least = sum(mine.seconds.values()), sum(best.seconds.values())
+        why = f"its stages take {work:.3g} s in sum, in the best plan {least:.3g} s side by side"
+        cause = Cause.TURNS
+    return replace(found, cause=cause, why=f"{mine.step_s:.4g} s, {late:.3g} s more: {why}")
+
+
+def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking, list[int]]:
+    """The ranking with its first plans in the order of what a step of each is shown to take.
+
+    Args:
+        ranking: by formulas.
+        shown_s: seconds of a step of the first plans: in step as computed, ahead as simulated.
+
+    Returns:
+        The ranking, and where in the old one its first plans were.
+    """
+    order = sorted(range(len(shown_s)), key=lambda place: (shown_s[place], place))
+    best = [*(ranking.best[place] for place in order), *ranking.best[len(order) :]]
+    first = replace(best[0], cause=None, why="")
+    behind = [explained(one, first) for one in best[1:]]
+    for place, shown in enumerate(sorted(shown_s)[1:]):
+        if behind[place].evaluation.step_s < first.evaluation.step_s:
+            why = f"{shown:.4g} s a step when simulated"
+            behind[place] = replace(behind[place], cause=Cause.SIMULATED, why=why)
+    return replace(ranking, best=(first, *behind)), order

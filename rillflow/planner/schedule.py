@@ -58,6 +58,8 @@ class Timing:
 
     stage: int
     """Its index in the graph."""
+    name: str
+    """Its name in the graph."""
     pool: str
     """Whose devices it holds; empty for what runs beside them."""
     start_s: Any
@@ -111,7 +113,8 @@ def in_turn(
         ends[task.stage] = start + task.seconds
         if task.pool != BESIDE:
             free_s[task.pool] = ends[task.stage]
-        found.append(Timing(stage=task.stage, pool=task.pool, start_s=start, end_s=ends[task.stage]))
+        end = ends[task.stage]
+        found.append(Timing(stage=task.stage, name=task.name, pool=task.pool, start_s=start, end_s=end))
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ evaluated. What that loses against an exact search: docs/log.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -23,8 +24,8 @@ from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostsOf
 from rillflow.planner.hardware import Hardware
 from rillflow.planner.problem import Problem
-from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking
-from rillflow.planner.reasons import explained, no_plan_fits
+from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking, explained
+from rillflow.planner.seating import no_plan_fits
 from rillflow.planner.variant import Variant, preference
 
 KEPT = 8
@@ -104,8 +105,16 @@ def explore(
     ]
     ranking = _search(made, _room(problem.hardware), kept)
     if not ranking.best:
-        own = [replace(one.problem, hardware=problem.hardware) for one in made]
-        raise no_plan_fits(problem, costs, objective, own)
+        if math.isfinite(objective.deadline_s):
+            fastest = search(problem, costs, freshness=freshness, apart_in_step=apart_in_step).best[0].value
+            what = f"no plan of {problem.graph.name} keeps the deadline of {objective.deadline_s:g} s"
+            raise PlanError(
+                what,
+                why=f"the fastest step takes {fastest:.4g} s",
+                fix="allow more seconds, more devices, or a freshness bound",
+            )
+        step = replace(made[0].problem, hardware=problem.hardware)
+        raise no_plan_fits(step, costs(step))
     sizes: list[ClusterSize] = []
     for hardware in clusters:
         is_own = hardware.devices == problem.hardware.devices

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import evaluate, stages_by_name
+from rillflow.planner.evaluate import predicted
 from rillflow.planner.grid import Option
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import Problem, Work
+from rillflow.planner.problem import Problem
 from rillflow.planner.ranking import Floats, Objective, Ranked
 from rillflow.planner.schedule import BESIDE, in_turn, tasks_of
 
@@ -85,11 +85,6 @@ class Variant:
         self._units, self._stages = problem.units, problem.graph.stages
         self._fleets = problem.hardware.fleets
         self._found: dict[Pool, _Ways] = {}
-        works = [problem.work(stage) for stage in self._stages]
-        self._generated, self._published = (
-            {index for index, work in enumerate(works) if work is kind}
-            for kind in (Work.GENERATE, Work.PUBLISH)
-        )
         self._is_apart = any(unit.name == SAMPLER for unit in self._units)
         owned = {index for unit in self._units for index in unit.stages}
         most = problem.hardware.devices
@@ -156,9 +151,7 @@ class Variant:
             units=units,
             freshness=self.problem.freshness,
         )
-        found = evaluate(self.problem, self._costs, plan)
-        stages = stages_by_name(self.problem, found)
-        plan = replace(plan, predicted_step_s=found.step_s, predicted_stages_s=stages)
+        plan, found = predicted(self.problem, self._costs, plan)
         value = self._valued(np.array([found.step_s]), row[None])
         return Ranked(plan=plan, evaluation=found, value=float(value[0]))
 
@@ -198,7 +191,7 @@ class Variant:
         ends = np.stack([timing.end_s for timing in in_turn(tasks, latest=np.maximum)])
         step = ends.max(axis=0)
         if bound:
-            latency = ends[sorted(self._published)].max(axis=0)
+            latency = ends[sorted(self.problem.publishing)].max(axis=0)
             step = np.maximum(np.max(loads, axis=0), latency / (bound + 1))
         return self._valued(step + self.problem.overhead_s, rows)
 
@@ -281,7 +274,7 @@ class Variant:
         if room < 0:
             return None
         for unit, option in zip(units, options, strict=True):
-            for index in self._generated.intersection(unit.stages):
+            for index in self.problem.generating.intersection(unit.stages):
                 decoder = self._costs.decoder(unit, option, fleet.name, devices, room)
                 if decoder is None:
                     return None
@@ -289,7 +282,7 @@ class Variant:
                 seconds[index] = spent = self._costs.generate_s(stage, decoder)
                 load += self._costs.steady_s(stage, decoder) if bound else spent
         if self._is_apart:
-            seconds |= dict.fromkeys(self._published.intersection(seconds), 0.0)
+            seconds |= dict.fromkeys(self.problem.publishing.intersection(seconds), 0.0)
         latency = sum(seconds.values()) / (bound + 1)
         score = max(load, latency) + 0.1 * (load + latency) if bound else load
         if score >= most:

@@ -375,7 +375,7 @@ def _stage_rows(statement: Statement, one: Ranked) -> Rows:
         own = [other for other in found.timings if other.pool == timing.pool]
         spent, whole = found.seconds[timing.stage], sum(other.end_s - other.start_s for other in own)
         share = f"{spent / whole:.0%}" if timing.pool and whole else ""
-        rows.append((found.names[timing.stage], timing.pool or "beside", ranged(statement, spent), share))
+        rows.append((timing.name, timing.pool or "beside", ranged(statement, spent), share))
     return rows
 
 
@@ -441,6 +441,9 @@ def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -
         "range_s": statement.range_s(spent.step_s),
         "devices": spent.devices,
         "rows_per_s": statement.problem.workload.rows / spent.step_s if spent.step_s else None,
-        "stages": [{**asdict(one), "stage": spent.names[one.stage]} for one in spent.timings],
+        "stages": [
+            {"stage": one.name, "pool": one.pool, "start_s": one.start_s, "end_s": one.end_s}
+            for one in spent.timings
+        ],
         "pool_use": [asdict(pool) | idle.get(pool.name, {}) for pool in spent.pools],
     }

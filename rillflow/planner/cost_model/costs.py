@@ -30,7 +30,7 @@ from rillflow.planner.cost_model.generation import (
 )
 from rillflow.planner.cost_model.links import Links, links_of
 from rillflow.planner.cost_model.options import divisors, grids, sampling_sizes, undominated
-from rillflow.planner.grid import Grid, Option, Seat, grids_of
+from rillflow.planner.grid import Grid, Option, grids_of
 from rillflow.planner.plan import SAMPLER
 from rillflow.planner.problem import Problem, Unit, Work
 
@@ -192,24 +192,23 @@ class CostModel:
             return FORMULA_S * workload.rows
         return workload.function_s * workload.rows / max(devices, 1)
 
-    def transfer_s(self, edge: Edge, source: Seat, destination: Seat) -> float:
-        """Seconds of an edge's fields between pools; 0 within one."""
-        if source.pool == destination.pool or not edge.fields:
+    def transfer_s(self, edge: Edge, source: transfers.Seat, destination: transfers.Seat) -> float:
+        """Seconds of an edge's fields between two pools."""
+        if not edge.fields:
             return 0.0
         links = self._slower_links(source, destination)
         spent_s = transfers.rows_s(self._problem.workload, edge.fields, source, destination, links.between)
         return links.inside_s + spent_s
 
-    def crossing_s(self, source: Seat, destination: Seat, generate_tp: int) -> float:
+    def crossing_s(self, source: transfers.Seat, sampler: transfers.Seat) -> float:
         """Seconds of the policy's weights from its training to a sampler apart."""
-        unit = next(one for one in self._problem.units if one.name == SAMPLER)
-        links, setting = self._slower_links(source, destination), self._setting(unit, source.fleet)
-        return transfers.apart_s(setting, links, source, destination, max(generate_tp, 1))
+        links, setting = self._slower_links(source, sampler), self._setting(sampler.unit, source.pool.fleet)
+        return transfers.apart_s(setting, links, source, sampler)
 
-    def _slower_links(self, source: Seat, destination: Seat) -> Links:
+    def _slower_links(self, *seats: transfers.Seat) -> Links:
         """Those of the fleet whose machines are joined by the slower links."""
         hardware = self._problem.hardware
-        fleets = [hardware.fleet(seat.fleet) for seat in (source, destination)]
+        fleets = [hardware.fleet(seat.pool.fleet) for seat in seats]
         return min((links_of(fleet, hardware.factors) for fleet in fleets), key=lambda found: found.between)
 
     def _rows(self, stage: Stage) -> int:
@@ -253,7 +252,7 @@ class CostModel:
         if unit.name == SAMPLER:
             return [(Grid(dp=devices // tp, tp=tp), tp) for tp in sampling_sizes(unit.shape, devices)]
         generates, per_machine = (
-            self._problem.generates(unit),
+            bool(self._problem.generating.intersection(unit.stages)),
             self._problem.hardware.fleet(fleet).per_machine,
         )
         return [

@@ -6,11 +6,16 @@ apart      training pool ─ broadcast ─> every replica of the sampler
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from rillflow.planner.cost_model.compute import Setting
+from rillflow.planner.cost_model.generation import Decoder
 from rillflow.planner.cost_model.links import Links, all_gather_s
-from rillflow.planner.grid import Grids, Numbers, Seat
+from rillflow.planner.grid import Grids, Numbers, Option
+from rillflow.planner.plan import PlannedPool
+from rillflow.planner.problem import Unit
 from rillflow.planner.workload import Workload
 
 TOKEN_BYTES = 8
@@ -21,6 +26,20 @@ ROW_FIELDS = frozenset({"rewards", "costs", "valid", "outcome", "finish", "limit
 """Fields with one number a row."""
 TEXT_FIELDS = frozenset({"columns", "completion", "message"})
 """Fields of text: about as long as the response's tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A unit on its pool."""
+
+    unit: Unit
+    """The model and its stages."""
+    pool: PlannedPool
+    """Where it lies."""
+    option: Option
+    """How, and what it costs there."""
+    decoder: Decoder | None = None
+    """A replica of it; none of a unit that does not generate."""
 
 
 def field_bytes(workload: Workload, field: str) -> float:
@@ -45,7 +64,7 @@ def rows_s(
     a replica follow inside the pool and are not counted.
     """
     total = workload.rows * sum(field_bytes(workload, field) for field in fields)
-    return total / (min(source.grid.dp, destination.grid.dp) * rate)
+    return total / (min(source.option.grid.dp, destination.option.grid.dp) * rate)
 
 
 def received_in_place(total_bytes: Numbers, grids: Grids, generate_tp: Numbers) -> Numbers:
@@ -71,7 +90,7 @@ def in_place_s(setting: Setting, grids: Grids, generate_tp: Numbers) -> Numbers:
     return all_gather_s(setting.links, gathered, ways)
 
 
-def apart_s(setting: Setting, links: Links, source: Seat, destination: Seat, generate_tp: int) -> float:
+def apart_s(setting: Setting, links: Links, source: Seat, destination: Seat) -> float:
     """Seconds of the weights from a training pool to a sampler's devices.
 
     Every sampling device takes ``M / t_g``; every part leaves the training pool once and replicas hand it on
@@ -80,10 +99,10 @@ def apart_s(setting: Setting, links: Links, source: Seat, destination: Seat, gen
     total = setting.shape.parameters * setting.item_bytes
     if setting.factors.refit_apart:
         return total / setting.factors.refit_apart
-    grid = source.grid
+    grid, pools = source.option.grid, (source.pool, destination.pool)
     senders = grid.pp * grid.tp * grid.dp if grid.is_sharded else grid.pp * grid.tp
-    whole = source.devices + destination.devices <= links.per_machine
-    rate = links.inside if whole and source.fleet == destination.fleet else links.between
-    taken_s = total / generate_tp / rate
-    sent_s = total / min(senders, source.devices) / rate
+    is_near = sum(pool.devices for pool in pools) <= links.per_machine
+    rate = links.inside if is_near and pools[0].fleet == pools[1].fleet else links.between
+    taken_s = total / max(destination.option.generate_tp, 1) / rate
+    sent_s = total / min(senders, source.pool.devices) / rate
     return max(taken_s, sent_s) + links.between_s

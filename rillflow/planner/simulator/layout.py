@@ -17,11 +17,11 @@ from functools import cached_property
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.cost_model.generation import Decoder
+from rillflow.planner.cost_model.transfers import Seat
 from rillflow.planner.evaluate import StepEvaluation, evaluate
 from rillflow.planner.plan import SAMPLER, Plan
 from rillflow.planner.problem import Problem, Work
 from rillflow.planner.schedule import StageTask, tasks_of
-from rillflow.planner.seating import Seated
 from rillflow.planner.simulator.draws import Draws, slow_devices
 from rillflow.planner.simulator.replica import Replica
 
@@ -132,21 +132,20 @@ class Layout:
 
     def is_publish(self, stage: int) -> bool:
         """Whether a stage brings weights to generation."""
-        return self.problem.work(self.problem.graph.stages[stage]) is Work.PUBLISH
+        return stage in self.problem.publishing
 
     @cached_property
-    def generating(self) -> Mapping[int, Seated]:
+    def generating(self) -> Mapping[int, Seat]:
         """The unit behind each stage that generates, in the order of the program."""
-        work, stages = self.problem.work, self.problem.graph.stages
-        found = {index: unit for unit in self.evaluation.units.values() for index in unit.unit.stages}
-        return {index: found[index] for index in sorted(found) if work(stages[index]) is Work.GENERATE}
+        found = {index: seat for seat in self.evaluation.units.values() for index in seat.unit.stages}
+        return {index: found[index] for index in sorted(self.problem.generating)}
 
     @cached_property
     def lanes(self) -> Mapping[str, int]:
         """Replicas by pool; 0 of a pool that does not generate."""
         found = {pool.name: 0 for pool in self.plan.pools}
         for stage, unit in self.generating.items():
-            found[unit.seat.pool] = max(found[unit.seat.pool], self.decoder(stage).replicas)
+            found[unit.pool.name] = max(found[unit.pool.name], self.decoder(stage).replicas)
         return found
 
     @property
@@ -209,7 +208,7 @@ class Layout:
         most = use.working_bytes
         for stage, tokens in cached.items():
             unit = self.generating[stage]
-            if unit.seat.pool == pool:
+            if unit.pool.name == pool:
                 filled = min(tokens / max(self.decoder(stage).capacity_tokens, 1), 1.0)
                 most = max(most, unit.option.sampling_bytes + use.room_bytes * filled)
         return use.resident_bytes + most

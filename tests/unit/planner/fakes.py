@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.graph.graph import Edge, Graph, Stage
+from rillflow.planner.cost_model.transfers import Seat
 from rillflow.planner.factors import Factors
-from rillflow.planner.grid import Grid, Option, Seat
+from rillflow.planner.grid import Grid, Option
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
@@ -115,7 +116,7 @@ class FakeCosts:
     def transfer_s(self, edge: Edge, source: Seat, destination: Seat) -> float:
         return self.link_s
 
-    def crossing_s(self, source: Seat, destination: Seat, generate_tp: int) -> float:
+    def crossing_s(self, source: Seat, sampler: Seat) -> float:
         return self.weights_s
 
     def _rows(self, stage: Stage) -> int:

@@ -46,13 +46,11 @@ def test_apart_the_weights_cross_and_both_pools_stand_still_meanwhile() -> None:
     plan = best_plan(problem, pools=2)
     found = evaluate(problem, costs(problem), plan)
     publish = problem.graph.stages[-1].index
-    seats = {name: unit.seat for name, unit in found.units.items()}
-    assert found.seconds[publish] == costs(problem).crossing_s(
-        seats["policy"], seats[SAMPLER], found.units[SAMPLER].option.generate_tp
-    )
+    policy, sampler = found.units["policy"], found.units[SAMPLER]
+    assert found.seconds[publish] == costs(problem).crossing_s(policy, sampler)
     loads = {pool.name: pool.busy_s for pool in found.pools}
     streamed = 0.6 * found.seconds[0]
-    assert loads[seats[SAMPLER].pool] == pytest.approx(streamed + found.seconds[publish])
+    assert loads[sampler.pool.name] == pytest.approx(streamed + found.seconds[publish])
     assert found.step_s == pytest.approx(max(*loads.values(), found.latency_s / 3) + problem.overhead_s)
 
 
@@ -77,7 +75,7 @@ def with_policy(plan: Plan, **changes: object) -> Plan:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda plan: replace(plan, units={"policy": plan.units["policy"]}), "does not place critic"),
+        (lambda plan: replace(plan, units={"policy": plan.units["policy"]}), "does not place 'critic'"),
         (lambda plan: with_policy(plan, grid=Grid(dp=7)), "policy is dp 7"),
         (lambda plan: with_policy(plan, generate_tp=3), "policy.generate_tp is 3"),
         (lambda plan: replace(plan, units={**plan.units, "crytic": plan.units["critic"]}), "crytic"),

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
 from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
+from rillflow.planner.cost_model.transfers import Seat
 from rillflow.planner.evaluate import evaluate
 from rillflow.planner.factors import Factors
-from rillflow.planner.grid import Grid, Option, Seat
+from rillflow.planner.grid import Grid, Option
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
@@ -126,13 +127,15 @@ class ToyCosts:
         return self._draw("function", stage.index).choice((0.0, 0.1, 4.0 / devices)) * self.speed
 
     def transfer_s(self, edge: Edge, source: Seat, destination: Seat) -> float:
-        ends = (source.fleet, source.devices, destination.fleet, destination.devices)
+        ends = (source.pool.fleet, source.pool.devices, destination.pool.fleet, destination.pool.devices)
         draw = self._draw("edge", edge.source, edge.destination, *ends)
-        by_grid = self._draw("grids", edge.source, edge.destination, str(source.grid), str(destination.grid))
+        grids = (str(source.option.grid), str(destination.option.grid))
+        by_grid = self._draw("grids", edge.source, edge.destination, *grids)
         return (draw.choice((0.0, 0.5, 2.0)) + by_grid.choice((0.0, 0.0, 1.0))) * self.link
 
-    def crossing_s(self, source: Seat, destination: Seat, generate_tp: int) -> float:
-        draw = self._draw("crossing", str(source.grid), source.devices, destination.devices, generate_tp)
+    def crossing_s(self, source: Seat, sampler: Seat) -> float:
+        sizes = (source.pool.devices, sampler.pool.devices, sampler.option.generate_tp)
+        draw = self._draw("crossing", str(source.option.grid), *sizes)
         return draw.choice((0.5, 1.0, 3.0)) * self.link
 
     def _option(self, unit: Unit, fleet: str, devices: int, number: int) -> Option:

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 from rillflow.graph.graph import Graph, Stage
 from rillflow.planner.cost_model.compute import Setting
+from rillflow.planner.cost_model.transfers import Seat
 from rillflow.planner.factors import EngineFactors, Factors
+from rillflow.planner.grid import Grid, Option
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
-from rillflow.planner.problem import Problem
+from rillflow.planner.plan import PlannedPool
+from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.workload import Lengths, Workload
 
 SHAPE = ModelShape(
@@ -97,3 +100,12 @@ def problem(
         samples_apart=samples_apart,
         freshness=freshness,
     )
+
+
+def seat(pool: str, devices: int, grid: Grid, generate_tp: int = 1) -> Seat:
+    """A unit of the small model on a pool; what it costs there is left open."""
+    option = Option(
+        grid=grid, generate_tp=generate_tp, seconds={}, resident_bytes=0, working_bytes=0, sampling_bytes=0
+    )
+    unit = Unit(name="policy", shape=SHAPE, stages=())
+    return Seat(unit=unit, pool=PlannedPool(name=pool, fleet="toys", devices=devices), option=option)

@@ -14,10 +14,10 @@ from rillflow.graph.graph import Edge
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.cost_model.options import cuts_heads, divisors, grids, undominated
 from rillflow.planner.factors import EngineFactors
-from rillflow.planner.grid import Grid, Option, Seat
+from rillflow.planner.grid import Grid, Option
 from rillflow.planner.plan import SAMPLER
 from rillflow.planner.problem import Problem, Unit
-from tests.unit.planner.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, problem
+from tests.unit.planner.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, problem, seat
 
 
 def unit(step: Problem, name: str) -> Unit:
@@ -181,12 +181,10 @@ def test_generation_in_a_batch_takes_longer_than_streamed() -> None:
     assert costs.steady_s(stage, decoder) < costs.generate_s(stage, decoder)
 
 
-def test_transfers_cost_nothing_within_a_pool_or_without_fields() -> None:
+def test_transfers_without_fields_cost_nothing() -> None:
     costs = CostModel(problem())
-    here = Seat(pool="a", fleet="toys", devices=8, grid=Grid(dp=8))
-    there = replace(here, pool="b")
+    here, there = seat("a", 8, Grid(dp=8)), seat("b", 8, Grid(dp=8))
     edge = Edge(source=0, destination=4, fields=("tokens",))
-    assert costs.transfer_s(edge, here, here) == 0.0
     assert costs.transfer_s(replace(edge, fields=()), here, there) == 0.0
     assert costs.transfer_s(edge, here, there) > 0.0
 
@@ -229,8 +227,8 @@ def test_whole_tensors_are_moved_at_the_rates_of_the_stack() -> None:
     publish = next(stage.index for stage in step.graph.stages if stage.endpoint == "publish")
     assert option.seconds[publish] == pytest.approx(total / 1e9)
     apart = CostModel(step.apart(1))
-    here = Seat(pool="a", fleet="toys", devices=8, grid=Grid(dp=8))
-    assert apart.crossing_s(here, replace(here, pool="b"), 1) == pytest.approx(total / 4e9)
+    here, there = seat("a", 8, Grid(dp=8)), seat("b", 8, Grid(dp=8))
+    assert apart.crossing_s(here, there) == pytest.approx(total / 4e9)
 
 
 def test_a_share_for_the_cache_leaves_weights_and_cache_no_more() -> None:

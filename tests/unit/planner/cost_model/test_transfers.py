@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.planner.cost_model import transfers
-from rillflow.planner.grid import Grid, Seat, grids_of
-from tests.unit.planner.cost_model.settings import WORKLOAD, setting
+from rillflow.planner.grid import Grid, grids_of
+from tests.unit.planner.cost_model.settings import WORKLOAD, seat, setting
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,11 @@ def test_nothing_moves_where_both_grids_are_one() -> None:
     assert transfers.in_place_s(setting(), grids_of(Grid(dp=4, tp=4)), 2)[0] > 0.0
 
 
-def _seat(devices: int, grid: Grid) -> Seat:
-    return Seat(pool=f"pool of {devices}", fleet="toys", devices=devices, grid=grid)
-
-
 @given(dp=st.sampled_from([1, 2, 4, 8]), other=st.sampled_from([1, 2, 4, 8]))
 def test_as_many_pairs_send_rows_as_the_smaller_side_has_ranks(dp: int, other: int) -> None:
-    one = transfers.rows_s(WORKLOAD, ("tokens",), _seat(8, Grid(dp=dp)), _seat(8, Grid(dp=other)), 1e9)
+    one = transfers.rows_s(
+        WORKLOAD, ("tokens",), seat("a", 8, Grid(dp=dp)), seat("b", 8, Grid(dp=other)), 1e9
+    )
     bytes_ = WORKLOAD.rows * 8 * WORKLOAD.row_tokens
     assert one == pytest.approx(bytes_ / min(dp, other) / 1e9)
 
@@ -57,8 +55,9 @@ def test_a_number_a_row_is_less_than_a_number_a_token() -> None:
 @given(size=st.sampled_from([1, 2, 4, 8]))
 def test_more_devices_a_copy_make_the_crossing_no_longer(size: int) -> None:
     one, links = setting(), setting().links
-    source, destination = _seat(8, Grid(dp=1, tp=8)), _seat(16, Grid(dp=16))
-    took = transfers.apart_s(one, links, source, destination, size)
-    assert transfers.apart_s(one, links, source, destination, 2 * size) <= took
+    source = seat("a", 8, Grid(dp=1, tp=8))
+    few, more = (seat("b", 16, Grid(dp=16), generate_tp=tp) for tp in (size, 2 * size))
+    took = transfers.apart_s(one, links, source, few)
+    assert transfers.apart_s(one, links, source, more) <= took
     faster = replace(links, between=10 * links.between)
-    assert transfers.apart_s(one, faster, source, destination, size) <= took
+    assert transfers.apart_s(one, faster, source, few) <= took

@@ -29,7 +29,7 @@ def run(one: Toy, steps: int = 1, seed: int = 0, assumed: Settings | None = None
 def in_order(one: Toy, found: Simulation) -> float:
     """The schedule's seconds of a step whose generation takes as long as it was simulated to."""
     known = evaluate(one.problem, one.costs, one.plan)
-    owners = {index: unit.seat.pool for unit in known.units.values() for index in unit.unit.stages}
+    owners = {index: unit.pool.name for unit in known.units.values() for index in unit.unit.stages}
     stages = one.problem.graph.stages
     seconds = [found.generation_s[0] if stage.index == 0 else known.seconds[stage.index] for stage in stages]
     pools = [owners.get(stage.index, "") for stage in stages]
