@@ -10,22 +10,14 @@ from typing import Literal
 
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.grpo import GroupScaleConfig, roles, step
-from rillflow.formulas.config import ClipHigh, ClipLow, PolicyLossConfig, SurrogateSetting
-
-
-class CISPOLoss(PolicyLossConfig):
-    """The bounded weight."""
-
-    surrogate: SurrogateSetting = "weight"
-    clip_low: ClipLow = 1.0
-    clip_high: ClipHigh = 4.0
+from rillflow.formulas.config import PolicyLossConfig
 
 
 class CISPOConfig(GroupScaleConfig):
     """GRPO's settings with other defaults."""
 
     name: Literal["cispo"]
-    loss: CISPOLoss = CISPOLoss()
+    loss: PolicyLossConfig = PolicyLossConfig(surrogate="weight", clip_low=1.0, clip_high=4.0)
 
 
 ALGORITHM = Algorithm(config=CISPOConfig, step=step, data=Data.PROMPTS, roles=roles)

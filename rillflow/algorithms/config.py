@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rillflow.formulas.config import PaidIn, PolicyLossConfig
-from rillflow.training.config import PassesConfig, ScheduleConfig, UpdateConfig
+from rillflow.formulas.config import PolicyLossConfig
+from rillflow.training.config import PassesConfig, RateConfig, UpdateConfig
 
 
 class AlgorithmConfig(PassesConfig):
@@ -73,20 +73,15 @@ class GroupConfig(OnlineConfig):
     )
 
 
-class TokenLossConfig(PolicyLossConfig):
-    """The loss of algorithms whose tokens earn rewards of their own: there the divergence is paid."""
-
-    kl_in: PaidIn = "reward"
-
-
 class TokenConfig(OnlineConfig):
     """Algorithms that tell the tokens of a row apart."""
 
     gamma: float = Field(1.0, ge=0, le=1, description="What a later reward counts a token earlier.")
-    loss: TokenLossConfig = TokenLossConfig()
+    loss: PolicyLossConfig = PolicyLossConfig(kl_in="reward")
+    """Where tokens earn rewards of their own the divergence is paid among them."""
 
 
-class WarmStartConfig(ScheduleConfig):
+class WarmStartConfig(RateConfig):
     """Supervised steps before the algorithm; the rest of their optimiser's settings are the policy's."""
 
     steps: int = Field(gt=0, description="Optimiser steps.")

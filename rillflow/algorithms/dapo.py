@@ -15,18 +15,12 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.grpo import GroupScaleConfig, roles
 from rillflow.algorithms.steps import group_relative_advantages, update_and_publish, with_logprobs
-from rillflow.formulas.config import ClipHigh, PolicyLossConfig
+from rillflow.formulas.config import PolicyLossConfig
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow
     from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
-
-
-class DAPOLoss(PolicyLossConfig):
-    """The upper clip is the higher one."""
-
-    clip_high: ClipHigh = 0.28
 
 
 class DAPOConfig(GroupScaleConfig):
@@ -38,7 +32,7 @@ class DAPOConfig(GroupScaleConfig):
         ge=1,
         description="Rounds of sampling, at most, until prompts_per_step groups differ; 1: no refill.",
     )
-    loss: DAPOLoss = DAPOLoss()
+    loss: PolicyLossConfig = PolicyLossConfig(clip_high=0.28)
     overlong_buffer: int = Field(
         0, ge=0, description="Tokens before rollout.max_tokens from which length is priced; 0 for none."
     )

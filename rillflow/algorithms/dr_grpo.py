@@ -10,13 +10,7 @@ from typing import Literal
 
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.grpo import GroupScaleConfig, ScaleSetting, roles, step
-from rillflow.formulas.config import AggregationSetting, PolicyLossConfig
-
-
-class DrGRPOLoss(PolicyLossConfig):
-    """A row's sum over one constant."""
-
-    aggregation: AggregationSetting = "constant"
+from rillflow.formulas.config import PolicyLossConfig
 
 
 class DrGRPOConfig(GroupScaleConfig):
@@ -24,7 +18,7 @@ class DrGRPOConfig(GroupScaleConfig):
 
     name: Literal["dr_grpo"]
     scale: ScaleSetting = "off"
-    loss: DrGRPOLoss = DrGRPOLoss()
+    loss: PolicyLossConfig = PolicyLossConfig(aggregation="constant")
 
 
 ALGORITHM = Algorithm(config=DrGRPOConfig, step=step, data=Data.PROMPTS, roles=roles)

@@ -10,23 +10,16 @@ from typing import Literal
 
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.grpo import GroupScaleConfig, roles, step
-from rillflow.formulas.config import AggregationSetting, ClipHigh, ClipLow, PolicyLossConfig, RatioSetting
-
-
-class GSPOLoss(PolicyLossConfig):
-    """The ratio of rows, and its bounds."""
-
-    ratio: RatioSetting = "sequence"
-    clip_low: ClipLow = 3e-4
-    clip_high: ClipHigh = 4e-4
-    aggregation: AggregationSetting = "sequence_mean"
+from rillflow.formulas.config import PolicyLossConfig
 
 
 class GSPOConfig(GroupScaleConfig):
     """GRPO's settings with other defaults."""
 
     name: Literal["gspo"]
-    loss: GSPOLoss = GSPOLoss()
+    loss: PolicyLossConfig = PolicyLossConfig(
+        ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"
+    )
 
 
 ALGORITHM = Algorithm(config=GSPOConfig, step=step, data=Data.PROMPTS, roles=roles)

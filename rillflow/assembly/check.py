@@ -77,7 +77,6 @@ def unread_settings(recipe: Recipe) -> list[str]:
         "task.operators": source != "arithmetic",
         "task.held_out": recipe.task.held_out_source is not None,
         "policy.final_lr": recipe.policy.schedule == "constant",
-        "warm_start.final_lr": recipe.warm_start is not None and recipe.warm_start.schedule == "constant",
     }
     if isinstance(config, OnlineConfig):
         unread |= {

@@ -15,7 +15,6 @@ from rillflow.assembly.role_table import model_roles, roles_of
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import NewModel
 from rillflow.placement.mesh import divisors
-from rillflow.training.config import ScheduleConfig
 
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe
@@ -172,23 +171,20 @@ def _batch(recipe: Recipe) -> Iterator[ConfigError]:
 
 
 def _schedule(recipe: Recipe) -> Iterator[ConfigError]:
-    updates = recipe.algorithm.updates
-    phases: list[tuple[str, ScheduleConfig, int]] = [("policy", recipe.policy, updates)]
-    if recipe.warm_start is not None:
-        phases.append(("warm_start", recipe.warm_start, recipe.warm_start.steps))
-    for name, train, total in phases:
-        if train.final_lr and train.schedule == "constant":
+    train, total = recipe.policy, recipe.algorithm.updates
+    if train.schedule == "constant":
+        if train.final_lr:
             yield ConfigError(
-                f"{name}.final_lr is {train.final_lr:g} and {name}.schedule is constant",
+                f"policy.final_lr is {train.final_lr:g} and policy.schedule is constant",
                 why="a constant schedule has no end to go to",
-                fix=f'set {name}.schedule = "cosine" or "linear", or leave {name}.final_lr out',
+                fix='set policy.schedule = "cosine" or "linear", or leave policy.final_lr out',
             )
-        if total <= train.warmup_steps and train.schedule != "constant":
-            yield ConfigError(
-                f"{name}.warmup_steps is {train.warmup_steps}",
-                why=f"the phase has {total} optimiser steps, so its {train.schedule} schedule never begins",
-                fix=f"fewer than {total}",
-            )
+    elif total <= train.warmup_steps:
+        yield ConfigError(
+            f"policy.warmup_steps is {train.warmup_steps}",
+            why=f"the phase has {total} optimiser steps, so its {train.schedule} schedule never begins",
+            fix=f"fewer than {total}",
+        )
 
 
 def _sampling(recipe: Recipe) -> Iterator[ConfigError]:

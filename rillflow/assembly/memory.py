@@ -59,7 +59,7 @@ def sizes_of_new(new: NewModel) -> ModelSizes:
     """The sizes of a model still to be made, counted as a tied Qwen2; others differ little."""
     vocabulary = len(set(new.alphabet)) + 1
     kv_width = new.hidden // new.heads * new.kv_heads
-    inner = new.intermediate or 3 * new.hidden
+    inner = new.intermediate
     attention = 2 * new.hidden**2 + 2 * new.hidden * kv_width + new.hidden + 2 * kv_width
     layer = attention + 3 * new.hidden * inner + 2 * new.hidden
     return ModelSizes(

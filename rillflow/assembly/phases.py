@@ -44,7 +44,7 @@ def phase_plans(recipe: Recipe) -> list[PhasePlan]:
                 name="warm_start",
                 algorithm=algorithm,
                 config=config,
-                train=recipe.policy.with_schedule(recipe.warm_start),
+                train=recipe.policy.with_rate(recipe.warm_start),
                 first=0,
                 evaluated=False,
             )

@@ -177,7 +177,7 @@ def shape_of_new(new: NewModel) -> ModelShape:
         heads=new.heads,
         kv_heads=new.kv_heads,
         head_dim=new.hidden // new.heads,
-        inner=new.intermediate or 3 * new.hidden,
+        inner=new.intermediate,
         vocabulary=len(set(new.alphabet)) + 1,
         is_tied=True,
     )

@@ -63,7 +63,8 @@ def explain(error: ErrorDetails, schema: type[Section], data: Data) -> ConfigErr
         return _not_a_section(place.dotted, place.field, error["input"])
     rule = _RULES[kind].format(**context) if kind in _RULES else error["msg"]
     what = f"{place.dotted} is {shown(error['input'])}"
-    return ConfigError(what, why=_because(rule, place.field), fix=_remedy(place.field, kind, error["input"]))
+    fix = _remedy(place.field, place.default, kind, error["input"])
+    return ConfigError(what, why=_because(rule, place.field), fix=fix)
 
 
 def shown(value: object) -> str:
@@ -83,7 +84,7 @@ def _because(rule: str, field: FieldInfo) -> str:
     return f"{rule} ({field.description})" if field.description else rule
 
 
-def _remedy(field: FieldInfo, kind: str, value: object) -> str:
+def _remedy(field: FieldInfo, default: object, kind: str, value: object) -> str:
     if isinstance(value, str):
         if kind in ("int_type", "float_type", "bool_type") and _is_literal(value):
             return f"write {value} without quotes"
@@ -93,7 +94,7 @@ def _remedy(field: FieldInfo, kind: str, value: object) -> str:
         return f'write "{value}", with quotes' if isinstance(value, int | float) else "write it in quotes"
     if field.is_required():
         return "give another value"
-    return f"leave it out for the default, {shown(field.get_default())}"
+    return f"leave it out for the default, {shown(default)}"
 
 
 def _is_literal(text: str) -> bool:

@@ -51,6 +51,8 @@ class SettingPlace:
     """The section it stands in."""
     field: FieldInfo | None
     """What may stand there; None where the section has no key of this name."""
+    default: Any = None
+    """What stands there where nothing is given, as the sections around have it."""
 
 
 def subsections(field: FieldInfo) -> tuple[type[Section], ...]:
@@ -84,18 +86,21 @@ def walk(section: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[Key]:
             yield from walk(inner, key.path)
 
 
-def at(section: type[Section], place: Sequence[str | int], data: object, path: str = "") -> SettingPlace:
-    """Follow a validator's place through the schema and the data."""
+def at(
+    section: type[Section], place: Sequence[str | int], data: object, path: str = "", preset: object = None
+) -> SettingPlace:
+    """Follow a validator's place through the schema and the data; ``preset`` is the section's default."""
     name, rest = str(place[0]), place[1:]
     dotted = f"{path}.{name}" if path else name
     if name not in section.model_fields:
         return SettingPlace(dotted=dotted, section=section, field=None)
     field = section.model_fields[name]
     value = data[name] if isinstance(data, Mapping) and name in data else None
+    default = vars(preset)[name] if isinstance(preset, section) else field.get_default()
     inner = chosen(field, value)
     if inner is not None and field.discriminator:
         rest = rest[1:]  # a validator puts the name of the choice into its place, a user does not
     if inner is not None and rest:
-        return at(inner, rest, value, dotted)
+        return at(inner, rest, value, dotted, default)
     index = "".join(f"[{part}]" for part in rest if isinstance(part, int))
-    return SettingPlace(dotted=dotted + index, section=section, field=field)
+    return SettingPlace(dotted=dotted + index, section=section, field=field, default=default)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Section(BaseModel):
@@ -14,3 +16,16 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_defaults(cls, data: object) -> object:
+        """Lay what is given of an inner section over the default in its place: a variant states its own."""
+        if not isinstance(data, Mapping):
+            return data
+        presets = {
+            name: field.default.model_dump(exclude_unset=True)
+            for name, field in cls.model_fields.items()
+            if isinstance(field.default, Section) and name in data and isinstance(data[name], Mapping)
+        }
+        return {**data, **{name: {**preset, **data[name]} for name, preset in presets.items()}}

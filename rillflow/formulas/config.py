@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rillflow.graph.loss import LossSection
 
-RatioSetting = Annotated[
-    Literal["token", "sequence"],
-    Field(description="Ratio to the old policy: each token's own, or the geometric mean of its row's."),
-]
-SurrogateSetting = Annotated[
-    Literal["clip", "weight"],
-    Field(description="Bounds on the ratio: no gradient beyond them, or log pi weighed by the held ratio."),
-]
-ClipLow = Annotated[float, Field(ge=0, le=1, description="The ratio is clipped below at 1 - clip_low.")]
-ClipHigh = Annotated[float, Field(ge=0, description="The ratio is clipped above at 1 + clip_high.")]
-AggregationSetting = Annotated[
-    Literal["token_mean", "sequence_mean", "constant"],
-    Field(description="Mean over tokens; mean over rows of each row's token mean; sum over rows x constant."),
-]
-PaidIn = Annotated[Literal["loss", "reward"], Field(description="Where the divergence is paid.")]
-
 
 class PolicyLossConfig(LossSection):
     """The clipped policy loss and its companions; see docs/algorithms/grpo.md for the equation."""
 
-    ratio: RatioSetting = "token"
-    surrogate: SurrogateSetting = "clip"
-    clip_low: ClipLow = 0.2
-    clip_high: ClipHigh = 0.2
+    ratio: Literal["token", "sequence"] = Field(
+        "token", description="Ratio to the old policy: each token's own, or the geometric mean of its row's."
+    )
+    surrogate: Literal["clip", "weight"] = Field(
+        "clip",
+        description="Bounds on the ratio: no gradient beyond them, or log pi weighed by the held ratio.",
+    )
+    clip_low: float = Field(0.2, ge=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + clip_high.")
     dual_clip: float = Field(
         3.0,
         ge=0,
         description="Bound c, above 1, on the clip surrogate's loss of negative advantages; 0 for none.",
     )
-    aggregation: AggregationSetting = "token_mean"
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean",
+        description="Mean over tokens; mean over rows of each row's token mean; sum over rows x constant.",
+    )
     constant: int = Field(
         0, ge=0, description="Divisor a row of the constant aggregation; 0 means max_tokens."
     )
@@ -47,7 +39,7 @@ class PolicyLossConfig(LossSection):
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
         None, description="Estimator of the divergence; none: k1 in the reward, k3 in the loss."
     )
-    kl_in: PaidIn = "loss"
+    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the divergence is paid.")
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     importance_cap: float = Field(
         0.0, ge=0, description="Truncated importance sampling, trainer over sampler, up to this; 0 for none."

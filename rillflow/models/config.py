@@ -14,7 +14,6 @@ class NewModel(Section):
 
     architecture: str = Field("qwen2", description="A causal language model type of transformers.")
     hidden: int = Field(128, gt=0, description="Hidden size.")
-    intermediate: int = Field(0, ge=0, description="Size of the feed-forward layer; 0 means 3 x hidden.")
     layers: int = Field(4, gt=0, description="Number of decoder layers.")
     heads: int = Field(4, gt=0, description="Query heads; they divide the hidden size.")
     kv_heads: int = Field(2, gt=0, description="Key/value heads; they divide the query heads.")
@@ -24,6 +23,11 @@ class NewModel(Section):
         min_length=1,
         description="Characters the tokeniser knows; anything else is an error.",
     )
+
+    @property
+    def intermediate(self) -> int:
+        """Size of the feed-forward layer."""
+        return 3 * self.hidden
 
 
 class ModelConfig(Section):

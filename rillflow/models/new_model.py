@@ -104,7 +104,7 @@ def _settings(new: NewModel, vocabulary: int, kind: type[PreTrainedConfig]) -> d
         )
     settings |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
     for name in [name for name in _FEED_FORWARD if name in known][:1]:
-        settings[name] = new.intermediate or 3 * new.hidden
+        settings[name] = new.intermediate
     if "head_dim" in known:
         settings["head_dim"] = new.hidden // new.heads
     if "num_key_value_heads" in known:

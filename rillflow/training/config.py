@@ -9,21 +9,21 @@ from pydantic import Field
 from rillflow.config.section import Section
 
 
-class ScheduleConfig(Section):
-    """What each phase has of its own: the learning rate over its steps, and how soon AdamW forgets."""
+class RateConfig(Section):
+    """What each phase has of its own: the learning rate, and how soon AdamW forgets."""
 
     lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second decay.")
+    warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up.")
+
+
+class OptimizerConfig(RateConfig):
+    """AdamW, its schedule and its clipping."""
+
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Shape after the warm-up."
     )
     final_lr: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of lr.")
-    warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up.")
-
-
-class OptimizerConfig(ScheduleConfig):
-    """AdamW, its schedule and its clipping."""
-
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first decay.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
@@ -41,10 +41,10 @@ class TrainConfig(OptimizerConfig):
         """These settings without what a section adds to them."""
         return TrainConfig.model_validate(self.model_dump(include=set(TrainConfig.model_fields)))
 
-    def with_schedule(self, schedule: ScheduleConfig) -> TrainConfig:
-        """These settings with another phase's learning rate."""
-        settings = schedule.model_dump(include=set(ScheduleConfig.model_fields))
-        return self.as_train().model_copy(update=settings)
+    def with_rate(self, rate: RateConfig) -> TrainConfig:
+        """These settings with another phase's learning rate, which stays as it is after the warm-up."""
+        settings = rate.model_dump(include=set(RateConfig.model_fields))
+        return self.as_train().model_copy(update={**settings, "schedule": "constant", "final_lr": 0.0})
 
 
 class PassesConfig(Section):

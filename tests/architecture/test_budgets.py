@@ -35,7 +35,7 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 11_000
+TRUNK_LINES = 10_982
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
 PACKAGE_LINES = 24_357
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""

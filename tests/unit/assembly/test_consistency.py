@@ -57,11 +57,6 @@ def test_the_small_recipe_is_consistent() -> None:
             "policy.warmup_steps is 3",
             "3 optimiser steps",
         ),
-        (
-            {"warm_start": {"steps": 5, "warmup_steps": 9, "schedule": "linear"}},
-            "warm_start.warmup_steps is 9",
-            "5 optimiser steps",
-        ),
         ({"placement": {"pools": {"main": 0}}}, "placement.pools.main is 0", "a rank at least"),
         (
             {"placement": {"pools": {"main": 1, "scorer": 1}, "roles": {"reward": "scorers"}}},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly.recipe import Recipe, load_recipe
+from rillflow.config.load import validate
 from rillflow.errors import ConfigError
 
 SMALL = """
@@ -76,7 +78,7 @@ def test_another_model_replaces_a_new_one(small: Path) -> None:
 
 def test_the_resolved_recipe_comes_back_from_its_json(small: Path) -> None:
     recipe = load_recipe(small, ['rollout.stop=["="]', "warm_start.steps=2"]).recipe
-    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+    assert validate(Recipe, json.loads(recipe.model_dump_json()), "its JSON") == recipe
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,13 @@ class Car(Section):
     doors: int = Field(ge=2, le=5, description="Doors.")
 
 
+class Truck(Section):
+    """A choice whose engine has other defaults."""
+
+    kind: Literal["truck"]
+    engine: Engine = Engine(cylinders=8, fuel="diesel")
+
+
 class Bicycle(Section):
     """The other choice."""
 
@@ -49,11 +56,12 @@ class Garage(Section):
     open: bool = True
     rate: float = Field(0.5, ge=0, lt=1, description="Share of an hour.")
     tags: tuple[str, ...] = ()
-    vehicle: Car | Bicycle = Field(discriminator="kind")
+    vehicle: Car | Bicycle | Truck = Field(discriminator="kind")
     spare: Engine | None = None
 
 
 BICYCLE = {"kind": "bicycle"}
+TRUCK = {"kind": "truck"}
 CAR = {"kind": "car", "doors": 3}
 
 
@@ -150,3 +158,15 @@ def test_walking_a_schema_finds_every_choice() -> None:
     assert "vehicle.engine.fuel" in found
     assert "vehicle.gears" in found
     assert found.index("vehicle") < found.index("vehicle.gears")
+
+
+def test_what_is_given_of_a_section_is_laid_over_the_default_in_its_place() -> None:
+    made = validate(Garage, {"vehicle": {**TRUCK, "engine": {"cylinders": 6}}, "spare": {}}, "it")
+    assert isinstance(made.vehicle, Truck) and made.spare is not None
+    assert (made.vehicle.engine.cylinders, made.vehicle.engine.fuel) == (6, "diesel")
+    assert (made.spare.cylinders, made.spare.fuel) == (4, "petrol"), (
+        "a preset is the place's, not the section's"
+    )
+    assert "fuel is diesel" in problem(vehicle={**TRUCK, "engine": {"cylinders": 2}}).what
+    assert "the default, 8" in problem(vehicle={**TRUCK, "engine": {"cylinders": 0}}).fix
+    assert "the default, 4" in problem(vehicle={**CAR, "engine": {"cylinders": 0}}).fix

@@ -29,9 +29,9 @@ def weights(model: LanguageModel) -> torch.Tensor:
 
 
 def test_the_sizes_are_those_asked_for() -> None:
-    model = make(layers=3, heads=8, kv_heads=4, intermediate=48, alphabet="01")
+    model = make(layers=3, heads=8, kv_heads=4, alphabet="01")
     config = model.module.config
-    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (32, 3, 48)
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (32, 3, 96)
     assert (config.num_attention_heads, config.num_key_value_heads, model.context) == (8, 4, 64)
     assert model.module.get_input_embeddings().weight.shape == (3, 32)
     assert model.module.get_input_embeddings().weight is model.module.get_output_embeddings().weight
