@@ -1,4 +1,4 @@
-"""Inside the child: load the user's file, call the function, judge what it returns.
+"""Inside the child: load the user's file, call the function, say what its scores are.
 
     load frame ── limits, import, signature ──> ready | refused
     call frame ── function(**columns) ── one verdict a row ──> scores | raised | malformed
@@ -163,7 +163,7 @@ def _call(loaded: _Loaded, request: Frame) -> Frame:
         values = _entries(result)
         if values is None:
             return {"type": "malformed", "what": f"returned {_shown(result)}"}
-        verdicts = [judge(value) for value in values]
+        verdicts = [verdict_of(value) for value in values]
     except BaseException as error:  # noqa: BLE001  the supervision boundary: the user's function may raise anything
         return {"type": "raised", "what": f"raised {describe(error, loaded.file)}"}
     if len(verdicts) != request["rows"]:
@@ -182,7 +182,7 @@ def _entries(result: Any) -> Iterator[Any] | None:
     return entries
 
 
-def judge(value: Any) -> Verdict:
+def verdict_of(value: Any) -> Verdict:
     """Say what one returned value is: a finite float, None, or a sentence on what is wrong with it."""
     if value is None:
         return None

@@ -13,6 +13,7 @@ part of it is an error: nothing runs half shut in. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import site
@@ -24,11 +25,13 @@ from pathlib import Path
 SIZE = "256m"
 """Room in the sandbox's /tmp; it is main memory."""
 
-_NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
-"""CLONE_NEWUSER, NEWPID, NEWNET, NEWIPC and NEWUTS."""
+USERS, PIDS = 0x10000000, 0x20000000
+"""CLONE_NEWUSER and CLONE_NEWPID."""
+SHUT_IN = USERS | PIDS | 0x40000000 | 0x08000000 | 0x04000000
+"""The namespaces of the sandbox: these, CLONE_NEWNET, NEWIPC and NEWUTS."""
 _CLONE_NEWNS = 0x00020000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
-_MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE = 0x1000, 0x2000, 0x4000, 0x40000
+_MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE, _MS_SLAVE = 0x1000, 0x2000, 0x4000, 0x40000, 0x80000
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
 _CAPABILITY_VERSION = 0x20080522
@@ -48,17 +51,26 @@ def clean_environment() -> dict[str, str]:
     return {**kept, "HOME": "/tmp", "TMPDIR": "/tmp"}
 
 
-def isolate() -> None:
-    """Enter the namespaces; the next fork is process 1 of the pid namespace.
+def isolate(namespaces: int) -> None:
+    """Enter namespaces, as the same user; the next fork is process 1 of the pid namespace.
 
     Raises:
         OSError: the kernel refuses.
     """
     user, group = os.getuid(), os.getgid()
-    _ask("unshare", _NAMESPACES)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    ask("unshare", namespaces)
+    if namespaces & USERS:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+
+
+def show_own_processes() -> None:
+    """Show a pid namespace its own /proc; where that is refused, /proc keeps the outer process ids."""
+    with contextlib.suppress(OSError):
+        ask("unshare", _CLONE_NEWNS)
+        _mount(None, "/", None, _MS_REC | _MS_SLAVE)
+        _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
 
 
 def enclose(folder: str) -> None:
@@ -71,7 +83,7 @@ def enclose(folder: str) -> None:
         OSError: the kernel refuses.
     """
     Path("/proc/sys/user/max_user_namespaces").write_text("0")  # a namespace in here would bring new rights
-    _ask("unshare", _CLONE_NEWNS)
+    ask("unshare", _CLONE_NEWNS)
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("none", _NEW_ROOT, "tmpfs", _MS_NOSUID, "mode=755")
     for name in ("/tmp", "/proc"):
@@ -130,27 +142,24 @@ def _bind(name: str) -> None:
 def _set_attributes(target: str, flags: int, add: int = 0, remove: int = 0) -> None:
     """mount_setattr(2), whose bits of reading only and of no set-user-id are those of mount(2)."""
     wanted = struct.pack("QQQQ", add, remove, 0, 0)
-    _ask("syscall", _MOUNT_SETATTR, _AT_FDCWD, target.encode(), flags, wanted, len(wanted), about=target)
+    ask("syscall", _MOUNT_SETATTR, _AT_FDCWD, target.encode(), flags, wanted, len(wanted), about=target)
 
 
 def _drop_capabilities() -> None:
     for capability in range(_LAST_CAPABILITY + 1):
-        _system().prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # refused for those this kernel does not have
-    _ask("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _ask("capset", struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24))
+        with contextlib.suppress(OSError):  # refused for those this kernel does not have
+            ask("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
+    ask("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    ask("capset", struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24))
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     arguments = [text.encode() if text is not None else None for text in (source, target, kind, options)]
-    _ask("mount", *arguments[:3], ctypes.c_ulong(flags), arguments[3], about=target)
+    ask("mount", *arguments[:3], ctypes.c_ulong(flags), arguments[3], about=target)
 
 
-def _ask(call: str, *arguments: object, about: str = "") -> None:
-    """Call the C library; an error of its is one of Python's."""
-    if _system()[call](*arguments) != 0:
+def ask(call: str, *arguments: object, about: str = "") -> None:
+    """Call the C library, as Python 3.11 has neither unshare nor prctl nor mount; its error is an OSError."""
+    if ctypes.CDLL(None, use_errno=True)[call](*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}{f' {about}' if about else ''}: {os.strerror(number)}")
-
-
-def _system() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

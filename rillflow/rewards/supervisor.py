@@ -13,14 +13,14 @@
     shuts down    healthy: SIGTERM from the driver; driver killed: seen within a tenth of a second; supervisor
                   killed: the kernel kills the keeper (its parent-death signal), and with it the namespace
 
-Where no namespace is to be had the supervisor adopts orphans (child subreaper) and hunts descendants through
-/proc; where there is no /proc either, it kills the process group. Standard library only.
+There are two ways: the kernel ends a namespace, which the sandbox is one of; or, where none is to be had, the
+supervisor adopts orphans (child subreaper) and kills the process group and what /proc shows below it.
+Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import select
@@ -30,11 +30,13 @@ import time
 import traceback
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from rillflow.rewards import sandbox
 from rillflow.rewards.calling import serve
-from rillflow.rewards.sandbox import enclose, isolate
+from rillflow.rewards.sandbox import PIDS, USERS, ask, enclose, isolate, show_own_processes
 
 MAX_PROCESSES = 512
 """Processes one reward function may have at a time; more are taken for a fork bomb."""
@@ -44,8 +46,6 @@ _KILL_LIMIT_S = 1.0
 _NOTICED = MAX_PROCESSES // 8
 _LINUX = sys.platform == "linux"
 
-_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_SLAVE = 2, 4, 8, 0x4000, 0x80000
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -57,21 +57,14 @@ class Containment(StrEnum):
     NAMESPACE = "namespace"
     """A pid namespace: the kernel ends every process in it at once."""
     DESCENDANTS = "descendants"
-    """Orphans are adopted, descendants found through /proc; some may live on if the supervisor is killed."""
-    GROUP = "group"
-    """The process group alone: a process that leaves it lives on."""
+    """Orphans are adopted, and what /proc shows below; without a /proc, the process group alone."""
 
 
-_SHORTCOMINGS: dict[Containment, list[str]] = {
-    Containment.SANDBOX: [],
-    Containment.NAMESPACE: [],
-    Containment.DESCENDANTS: [
-        "there is no pid namespace: a process that a reward function detaches may outlive a killed supervisor"
-    ],
-    Containment.GROUP: [
-        "this is no Linux: a process that leaves the reward function's process group lives on"
-    ],
-}
+_NO_NAMESPACE = (
+    "there is no pid namespace: a process that a reward function detaches may outlive a killed supervisor"
+    if _LINUX
+    else "this is no Linux: a process that leaves the reward function's process group lives on"
+)
 
 
 def main() -> NoReturn:
@@ -241,7 +234,7 @@ def _keep(requests: int, answers: int, status: int, containment: Containment) ->
         signal.signal(number, signal.SIG_DFL)
     _go_first()
     if containment is Containment.NAMESPACE:
-        _mount_proc()
+        show_own_processes()
     elif containment is Containment.SANDBOX:
         try:
             enclose(sys.argv[7])
@@ -253,7 +246,7 @@ def _keep(requests: int, answers: int, status: int, containment: Containment) ->
         os.close(status)
         _end_with_parent()
         faulthandler.enable()
-        serve(requests, answers, _SHORTCOMINGS[containment])
+        serve(requests, answers, [_NO_NAMESPACE] if containment is Containment.DESCENDANTS else [])
 
     child = _fork(run)
     for descriptor in (requests, answers):
@@ -297,44 +290,27 @@ def _contain(wanted: Containment) -> Containment:
     if not _LINUX and wanted is Containment.SANDBOX:
         raise OSError(0, f"user namespaces: this is {sys.platform}, and Linux has them")
     if not _LINUX:
-        return Containment.GROUP
-    _system().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        return Containment.DESCENDANTS
+    ask("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if wanted is Containment.SANDBOX:
-        isolate()
+        isolate(sandbox.SHUT_IN)
         return wanted
-    # Asked of a fork first: a namespace that turns out half made cannot be left again.
-    if wanted is Containment.NAMESPACE and os.waitpid(_fork(_enter_namespace), 0)[1] == 0:
-        _enter_namespace()
-        return Containment.NAMESPACE
+    for namespaces in (PIDS, PIDS | USERS) if wanted is Containment.NAMESPACE else ():
+        # Asked of a fork first: a namespace that turns out half made cannot be left again.
+        if os.waitpid(_fork(partial(_try, namespaces)), 0)[1] == 0:
+            isolate(namespaces)
+            return wanted
     return Containment.DESCENDANTS
 
 
-def _enter_namespace() -> None:
-    """Let the next fork be process 1 of a pid namespace, with the same user and files; exit 1 if refused."""
-    user, group = os.getuid(), os.getgid()
-    system = _system()
-    if system.unshare(_CLONE_NEWPID) == 0:
-        return
-    if system.unshare(_CLONE_NEWUSER | _CLONE_NEWPID) != 0:
+def _try(namespaces: int) -> None:
+    try:
+        isolate(namespaces)
+    except OSError:
         os._exit(1)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-
-
-def _mount_proc() -> None:
-    """Show the namespace its own /proc; where that is refused, /proc keeps the outer process ids."""
-    system = _system()
-    if system.unshare(_CLONE_NEWNS) == 0 and system.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None) == 0:
-        system.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
 
 
 def _end_with_parent() -> None:
     """Have the kernel kill this process when the one that forked it ends."""
     if _LINUX:
-        _system().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _system() -> ctypes.CDLL:
-    """The C library. Python 3.11 has neither unshare nor prctl nor mount."""
-    return ctypes.CDLL(None, use_errno=True)
+        ask("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -189,7 +189,7 @@ def test_a_kernel_that_refuses_the_sandbox_is_an_error_and_nothing_runs(
 ) -> None:
     function = write(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef reward(completions):\n    return []")
     boot = "import sys; sys.path.append(sys.argv[1]); from rillflow.rewards import sandbox, supervisor; "
-    refusing = "sandbox._NAMESPACES = 1; supervisor.main()"  # no such flag: the kernel says so
+    refusing = "sandbox.SHUT_IN = 1; supervisor.main()"  # no such flag: the kernel says so
     interpreter = (sys.executable, "-I", "-u", "-c", boot + refusing)
     monkeypatch.setattr("rillflow.rewards.child._INTERPRETER", interpreter)
     with (
