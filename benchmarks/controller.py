@@ -343,7 +343,7 @@ def scripted_step(backend: Backend, pools: dict[str, int], rollout_bytes: int) -
         sockets, mapped = socket_bytes(), mapped_bytes()
         flow.begin()
         reports = ppo.step(flow, prompts, config)
-        facts = {entry.stage: entry.result.facts(WAIT_S) for entry in flow.journal}
+        facts = {entry.stage: entry.result.facts(WAIT_S) for entry in flow.journal.stages}
         for report in reports:
             report.read(WAIT_S)
         flow.state.update({name: float(number.read(WAIT_S)) for name, number in flow.state.items()})

@@ -27,7 +27,7 @@ def with_logprobs(flow: Flow, rollouts: Handle, config: OnlineConfig) -> list[Ha
     batches = [rollouts]
     if config.loss.kl:
         batches.append(flow.reference.logprobs(rollouts))
-    if config.reuses_rows and config.old_logprobs == "trainer":
+    if config.is_off_policy and config.old_logprobs == "trainer":
         batches.append(flow.policy.logprobs(rollouts))
     return batches
 

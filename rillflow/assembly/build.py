@@ -32,7 +32,8 @@ from rillflow.observe.reader import Evaluation
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.pipeline.evaluate import judged, ranked
 from rillflow.pipeline.interrupt import Interruption
-from rillflow.pipeline.loop import Cadence, DataStream, Loop, Phase
+from rillflow.pipeline.loop import Cadence, Loop
+from rillflow.pipeline.open_step import DataStream, Phase
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean
 from rillflow.records.row import HELD_OUT_EPOCH
@@ -110,19 +111,22 @@ class Build:
             gc.unfreeze()
 
     def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
-        executor = self._roles.executor
+        executor, kept = self._roles.executor, self._checkpoint if resumed is not None else None
         return Phase(
             name=plan.name,
             steps=plan.config.steps,
             rows=plan.config.prompts_per_step,
             step=plan.algorithm.step,
             config=plan.config,
-            trained=self._roles.begin(plan, self._checkpoint if resumed is not None else None),
+            trained=self._roles.begin(plan, kept),
             flow=Flow(executor, resumed["numbers"] if resumed else None),
             executor=executor,
             stream=self._stream(plan.algorithm.data, resumed["stream"] if resumed else None),
             beside=self._beside(plan, resumed),
             evaluated=plan.evaluated,
+            freshness=plan.freshness,
+            delivery=self._roles.delivery,
+            sampled=kept.sampled if kept is not None else lambda _: (),
         )
 
     def _beside(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> DataStream | None:

@@ -81,7 +81,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
     if isinstance(config, OnlineConfig):
         unread |= {
             "algorithm.gap_tolerance": recipe.policy.model.dtype == "float32",
-            "algorithm.old_logprobs": not config.reuses_rows,
+            "algorithm.old_logprobs": not config.is_off_policy,
             "algorithm.loss.constant": config.loss.aggregation != "constant",
             "algorithm.loss.kl_estimator": config.loss.kl == 0,
             "algorithm.loss.kl_in": config.loss.kl == 0,

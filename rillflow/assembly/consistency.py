@@ -39,6 +39,19 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
     yield from unknown
     if not unknown:
         yield from _meshes(recipe)
+        yield from _ahead(recipe)
+
+
+def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
+    """A bound above 0 where the sampler has no ranks of its own to run ahead on."""
+    placement, config = recipe.placement, recipe.algorithm
+    if isinstance(config, OnlineConfig) and config.freshness and not placement.samples_apart:
+        yield ConfigError(
+            f"algorithm.freshness is {config.freshness}, and the sampler shares its ranks with the policy",
+            why="ranks that train cannot sample ahead meanwhile: the two take turns there",
+            fix="give it a pool: placement.pools = { main = 1, answers = 1 }, placement.roles = { sampler = "
+            '"answers" }; or algorithm.freshness = 0',
+        )
 
 
 def _unknown(recipe: Recipe) -> Iterator[ConfigError]:

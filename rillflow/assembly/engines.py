@@ -60,6 +60,7 @@ def require_engine(recipe: Recipe) -> None:
         (Capability.STOP, bool(rollout.stop), "rollout.stop names tokens"),
         (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.generate has tp above 1"),
         (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
+        (Capability.PARTS, rollout.parts > 1, f"rollout.parts is {rollout.parts}"),
     ):
         if is_needed and capability not in can:
             raise ConfigError(

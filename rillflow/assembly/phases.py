@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rillflow.algorithms.algorithm import Algorithm
-from rillflow.algorithms.config import AlgorithmConfig
+from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig
 from rillflow.algorithms.registry import warm_start
 from rillflow.assembly.recipe import Recipe
 from rillflow.training.config import TrainConfig
@@ -27,6 +27,13 @@ class PhasePlan:
     """The run's steps before it."""
     evaluated: bool
     """Whether what is trained is judged around it."""
+    samples: bool
+    """Whether anything may be sampled in it or around it."""
+
+    @property
+    def freshness(self) -> int:
+        """The policy versions that a trained token may be old."""
+        return self.config.freshness if isinstance(self.config, OnlineConfig) else 0
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -47,6 +54,7 @@ def phase_plans(recipe: Recipe) -> list[PhasePlan]:
                 train=recipe.policy.with_rate(recipe.warm_start),
                 first=0,
                 evaluated=False,
+                samples=False,
             )
         )
         first = config.steps
@@ -58,6 +66,7 @@ def phase_plans(recipe: Recipe) -> list[PhasePlan]:
             train=recipe.policy.as_train(),
             first=first,
             evaluated=True,
+            samples=True,
         )
     )
     return plans

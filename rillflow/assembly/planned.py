@@ -1,6 +1,6 @@
 """Planned: a plan laid over a recipe as if its placement had been written there, or why it cannot run.
 
-Plan ─┬─ settings_of ─> placement.pools, roles, train, generate, as --set writes them
+Plan ─┬─ settings_of ─> placement.pools, roles, train, generate and the freshness bound, as --set writes them
       ├─ require_for ─> what another recipe's is, or no run can do yet, is refused
       └─ keep_plan ───> in the run directory; whether the run goes on as it says
 """
@@ -19,7 +19,13 @@ from rillflow.observe import durable, layout
 from rillflow.planner.grid import Grid
 from rillflow.planner.plan import SAMPLER, Plan, open_plan, plan_text
 
-PLANNED = ("placement.pools", "placement.roles", "placement.train", "placement.generate")
+PLANNED = (
+    "placement.pools",
+    "placement.roles",
+    "placement.train",
+    "placement.generate",
+    "algorithm.freshness",
+)
 """What a plan settles."""
 PROCESSOR = "cpu"
 """How the names of devices begin that need no accelerator."""
@@ -43,14 +49,15 @@ def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
                 why=f"the plan settles {', '.join(PLANNED)}",
                 fix="change the plan's file, or leave one of the two out",
             )
-    return [f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items()]
+    ahead = [f"algorithm.freshness={plan.freshness}"] if plan.freshness else []
+    return [*ahead, *(f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items())]
 
 
 def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
     """Refuse a plan of another recipe, and one that no run can follow yet.
 
     Raises:
-        PlanError: it is another algorithm's, places a role the recipe does not call, runs ahead, begins more
+        PlanError: it is another algorithm's, places a role the recipe does not call, begins more
             rows than it trains on, lies on two fleets, cuts experts apart, or needs
             accelerators that are not here.
     """
@@ -114,13 +121,12 @@ def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
 
 def _require_possible(plan: Plan) -> None:
     """Refuse what no run can do yet."""
-    if plan.freshness or plan.streams or plan.publish_every:
+    if plan.streams or plan.publish_every:
         streams = "a step's minibatches as they come" if plan.streams else "what minibatches publish"
-        old = f"tokens up to {plan.freshness} versions old"
         raise PlanError(
-            f"the plan trains on {old if plan.freshness else streams}",
-            why="a run trains in step, on whole steps",
-            fix="plan with --freshness 0",
+            f"the plan trains on {streams}",
+            why="a run trains on whole steps",
+            fix="leave streams and publish_every out of the plan",
         )
     begun = plan.oversample_prompts * plan.oversample_samples
     if begun > 1:

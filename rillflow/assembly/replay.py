@@ -26,8 +26,8 @@ from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model, load_scalar_model
 from rillflow.observe import layout
-from rillflow.records.batch import Batch, Field, concatenate
-from rillflow.records.ragged import Ragged
+from rillflow.records.batch import Batch, concatenate
+from rillflow.records.stored import load_batch
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import describe_token, loss_tokens
 from rillflow.training.loss import (
@@ -108,17 +108,7 @@ def _replayed(folder: Path, config: Mapping[str, Any], own: Functions) -> Replay
 
 def bundled_rows(folder: Path, aim: int) -> Batch:
     """The rows of one aim, those of all ranks."""
-    parts = []
-    for file in sorted(folder.glob(f"rows-{aim}-*.safetensors")):
-        tensors, fields = load_file(file), dict[str, Field]()
-        for key, tensor in tensors.items():
-            name, _, part = key.partition(":")
-            if part == "values":
-                fields[name] = Ragged(values=tensor, lengths=tensors[f"{name}:lengths"])
-            elif not part and key != "ids":
-                fields[name] = tensor
-        parts.append(Batch(ids=tensors["ids"], fields=fields))
-    return concatenate(parts)
+    return concatenate([load_batch(file) for file in sorted(folder.glob(f"rows-{aim}-*.safetensors"))])
 
 
 def _trainer(folder: Path, says: Sequence[str], config: Mapping[str, Any]) -> tuple[Trainer, nn.Module]:

@@ -54,6 +54,9 @@ class RoleGroups:
         self._kinds = roles_of(recipe)
         self._groups: dict[str, Group] = {}
         self.executor = GroupExecutor(self._groups, backend)
+        self.executor.parts = recipe.rollout.parts
+        self.delivery: Delivery | None = None
+        """How versions get to a sampler on ranks of its own."""
         role, model, done = recipe.trained_role, recipe.policy.model, 0
         if checkpoint is not None:
             model = self._directory(checkpoint.model(role))
@@ -115,6 +118,9 @@ class RoleGroups:
             begun.read(self._recipe.placement.deadline_s)
             drafts = self._run / layout.BUNDLES / layout.DRAFT
             self.executor.on_all_ranks(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
+        if self.delivery is not None and plan.samples:
+            self.delivery.begin(is_ahead=plan.freshness > 0)
+            self.executor.follows["policy.publish"] = self.delivery
         return trained
 
     def _start(self, role: str, lies: Mesh | None = None, of: str = "", **given: Any) -> None:
@@ -160,9 +166,7 @@ class RoleGroups:
         first = placement.mesh_of("policy").ranks
         counted = Mesh(axes=mesh.axes, ranks=tuple(first + rank for rank in mesh.ranks))
         self._start(SAMPLER, mesh, of="policy", model=model, generate=counted)
-        delivery = Delivery(self.executor, placement.deadline_s)
-        delivery.begin()
-        self.executor.follows["policy.publish"] = delivery
+        self.delivery = Delivery(self.executor, placement.deadline_s)
 
     def _generate_mesh(self) -> Mesh:
         """The grid of the ranks that answer prompts."""

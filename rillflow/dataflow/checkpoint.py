@@ -4,6 +4,7 @@
       policy/                      plain Hugging Face directory; one for every role that is trained
       policy.optimizer/            training state by logical tensor, a file a rank (weights.sharded_file)
       state.json                   step, phase, versions, places in the data
+      ahead/                       rows that later steps had sampled already, with older weights
       manifest.json         the run, size and SHA-256 of every other file, written last
     checkpoints/step-000040.replaced/   the one before it of the same step, while the two change places
 
@@ -28,8 +29,12 @@ from safetensors import SafetensorError
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe.durable import flush, write_error
+from rillflow.records.batch import Batch
+from rillflow.records.stored import save_batch
 
 FORMAT = 2
+AHEAD = "ahead"
+"""The folder of rows that were sampled ahead."""
 _NAME = re.compile(r"step-(\d{6,})(\.replaced)?")
 _log = logging.getLogger(__name__)
 
@@ -52,6 +57,10 @@ class Checkpoint:
     def optimizer(self, role: str) -> Path:
         """The directory of a role's training state."""
         return self.path / f"{role}.optimizer"
+
+    def sampled(self, step: int) -> list[Path]:
+        """The files of rows that were sampled ahead for a step of the run, in the order they were made in."""
+        return sorted(self.path.glob(f"{AHEAD}/step-{step:06d}-*.safetensors"))
 
 
 def save_checkpoint(
@@ -133,6 +142,18 @@ def write_role(role: Saved, folder: Path) -> None:
         role.save(folder)
     except (OSError, SafetensorError) as error:
         raise write_error(folder, error, role.saved_bytes) from error
+
+
+def write_rows(path: str, rows: Batch) -> None:
+    """Have rows that were sampled ahead written.
+
+    Raises:
+        RunDirectoryError: the disk fails.
+    """
+    try:
+        save_batch(rows, Path(path))
+    except (OSError, SafetensorError) as error:
+        raise write_error(Path(path), error) from error
 
 
 def updates_of(role: Saved) -> int:

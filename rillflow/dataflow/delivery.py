@@ -3,8 +3,12 @@
     policy.publish ─> digests ────────────────────────────────────────────────────────────────────┐
     each bucket: SentWeights.send ─> a packed tensor a receiver ─> ReceivedWeights.receive ─> serve ─> version
 
+In step a bucket is received as soon as it is sent, and few are on their way at once. Ahead of it the sampler
+has steps to sample first: all buckets of a version are packed beside the weights, which train on, and wait
+as a ``Parcel`` until the step that samples with them begins.
+
 consumes      the result of ``policy.publish``
-waits for     the receivers of a bucket once BUCKETS are on their way
+waits for     in step, the receivers of a bucket once BUCKETS are on their way; ahead, nobody
 unblocked by  those ranks; every wait ends at the deadline
 produces      the version, once all samplers hold it and have compared its digests. No byte of a weight
               comes to the controller
@@ -13,7 +17,8 @@ produces      the version, once all samplers hold it and have compared its diges
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rillflow.dataflow.executor import GroupExecutor
@@ -24,6 +29,16 @@ from rillflow.workers.pending import Pending, wait_for
 
 BUCKETS = 2
 """How many buckets may be on their way at once."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parcel:
+    """A version that is packed and has not been received."""
+
+    digests: Pending
+    """Its digests."""
+    buckets: Sequence[Mapping[int, Sequence[Pending]]]
+    """Of every bucket, what each receiver gets."""
 
 
 class Delivery:
@@ -43,39 +58,68 @@ class Delivery:
         wait_for(made, deadline_s)
         self._links: Links = made[0].read(deadline_s)
         self._first = len(executor.groups["policy"].places)
+        self._is_ahead = False
+        self._parcel: Parcel | None = None
 
-    def begin(self) -> None:
-        """Publish what the policy was made with, under the version it has."""
+    def begin(self, *, is_ahead: bool) -> None:
+        """Publish what the policy has, under the version it has; what follows is in step, or ahead of it."""
+        self._is_ahead = False
         self(self._executor.on_all_ranks("policy", announce)).wait(self._deadline_s)
+        self._is_ahead = is_ahead
         self._executor.moved.clear()  # no step has begun
 
     def __call__(self, published: Pending) -> Pending:
-        """Bring what was just published to the sampler's ranks; the version, once they serve it."""
+        """Bring what was just published to the sampler's ranks, or pack it for them; its version."""
         executor, on_their_way = self._executor, deque[list[Pending]]()
         digests = executor.on_first_rank("policy", weights_of, SentWeights.what_was_published)
-        for bucket, links in enumerate(self._links):
-            packed: dict[int, list[Pending]] = {}
-            for sender, receivers in links.items():
-                parts = executor.deal("policy", sender, len(receivers), send, bucket)
-                for receiver, part in zip(receivers, parts, strict=True):
-                    packed.setdefault(receiver, []).append(part)
-            arriving = [
-                executor.on_rank("sampler", rank - self._first, receive, bucket, *parts)
-                for rank, parts in packed.items()
-            ]
-            on_their_way.append([*(part for parts in packed.values() for part in parts), *arriving])
+        if self._is_ahead:
+            buckets = [self._sent(bucket) for bucket in range(len(self._links))]
+            self._parcel = Parcel(digests=digests, buckets=buckets)
+            return published
+        for bucket in range(len(self._links)):
+            on_their_way.append(self._received(bucket, self._sent(bucket)))
             if len(on_their_way) == BUCKETS:
-                self._arrived(published, on_their_way.popleft())
+                self.arrived([published, *on_their_way.popleft()])
         while on_their_way:
-            self._arrived(published, on_their_way.popleft())
+            self.arrived([published, *on_their_way.popleft()])
         executor.moved["policy.digest"] = published.facts(self._deadline_s)
         return executor.on_all_ranks("sampler", weights_of, ReceivedWeights.serve, digests)
 
-    def _arrived(self, published: Pending, bucket: list[Pending]) -> None:
-        """Wait for a bucket, and keep what is known of it alone: its bytes may go."""
-        wait_for([published, *bucket], self._deadline_s)
-        for each in bucket:
+    def take(self) -> Parcel | None:
+        """What was published last, ahead of the step that samples with it; None where nothing was since."""
+        parcel, self._parcel = self._parcel, None
+        return parcel
+
+    def install(self, parcel: Parcel) -> list[Pending]:
+        """Have the sampler receive a parcel after what it was given before; what is to be waited for."""
+        moved = [
+            each for bucket, packed in enumerate(parcel.buckets) for each in self._received(bucket, packed)
+        ]
+        serve = (weights_of, ReceivedWeights.serve, parcel.digests)
+        return [self._executor.on_all_ranks("sampler", *serve), *moved]
+
+    def arrived(self, moved: Sequence[Pending]) -> None:
+        """Wait for what crosses, and keep what is known of it alone: its bytes may go."""
+        wait_for(moved, self._deadline_s)
+        for each in moved[1:]:
             self._executor.moved.setdefault(each.stage, []).extend(each.facts(self._deadline_s))
+
+    def _sent(self, bucket: int) -> dict[int, list[Pending]]:
+        """Have a bucket packed; what each receiver gets, in the order of the links."""
+        packed: dict[int, list[Pending]] = {}
+        for sender, receivers in self._links[bucket].items():
+            parts = self._executor.deal("policy", sender, len(receivers), send, bucket)
+            for receiver, part in zip(receivers, parts, strict=True):
+                packed.setdefault(receiver, []).append(part)
+        return packed
+
+    def _received(self, bucket: int, packed: Mapping[int, Sequence[Pending]]) -> list[Pending]:
+        """Have a bucket received; what was packed, and its receivers."""
+        arriving = [
+            self._executor.on_rank("sampler", rank - self._first, receive, bucket, *parts)
+            for rank, parts in packed.items()
+        ]
+        return [*(part for parts in packed.values() for part in parts), *arriving]
 
 
 def weights_of(role: Policy | Sampler, method: Callable[..., Any], *arguments: Any) -> Any:

@@ -6,21 +6,30 @@ formula    ──> a rank that holds the first batch computes; no batch comes to
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rillflow.cluster.backend import Backend, Place
+from rillflow.cluster.config import SAMPLER
+from rillflow.dataflow.checkpoint import write_rows
+from rillflow.dataflow.flow import StageResult
 from rillflow.errors import RecordError, nearest
+from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.loss import field_parameters
 from rillflow.graph.trace import ROW_FIELDS
 from rillflow.records.batch import Batch, Field, concatenate
+from rillflow.records.stored import load_batch
 from rillflow.workers import program
 from rillflow.workers.endpoint import Measure
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
-from rillflow.workers.values import Facts, RemoteValue
+from rillflow.workers.transfer import ROWS
+from rillflow.workers.values import Facts, RemoteValue, shares
 
 
 class GroupExecutor:
@@ -38,6 +47,10 @@ class GroupExecutor:
         self._backend = backend
         self.moved: dict[str, list[Facts]] = {}
         """Stages of the step that its text does not name, and what is known of them: a delivery's."""
+        self.parts = 1
+        """In how many parts the policy's answers come."""
+        self.sampled = deque[Path]()
+        """Files of rows that the sampler made for the present step before the run was interrupted."""
 
     @property
     def endpoints(self) -> Mapping[str, Collection[str]]:
@@ -49,15 +62,56 @@ class GroupExecutor:
 
     def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Pending:
         """See Executor."""
-        made = self._serving(role, endpoint).call(endpoint, *args, **options)
+        group = self._serving(role, endpoint)
+        if self.sampled and group.role == SAMPLER:
+            file = self.sampled.popleft()
+            return self._at(group.places[:1], f"{role}.{endpoint}", (program.apply, load_batch), [file], {})
+        if group.role == SAMPLER and endpoint == "generate" and self.parts > 1 and isinstance(args[0], Batch):
+            return self._in_parts(group, args[0], args[1:], options)
+        made = self._by_parts(group, endpoint, args, options)
         follow = self.follows.get(f"{role}.{endpoint}")
         return made if follow is None else follow(made)
+
+    def _in_parts(
+        self, group: Group, prompts: Batch, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> Pending:
+        """The answers to a batch of prompts, whose parts are there one after the other."""
+        given = dict(zip(("samples", "sampling"), args, strict=False)) | dict(options)
+        sizes = [size for size in shares(len(prompts), self.parts) if size]
+        ends = list(accumulate(sizes))
+        cut = [prompts.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        made = [group.call("first_part", *cut, **given), *(group.call("next_part") for _ in cut[1:])]
+        return Pending.of_parts(f"{group.of}.generate", made)
+
+    def _by_parts(
+        self, group: Group, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> Pending:
+        """A call, part by part where its rows come so and stay rows: what is cut by rows is of any rows."""
+        parts = [each.parts if isinstance(each, Pending) else () for each in args]
+        stay_rows = (
+            endpoint in group.endpoints and ROWS in group.endpoints[endpoint].transfer.receive.values()
+        )
+        if not stay_rows or len({*map(len, parts)}) != 1 or not parts[0]:
+            return group.call(endpoint, *args, **options)
+        made = [group.call(endpoint, *part, **options) for part in zip(*parts, strict=True)]
+        return Pending.of_parts(made[0].stage, made)
 
     def measure(self, stage: str) -> Measure | None:
         """What is measured of a stage's result."""
         role, _, endpoint = stage.partition(".")
-        groups = [each for each in self.groups.values() if each.of == role and endpoint in each.endpoints]
-        return groups[0].endpoints[endpoint].measures if groups else None
+        return None if role == CONTROLLER else self._serving(role, endpoint).endpoints[endpoint].measures
+
+    def keep_sampled(self, stages: Sequence[StageResult], name: str) -> list[Pending]:
+        """Have what the sampler made of some stages written, in order, to files that begin with a name."""
+        made = [each.result for each in stages if self._is_sampled(each.stage)]
+        return [
+            self.apply(write_rows, f"{name}-{index:03d}.safetensors", rows, place=rows.places[0])
+            for index, rows in enumerate(made)
+        ]
+
+    def _is_sampled(self, stage: str) -> bool:
+        role, _, endpoint = stage.partition(".")
+        return role != CONTROLLER and self._serving(role, endpoint).role == SAMPLER
 
     def _serving(self, role: str, endpoint: str) -> Group:
         """The group that has this endpoint of a role."""
@@ -181,7 +235,7 @@ def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch
             fix=nearest(missing[0], there),
         )
     result = formula(**{name: fields[name] for name in names}, **options)
-    return result if into is None else batches[0].with_fields(**{into: result})
+    return float(result) if into is None else batches[0].with_fields(**{into: result})
 
 
 def rows_where(field: str, batch: Batch, by: Batch | None = None) -> Batch:

@@ -11,14 +11,14 @@
     flow.publish(flow.policy)            the trained weights become those that are sampled
 
 Results are handles: traced (graph.trace) they are symbols, on groups (dataflow.executor) they are
-pending. The journal holds every stage's result of the present step, so that recording rollouts and
-measuring them is nobody's line in an algorithm.
+pending. A step's journal holds every stage's result, so that recording rollouts and measuring them is
+nobody's line in an algorithm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Protocol
 
@@ -59,12 +59,14 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """What one stage of the present step returned."""
+    """What one stage of a step returned."""
 
     stage: str
     """``role.endpoint`` or ``controller.formula``."""
     result: Any
     """Its handle."""
+    is_number: bool = False
+    """Whether a formula made one number, not a field of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,20 @@ class Supply:
     """The first so many rows of several batches laid end to end."""
     deadline_s: float
     """Longest wait for a round's rows to be counted."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Journal:
+    """What a step has done so far."""
+
+    supply: Supply | None = None
+    """Where ``refill`` finds more."""
+    stages: list[StageResult] = field(default_factory=list)
+    """Its stages, in order."""
+    measured: dict[str, Metric] = field(default_factory=dict)
+    """What the controller itself measured of it."""
+    published: Any = None
+    """The handle of the version that it published; None before it does."""
 
 
 class RoleHandle:
@@ -108,12 +124,8 @@ class Flow:
 
     def __init__(self, executor: Executor, state: Mapping[str, Any] | None = None) -> None:
         self._executor = executor
-        self._journal: list[StageResult] = []
-        self._supply: Supply | None = None
-        self.published: Any = None
-        """The handle of the version that this step published; None before it does."""
-        self.measured: dict[str, Metric] = {}
-        """What the controller itself measured of this step."""
+        self.journal = Journal()
+        """Of the present step."""
         self.state: dict[str, Any] = dict(state or {})
         """What was remembered, by name: numbers, or handles of numbers."""
 
@@ -128,13 +140,8 @@ class Flow:
         return RoleHandle(role, self)
 
     def begin(self, supply: Supply | None = None) -> None:
-        """Start a step: the journal is empty; ``supply`` is where ``refill`` finds more."""
-        self._journal, self.measured, self._supply, self.published = [], {}, supply, None
-
-    @property
-    def journal(self) -> Sequence[StageResult]:
-        """The stages of this step, in order."""
-        return self._journal
+        """Start a step, with a new journal; ``supply`` is where ``refill`` finds more."""
+        self.journal = Journal(supply=supply)
 
     def stage(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """One stage of a role."""
@@ -160,7 +167,7 @@ class Flow:
     def number(self, formula: Callable[..., Any], *batches: Any, **options: Any) -> Handle:
         """Apply a formula to fields and numbers; its result is a number, a handle as all results are."""
         result = self._executor.compute(formula, batches, None, options)
-        return self._noted(f"{CONTROLLER}.{formula.__name__}", result)
+        return self._noted(f"{CONTROLLER}.{formula.__name__}", result, is_number=True)
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Handle:
         """The rows whose boolean field is true.
@@ -189,16 +196,16 @@ class Flow:
             samples: rows of a group.
             rounds: the most that are made.
         """
-        found = [draw(data)]
-        if self._supply is None:
+        found, supply = [draw(data)], self.journal.supply
+        if supply is None:
             return found[0]
         drawn, kept = len(data), self._groups(found[0], samples)
         while kept < groups and len(found) < rounds:
-            more = self._supply.take(min(groups, ceil((groups - kept) * drawn / max(kept, 1))))
+            more = supply.take(min(groups, ceil((groups - kept) * drawn / max(kept, 1))))
             found.append(draw(more))
             drawn, kept = drawn + len(more), kept + self._groups(found[-1], samples)
         trained = min(kept, groups)
-        self.measured |= {
+        self.journal.measured |= {
             "refill/rounds/mean": Mean(total=len(found), count=1),
             "refill/groups/sum": Sum(value=drawn),
             "refill/kept/share": Mean(total=trained, count=drawn),
@@ -207,13 +214,14 @@ class Flow:
         if len(found) == 1:
             return found[0]
         columns = zip(*found, strict=True)
-        return [self._noted(REFILLED, self._supply.gather(parts, groups * samples)) for parts in columns]
+        return [self._noted(REFILLED, supply.gather(parts, groups * samples)) for parts in columns]
 
     def _groups(self, kept: Sequence[Any], samples: int) -> int:
         """The groups that a round kept."""
-        assert self._supply is not None
-        wait_for([entry.result for entry in self._journal], self._supply.deadline_s)
-        return int(sum(each.rows for each in kept[0].facts(self._supply.deadline_s))) // samples
+        supply = self.journal.supply
+        assert supply is not None
+        wait_for([entry.result for entry in self.journal.stages], supply.deadline_s)
+        return int(sum(each.rows for each in kept[0].facts(supply.deadline_s))) // samples
 
     def recall(self, name: str, initial: float) -> Any:
         """A number as an earlier step left it; ``initial`` where none did."""
@@ -225,9 +233,9 @@ class Flow:
 
     def publish(self, role: handles.PolicyHandle) -> Handle:
         """Make the role's trained weights those that are sampled next."""
-        self.published = version = role.publish()
+        self.journal.published = version = role.publish()
         return version
 
-    def _noted(self, stage: str, result: Handle) -> Handle:
-        self._journal.append(StageResult(stage=stage, result=result))
+    def _noted(self, stage: str, result: Handle, *, is_number: bool = False) -> Handle:
+        self.journal.stages.append(StageResult(stage=stage, result=result, is_number=is_number))
         return result

@@ -1,91 +1,54 @@
-"""The loop: one thread, one step after the other (freshness 0).
+"""The loop: one thread, which submits steps and finishes them in order, at most freshness + 1 of them open.
 
-          ┌──────────────────────── for every step of every phase ───────────────────────┐
-stream ── take ──> step(flow, data, config) ──> record ──> evaluate ──> checkpoint ──> interrupted?
+          ┌──────────────────────── for every step of every phase ────────────────────────┐
+stream ── take ──> open: step(flow, data, config) ──> close: record, evaluate, checkpoint ──> interrupted?
+                     └─ up to k more are opened ─┘
 
 consumes      prompts, demonstrations or pairs, in the stream's order
-waits for     nothing but the stages themselves
+waits for     the oldest open step: at k = 0 the only one
 produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
               evaluation and a checkpoint. Batches stay with the ranks; it reads reports alone
-shutdown      healthy: after the last step, with a checkpoint. First signal: after the present step,
-              with a checkpoint. An error: with a checkpoint of the last whole step, where no trained role
-              has made an optimiser step since. Second signal or crash: at once; the last checkpoint resumes.
+shutdown      healthy: after the last step, with a checkpoint. First signal: after the newest open step,
+              with a checkpoint. An error: with a checkpoint of the last whole step, where k is 0 and no
+              trained role has made an optimiser step since. Second signal or crash: at once; the last
+              checkpoint resumes.
+
+Ahead (k > 0) the sampler has ranks of its own and is given a version when the step that published it is
+closed: step t samples with version max(0, t - k) of the phase, whatever takes how long, since ranks do what
+they are asked in order. A checkpoint is what trained roles write between their step and the next, with the
+rows that the k steps after it have sampled: resumed, they are not sampled again.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from rillflow.dataflow.checkpoint import save_checkpoint, updates_of, write_role
+from rillflow.dataflow.checkpoint import AHEAD, save_checkpoint, updates_of, write_role
 from rillflow.dataflow.executor import GroupExecutor
-from rillflow.dataflow.flow import Flow, Supply
 from rillflow.errors import Interrupted, TrainingError
-from rillflow.graph.graph import CONTROLLER
-from rillflow.graph.handle import reports_of
 from rillflow.observe import layout
+from rillflow.observe.durable import write_error
 from rillflow.observe.json_lines import read_lines
 from rillflow.observe.progress import Progress
-from rillflow.observe.reader import Evaluation, SpanRecord, best_checkpoint, read_evaluations
+from rillflow.observe.reader import Evaluation, best_checkpoint, read_evaluations
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.observe.wording import duration
 from rillflow.pipeline.interrupt import Interruption
-from rillflow.pipeline.telemetry import record
-from rillflow.records.batch import Batch
-from rillflow.records.metrics import Max, Mean, Metric, Metrics
-from rillflow.training.skipping import taken_skips
-from rillflow.workers.pending import wait_for
-from rillflow.workers.values import Facts
+from rillflow.pipeline.open_step import OpenStep, Phase, Place
+from rillflow.records.metrics import Mean, Metrics
+from rillflow.workers.pending import Pending, wait_for
 
 CHECKPOINT_SHARE = 0.02
 """The most of a run's time that checkpoints by the clock take."""
 RESCUE_S = 600.0
 """The longest wait for each stage of a checkpoint after an error: a rank may have gone with it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataStream:
-    """Where a phase's data comes from, and where it stands."""
-
-    take: Callable[[int], Batch]
-    """The next rows."""
-    state: Callable[[], Mapping[str, int]]
-    """The place in the data, for a checkpoint."""
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """What every step says of the data."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Some steps of one algorithm."""
-
-    name: str
-    """What the records call it."""
-    steps: int
-    """Iterations."""
-    rows: int
-    """Prompts, demonstrations or pairs of one iteration."""
-    step: Callable[..., Any]
-    """The algorithm; it returns a report, or several."""
-    config: Any
-    """Its settings."""
-    flow: Flow
-    """What its step is written in."""
-    executor: GroupExecutor
-    """What runs it."""
-    trained: tuple[str, ...]
-    """The roles it trains; checkpoints hold them, and rows are recorded where the first one is."""
-    stream: DataStream
-    """Its data."""
-    beside: DataStream | None
-    """What its step is given beside them, as many rows; None where that is nothing."""
-    evaluated: bool
-    """Whether what is trained is judged before, after and during this phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +65,6 @@ class Cadence:
     """Checkpoints that stay on the disk."""
     max_skipped: int
     """Updates that are not finite and left out, in the whole run, before it stops."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a run stands after a whole step."""
-
-    step: int
-    """The step, over all phases."""
-    state: Mapping[str, Any]
-    """What the controller goes on from."""
-    updates: Mapping[str, int]
-    """The optimiser steps of every trained role."""
 
 
 class Loop:
@@ -150,6 +101,8 @@ class Loop:
         self._deadline_s = deadline_s
         self._clock = clock
         self._saved_at, self._saving_s, self._saved_step = clock(), 0.0, 0
+        self._finished_at = 0.0
+        self._arriving: list[Pending] = []
         self._judged = {record.step for record in read_evaluations(run.path)}
         self._best = best_checkpoint(run.path)
         self.version = 0
@@ -162,38 +115,16 @@ class Loop:
             Interrupted: the user asked to stop; a checkpoint was written.
         """
         self._saved_step = first + start
-        self._place = self._whole(phase, index, first + start, start)
+        self._place = self._here(phase, index, first + start, start)
         with self._rescued(phase):
             if start in (0, phase.steps) or _due(start, self._cadence.evaluate_every):
                 self._evaluate(phase, first + start)
-            for done in range(start + 1, phase.steps + 1):
-                step, last = first + done, done == phase.steps
-                metrics = self._step(phase, step)
-                self._place = self._whole(phase, index, step, done)
-                self._progress.step(phase.name, step, metrics, metrics["run/step_seconds/mean"].value)
-                self._require_few_skipped(step)
-                stopping = self._interruption.requested and step < self._total_steps
-                best = False
-                if last or (not stopping and _due(done, self._cadence.evaluate_every)):
-                    best = self._evaluate(phase, step)
-                if last or stopping or best or self._is_due(done):
-                    path = self._checkpoint(phase, self._deadline_s)
-                    if stopping:
-                        raise Interrupted(
-                            f"stopped after step {step}, as asked",
-                            why=f"everything up to it is in {path}",
-                            fix="give the same command to go on from there",
-                        )
-
-    def _note_skipped(self, phase: Phase, step: int, metrics: Metrics) -> None:
-        """Write down the updates that the step left out."""
-        if not any(name.endswith("/skipped/sum") for name in metrics):
-            return
-        for role in phase.trained:
-            for skip in phase.executor.on_all_ranks(role, taken_skips).read(self._deadline_s):
-                self._run.log_skip(step, role, skip.reason, skip.rows)
-                self._progress.note(f"an update of the {role} in step {step} was left out: {skip.reason}")
-        self._run.keep_bundle(step)
+            opened = deque[OpenStep]()
+            for done in range(start + 1, phase.steps + phase.freshness + 1):
+                if done <= phase.steps:
+                    opened.append(self._open(phase, index, first + done, done))
+                if done - phase.freshness > start:
+                    self._close(phase, opened.popleft(), opened)
 
     def _require_few_skipped(self, step: int) -> None:
         lines = read_lines(self._run.path / layout.SKIPS).lines
@@ -213,7 +144,7 @@ class Loop:
         except Interrupted:
             raise
         except Exception as first:
-            if self._place.step > self._saved_step:  # ranks that are at work, or stuck, may take their time
+            if self._is_there(phase):  # ranks that are at work, or stuck, may take their time
                 what = (str(first) or type(first).__name__).splitlines()[0]
                 self._progress.note(f"{what}; saving step {self._place.step} first")
             try:
@@ -228,59 +159,80 @@ class Loop:
 
     def _rescue(self, phase: Phase) -> None:
         wait_s = min(RESCUE_S, self._deadline_s)
-        if self._place.step > self._saved_step:
+        if self._is_there(phase):
             phase.executor.mend(phase.trained, wait_s)
             if self._updates(phase, wait_s) == self._place.updates:
                 self._checkpoint(phase, wait_s)
 
-    def _step(self, phase: Phase, step: int) -> Metrics:
-        began = time.monotonic()
-        phase.flow.begin(
-            Supply(take=phase.stream.take, gather=phase.executor.gather, deadline_s=self._deadline_s)
-        )
-        data, *beside = (each.take(phase.rows) for each in (phase.stream, phase.beside) if each is not None)
-        reports = reports_of(phase.step(phase.flow, data, phase.config, *beside))
-        metrics = {**self._record(phase, step), **phase.stream.metrics}
-        for part in reports:
-            metrics |= part.read(self._deadline_s)
-        for name, number in phase.flow.state.items():
-            phase.flow.state[name] = self._number(number)
-        seconds = time.monotonic() - began
-        self._note_skipped(phase, step, metrics)
+    def _is_there(self, phase: Phase) -> bool:
+        """Whether the last whole step may still be saved: it is not yet, and nothing later was begun."""
+        return self._place.step > self._saved_step and not phase.freshness
+
+    def _open(self, phase: Phase, index: int, number: int, done: int) -> OpenStep:
+        """Submit a step; one that will be judged, or after which a checkpoint is due, is saved beside it."""
+        arriving, self._arriving = self._arriving, []
+        step = OpenStep(phase, index, number, done, arriving, self._run.path, self._deadline_s)
+        judged = phase.evaluated and _due(done, self._cadence.evaluate_every)
+        if phase.freshness and (done == phase.steps or judged or self._is_due(done)):
+            self._begin_saving(phase, step)
+        return step
+
+    def _close(self, phase: Phase, step: OpenStep, later: Sequence[OpenStep]) -> None:
+        """Finish the oldest open step, and do what is due between it and those that have not begun.
+
+        Raises:
+            Interrupted: the run was to end after it, and a checkpoint is written.
+        """
+        metrics = self._finish(phase, step)
+        self._progress.step(phase.name, step.number, metrics, metrics["run/step_seconds/mean"].value)
+        self._require_few_skipped(step.number)
+        last, best = step.done == phase.steps, False
+        if self._interruption.requested and step.number < self._total_steps:
+            self._stop_after(phase, step, later)
+        if phase.delivery is not None and step.parcel is not None:
+            self._arriving += phase.delivery.install(step.parcel)
+            step.parcel = None
+        if last or (not step.is_last and _due(step.done, self._cadence.evaluate_every)):
+            best = self._evaluate(phase, step.number)
+        if step.saving or (not phase.freshness and (last or step.is_last or best or self._is_due(step.done))):
+            path = self._checkpoint(phase, self._deadline_s, step, later)
+            if step.is_last:
+                raise Interrupted(
+                    f"stopped after step {step.number}, as asked",
+                    why=f"everything up to it is in {path}",
+                    fix="give the same command to go on from there",
+                )
+
+    def _stop_after(self, phase: Phase, step: OpenStep, later: Sequence[OpenStep]) -> None:
+        """Let the run end after the newest step that is open; those after it are begun for their rows."""
+        opened = (step, *later)
+        newest = opened[-1]
+        if newest.number < self._total_steps and not any(each.is_last for each in opened):
+            newest.is_last = True
+            if phase.freshness and newest.saving is None:
+                self._begin_saving(phase, newest)
+
+    def _finish(self, phase: Phase, step: OpenStep) -> Metrics:
+        """Wait for a step, and write down what is known of it."""
+        found = step.finish(self.version, self._run.elapsed_s)
+        self._place, self.version = found.place, found.place.state["version"]
+        began, self._finished_at = max(step.began, self._finished_at), time.monotonic()
+        seconds = self._finished_at - began
+        for span in found.spans:
+            self._run.log_span(span)
+        for role, skips in found.skips.items():
+            for skip in skips:
+                self._run.log_skip(step.number, role, skip.reason, skip.rows)
+                self._progress.note(
+                    f"an update of the {role} in step {step.number} was left out: {skip.reason}"
+                )
+        if found.skips:
+            self._run.keep_bundle(step.number)
+        metrics = found.metrics
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
-        self._run.log_metrics(step, phase.name, metrics)
+        self._run.log_metrics(step.number, phase.name, metrics)
         self._interruption.pace = f" (the last one took {duration(seconds)})"
-        phase.flow.begin()  # evaluation and checkpoint need none of its batches, and the store wants the room
         return metrics
-
-    def _record(self, phase: Phase, step: int) -> dict[str, Metric]:
-        """Write down the step's stages and rows; return what was measured of them."""
-        measures, batches = [], []
-        numbers: dict[str, Metric] = dict(phase.flow.measured)
-        wait_for([entry.result for entry in phase.flow.journal], self._deadline_s)
-        for entry in phase.flow.journal:
-            facts = entry.result.facts(self._deadline_s)
-            self._run.log_span(_span(entry.stage, step, facts, self._run.elapsed_s()))
-            role, _, name = entry.stage.partition(".")
-            measure = phase.executor.measure(entry.stage)
-            if facts[0].rows >= 0 and (measure is not None or role == CONTROLLER):
-                measures.append(measure)
-                batches.append(entry.result)
-            if role == CONTROLLER and facts[0].rows < 0:
-                numbers[f"flow/{name}/mean"] = Mean(total=self._number(entry.result), count=1)
-        if phase.flow.published is not None:
-            self.version = phase.flow.published.read(self._deadline_s)
-            numbers["policy/version/max"] = Max(value=self.version)
-        moved, phase.executor.moved = phase.executor.moved, {}
-        for stage, facts in moved.items():
-            self._run.log_span(_span(stage, step, facts, self._run.elapsed_s()))
-        home, run = phase.trained[0], self._run.path.absolute()
-        measured = phase.executor.on_first_rank(home, record, run, step, measures, *batches)
-        return dict(measured.read(self._deadline_s)) | numbers
-
-    def _number(self, number: Any) -> float:
-        """A number of the flow, read where it is still a handle."""
-        return number if isinstance(number, float) else float(number.read(self._deadline_s))
 
     def _evaluate(self, phase: Phase, step: int) -> bool:
         """Judge what is trained, where that is wanted and not yet done; whether it is the best so far."""
@@ -299,30 +251,54 @@ class Loop:
         late = self._cadence.checkpoint_s > 0 and self._clock() - self._saved_at >= pause_s
         return late or _due(done, self._cadence.checkpoint_every)
 
-    def _whole(self, phase: Phase, index: int, step: int, done: int) -> _Place:
-        """Where the run stands now, after a whole step."""
+    def _here(self, phase: Phase, index: int, step: int, done: int) -> Place:
+        """Where a phase begins, or goes on from."""
         state = {
             "phase": index,
             "done": done,
             "version": self.version,
             "stream": dict(phase.stream.state()),
             "beside": dict(phase.beside.state()) if phase.beside is not None else None,
-            "numbers": {name: self._number(number) for name, number in phase.flow.state.items()},
+            "numbers": dict(phase.flow.state),
         }
-        return _Place(step=step, state=state, updates=self._updates(phase, self._deadline_s))
+        return Place(step=step, state=state, updates=self._updates(phase, self._deadline_s))
 
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
         """The optimiser steps of every trained role, once what it was last given is done."""
         asked = {role: phase.executor.on_first_rank(role, updates_of) for role in phase.trained}
         return {role: each.read(wait_s) for role, each in asked.items()}
 
-    def _checkpoint(self, phase: Phase, wait_s: float) -> Path:
-        """Save the last whole step, whose weights are those of now."""
+    def _begin_saving(self, phase: Phase, step: OpenStep) -> None:
+        """Have the ranks write what they go on from after a step, before what is submitted next."""
+        step.saving = folder = self._run.checkpoints.absolute() / f".step-{step.number:06d}.begun"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise write_error(folder, error) from error
+        step.written = [phase.executor.on_all_ranks(role, write_role, folder) for role in phase.trained]
+        self._saved_at = self._clock()
+
+    def _checkpoint(
+        self, phase: Phase, wait_s: float, of: OpenStep | None = None, later: Sequence[OpenStep] = ()
+    ) -> Path:
+        """Save the last whole step: what the ranks have now, or had written before later steps were begun."""
         began, step = self._clock(), self._place.step
 
         def write(folder: Path) -> None:
-            for role in phase.trained:
-                phase.executor.on_all_ranks(role, write_role, folder.absolute()).read(wait_s)
+            begun = None if of is None else of.saving
+            if of is None or begun is None:
+                for role in phase.trained:
+                    phase.executor.on_all_ranks(role, write_role, folder.absolute()).read(wait_s)
+                return
+            wait_for(of.written, wait_s)
+            (begun / AHEAD).mkdir()
+            for each in later:
+                name = str(begun / AHEAD / f"step-{each.number:06d}")
+                wait_for(phase.executor.keep_sampled(each.journal.stages, name), wait_s)
+            for part in begun.iterdir():
+                part.rename(folder / part.name)
+            begun.rmdir()
 
         kept, spared = self._cadence.keep_checkpoints, self._best.step if self._best is not None else None
         path = save_checkpoint(
@@ -332,20 +308,6 @@ class Loop:
         self._saving_s = self._saved_at - began
         self._best = best_checkpoint(self._run.path)
         return path
-
-
-def _span(stage: str, step: int, facts: Sequence[Facts], now_s: float) -> SpanRecord:
-    """A stage as its ranks saw it: from the first that began to the last that ended."""
-    began, ended = min(each.began for each in facts), max(each.ended for each in facts)
-    return SpanRecord(
-        step=step,
-        stage=stage,
-        start_s=max(0.0, now_s - (time.time() - began)),
-        duration_s=ended - began,
-        rows=sum(max(0, each.rows) for each in facts),
-        tokens=sum(each.tokens for each in facts),
-        pool=facts[0].pool,
-    )
 
 
 def _due(done: int, every: int) -> bool:

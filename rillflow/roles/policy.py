@@ -8,19 +8,23 @@ begin, save: a phase of training, and what it goes on from
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from rillflow.errors import TrainingError
 from rillflow.graph.loss import LossTerm, loss_terms
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, joined
-from rillflow.records.metrics import Metric, merge_metrics
+from rillflow.records.metrics import Max, Metric, Metrics, mean_of, merge_metrics
 from rillflow.roles.publishing import SharedWeights, TrainedWeights
 from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
+from rillflow.training.guards import check_freshness
 from rillflow.training.loss import SAMPLED, are_sampled, loss_of
 from rillflow.training.minibatches import minibatches
 from rillflow.training.trainer import Aim
@@ -84,17 +88,22 @@ class Policy(TrainedRole[LanguageModel]):
             options: arguments of the loss that are no fields.
 
         Raises:
-            TrainingError: a number is not finite, the first minibatch is not on-policy, or losses are over
-                unequal numbers of minibatches.
+            TrainingError: a number is not finite, a token is older than ``passes.freshness`` allows, the
+                first minibatch is of the present version and not on-policy, or losses are over unequal
+                numbers of minibatches.
         """
         self.weights.turn_to_training()
         terms = loss_terms({"loss": loss, "name": name, **options}, len(batches))
-        left, cut = list(batches), []
+        left, cut, ages = list(batches), [], dict[str, Metric]()
         for term in terms:
             rows, left = joined(left[: term.count]), left[term.count :]
-            cut.append(self._aims(rows, term, passes))
+            behind = torch.zeros(0)
+            if isinstance(passes, UpdateConfig):
+                behind = check_freshness(rows, self.version, passes.freshness)
+                ages |= _ages(behind) if passes.freshness and len(behind) else {}
+            cut.append(self._aims(rows, term, passes, is_on_policy=not behind.any()))
         if len(cut) == 1:
-            return merge_metrics([self.trainer.step(aim) for aim in cut[0]])
+            return _with(ages, [self.trainer.step(aim) for aim in cut[0]])
         whole = [aims for aims in map(list, cut) if aims]
         if len({len(aims) for aims in whole}) > 1:
             counts = [f"{len(aims)} of {aims[0].loss.name}" for aims in whole]
@@ -103,7 +112,7 @@ class Policy(TrainedRole[LanguageModel]):
                 why="every optimiser step takes one of each",
                 fix="lower algorithm.minibatches, or raise algorithm.prompts_per_step",
             )
-        return merge_metrics([self.trainer.step(*aims) for aims in zip(*whole, strict=True)])
+        return _with(ages, [self.trainer.step(*aims) for aims in zip(*whole, strict=True)])
 
     @endpoint(TOGETHER)
     def publish(self) -> int:
@@ -112,14 +121,17 @@ class Policy(TrainedRole[LanguageModel]):
         self.weights.publish(self.version)
         return self.version
 
-    def _aims(self, rows: Batch, term: LossTerm, passes: PassesConfig) -> Iterator[Aim]:
+    def _aims(
+        self, rows: Batch, term: LossTerm, passes: PassesConfig, *, is_on_policy: bool
+    ) -> Iterator[Aim]:
         """What each optimiser step minimises of one loss; rows that were sampled begin on-policy."""
         objective = loss_of(term, SAYS[:3], "policy", self._rollout.max_tokens)
         sampled, ratio, gap = are_sampled(rows), None, None
         temperature = self._rollout.temperature if sampled else 1.0
         if sampled and isinstance(passes, UpdateConfig):
-            ratio, gap = (passes.ratio_tolerance, None) if self._exact else (None, passes.gap_tolerance)
-            if passes.reuses_rows and passes.old_logprobs == "sampler":
+            if is_on_policy:
+                ratio, gap = (passes.ratio_tolerance, None) if self._exact else (None, passes.gap_tolerance)
+            if passes.is_off_policy and passes.old_logprobs == "sampler":
                 rows = rows.with_fields(old_logprobs=rows.ragged(SAMPLED))
         how: dict[str, Any] = {"weight": term.weight, "ratio_tolerance": ratio, "gap_tolerance": gap}
         for minibatch in minibatches(
@@ -132,3 +144,17 @@ class Policy(TrainedRole[LanguageModel]):
     def _exact(self) -> bool:
         """Whether the weights are wide enough for the on-policy contract token by token, not in the mean."""
         return bool(self.model.module.dtype.itemsize >= 4)
+
+
+def _ages(behind: Tensor) -> dict[str, Metric]:
+    """How many versions [N] tokens are behind."""
+    return {
+        "staleness/versions/mean": mean_of(behind),
+        "staleness/versions/max": Max(value=float(behind.max())),
+    }
+
+
+def _with(ages: Mapping[str, Metric], steps: Sequence[Metrics]) -> dict[str, Metric]:
+    """The metrics of optimiser steps and of their rows' ages; none on a rank that does not speak."""
+    found = merge_metrics(steps)
+    return found and {**found, **ages}

@@ -7,8 +7,11 @@ An algorithm calls its endpoints as the policy's. Its ranks are the trainer's, o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from rillflow.cluster.ranks import Stranded
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Metric, Sum, mean_of
@@ -73,6 +76,7 @@ class Sampler:
             stops=stops,
         )
         self._loaded = -1
+        self._later: Iterator[Batch] = iter(())
 
     @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS, measures=rollout_metrics)
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
@@ -88,12 +92,37 @@ class Sampler:
         ids[:, 2] = GREEDY_SAMPLE
         return Batch(ids=ids, fields=rollouts.fields)
 
+    @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
+    def first_part(self, *parts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
+        """Let all rows of ``samples`` answers to the prompts of several parts run; those of the first."""
+        self._turn()
+        made = self.engine.generate_parts(parts, samples, sampling)
+        self._later = (self._limited(rollouts, sampling) for rollouts in made)
+        return next(self._later)
+
+    @endpoint(ALL_MICRO_DP, writes=ROLLOUT_FIELDS)
+    def next_part(self) -> Batch:
+        """The rows of the next part."""
+        for rollouts in self._later:
+            return rollouts
+        raise Stranded("no part is on its way", why="what ran failed, or was taken")
+
     def _generated(self, prompts: Batch, samples: int, sampling: SamplingConfig | None) -> Batch:
+        self._turn()
+        return self._limited(self.engine.generate(prompts, samples, sampling), sampling)
+
+    def _limited(self, rollouts: Batch, sampling: SamplingConfig | None) -> Batch:
+        """The rows, with the most tokens that each could have sampled."""
+        limit = (sampling or self._rollout).max_tokens
+        return rollouts.with_fields(limits=torch.full((len(rollouts),), limit))
+
+    def _turn(self) -> None:
+        """Let the engine have the weights that were published last.
+
+        They stay until the last part is taken: nothing else is asked of these ranks before.
+        """
         self.weights.turn_to_generation(self.engine.sleep)
         self.engine.wake()
         if self._loaded != self.weights.version:
             self._loaded = self.weights.version
             self.engine.load(self._loaded, dict(self.weights.module.named_parameters()))
-        rollouts = self.engine.generate(prompts, samples, sampling)
-        limit = (sampling or self._rollout).max_tokens
-        return rollouts.with_fields(limits=torch.full((len(rollouts),), limit))

@@ -30,6 +30,11 @@ class RolloutConfig(SamplingConfig):
         NATIVE, description="What samples: native, or package.module:Class, an engine of your own."
     )
     max_rows: int = Field(256, gt=0, description="Rows that run at once.")
+    parts: int = Field(
+        1,
+        gt=0,
+        description="Parts of a step's prompts; the rows of one go on to other ranks once they have ended.",
+    )
     deterministic: bool = Field(
         False, description="Fixed shapes: a row's bits are the same whatever runs beside it. Slower."
     )

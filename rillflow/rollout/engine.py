@@ -7,7 +7,7 @@ The native engine is one; ``rollout.engine = "package.module:Class"`` names anot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
@@ -36,6 +36,8 @@ class Capability(StrEnum):
     """``deterministic``."""
     ROWS = "take rows in and out while others run"
     """``add``, ``step`` and ``abort``."""
+    PARTS = "hand over a part of the rows while the others run"
+    """``generate_parts``."""
 
 
 class Engine(Protocol):
@@ -90,6 +92,11 @@ class Engine(Protocol):
 
         Log probabilities are those of the whole vocabulary after temperature, whatever top-k and top-p left.
         """
+
+    def generate_parts(
+        self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
+    ) -> Iterator[Batch]:
+        """As ``generate`` of all prompts at once; the rows of each part as soon as all of them have ended."""
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
         """Let a row run: a prompt, or a row that was taken out, which goes on where it stopped."""

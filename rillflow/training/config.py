@@ -54,8 +54,8 @@ class PassesConfig(Section):
     minibatches: int = Field(1, gt=0, description="Optimiser steps of one pass.")
 
     @property
-    def reuses_rows(self) -> bool:
-        """Whether the policy changes between two uses of one iteration's rows."""
+    def is_off_policy(self) -> bool:
+        """Whether some optimiser step uses rows of other weights than those it changes."""
         return self.epochs * self.minibatches > 1
 
 
@@ -64,7 +64,12 @@ class UpdateConfig(PassesConfig):
 
     old_logprobs: Literal["trainer", "sampler"] = Field(
         "trainer",
-        description="Whose log probabilities the ratio is taken against when a batch is used more than once.",
+        description="Whose log probabilities the ratio is taken against where rows are used off-policy.",
+    )
+    freshness: int = Field(
+        0,
+        ge=0,
+        description="Policy versions that a trained token may be old; above 0 a sampler apart runs ahead.",
     )
     ratio_tolerance: float = Field(
         1e-3,
@@ -76,3 +81,8 @@ class UpdateConfig(PassesConfig):
         gt=0,
         description="Largest mean |log(trainer/sampler)| of on-policy bfloat16 tokens; else the run stops.",
     )
+
+    @property
+    def is_off_policy(self) -> bool:
+        """See PassesConfig; with a bound above 0 also the first step's rows are of older weights."""
+        return self.freshness > 0 or super().is_off_policy

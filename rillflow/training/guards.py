@@ -71,6 +71,38 @@ def check_finite(tokens: Batch, *names: str) -> None:
         )
 
 
+def check_freshness(rows: Batch, version: int, bound: int) -> Tensor:
+    """Refuse tokens that are older than the bound.
+
+    Contract bounded-staleness: version - bound <= the version of every loss token.
+
+    Args:
+        rows: rows, sampled ones with ``versions``; others have no age.
+        version: of the weights that are to be trained.
+        bound: the versions that a token may be behind.
+
+    Returns:
+        [N] int64 how many versions each sampled token is behind.
+
+    Raises:
+        TrainingError: it names the oldest token's row.
+    """
+    if "versions" not in rows.fields:
+        return torch.zeros(0, dtype=torch.int64)
+    versions = rows.ragged("versions")
+    sampled = rows.ragged("loss_mask").values & (versions.values >= 0)
+    behind: Tensor = version - versions.values[sampled]
+    if len(behind) and int(behind.max()) > bound:
+        oldest = int(versions.row_of[sampled][behind.argmax()])
+        raise TrainingError(
+            f"row ({rows.row_id(oldest)}) has a token of version {version - int(behind.max())}, and the "
+            f"weights that are to be trained have version {version}",
+            why=f"that is {int(behind.max())} behind, and algorithm.freshness is {bound}",
+            fix="sample after flow.publish, or raise algorithm.freshness",
+        )
+    return behind
+
+
 def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
     """Refuse a batch that was not sampled by the policy that is about to be trained.
 

@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from rillflow.errors import RillflowError
 from rillflow.records.batch import Batch
-from rillflow.records.ragged import Ragged
+from rillflow.records.stored import save_batch
 
 ABOUT = "bundle.json"
 _log = logging.getLogger(__name__)
@@ -68,7 +66,7 @@ class Skipped:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._save(self._folder)
             for aim, batch in enumerate(rows if rank >= 0 else ()):
-                save_file(_tensors(batch), self._folder / f"rows-{aim}-{rank:05d}.safetensors")
+                save_batch(batch, self._folder / f"rows-{aim}-{rank:05d}.safetensors")
             if rank == 0:
                 (self._folder / ABOUT).write_text(json.dumps({"reason": skip.reason, "aims": aims}))
         except (OSError, SafetensorError, RillflowError) as error:
@@ -88,13 +86,3 @@ def leave_out(role: Any, folder: Path) -> None:
 def taken_skips(role: Any) -> list[Skip]:
     """What a role has left out since the last call."""
     return list(role.trainer.skipped.take())
-
-
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    found = {"ids": batch.ids.clone()}
-    for name, field in batch.fields.items():
-        parts = (
-            {"values": field.values, "lengths": field.lengths} if isinstance(field, Ragged) else {"": field}
-        )
-        found |= {f"{name}:{part}": tensor.clone() for part, tensor in parts.items()}
-    return found

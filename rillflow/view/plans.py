@@ -423,10 +423,12 @@ def _warnings(found: Decision) -> Iterator[str]:
 
 def _placement(plan: Plan) -> list[str]:
     """The recipe's section, where a run can follow the plan."""
-    ahead = plan.freshness or plan.streams or plan.publish_every
-    if ahead or any(unit.grid.ep > 1 for unit in plan.units.values()):
+    parted = plan.streams or plan.publish_every
+    if parted or any(unit.grid.ep > 1 for unit in plan.units.values()):
         return ["", "a recipe cannot say this placement yet: --out keeps it as a plan"]
-    return ["", "[placement]", *(f"{key} = {inline_text(value)}" for key, value in plan.placement.items())]
+    ahead = ["", "[algorithm]", f"freshness = {plan.freshness}"] if plan.freshness else []
+    placed = (f"{key} = {inline_text(value)}" for key, value in plan.placement.items())
+    return [*ahead, "", "[placement]", *placed]
 
 
 def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:

@@ -53,6 +53,26 @@ class Pending(Handle):
         self._backend = backend
         self._since = time.monotonic()
         self._facts: list[Facts] = []
+        self.parts: tuple[Pending, ...] = ()
+        """The same in several, one after the other, where they come one by one."""
+
+    @classmethod
+    def of_parts(cls, stage: str, parts: Sequence[Pending]) -> Pending:
+        """One result of several that are laid end to end."""
+        taken = [place for each in parts for place in each.places[: len(each._references)]]
+        watched = [place for each in parts for place in each.places[len(each._references) :]]
+        whole = cls(
+            stage,
+            given=parts[0]._given,
+            places=[*taken, *watched],
+            references=[made for each in parts for made in each._references],
+            others=[made for each in parts for made in each._others],
+            is_partial=False,
+            sources=[source for each in parts for source in each._sources],
+            backend=parts[0]._backend,
+        )
+        whole.parts = tuple(parts)
+        return whole
 
     def rows(self, index: int, count: int, unit: int = 1, by: Pending | None = None) -> Rows:
         """The description of one rank's rows; see ``values.Rows``."""

@@ -25,7 +25,8 @@ from rillflow.errors import ClusterError
 from rillflow.observe.progress import Progress
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.pipeline.interrupt import Interruption
-from rillflow.pipeline.loop import Cadence, DataStream, Loop, Phase
+from rillflow.pipeline.loop import Cadence, Loop
+from rillflow.pipeline.open_step import DataStream, Phase
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.row import RowId

@@ -12,6 +12,7 @@ import pytest
 from rillflow.cli.main import main
 from rillflow.observe.reader import best_step
 from rillflow.pipeline import loop
+from rillflow.pipeline.open_step import OpenStep, Phase
 from rillflow.training.trainer import Trainer
 from tests.flows.conftest import Tiny
 
@@ -151,15 +152,15 @@ def test_an_outage_at_one_rank_on_ray_loses_no_step(tiny: Tiny, capsys: pytest.C
 def test_an_error_after_an_optimiser_step_saves_no_mixture(
     tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = loop.Loop._record
+    finish = OpenStep.finish
 
-    def failing(self: loop.Loop, phase: loop.Phase, step: int) -> Any:
-        found = record(self, phase, step)
-        if step == 5:
+    def failing(self: OpenStep, *given: Any) -> Any:
+        found = finish(self, *given)
+        if self.number == 5:
             raise OSError("the disk went away")
         return found
 
-    monkeypatch.setattr(loop.Loop, "_record", failing)
+    monkeypatch.setattr(OpenStep, "finish", failing)
     assert tiny.run("late", "run.checkpoint_every=3") == 1
     assert "step 3 is saved; 1 steps after it are made again" in capsys.readouterr().out
     assert tiny.steps_kept("late") == [3]
@@ -186,7 +187,7 @@ def test_checkpoints_come_by_the_clock_and_the_best_one_stays(
     scores = iter([0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6])
     judged = loop.Loop._evaluate
 
-    def told(self: loop.Loop, phase: loop.Phase, step: int) -> bool:
+    def told(self: loop.Loop, phase: Phase, step: int) -> bool:
         judge, score = self._judge, next(scores)
         assert judge is not None
         self._judge = lambda executor: _with_reward(judge(executor), score)

@@ -88,6 +88,7 @@ RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"
 
 
 @RAY
+@pytest.mark.slow
 def test_processes_of_their_own_say_the_same(tmp_path: Path) -> None:
     together = ran(tmp_path / "a", *pools(1, 1, "inline"), TOGETHER)
     assert ran(tmp_path / "b", *pools(1, 1), APART) == together

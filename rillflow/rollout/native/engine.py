@@ -18,7 +18,7 @@ Loop of a lane (``_drain``, in a thread of its own)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import RolloutError
-from rillflow.records.batch import Batch
+from rillflow.records.batch import Batch, concatenate
 from rillflow.records.rollout import Rollout, rollout_batch
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
@@ -163,6 +163,16 @@ class NativeEngine:
             RolloutError: a prompt cannot be continued, ids are not unique, rows of ``add`` are still in
                 the engine, or the model's logits are not finite.
         """
+        (rollouts,) = self.generate_parts([prompts], samples, sampling)
+        return rollouts
+
+    def generate_parts(
+        self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
+    ) -> Iterator[Batch]:
+        """As ``generate`` of all prompts at once; the rows of each part as soon as all of them have ended.
+
+        The rows of later parts run on between two parts; a row's tokens are those of ``generate``.
+        """
         if self.has_work:
             raise RolloutError(
                 "the engine still has rows that were added one by one",
@@ -171,19 +181,26 @@ class NativeEngine:
             )
         if samples < 1:
             raise RolloutError(f"samples is {samples}", why="a prompt is continued at least once")
+        prompts = concatenate(parts)
         check_ids(prompts.row_ids())
         used = self._lanes[: max(1, min(len(self._lanes), len(prompts)))]
         try:
             groups: list[list[RowId]] = [[]] * len(prompts)
             for index, lane in enumerate(used):
-                part = range(index, len(prompts), len(used))
-                groups[index :: len(used)] = lane.enter(prompts.select(part), samples, sampling)
-            stop = Event()
-            rows = chain.from_iterable(self._together([partial(_drain, lane, stop) for lane in used], stop))
+                dealt = range(index, len(prompts), len(used))
+                groups[index :: len(used)] = lane.enter(prompts.select(dealt), samples, sampling)
+            finished, begin = dict[RowId, Rollout](), 0
+            for part in parts:
+                stop, end, work = Event(), begin + len(part), []
+                for index, lane in enumerate(used):
+                    first = begin + (index - begin) % len(used)
+                    wanted = {row for group in groups[first : end : len(used)] for row in group}
+                    work.append(partial(_drain, lane, stop, wanted - finished.keys()))
+                finished |= {each.row: each for each in chain.from_iterable(self._together(work, stop))}
+                yield rollout_batch([finished.pop(row) for group in groups[begin:end] for row in group])
+                begin = end
         finally:
             self._clear()
-        finished = {rollout.row: rollout for rollout in rows}
-        return rollout_batch([finished[row] for group in groups for row in group])
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
         """Let a row run: a prompt, or a row that was taken out, which goes on where it stopped.
@@ -241,11 +258,13 @@ class NativeEngine:
         return [each.result() for each in running]
 
 
-def _drain(lane: Lane, stop: Event) -> list[Rollout]:
-    """Step until the lane is empty; what has ended by then when asked to stop."""
+def _drain(lane: Lane, stop: Event, wanted: set[RowId]) -> list[Rollout]:
+    """Step until the wanted rows of a lane have ended; what has ended by then when asked to stop."""
     ended: list[Rollout] = []
-    while lane.has_work and not stop.is_set():
-        ended += lane.step()
+    while wanted and not stop.is_set():
+        now = lane.step()
+        wanted.difference_update(each.row for each in now)
+        ended += now
     return ended
 
 

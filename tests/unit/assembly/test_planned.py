@@ -159,6 +159,9 @@ def test_a_sampler_of_its_own_is_launched_as_it_was_planned(recipe: Path) -> Non
     assert placement.train == {"main": {"dp": 4, "pp": 1, "tp": 1}}
     assert is_placed_by(apart, placement) and not is_placed_by(plan, placement)
     assert not is_placed_by(apart, loaded(recipe, plan).recipe.placement)
+    ahead = loaded(recipe, replace(apart, freshness=2))
+    require_for(replace(apart, freshness=2), ahead)
+    assert ahead.recipe.algorithm.freshness == 2
 
 
 def with_experts(plan: Plan) -> Plan:
@@ -168,7 +171,7 @@ def with_experts(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda plan: replace(plan, freshness=1), "up to 1 versions old"),
+        (lambda plan: replace(plan, streams=True), "a step's minibatches as they come"),
         (lambda plan: replace(plan, oversample_samples=1.5), "begins 1.5 rows"),
         (with_experts, "policy.ep is 2"),
         (lambda plan: replace(plan, name="grpo"), "one of grpo"),

@@ -63,12 +63,12 @@ def scored(order: list[int]) -> Batch:
 def test_a_stage_is_journalled_with_what_is_known_of_it(flow: Flow) -> None:
     flow.begin()
     result = flow.doubler.double(scored([0, 1, 2, 3]))
-    assert [(entry.stage, entry.result) for entry in flow.journal] == [("doubler.double", result)]
+    assert [(entry.stage, entry.result) for entry in flow.journal.stages] == [("doubler.double", result)]
     (facts,) = result.facts()
     assert (facts.rows, facts.tokens) == (4, 6)
     assert facts.began <= facts.ended
     flow.begin()
-    assert not flow.journal
+    assert not flow.journal.stages
 
 
 def test_numbers_are_remembered_from_step_to_step(flow: Flow) -> None:

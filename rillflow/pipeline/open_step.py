@@ -1,0 +1,250 @@
+"""An open step: all it does is submitted, and its results are not there yet.
+
+step(flow, data, config) ─┬─ stages ─────────────> journal                        ┐
+                          ├─ marks, after them ──> where each trained role stands ├─ finish ─> metrics, spans
+                          └─ rows and measures ──> the run directory              ┘
+
+What is asked of the ranks for the records is submitted with the step: it is done before what later steps
+ask of the same ranks, however many of them are open.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rillflow.dataflow.delivery import Delivery, Parcel
+from rillflow.dataflow.executor import GroupExecutor
+from rillflow.dataflow.flow import Flow, Journal, Supply
+from rillflow.graph.graph import CONTROLLER
+from rillflow.graph.handle import reports_of
+from rillflow.observe.reader import SpanRecord
+from rillflow.pipeline.telemetry import record
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Max, Mean, Metric
+from rillflow.roles.trained_role import TrainedRole
+from rillflow.training.skipping import Skip, taken_skips
+from rillflow.workers.pending import Pending, wait_for
+from rillflow.workers.values import Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataStream:
+    """Where a phase's data comes from, and where it stands."""
+
+    take: Callable[[int], Batch]
+    """The next rows."""
+    state: Callable[[], Mapping[str, int]]
+    """The place in the data, for a checkpoint."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """What every step says of the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Some steps of one algorithm."""
+
+    name: str
+    """What the records call it."""
+    steps: int
+    """Iterations."""
+    rows: int
+    """Prompts, demonstrations or pairs of one iteration."""
+    step: Callable[..., Any]
+    """The algorithm; it returns a report, or several."""
+    config: Any
+    """Its settings."""
+    flow: Flow
+    """What its step is written in."""
+    executor: GroupExecutor
+    """What runs it."""
+    trained: tuple[str, ...]
+    """The roles it trains; checkpoints hold them, and rows are recorded where the first one is."""
+    stream: DataStream
+    """Its data."""
+    beside: DataStream | None
+    """What its step is given beside them, as many rows; None where that is nothing."""
+    evaluated: bool
+    """Whether what is trained is judged before, after and during this phase."""
+    freshness: int = 0
+    """k: a step is sampled by the version that was published k steps before the one it trains."""
+    delivery: Delivery | None = None
+    """How versions get to a sampler on ranks of its own."""
+    sampled: Callable[[int], Sequence[Path]] = lambda _: ()
+    """By step of the run, files of rows that it had sampled before the run was interrupted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Where a trained role stands after a step."""
+
+    updates: int
+    """Its optimiser steps in this phase; its weights change with them alone."""
+    skips: Sequence[Skip]
+    """Updates that the step left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a run stands after a whole step."""
+
+    step: int
+    """The step, over all phases."""
+    state: Mapping[str, Any]
+    """What the controller goes on from."""
+    updates: Mapping[str, int]
+    """The optimiser steps of every trained role."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What is known of a step once all of it is there."""
+
+    place: Place
+    """Where the run stands after it."""
+    metrics: dict[str, Metric]
+    """What was measured."""
+    spans: list[SpanRecord]
+    """Its stages."""
+    skips: dict[str, Sequence[Skip]]
+    """By role, updates that were left out."""
+
+
+class OpenStep:
+    """One step of a phase, submitted as it is made.
+
+    Args:
+        phase: of which it is one.
+        index: of the phase.
+        number: the step, over all phases.
+        done: the steps of the phase with it.
+        arriving: the version it samples with, on its way to the sampler; empty where it is there.
+        run: the run directory.
+        deadline_s: longest wait for any stage.
+    """
+
+    def __init__(
+        self,
+        phase: Phase,
+        index: int,
+        number: int,
+        done: int,
+        arriving: list[Pending],
+        run: Path,
+        deadline_s: float,
+    ) -> None:
+        self.number, self.done = number, done
+        self.saving: Path | None = None
+        """Where the ranks write its checkpoint meanwhile; None where it has none."""
+        self.written: list[Pending] = []
+        """What tells when they have."""
+        self.is_last = False
+        """Whether the run ends after it, as asked."""
+        self.began = time.monotonic()
+        self._phase, self._index, self._arriving, self._deadline_s = phase, index, arriving, deadline_s
+        flow, executor = phase.flow, phase.executor
+        executor.sampled.extend(phase.sampled(number))
+        flow.begin(Supply(take=phase.stream.take, gather=executor.gather, deadline_s=deadline_s))
+        self.journal: Journal = flow.journal
+        data, *beside = (each.take(phase.rows) for each in (phase.stream, phase.beside) if each is not None)
+        self._reports: tuple[Any, ...] = reports_of(phase.step(flow, data, phase.config, *beside))
+        flow.begin()  # nothing but this object keeps its batches
+        self._recorded = self._record(run.absolute())
+        self._marks = {role: executor.on_all_ranks(role, mark) for role in phase.trained}
+        self.parcel: Parcel | None = phase.delivery.take() if phase.delivery is not None else None
+        """The version that it published and that no sampler has been given yet."""
+        self._numbers = dict(flow.state)
+        self._stream = dict(phase.stream.state())
+        self._beside = dict(phase.beside.state()) if phase.beside is not None else None
+
+    def _record(self, run: Path) -> Pending:
+        """Have the sampled rows written down and measured where the first trained role is."""
+        measures, batches, executor = [], [], self._phase.executor
+        for entry in self.journal.stages:
+            measure = executor.measure(entry.stage)
+            if measure is not None or (entry.stage.startswith(f"{CONTROLLER}.") and not entry.is_number):
+                measures.append(measure)
+                batches.append(entry.result)
+        home = self._phase.trained[0]
+        return executor.on_first_rank(home, record, run, self.number, measures, *batches)
+
+    def finish(self, version: int, elapsed_s: Callable[[], float]) -> Finished:
+        """Wait for all of it.
+
+        Args:
+            version: the policy's before it.
+            elapsed_s: seconds of the run so far, for the spans.
+        """
+        wait_s, executor, flow = self._deadline_s, self._phase.executor, self._phase.flow
+        if self._arriving:
+            assert self._phase.delivery is not None
+            self._phase.delivery.arrived(self._arriving)
+        wait_for([each.result for each in self.journal.stages], wait_s)
+        spans = [
+            span_of(each.stage, self.number, each.result.facts(wait_s), elapsed_s())
+            for each in self.journal.stages
+        ]
+        moved, executor.moved = executor.moved, {}
+        spans += [span_of(stage, self.number, facts, elapsed_s()) for stage, facts in moved.items()]
+        metrics = dict(self._recorded.read(wait_s)) | self._measured()
+        if self.journal.published is not None:
+            version = self.journal.published.read(wait_s)
+            metrics["policy/version/max"] = Max(value=version)
+        metrics |= self._phase.stream.metrics
+        for part in self._reports:
+            metrics |= part.read(wait_s)
+        numbers = {name: self._number(number) for name, number in self._numbers.items()}
+        for name, number in numbers.items():
+            if flow.state[name] is self._numbers[name]:  # no later step has remembered another
+                flow.state[name] = number
+        marks = {role: each.read(wait_s) for role, each in self._marks.items()}
+        state = {
+            "phase": self._index,
+            "done": self.done,
+            "version": version,
+            "stream": self._stream,
+            "beside": self._beside,
+            "numbers": numbers,
+        }
+        updates = {role: each.updates for role, each in marks.items()}
+        return Finished(
+            place=Place(step=self.number, state=state, updates=updates),
+            metrics=metrics,
+            spans=spans,
+            skips={role: each.skips for role, each in marks.items() if each.skips},
+        )
+
+    def _measured(self) -> dict[str, Metric]:
+        """What the controller measured, and the numbers of formulas."""
+        numbers: dict[str, Metric] = dict(self.journal.measured)
+        for entry in self.journal.stages:
+            if entry.is_number:
+                name = entry.stage.removeprefix(f"{CONTROLLER}.")
+                numbers[f"flow/{name}/mean"] = Mean(total=self._number(entry.result), count=1)
+        return numbers
+
+    def _number(self, number: Any) -> float:
+        """A number of the flow, read where it is still a handle."""
+        return number if isinstance(number, float) else float(number.read(self._deadline_s))
+
+
+def mark(role: TrainedRole[Any]) -> Mark:
+    """Where a role stands; each skip is told once."""
+    return Mark(updates=role.updates, skips=taken_skips(role))
+
+
+def span_of(stage: str, step: int, facts: Sequence[Facts], now_s: float) -> SpanRecord:
+    """A stage as its ranks saw it: from the first that began to the last that ended."""
+    began, ended = min(each.began for each in facts), max(each.ended for each in facts)
+    return SpanRecord(
+        step=step,
+        stage=stage,
+        start_s=max(0.0, now_s - (time.time() - began)),
+        duration_s=ended - began,
+        rows=sum(max(0, each.rows) for each in facts),
+        tokens=sum(each.tokens for each in facts),
+        pool=facts[0].pool,
+    )

@@ -1,0 +1,175 @@
+"""A sampler that runs k versions ahead: the seed alone says what is sampled by which version, and learnt."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.errors import ConfigError, Interrupted
+from rillflow.observe import layout
+from rillflow.observe.reader import read_evaluations, read_metrics, read_spans
+from rillflow.pipeline.interrupt import Interruption
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_recipe import RECIPE, REWARD
+
+STEPS = 5
+INLINE = ('placement.backend="inline"', "placement.pools={ main = 1, answers = 1 }")
+APART = 'placement.roles={ sampler = "answers" }'
+"""The same by one line: what scores is with the policy."""
+SCORED_THERE = 'placement.roles={ sampler = "answers", reward = "answers" }'
+COUNTED = """
+from pathlib import Path
+
+def small(prompts, completions, **columns):
+    with (Path(__file__).parent / "asked").open("a") as file:
+        print(len(prompts), file=file)
+    return [sum(letter < "5" for letter in text) / 4 for text in completions]
+"""
+SCORED_ALONE = 'placement.roles={ sampler = "answers", reward = "scores", reference = "scores" }'
+
+
+def ran(
+    folder: Path, freshness: int, *settings: str, name: str = "grpo", reward: str = REWARD, **how: Any
+) -> dict[str, Any]:
+    """What a run leaves that must not depend on how it ran: rows, metrics, judgements, weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.toml").write_text(RECIPE.replace("NAME", name))
+    (folder / "reward.py").write_text(reward)
+    run = folder / "run"
+    told = [f"run.dir={json.dumps(str(run))}", f"algorithm.steps={STEPS}", f"algorithm.freshness={freshness}"]
+    loaded = load_recipe(folder / "run.toml", [*told, "evaluate.every=2", *settings])
+    launch(loaded.recipe, loaded.base, quiet=True, **how)
+    newest = max((run / layout.CHECKPOINTS).iterdir())
+    return {
+        "rows": [file.read_text() for file in sorted((run / layout.ROLLOUTS).iterdir())],
+        "metrics": [
+            {key: metric.value for key, metric in each.metrics.items() if "seconds" not in key}
+            for each in read_metrics(run)
+        ],
+        "judged": [(each.step, each.mean_reward) for each in read_evaluations(run)],
+        "weights": [file.read_bytes() for file in sorted((newest / "policy").glob("*.safetensors"))],
+    }
+
+
+def versions(found: dict[str, Any]) -> list[set[int]]:
+    """Of every sampled step, the versions of its tokens."""
+    steps = [[json.loads(line) for line in rows.splitlines()] for rows in found["rows"]]
+    return [{v for row in rows for v in row["versions"] if v >= 0} for rows in steps if rows]
+
+
+@pytest.mark.parametrize("freshness", [0, 1, 2])
+def test_every_step_samples_with_the_version_that_is_k_steps_old(tmp_path: Path, freshness: int) -> None:
+    found = ran(tmp_path, freshness, *INLINE, APART)
+    warm = versions(found)[0].pop()
+    assert versions(found)[1:] == [{warm + max(0, step - freshness)} for step in range(1, STEPS)]
+    behind = [each.get("staleness/versions/max") for each in found["metrics"][-STEPS:]]
+    assert behind == ([None] * STEPS if not freshness else [min(step, freshness) for step in range(STEPS)])
+    assert [step for step, _ in found["judged"]] == [3, 5, 7, 8]
+
+
+def test_at_bound_0_a_sampler_apart_learns_what_one_together_does(tmp_path: Path) -> None:
+    together = 'placement.roles={ reward = "answers" }'
+    assert ran(tmp_path / "a", 0, *INLINE, APART) == ran(tmp_path / "b", 0, *INLINE, together)
+
+
+@pytest.mark.parametrize("name", ["ppo", "dapo"])
+def test_where_roles_are_changes_no_bit(tmp_path: Path, name: str) -> None:
+    """PPO has a critic, whose versions follow the policy's; DAPO counts rows in the middle of a step."""
+    here = ran(tmp_path / "a", 2, *INLINE, APART, name=name)
+    assert ran(tmp_path / "b", 2, *INLINE, SCORED_THERE, name=name) == here
+    pools = "placement.pools={ main = 1, answers = 1, scores = 1 }"
+    assert ran(tmp_path / "c", 2, *INLINE, pools, SCORED_ALONE, name=name) == here
+
+
+@pytest.mark.parametrize("name", ["ppo", "dapo", "remax"])
+def test_rows_that_come_part_by_part_are_the_same_rows(tmp_path: Path, name: str) -> None:
+    """What scores is asked for each part alone; no bit of rows, weights or reports changes."""
+    pools = "placement.pools={ main = 1, answers = 1, scores = 1 }"
+    settings = (*INLINE, pools, SCORED_ALONE, "algorithm.loss.kl_in=loss", "evaluate=none")
+    whole = ran(tmp_path / "a", 1, *settings, name=name, reward=COUNTED)
+    parted = ran(tmp_path / "b", 1, *settings, "rollout.parts=3", name=name, reward=COUNTED)
+    assert parted == whole
+    asked = [list(map(int, (tmp_path / run / "asked").read_text().split())) for run in "ab"]
+    assert sum(asked[1]) == sum(asked[0]) and len(asked[1]) > len(asked[0])
+    step = {span.stage: span.rows for span in read_spans(tmp_path / "b/run") if span.step == 5}
+    assert step["policy.generate"] == step["reward.score"]
+
+
+@pytest.mark.parametrize("freshness", [1, 3])
+def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, freshness: int) -> None:
+    """What was sampled ahead is in the checkpoint; steps of versions that are gone are not sampled again."""
+    settings = (*INLINE, APART, "run.checkpoint_every=1", "run.keep_checkpoints=9")
+    whole = ran(tmp_path / "a", freshness, *settings)
+    for lost in (1, 2, 4):
+        folder = tmp_path / f"b{lost}"
+        shutil.copytree(tmp_path / "a", folder)
+        (folder / "run" / layout.FINISHED).unlink()
+        for checkpoint in sorted((folder / "run" / layout.CHECKPOINTS).iterdir())[-lost:]:
+            shutil.rmtree(checkpoint)
+        assert ran(folder, freshness, *settings) == whole
+
+
+def test_a_run_that_is_asked_to_stop_ends_with_what_it_sampled_ahead(tmp_path: Path) -> None:
+    whole = ran(tmp_path / "a", 1, *INLINE, APART)
+    asked = Interruption()
+
+    def stop(phase: str, step: int, metrics: object) -> None:
+        asked.requested = asked.requested or (phase == "grpo" and step == 5)
+
+    with pytest.raises(Interrupted, match="stopped after step 6"):
+        ran(tmp_path / "b", 1, *INLINE, APART, told=stop, interruption=asked)
+    kept = max((tmp_path / "b/run" / layout.CHECKPOINTS).glob("step-*"))
+    assert [file.name for file in (kept / "ahead").iterdir()] == ["step-000007-000.safetensors"]
+    assert ran(tmp_path / "b", 1, *INLINE, APART) == whole
+
+
+def test_an_error_ahead_names_its_cause_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    settings = (*INLINE, APART, "run.checkpoint_every=1")
+    with pytest.raises(Exception, match="one of mine"):
+        ran(tmp_path, 1, *settings, told=raise_at_6)
+    assert max((tmp_path / "run" / layout.CHECKPOINTS).glob("step-*")).name == "step-000005"
+
+
+def raise_at_6(phase: str, step: int, metrics: object) -> None:
+    if step == 6:
+        raise ValueError("one of mine")
+
+
+def test_ranks_that_take_turns_cannot_run_ahead(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.freshness is 1, and the sampler shares its ranks"):
+        ran(tmp_path, 1)
+
+
+RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+
+
+@RAY
+def test_processes_of_their_own_sample_and_learn_the_same(tmp_path: Path) -> None:
+    inline = ran(tmp_path / "a", 1, *INLINE, APART)
+    assert ran(tmp_path / "b", 1, *INLINE, 'placement.backend="ray"', APART) == inline
+
+
+@RAY
+@pytest.mark.slow
+@pytest.mark.parametrize("freshness", [2, 4])
+def test_several_processes_that_are_cut_and_go_on_learn_the_same(tmp_path: Path, freshness: int) -> None:
+    """Two ranks train, two answer; then resumed in the middle."""
+    sizes = ('placement.backend="ray"', "placement.pools={ main = 2, answers = 2 }", SCORED_THERE)
+    settings = (*sizes, "run.checkpoint_every=1", "run.keep_checkpoints=9")
+    whole = ran(tmp_path / "a", freshness, *settings)
+    assert versions(whole)[-1] != versions(whole)[0]
+    folder = tmp_path / "b"
+    shutil.copytree(tmp_path / "a", folder)
+    (folder / "run" / layout.FINISHED).unlink()
+    for checkpoint in sorted((folder / "run" / layout.CHECKPOINTS).iterdir())[-2:]:
+        shutil.rmtree(checkpoint)
+    assert ran(folder, freshness, *settings) == whole
