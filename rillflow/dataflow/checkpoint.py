@@ -29,8 +29,6 @@ from safetensors import SafetensorError
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe.durable import flush, write_error
-from rillflow.records.batch import Batch
-from rillflow.records.stored import save_batch
 
 FORMAT = 2
 AHEAD = "ahead"
@@ -142,18 +140,6 @@ def write_role(role: Saved, folder: Path) -> None:
         role.save(folder)
     except (OSError, SafetensorError) as error:
         raise write_error(folder, error, role.saved_bytes) from error
-
-
-def write_rows(path: str, rows: Batch) -> None:
-    """Have rows that were sampled ahead written.
-
-    Raises:
-        RunDirectoryError: the disk fails.
-    """
-    try:
-        save_batch(rows, Path(path))
-    except (OSError, SafetensorError) as error:
-        raise write_error(Path(path), error) from error
 
 
 def updates_of(role: Saved) -> int:

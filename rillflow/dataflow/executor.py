@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from rillflow.cluster.backend import Backend, Place
 from rillflow.cluster.config import SAMPLER
-from rillflow.dataflow.checkpoint import write_rows
 from rillflow.dataflow.flow import StageResult
 from rillflow.errors import RecordError, nearest
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.loss import field_parameters
 from rillflow.graph.trace import ROW_FIELDS
+from rillflow.observe.durable import write_error
 from rillflow.records.batch import Batch, Field, concatenate
-from rillflow.records.stored import load_batch
+from rillflow.records.stored import load_batch, save_batch
 from rillflow.workers import program
 from rillflow.workers.endpoint import Measure
 from rillflow.workers.group import Group
@@ -258,3 +259,15 @@ def _fields(names: Sequence[str], batches: Sequence[Batch]) -> dict[str, Field]:
         rows = rows.join(other.only(*taken)) if taken else rows
     numbers: torch.Tensor = torch.unique(rows.ids[:, :2], dim=0, return_inverse=True)[1]
     return dict(rows.fields) | dict(zip(ROW_FIELDS, (rows.ids, numbers), strict=True))
+
+
+def write_rows(path: str, rows: Batch) -> None:
+    """Have rows that were sampled ahead written.
+
+    Raises:
+        RunDirectoryError: the disk fails.
+    """
+    try:
+        save_batch(rows, Path(path))
+    except (OSError, SafetensorError) as error:
+        raise write_error(Path(path), error) from error
