@@ -81,8 +81,6 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def _stated(arguments: argparse.Namespace) -> Statement:
     """The problem of a recipe on a cluster, or of the short form."""
-    from dataclasses import fields
-
     from rillflow.errors import PlanError
 
     words = vars(arguments)
@@ -102,9 +100,10 @@ def _stated(arguments: argparse.Namespace) -> Statement:
             why="without a recipe the model, the devices, the algorithm and the lengths are words",
             fix="--model config.json --gpus 64xH100 --algorithm NAME --response mean=2000,max=8192",
         )
-    from rillflow.planner.request import Request, state_request
+    from rillflow.planner.request import state_request
 
-    return state_request(Request(**{field.name: words[field.name] for field in fields(Request)}))
+    names = [word[2:].replace("-", "_") for word in WORDS]
+    return state_request(**{name: words[name] for name in names})
 
 
 def _stated_recipe(loaded: LoadedRecipe, arguments: argparse.Namespace) -> Statement:
@@ -212,6 +211,22 @@ FORMAT: Words = {
     "--format": {"choices": ("text", "json"), "default": "text", "help": "what is printed (text)"}
 }
 PLOT = {"--plot": _word("FILE", "a picture, .html", _page)}
+WORDS: Words = {
+    "--model": _word("FILE", "a config.json"),
+    "--gpus": _word("NxKIND", "such as 64xH100", str),
+    "--algorithm": _word("NAME", "whose step: one that recipes/ has", str),
+    "--response": _word("LENGTHS", "mean=2000,max=8192; median, sigma, p90 too; or a file", str),
+    "--prompt": _word("LENGTHS", "the same of prompts, or one number (256)", str, default="256"),
+    "--prompts": _word("N", "prompts of a step (512)", int, default=512),
+    "--samples": _word("N", "rows of a prompt (8)", int, default=8),
+    "--minibatches": _word("N", "optimiser steps of a step (1)", int, default=1),
+    "--like": _word("STACK", "whose factors: nemo-rl, verl, ... (nemo-rl)", str, default="nemo-rl"),
+    "--between": _word("RATE", "one device's share of the network (50 GB/s)", str, default=""),
+    "--price": _word("PRICE", 'of a device, such as "2.5 $/h"', str, default=""),
+    "--reward-seconds": _word("S", "of the reward's function for a row (0)", float, default=0.0),
+    "--steps": _word("N", "of the whole run, for its hours and price", int, default=0),
+}
+"""Those of a plan without a recipe."""
 
 
 def run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -241,24 +256,7 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``plan``."""
-    short: Words = {
-        "--model": _word("FILE", "a config.json"),
-        "--gpus": _word("NxKIND", "such as 64xH100", str),
-        "--algorithm": _word("NAME", "whose step: one that recipes/ has", str),
-        "--response": _word("LENGTHS", "mean=2000,max=8192; median, sigma, p90 too; or a file", str),
-        "--prompt": _word("LENGTHS", "the same of prompts, or one number (256)", str, default="256"),
-        "--prompts": _word("N", "prompts of a step (512)", int, default=512),
-        "--samples": _word("N", "rows of a prompt (8)", int, default=8),
-        "--minibatches": _word("N", "optimiser steps of a step (1)", int, default=1),
-        "--like": _word("STACK", "whose factors: nemo-rl, verl, ... (nemo-rl)", str, default="nemo-rl"),
-        "--between": _word("RATE", "one device's share of the network (50 GB/s)", str, default=""),
-        "--price": _word("PRICE", 'of a device, such as "2.5 $/h"', str, default=""),
-        "--reward-seconds": _word(
-            "S", "of the reward's function for a row (0)", float, default=0.0, dest="reward_s"
-        ),
-        "--steps": _word("N", "of the whole run, for its hours and price", int, default=0),
-    }
-    _add(parser.add_argument_group("without a recipe"), short, action=_Once)
+    _add(parser.add_argument_group("without a recipe"), WORDS, action=_Once)
     goals = (
         "what is to be least: seconds of a step (step), device-hours of a step, devices under a "
         "deadline, or the cost of a step at the cluster's prices"

@@ -8,28 +8,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rillflow.errors import PlanError, nearest
-from rillflow.planner.factors import Accuracy, EngineFactors, Factors, Stack
-from rillflow.planner.quantities import (
-    DURATION,
-    FLOPS,
-    MEMORY,
-    PRICE,
-    RATE,
-    TABLE,
-    TEXT,
-    YES,
-    Reader,
-    kind,
-    number,
-    values,
-    whole,
-)
+from rillflow.planner import quantities
+from rillflow.planner.factors import Accuracy, EngineFactors, Factors
+from rillflow.planner.quantities import FLOPS, MEMORY, RATE, Rate, Reader, read, readers_of, values
 
 _OVERHEADS = {"step_s", "step_row_s"}
 NO_ENGINE = EngineFactors()
@@ -43,15 +30,15 @@ class Device:
 
     name: str
     """What it is called, such as ``H100``."""
-    memory_bytes: float
+    memory_bytes: Annotated[float, MEMORY, "memory"]
     """Its memory."""
     flops: Mapping[str, float]
     """Dense FLOP/s by dtype: ``bfloat16``, ``float32``."""
-    memory_bandwidth: float
+    memory_bandwidth: Rate
     """Bytes a second of its memory."""
-    inside_bandwidth: float
+    inside_bandwidth: Annotated[float, RATE, "inside"]
     """Bytes a second one way between it and the others of its machine."""
-    host_bandwidth: float
+    host_bandwidth: Annotated[float, RATE, "host"]
     """Bytes a second to the host's memory."""
     source: str = ""
     """Where these numbers are from."""
@@ -129,14 +116,15 @@ def shipped_devices() -> dict[str, Device]:
     return {name: _device(name, one, f"devices.toml, {name}") for name, one in _shipped("devices").items()}
 
 
-def shipped_stacks() -> dict[str, Stack]:
-    """The factor sets that come with the package, by the name that ``like`` has."""
+def shipped_stacks() -> dict[str, Hardware]:
+    """The factor sets that come with the package, by the name that ``like`` has: clusters of no machines."""
     return {
-        name: Stack(
+        name: Hardware(
             name=name,
-            fitted=str(data["fitted"]),
-            factors=Factors(**values(data.get("factors", {}), _FACTORS, name)),
-            engine=EngineFactors(**values(data.get("engine", {}), _ENGINE, name)),
+            fleets=(),
+            factors=read(Factors, data.get("factors", {}), name),
+            engine=read(EngineFactors, data.get("engine", {}), name),
+            calibrated=data["fitted"],
             accuracy=Accuracy(**data["accuracy"]) if "accuracy" in data else None,
         )
         for name, data in _shipped("stacks").items()
@@ -162,8 +150,8 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
             why=f"shipped are {', '.join(stacks)}",
             fix=nearest(like, stacks),
         )
-    stack, factors = stacks[like], values(said.get("factors", {}), _FACTORS, f"{name}, factors")
-    engine = values(said.get("engine", {}), _ENGINE, f"{name}, engine")
+    stack, factors = stacks[like], values(said.get("factors", {}), readers_of(Factors), f"{name}, factors")
+    engine = values(said.get("engine", {}), readers_of(EngineFactors), f"{name}, engine")
     changed = bool(engine) or bool(set(factors) - _OVERHEADS)
     devices = shipped_devices() | {
         label: _device(label, one, f"{name}, device.{label}") for label, one in said.get("device", {}).items()
@@ -185,7 +173,7 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
         fleets=fleets,
         factors=replace(stack.factors, **factors),
         engine=replace(stack.engine, **engine),
-        calibrated=said.get("calibrated", "" if changed else stack.fitted),
+        calibrated=said.get("calibrated", "" if changed else stack.calibrated),
         accuracy=None if changed else stack.accuracy,
     )
 
@@ -195,20 +183,12 @@ def _shipped(name: str) -> dict[str, Any]:
 
 
 def _device(name: str, data: Mapping[str, Any], where: str) -> Device:
-    said = values(data, _DEVICE, where, needed=set(_DEVICE) - {"source"})
-    flops = values(said["flops"], dict.fromkeys(("float8", "bfloat16", "float32"), FLOPS.read), where)
+    found: Device = read(Device, data, where, name=name)
+    flops = values(found.flops, dict.fromkeys(("float8", "bfloat16", "float32"), FLOPS), f"{where}.flops")
     if not flops:
         raise PlanError(f"{where} has no flops", fix='flops = { bfloat16 = "312 TFLOP/s", float32 = ... }')
-    _slower(said["inside"], said["memory_bandwidth"], f"{where}, inside")
-    return Device(
-        name=name,
-        memory_bytes=said["memory"],
-        flops=flops,
-        memory_bandwidth=said["memory_bandwidth"],
-        inside_bandwidth=said["inside"],
-        host_bandwidth=said["host"],
-        source=said.get("source", ""),
-    )
+    _slower(found.inside_bandwidth, found.memory_bandwidth, f"{where}, inside")
+    return replace(found, flops=flops)
 
 
 def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -> Fleet:
@@ -223,15 +203,11 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
             fix=f"{nearest(label, devices)} or describe it in a table [device.{label}]",
         )
     count, per_machine = _devices(said, where), said["per_machine"]
-    if "between" in said and "between_machine" in said:
+    links = {"between", "between_machine"} & set(said)
+    if len(links) == 2 or (count > per_machine and not links):
         raise PlanError(
-            f"{where} has both between and between_machine",
-            why="one is a device's share of the other",
-            fix="keep the one that was measured",
-        )
-    if count > per_machine and not {"between", "between_machine"} & set(said):
-        raise PlanError(
-            f"{where} has {count // per_machine} machines and no link between them",
+            f"{where} has {count // per_machine} machines, and {' and '.join(sorted(links)) or 'no link'}",
+            why="one number says how they are linked: of a device, or of a machine, whose devices share it",
             fix='between = "50 GB/s" of one device, or between_machine = "400 GB/s" of one machine',
         )
     share = said["between_machine"] / per_machine if "between_machine" in said else None
@@ -248,24 +224,16 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
 
 
 def _devices(said: dict[str, Any], where: str) -> int:
-    """Devices of a fleet, of whose numbers one of three may be missing: ``per_machine`` is filled in."""
-    machines = said.get("machines")
-    if "devices" not in said and (machines is None or "per_machine" not in said):
-        raise PlanError(f"{where} does not say how many devices it has", fix="devices = 8, per_machine = 8")
-    count: int = said["devices"] if "devices" in said else machines * said["per_machine"]
-    parts: int = said.get("per_machine", machines or count)
-    if count % parts:
+    """Devices of a fleet, of whose three numbers one may be missing; ``per_machine`` is filled in."""
+    machines, per_machine = said.get("machines"), said.get("per_machine")
+    count: int = said.get("devices", (machines or 0) * (per_machine or 0))
+    each = said.setdefault("per_machine", count // (machines or 1))
+    if not each or count % each or machines not in (None, count // each):
+        told = f"{count} devices" + (f", {machines} machines" if machines else "") + f", {each} a machine"
         raise PlanError(
-            f"{where} has {count} devices, {parts} a machine",
-            why=f"machines are alike: {count} / {parts} leaves {count % parts}",
-            fix="make devices a multiple, or split them into two fleets",
-        )
-    per_machine: int = said.setdefault("per_machine", count // (machines or 1))
-    if machines and machines * per_machine != count:
-        raise PlanError(
-            f"{where} has {machines} machines of {per_machine} devices, and {count} devices",
-            why=f"{machines} x {per_machine} is {machines * per_machine}",
-            fix="leave one of the three out",
+            f"{where} has {told}",
+            why="machines are alike, and have all devices between them",
+            fix="devices = 16, per_machine = 8; or two fleets",
         )
     return count
 
@@ -277,15 +245,6 @@ def _slower(link: float, memory: float, where: str) -> None:
             why=f"a device's memory moves {memory / 1e9:g} GB/s, where what a link brings is written",
             fix="check the number and its unit",
         )
-
-
-def _factor(name: str) -> Reader:
-    """The reader of a factor, by its name."""
-    if name.endswith("_s"):
-        return DURATION.read
-    if name.startswith("refit"):
-        return RATE.read
-    return _TOUCHES if name == "touches" else _NONE_TO_ALL if name.startswith("hidden") else _SHARE
 
 
 @lru_cache(maxsize=65536)
@@ -307,21 +266,14 @@ def _fits(parts: tuple[int, ...], rooms: tuple[int, ...]) -> bool:
     )
 
 
-_SHARE = number(0.0, 1.0, "it is a share of the device's number, above 0 up to 1", is_open=True)
-_NONE_TO_ALL = number(0.0, 1.0, "it is a share, from 0 to 1")
-_TOUCHES = number(0.0, 1000.0, "it counts passes over memory: 0 to 1000")
-_FACTORS = {field.name: _factor(field.name) for field in fields(Factors)}
-_ENGINE = {field.name: YES if isinstance(field.default, bool) else _SHARE for field in fields(EngineFactors)}
-_RATES = dict.fromkeys(("memory_bandwidth", "inside", "host"), RATE.read)
-_DEVICE: Mapping[str, Reader] = {"memory": MEMORY.read, **_RATES, "flops": TABLE, "source": TEXT}
 _FLEET: Mapping[str, Reader] = {
-    **dict.fromkeys(("name", "device"), TEXT),
-    **dict.fromkeys(("devices", "machines", "per_machine"), whole(1)),
-    **dict.fromkeys(("between", "between_machine"), RATE.read),
-    "price": PRICE.read,
+    **dict.fromkeys(("name", "device"), quantities.TEXT),
+    **dict.fromkeys(("devices", "machines", "per_machine"), quantities.whole(1)),
+    **dict.fromkeys(("between", "between_machine"), RATE),
+    "price": quantities.PRICE,
 }
 _CLUSTER: Mapping[str, Reader] = {
-    **dict.fromkeys(("name", "like", "calibrated"), TEXT),
-    **dict.fromkeys(("device", "engine", "factors"), TABLE),
-    "fleet": kind(object, ""),
+    **dict.fromkeys(("name", "like", "calibrated"), quantities.TEXT),
+    **dict.fromkeys(("device", "engine", "factors"), quantities.TABLE),
+    "fleet": quantities.kind(object, ""),
 }

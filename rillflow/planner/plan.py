@@ -9,12 +9,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError, nearest
 from rillflow.planner.grid import Grid
-from rillflow.planner.quantities import TABLE, TEXT, YES, Reader, number, one_of, values, whole
+from rillflow.planner.quantities import TABLE, TEXT, Count, Reader, number, read, readers_of, values, whole
 
 COMMENT = "Where models lie and what a step should take; rillflow run RECIPE --plan FILE launches it."
 SAMPLER = "sampler"
@@ -29,7 +29,7 @@ class PlannedPool:
     """Unique within the plan."""
     fleet: str
     """The machines it lies on."""
-    devices: int
+    devices: Count
     """Its size."""
     device: str = ""
     """What its devices are; empty where nobody says."""
@@ -71,9 +71,9 @@ class Plan:
     """Minibatches after which weights are published; 0: those of a step. A version is what was published."""
     weights: Literal["exposed", "hidden", "staggered"] = "exposed"
     """While weights travel, both sides stand still; both go on; or only replicas do, one after another."""
-    oversample_prompts: float = 1.0
+    oversample_prompts: Annotated[float, number(1.0)] = 1.0
     """Prompts begun for each that is trained on; the longest are left for later rounds."""
-    oversample_samples: float = 1.0
+    oversample_samples: Annotated[float, number(1.0)] = 1.0
     """Rows begun for each that is trained on."""
     predicted_step_s: float = 0.0
     """What the planner expects of a step."""
@@ -177,8 +177,7 @@ def read_plan(text: str, name: str) -> Plan:
     predicted = values(said.pop("predicted", {}), _PREDICTED, f"{name}: predicted")
     stages_s = predicted.get("stages_s", {})
     said["pools"] = tuple(
-        PlannedPool(name=key, **values(one, _POOL, f"{name}: pools.{key}", needed={"fleet", "devices"}))
-        for key, one in said["pools"].items()
+        read(PlannedPool, one, f"{name}: pools.{key}", name=key) for key, one in said["pools"].items()
     )
     said["units"] = {key: _unit(one, f"{name}: units.{key}") for key, one in said["units"].items()}
     said["predicted_step_s"] = predicted.get("step_s", 0.0)
@@ -262,19 +261,12 @@ def _unit(data: object, where: str) -> PlannedUnit:
 
 
 _PREDICTED: Mapping[str, Reader] = {"step_s": number(0.0), "stages_s": TABLE}
-_POOL: Mapping[str, Reader] = {"fleet": TEXT, "devices": whole(1), "device": TEXT}
 _UNIT: Mapping[str, Reader] = {
     "pool": TEXT,
     **dict.fromkeys(("dp", "fsdp", "pp", "tp", "cp", "ep"), whole(1)),
     "generate_tp": whole(0),
 }
 _PLAN: Mapping[str, Reader] = {
-    "name": TEXT,
-    "freshness": whole(0),
-    "late": one_of("wait", "drop"),
-    "streams": YES,
-    "publish_every": whole(0),
-    "weights": one_of("exposed", "hidden", "staggered"),
-    **dict.fromkeys(("oversample_prompts", "oversample_samples"), number(1.0)),
+    **{key: reader for key, reader in readers_of(Plan).items() if not key.startswith("predicted")},
     **dict.fromkeys(("pools", "units", "predicted"), TABLE),
 }

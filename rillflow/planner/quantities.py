@@ -1,7 +1,10 @@
 """Quantities: what stands in a file's table, key by key; a number of a device is never without its unit.
 
 "450 GB/s" ─> 4.5e11        0.45 ─> refused: of what?
-table, a reader for each key ─> values, or what is unknown, missing or wrong, by its place
+table, a record's class ─> the record, or what is unknown, missing or wrong, by its place
+
+A field's type says what may stand under its key: ``Annotated[float, RATE]`` is a text with a rate's unit,
+``Annotated[float, MEMORY, "memory"]`` stands under another key than its name.
 """
 
 from __future__ import annotations
@@ -9,8 +12,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from rillflow.errors import PlanError, nearest
 
@@ -36,7 +39,7 @@ class Quantity:
     examples: str
     """Units to show."""
 
-    def read(self, value: object, where: str) -> float:
+    def __call__(self, value: object, where: str) -> float:
         """The number in the first unit.
 
         Raises:
@@ -72,40 +75,55 @@ def _scaled(unit: str, factor: float = 1.0) -> dict[str, float]:
 
 _BYTES = {**_scaled("B"), **{prefix + "B": size for prefix, size in _BINARY.items()}}
 
+_RATES = {unit + "/s": size for unit, size in _BYTES.items()}
+_BITS = {**_scaled("b/s", 0.125), **_scaled("bit/s", 0.125)}
+_FLOPS = {**_scaled("FLOP/s"), **_scaled("FLOPS")}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_PRICES = {"$/h": 1.0, "€/h": 1.0, "$/hour": 1.0}
+_SPEEDS = "989 TFLOP/s, 64 GFLOP/s, 2.5 PFLOP/s"
 MEMORY = Quantity(what="memory", units=_BYTES, least=1e6, most=1e15, examples="80 GB, 64 GiB, 512 MB, 1 TB")
 RATE = Quantity(
-    what="bandwidth",
-    units={
-        "B/s": 1.0,
-        **{unit + "/s": size for unit, size in _BYTES.items()},
-        **_scaled("b/s", 0.125),
-        **_scaled("bit/s", 0.125),
-    },
-    least=1e3,
-    most=1e15,
-    examples="450 GB/s, 3.35 TB/s, 400 Gb/s",
+    what="bandwidth", units=_RATES | _BITS, least=1e3, most=1e15, examples="450 GB/s, 3.35 TB/s, 400 Gb/s"
 )
-FLOPS = Quantity(
-    what="computing speed",
-    units={**_scaled("FLOP/s"), **_scaled("FLOPS")},
-    least=1e6,
-    most=1e18,
-    examples="989 TFLOP/s, 64 GFLOP/s, 2.5 PFLOP/s",
-)
-PRICE = Quantity(
-    what="price",
-    units={"$/h": 1.0, "€/h": 1.0, "$/hour": 1.0},
-    least=0.0,
-    most=1e6,
-    examples="2.5 $/h, 2.5 €/h",
-)
-DURATION = Quantity(
-    what="duration",
-    units={"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0},
-    least=0.0,
-    most=1e6,
-    examples="1.5 s, 30 us, 20 ms",
-)
+FLOPS = Quantity(what="computing speed", units=_FLOPS, least=1e6, most=1e18, examples=_SPEEDS)
+PRICE = Quantity(what="price", units=_PRICES, least=0.0, most=1e6, examples="2.5 $/h, 2.5 €/h")
+DURATION = Quantity(what="duration", units=_TIMES, least=0.0, most=1e6, examples="1.5 s, 30 us, 20 ms")
+
+
+def read(kind: Any, data: object, where: str, **known: object) -> Any:
+    """The record of a table; ``known`` are the values of fields that it does not have.
+
+    Raises:
+        PlanError: as of ``values``.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    keys = {_key(field.name, hints[field.name]): field for field in fields(kind) if field.name not in known}
+    readers = {key: reader_of(hints[field.name]) for key, field in keys.items()}
+    needed = {key for key, field in keys.items() if field.default is MISSING}
+    said = values(data, readers, where, needed)
+    return kind(**known, **{keys[key].name: value for key, value in said.items()})
+
+
+def readers_of(kind: Any) -> dict[str, Reader]:
+    """What reads the keys of a record's table."""
+    return {
+        _key(name, hint): reader_of(hint) for name, hint in get_type_hints(kind, include_extras=True).items()
+    }
+
+
+def reader_of(hint: Any) -> Reader:
+    """What reads values of a type."""
+    if get_origin(hint) is Annotated:
+        reader: Reader = hint.__metadata__[0]
+        return reader
+    if get_origin(hint) is Literal:
+        return one_of(*get_args(hint))
+    return {str: TEXT, bool: YES, int: whole(0)}.get(hint, TABLE)
+
+
+def _key(name: str, hint: Any) -> str:
+    """The key of a field: its name, or what its type says."""
+    return str(hint.__metadata__[1]) if get_origin(hint) is Annotated and hint.__metadata__[1:] else name
 
 
 def values(
@@ -124,10 +142,8 @@ def values(
             why=f"it may have {', '.join(readers)}",
             fix=nearest(odd, readers),
         )
-    missing = sorted(set(needed) - set(table))
-    if missing:
-        why = "nobody can do without it"
-        raise PlanError(f"{where} has no {missing[0]!r}", why=why, fix=f"needed: {', '.join(sorted(needed))}")
+    for missing in sorted(set(needed) - set(table)):
+        raise PlanError(f"{where} has no {missing!r}", why=f"needed are {', '.join(sorted(needed))}")
     return {key: readers[key](value, f"{where}.{key}") for key, value in table.items()}
 
 
@@ -177,3 +193,13 @@ def one_of(*known: str) -> Reader:
 
 TEXT, TABLE = kind(str, "it must be a text in quotes"), kind(Mapping, "it must be a table")
 YES = kind(bool, "it must be true or false")
+Count: TypeAlias = Annotated[int, whole(1)]
+"""A whole number from 1 on."""
+Share: TypeAlias = Annotated[float, number(0.0, 1.0, "it is a share, above 0 up to 1", is_open=True)]
+"""Of a device's number, above 0 up to 1."""
+Part: TypeAlias = Annotated[float, number(0.0, 1.0, "it is a share, from 0 to 1")]
+"""From nothing to all."""
+Seconds: TypeAlias = Annotated[float, DURATION]
+"""A text such as ``30 us``."""
+Rate: TypeAlias = Annotated[float, RATE]
+"""A text such as ``450 GB/s``."""

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -31,73 +31,55 @@ _PERCENTILE = re.compile(r"p([1-9][0-9]?)")
 _TRAINED = ("critic", "cost_critic")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the words say; see ``rillflow plan --help``."""
-
-    model: Path
-    """A config.json."""
-    gpus: str
-    """Such as ``64xH100``."""
-    algorithm: str
-    """Whose graph."""
-    response: str
-    """Lengths of answers, as ``lengths`` reads them."""
-    prompt: str
-    """Lengths of prompts."""
-    prompts: int
-    """Of a step."""
-    samples: int
-    """Rows for each."""
-    minibatches: int
-    """Optimiser steps of a step."""
-    like: str
-    """A shipped factor set."""
-    between: str
-    """One device's share of the network; empty: ``LINK``."""
-    price: str
-    """Of a device an hour; empty: none."""
-    reward_s: float
-    """Seconds of a reward's function for a row."""
-    steps: int
-    """Of the whole run; 0: nobody said."""
-
-
-def state_request(request: Request) -> Statement:
-    """The problem, and what was assumed.
+def state_request(
+    *,
+    model: Path,
+    gpus: str,
+    algorithm: str,
+    response: str,
+    prompt: str,
+    prompts: int,
+    samples: int,
+    minibatches: int,
+    like: str,
+    between: str,
+    price: str,
+    reward_seconds: float,
+    steps: int,
+) -> Statement:
+    """The problem of the words of ``rillflow plan --help``, and what was assumed.
 
     Raises:
-        PlanError: what the words say cannot be.
+        PlanError: what they say cannot be.
     """
-    graph = graph_of(request.algorithm)
-    shape = open_shape(request.model)
+    graph, shape = graph_of(algorithm), open_shape(model)
     models = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
-    response = lengths(request.response, "--response")
     workload = Workload(
-        prompts=request.prompts,
-        samples=request.samples,
-        prompt=lengths(request.prompt, "--prompt"),
-        response=response,
-        minibatches=request.minibatches,
-        function_s=request.reward_s,
+        prompts=prompts,
+        samples=samples,
+        prompt=lengths(prompt, "--prompt"),
+        response=lengths(response, "--response"),
+        minibatches=minibatches,
+        function_s=reward_seconds,
     )
     problem = Problem(
         graph=graph,
         shapes={role: replace(shape, is_scalar=role in _TRAINED) for role in models},
         workload=workload,
-        hardware=cluster(request),
+        hardware=cluster(gpus, like, between or LINK, price),
     )
+    answers = workload.response
     assumed = [f"{' and '.join(models)}: models of this one shape; the reward is a function"]
-    if not request.reward_s:
+    if not reward_seconds:
         assumed.append("the reward takes no time; --reward-seconds says how much for a row")
-    if response.kind == "lognormal" and "sigma" not in request.response:
+    if answers.kind == "lognormal" and "sigma" not in response:
         assumed.append(
-            f"answers: log-normal, median {response.median:,.0f}, sigma {response.sigma:.2g}, clipped at "
-            f"{response.limit:,}; sigma=... or p90=... in --response says otherwise"
+            f"answers: log-normal, median {answers.median:,.0f}, sigma {answers.sigma:.2g}, clipped at "
+            f"{answers.limit:,}; sigma=... or p90=... in --response says otherwise"
         )
-    if not request.between and problem.hardware.devices > MACHINE:
+    if not between and problem.hardware.devices > MACHINE:
         assumed.append(f"{LINK} from one device to other machines; --between says otherwise")
-    return Statement(problem=problem, assumptions=tuple(assumed), steps=request.steps)
+    return Statement(problem=problem, assumptions=tuple(assumed), steps=steps)
 
 
 def open_shape(file: Path, name: str = "") -> ModelShape:
@@ -141,23 +123,23 @@ def graph_of(algorithm: str) -> Graph:
     return Graph(name=algorithm, stages=stages, edges=edges)
 
 
-def cluster(request: Request) -> Hardware:
+def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
     """So many devices of a shipped kind on machines of eight.
 
     Raises:
         PlanError: no number, or no such kind.
     """
-    found = re.fullmatch(r"\s*([0-9]+)\s*[x*]\s*(\S+)\s*", request.gpus)
+    found = re.fullmatch(r"\s*([0-9]+)\s*[x*]\s*(\S+)\s*", gpus)
     if found is None or int(found[1]) < 1:
         raise PlanError(
-            f"--gpus is {request.gpus!r}",
-            why="it is a number of devices and their kind, and somebody has to work",
+            f"--gpus is {gpus!r}",
+            why="it is a number of devices, 1 or more, and their kind",
             fix="--gpus 64xH100",
         )
     count, kind = int(found[1]), found[2]
-    fleet = {"device": kind, "devices": count, "per_machine": min(count, MACHINE)}
-    fleet |= {"between": request.between or LINK} | ({"price": request.price} if request.price else {})
-    return read_hardware({"name": f"{count} x {kind}", "like": request.like, "fleet": [fleet]}, "--gpus")
+    fleet = {"device": kind, "devices": count, "per_machine": min(count, MACHINE), "between": between}
+    fleet |= {"price": price} if price else {}
+    return read_hardware({"name": f"{count} x {kind}", "like": like, "fleet": [fleet]}, "--gpus")
 
 
 def lengths(text: str, where: str) -> Lengths:

@@ -34,7 +34,7 @@ CLUSTERS = sorted((Path(__file__).parents[3] / "clusters").glob("*.toml"))
     ],
 )
 def test_a_text_with_its_unit_is_a_number(quantity: Any, text: str, number: float) -> None:
-    assert quantity.read(text, "here") == pytest.approx(number)
+    assert quantity(text, "here") == pytest.approx(number)
 
 
 @pytest.mark.parametrize(
@@ -42,21 +42,21 @@ def test_a_text_with_its_unit_is_a_number(quantity: Any, text: str, number: floa
 )
 def test_without_unit_or_with_an_absurd_value_it_is_refused(value: object) -> None:
     with pytest.raises(PlanError) as caught:
-        MEMORY.read(value, "device.mine, memory")
+        MEMORY(value, "device.mine, memory")
     assert "device.mine, memory" in caught.value.what
     assert repr(value) in caught.value.what
 
 
 def test_a_forgotten_unit_is_answered_with_the_units_there_are() -> None:
     with pytest.raises(PlanError) as caught:
-        MEMORY.read(80, "memory")
+        MEMORY(80, "memory")
     assert "GB" in caught.value.fix
 
 
 @given(number=st.floats(1, 900), unit=st.sampled_from(["MB", "GB", "TB", "MiB", "GiB"]))
 def test_reading_scales_with_the_number(number: float, unit: str) -> None:
-    one = MEMORY.read(f"1 {unit}", "here")
-    assert MEMORY.read(f"{number:.3f} {unit}", "here") == pytest.approx(float(f"{number:.3f}") * one)
+    one = MEMORY(f"1 {unit}", "here")
+    assert MEMORY(f"{number:.3f} {unit}", "here") == pytest.approx(float(f"{number:.3f}") * one)
 
 
 def test_devices_are_shipped_with_their_sources() -> None:
@@ -156,7 +156,7 @@ def test_a_cluster_is_like_a_shipped_stack_but_for_what_it_says_itself() -> None
     stack = shipped_stacks()["nemo-rl"]
     plain = read_hardware({"fleet": [FLEET], "like": "nemo-rl"}, "x")
     assert (plain.factors, plain.engine, plain.accuracy) == (stack.factors, stack.engine, stack.accuracy)
-    assert plain.calibrated == stack.fitted
+    assert plain.calibrated == stack.calibrated
     own = read_hardware({"fleet": [FLEET], "like": "nemo-rl", "factors": {"train_flops": 0.3}}, "x")
     assert own.factors == replace(stack.factors, train_flops=0.3)
     assert (own.accuracy, own.calibrated) == (None, "")
@@ -185,6 +185,6 @@ def test_every_shipped_stack_says_what_it_was_fitted_on_and_how_far_off_it_is() 
     assert set(stacks) >= {"default", "nemo-rl", "nemo-rl-0.6", "verl", "rillflow"}
     for name, stack in stacks.items():
         if name != "default":
-            assert stack.fitted and stack.accuracy is not None
+            assert stack.calibrated and stack.accuracy is not None
             assert 0 < stack.accuracy.low < 1 < stack.accuracy.high
             assert stack.accuracy.median < stack.accuracy.worst

@@ -12,14 +12,15 @@ from rillflow.assembly.drawing import graphs
 from rillflow.assembly.recipe import load_recipe
 from rillflow.errors import ModelError, PlanError
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.request import Request, graph_of, lengths, state_request
+from rillflow.planner.problem import Statement
+from rillflow.planner.request import graph_of, lengths, state_request
 from rillflow.planner.search import search
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples/planning/qwen2.5-7b/config.json"
 
 
-def request(**changes: Any) -> Request:
+def request(**changes: Any) -> Statement:
     words: dict[str, Any] = {
         "model": MODEL,
         "gpus": "64xH100",
@@ -32,10 +33,10 @@ def request(**changes: Any) -> Request:
         "like": "nemo-rl",
         "between": "",
         "price": "",
-        "reward_s": 0.0,
+        "reward_seconds": 0.0,
         "steps": 0,
     }
-    return Request(**{**words, **changes})
+    return state_request(**{**words, **changes})
 
 
 def test_a_mean_and_a_limit_are_kept() -> None:
@@ -98,7 +99,7 @@ def test_lengths_that_contradict_themselves_are_refused(text: str, said: str) ->
 )
 def test_words_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises((PlanError, ModelError)) as caught:
-        state_request(request(**changes))
+        request(**changes)
     assert said in caught.value.what
 
 
@@ -106,14 +107,14 @@ def test_a_type_of_model_that_nobody_can_size_is_refused(tmp_path: Path) -> None
     config = json.loads(MODEL.read_text()) | {"model_type": "mamba2"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(PlanError, match="model_type = 'mamba2'"):
-        state_request(request(model=tmp_path))
+        request(model=tmp_path)
 
 
 def test_what_was_assumed_is_said_and_what_was_given_is_not() -> None:
-    assumed = " ".join(state_request(request()).assumptions)
+    assumed = " ".join(request().assumptions)
     assert "sigma 0.9" in assumed and "--between" in assumed and "--reward-seconds" in assumed
-    told = state_request(
-        request(response="mean=2000,sigma=1.1,max=8192", between="25 GB/s", reward_s=0.5, price="2 $/h")
+    told = request(
+        response="mean=2000,sigma=1.1,max=8192", between="25 GB/s", reward_seconds=0.5, price="2 $/h"
     )
     assert len(told.assumptions) == 1
     assert told.problem.workload.function_s == 0.5
@@ -135,15 +136,13 @@ def test_verls_published_run_as_a_user_states_it_is_within_a_quarter(
     devices: int, published_s: float
 ) -> None:
     """verl, docs/advance/fully_async.md: Qwen2.5-Math-7B, 512 prompts of 16 answers up to 28k tokens."""
-    stated = state_request(
-        request(
-            gpus=f"{devices}xH20",
-            response="mean=685,sigma=1.8,max=28672",
-            prompt="150",
-            minibatches=16,
-            like="verl",
-            between="25 GB/s",
-        )
+    stated = request(
+        gpus=f"{devices}xH20",
+        response="mean=685,sigma=1.8,max=28672",
+        prompt="150",
+        minibatches=16,
+        like="verl",
+        between="25 GB/s",
     )
     step_s = search(stated.problem, CostModel).best[0].evaluation.step_s
     assert step_s == pytest.approx(published_s, rel=0.25)
