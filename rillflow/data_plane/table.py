@@ -20,8 +20,8 @@ The hot path works on arrays over slots. Nothing looks at a clock: ``now`` and d
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count as counter
 from typing import Any
@@ -77,6 +77,8 @@ class Table:
         """The oldest group that is not cleared."""
         self.is_closed = False
         """Whether no group will begin any more."""
+        self.dropped: Counter[str] = Counter()
+        """Groups dropped, by reason."""
         self._stages = [stage.name for stage in schema.stages]
         self._writers = [SOURCE, *self._stages]
         bit = {column: 1 << place for place, column in enumerate(schema.columns)}
@@ -209,16 +211,8 @@ class Table:
         Raises:
             StreamError: the lease does not have one of the groups (any more); nothing is changed then.
         """
-        lease = self._leases.get(number)
-        place = self._place(lease.stage) if lease else 0
-        for group in self._not_of(number, place, ids):
-            raise StreamError(
-                f"lease {number} does not have group {group}", why=self.story(group), fix="take it again"
-            )
-        if lease is None:
-            raise StreamError(f"there is no lease {number}", why="it ended, or was never given out")
-        if len(np.unique(ids)) != len(ids):
-            raise StreamError(f"lease {number} is done with a group twice at once")
+        lease = self.lease(number, ids)
+        place = self._place(lease.stage)
         slots = ids % self.capacity
         self._state[place, slots], self._lease[place, slots] = DONE, 0
         if tokens is not None:
@@ -244,6 +238,10 @@ class Table:
         its = [lease for lease in self._leases.values() if lease.holder == holder]
         return [each for lease in its for each in self._give_back(lease, now, "died")]
 
+    def give_back(self, number: int, now: float) -> list[Instruction]:
+        """A holder cannot do what it has taken groups for; its lease ends."""
+        return self._give_back(self._leases[number], now, "gave them back") if number in self._leases else []
+
     def drop(self, ids: Ids, reason: str, now: float) -> list[Instruction]:
         """Take groups out of the stream, whoever has them; those that left it already are passed over."""
         self._check_begun(ids)
@@ -258,6 +256,7 @@ class Table:
         for number in numbers[numbers > 0].tolist():
             self._end_if_empty(self._leases[number])
         self._note(now, f"dropped: {reason}", ids)
+        self.dropped[reason] += len(ids)
         out: list[Instruction] = [Dropped(ids=ids, reason=reason)]
         for writer in range(len(self._writers)):
             out += self._delete(writer, ids[self._unread[writer, slots] > 0])
@@ -286,6 +285,30 @@ class Table:
         return [Ready(stage=stage) for stage in self._stages]
 
     # Questions
+
+    def lease(self, number: int, ids: Ids) -> Lease:
+        """The lease that has all of these groups.
+
+        Raises:
+            StreamError: it does not, or no more.
+        """
+        lease = self._leases.get(number)
+        mine = (ids >= self.oldest) & (ids < self.begun)
+        if lease is not None:
+            mine &= self._lease[self._place(lease.stage), ids % self.capacity] == number
+        for group in ids[~mine if lease else slice(None)][:1].tolist():
+            raise StreamError(
+                f"lease {number} does not have group {group}", why=self.story(group), fix="take it again"
+            )
+        if lease is None:
+            raise StreamError(f"there is no lease {number}", why="it ended, or was never given out")
+        if len(np.unique(ids)) != len(ids):
+            raise StreamError(f"lease {number} is done with a group twice at once")
+        return lease
+
+    def rows(self, ids: Ids) -> Ids:
+        """[N] rows of live groups."""
+        return self._rows.take(ids % self.capacity)
 
     @property
     def room(self) -> int:
@@ -318,10 +341,7 @@ class Table:
         if stage is None:
             if self.room:
                 return f"{self.room} groups may begin"
-            slot = self.oldest % self.capacity
-            places = [place for place in range(len(self._stages)) if self._state[place, slot] != DONE]
-            found = self._blame(self.oldest, places[0], now) if places else "the store has not cleared it"
-            return f"all {self.capacity} slots are in use; the oldest, {self.story(self.oldest)}; {found}"
+            return f"all {self.capacity} slots are in use; the oldest, {self.holds(now)}"
         place = self._place(stage)
         its = self.oldest + np.flatnonzero(self._in_order(self._state[place]) != DONE)
         if not len(its):
@@ -329,6 +349,13 @@ class Table:
             since = f"for {now - (self._made if last is None else last):g} s"
             return f"{stage} waits for groups to begin: none has {since}"
         return f"{stage} waits: {self._blame(int(its[0]), place, now)}"
+
+    def holds(self, now: float) -> str:
+        """Who keeps the oldest group's cells from being deleted, and its story."""
+        slot = self.oldest % self.capacity
+        places = [place for place in range(len(self._stages)) if self._state[place, slot] != DONE]
+        found = self._blame(self.oldest, places[0], now) if places else "the store has not cleared it"
+        return f"{self.story(self.oldest)}; {found}"
 
     # Inside
 
@@ -359,11 +386,6 @@ class Table:
                 self._state[place, able] = READY
                 out += [Ready(stage=self._stages[place])] if len(able) else []
         return out
-
-    def _not_of(self, number: int, place: int, ids: Ids) -> Iterable[int]:
-        live = (ids >= self.oldest) & (ids < self.begun)
-        mine = live & (self._lease[place, ids % self.capacity] == number)
-        return [int(each) for each in ids[~mine][:1]]
 
     def _delete(self, writer: int, ids: Ids) -> list[Instruction]:
         was_lost = self._was_lost[ids % self.capacity]

@@ -1,0 +1,341 @@
+"""Client: one connection to a data plane, for whoever begins groups and for the workers of a stage.
+
+    with started(capacity_bytes=2**30) as folder, Client(folder, name="scorer") as client:
+        while (taken := client.take("rollouts", "score", 64)) is not None:
+            client.done(taken, {"reward": rewards(taken.fields)})
+
+On the server's machine columns are copied into shared memory once, and read where they lie: what a ``Taken``
+shows is there until it is done, and is to be cloned by who wants it longer. Elsewhere, columns travel in the
+frames. Every wait has a limit, and ends in an error that says for whom it waited.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from rillflow.data_plane.instructions import Ids
+from rillflow.data_plane.plane import SEGMENT
+from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
+from rillflow.data_plane.server import HOME, IDS, ROWS, TOKENS, Kind, sweep
+from rillflow.data_plane.store import LENGTHS, STORED, gathered, mapped, opened
+from rillflow.data_plane.wire import HEAD_BYTES, Arrays, Message, head_of, message_of, packed
+from rillflow.errors import StreamError
+from rillflow.records.batch import Field
+from rillflow.records.ragged import Ragged
+from rillflow.workers.values import balanced_shares
+
+START_S = 20.0
+SLACK_S = 30.0
+"""A server that says nothing for so long after a request's own limit is gone."""
+_MAPPINGS = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Taken:
+    """Groups that a worker has, and the columns that its stage reads."""
+
+    stream: str
+    """From where."""
+    stage: str
+    """For which stage."""
+    lease: int
+    """Under which they are out."""
+    ids: Tensor
+    """[N] int64 the groups' numbers, in begin order."""
+    rows: Tensor
+    """[N] int64 rows of each."""
+    tokens: Tensor
+    """[N] int64 tokens of each, as writers said."""
+    fields: Mapping[str, Field]
+    """By column, entries in the order of groups: one a row, or where the column is a group's, one a group."""
+
+    def by_row(self, name: str) -> Field:
+        """A group's column, repeated for each of its rows."""
+        field = self.fields[name]
+        index = torch.repeat_interleave(torch.arange(len(self.rows)), self.rows)
+        return field.select(index) if isinstance(field, Ragged) else field[index]
+
+    def shares(self, ranks: int) -> tuple[int, ...]:
+        """How many neighbouring groups each of some ranks gets, so that all get about as many tokens."""
+        return balanced_shares(self.tokens.tolist(), ranks)
+
+
+class Client:
+    """A connection, for one thread at a time.
+
+    Args:
+        folder: of a server on this machine.
+        address: ``host:port`` of a server elsewhere, with its ``token``.
+        name: who this is, in stories and errors.
+    """
+
+    def __init__(self, folder: Path | None = None, *, address: str = "", token: str = "", name: str) -> None:
+        self._lock = threading.Lock()
+        self._schemas: dict[str, Schema] = {}
+        self._mappings: dict[int, memoryview] = {}
+        self._sent, self._received = count(), count()
+        if folder is not None:
+            token = (folder / "token").read_text()
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(str(folder / "socket"))
+        else:
+            host, _, port = address.rpartition(":")
+            self._socket = socket.create_connection((host, int(port)), timeout=START_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._segments: Path | None = None
+        hello = self._ask(Kind.HELLO, {"token": token, "name": name, "is_local": folder is not None})
+        if folder is not None:
+            self._segments = Path(hello.says["segments"])
+
+    def create(self, stream: str, schema: Schema, *, capacity: int) -> None:
+        """Make a stream of at most ``capacity`` groups at once; the same one may be made by several."""
+        self._ask(Kind.CREATE, {"stream": stream, "capacity": capacity, **asdict(schema)})
+
+    def begin(
+        self,
+        stream: str,
+        columns: Mapping[str, Field],
+        *,
+        rows: Sequence[int] | Tensor,
+        tokens: Sequence[int] | Tensor | None = None,
+        version: int = 0,
+        wait_s: float = 60.0,
+    ) -> Tensor:
+        """[N] the numbers of groups of ``rows`` [N] rows, whose source columns these are.
+
+        Raises:
+            StreamError: there was no room in time, or the columns are not the stream's.
+        """
+        arrays = self._written(stream, SOURCE, columns, rows)
+        segment, arrays = self._put(arrays, wait_s)
+        request = {"stream": stream, "version": version, "segment": segment, "wait_s": wait_s}
+        found = self._ask(Kind.BEGIN, request, arrays | _given(TOKENS, tokens), wait_s)
+        return torch.from_numpy(found.arrays[IDS])
+
+    def take(
+        self,
+        stream: str,
+        stage: str,
+        groups: int,
+        *,
+        least: int = 1,
+        tokens: int | None = None,
+        least_version: int | None = None,
+        lease_s: float = 600.0,
+        wait_s: float = 60.0,
+    ) -> Taken | None:
+        """Up to so many ready groups with the columns that the stage reads; None at the stream's end.
+
+        Raises:
+            StreamError: there were too few in time; it says whom the stage waits for.
+        """
+        request = {
+            "stream": stream,
+            "stage": stage,
+            "count": groups,
+            "least": least,
+            "tokens": tokens,
+            "least_version": least_version,
+            "lease_s": lease_s,
+            "wait_s": wait_s,
+        }
+        found = self._ask(Kind.TAKE, request, wait_s=wait_s)
+        if found.says["lease"] is None:
+            return None
+        schema = self.schema(stream)
+        arrays = dict(found.arrays)
+        for place, names in enumerate(found.says["columns"]):
+            arrays |= self._located(schema, names, arrays[f".segments{place}"], arrays[f".places{place}"])
+        return Taken(
+            stream=stream,
+            stage=stage,
+            lease=found.says["lease"],
+            ids=torch.from_numpy(arrays[IDS]),
+            rows=torch.from_numpy(arrays[ROWS]),
+            tokens=torch.from_numpy(arrays[TOKENS]),
+            fields={name: _field(arrays, name, schema.columns[name]) for name in schema.stage(stage).reads},
+        )
+
+    def done(
+        self,
+        taken: Taken,
+        columns: Mapping[str, Field] | None = None,
+        *,
+        index: Sequence[int] | Tensor | None = None,
+        tokens: Sequence[int] | Tensor | None = None,
+        version: int | None = None,
+    ) -> None:
+        """These groups, or those at ``index`` of them, are read, and the stage's columns of them are here.
+
+        Raises:
+            StreamError: the lease ended before, or the columns are not the stage's.
+        """
+        ids, rows = taken.ids, taken.rows
+        if index is not None:
+            ids, rows = ids[torch.as_tensor(index)], rows[torch.as_tensor(index)]
+        arrays = self._written(taken.stream, taken.stage, columns, rows) if columns else {}
+        segment, arrays = self._put(arrays, 60.0)
+        request = {"stream": taken.stream, "lease": taken.lease, "version": version, "segment": segment}
+        self._ask(Kind.DONE, request, arrays | _given(IDS, ids) | _given(TOKENS, tokens))
+
+    def give_back(self, taken: Taken) -> None:
+        """Give back what is not done, for others to take."""
+        self._ask(Kind.RETURN, {"stream": taken.stream, "lease": taken.lease})
+
+    def drop(self, stream: str, ids: Sequence[int] | Tensor, reason: str) -> None:
+        """Take groups out of the stream."""
+        self._ask(Kind.DROP, {"stream": stream, "reason": reason}, _given(IDS, ids))
+
+    def finish(self, stream: str) -> None:
+        """No more groups begin; takers are through when those that have are."""
+        self._ask(Kind.LOOK, {"stream": stream, "action": "close"})
+
+    def status(self, stream: str) -> dict[str, Any]:
+        """Counts by stage, whom each waits for, and how full table and store are."""
+        return self._ask(Kind.LOOK, {"stream": stream}).says
+
+    def schema(self, stream: str) -> Schema:
+        """A stream's columns and stages."""
+        if stream not in self._schemas:
+            found = self._ask(Kind.LOOK, {"stream": stream, "action": "schema"}).says["schema"]
+            self._schemas[stream] = TypeAdapter(Schema).validate_python(found)
+        return self._schemas[stream]
+
+    def close(self) -> None:
+        """End the connection; what is not done goes back."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def _written(
+        self, stream: str, writer: str, columns: Mapping[str, Field], rows: Sequence[int] | Tensor
+    ) -> dict[str, NDArray[Any]]:
+        known = self.schema(stream).columns
+        arrays = {ROWS: np.asarray(rows, dtype=np.int64)}
+        for name, field in columns.items():
+            if name not in known:
+                raise StreamError(f"stream {stream} has no column {name!r}", why=f"{writer} writes others")
+            if isinstance(field, Ragged):
+                arrays[name + LENGTHS] = field.lengths.numpy()
+            values = field.values if isinstance(field, Ragged) else field
+            values = values.detach().cpu()
+            arrays[name] = (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
+        return arrays
+
+    def _put(
+        self, arrays: dict[str, NDArray[Any]], wait_s: float
+    ) -> tuple[int | None, dict[str, NDArray[Any]]]:
+        """Copy columns into shared memory, if it is shared: the segment, and what has to be sent."""
+        if self._segments is None or not arrays:
+            return None, arrays
+        frame = packed(SEGMENT, {}, arrays)
+        reserve = {"nbytes": frame.nbytes, "wait_s": wait_s}
+        number = int(self._ask(Kind.RESERVE, reserve, wait_s=wait_s).says["segment"])
+        gone = [each for each in self._mappings if not (self._segments / str(each)).exists()]
+        for each in gone or list(self._mappings)[: len(self._mappings) - _MAPPINGS]:
+            del self._mappings[each]
+        if number not in self._mappings:
+            self._mappings[number] = opened(self._segments, number, is_shared=True)
+        frame.write_into(self._mappings[number])
+        return number, {}
+
+    def _located(
+        self, schema: Schema, names: Sequence[str], segments: Ids, places: Ids
+    ) -> dict[str, NDArray[Any]]:
+        assert self._segments is not None
+        found = {number: mapped(self._segments, number).arrays for number in np.unique(segments).tolist()}
+        return gathered(found, segments, places, {name: schema.columns[name] for name in names})
+
+    def _ask(
+        self, kind: Kind, request: dict[str, Any], arrays: Arrays | None = None, wait_s: float = 60.0
+    ) -> Message:
+        frame = packed(kind, request, arrays, number=next(self._sent))
+        with self._lock:
+            try:
+                self._socket.settimeout(wait_s + SLACK_S)
+                self._socket.sendall(frame.front)
+                at = len(frame.front)
+                for place, array in frame.places:
+                    self._socket.sendall(bytes(place - at))
+                    self._socket.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                    at = place + array.nbytes
+                self._socket.sendall(bytes(frame.nbytes - at))
+                head = head_of(self._receive(HEAD_BYTES), number=next(self._received))
+                text = bytes(self._receive(head.body_at - HEAD_BYTES)[: head.json_bytes])
+                answer = message_of(head, text, self._receive(head.body_bytes))
+            except OSError as error:
+                self._socket.close()
+                raise StreamError(
+                    f"the data plane does not answer {kind.name.lower()}", why=str(error)
+                ) from None
+        if answer.kind == Kind.ERROR:
+            raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])
+        return answer
+
+    def _receive(self, nbytes: int) -> memoryview:
+        data = memoryview(bytearray(nbytes))
+        at = 0
+        while at < nbytes:
+            got = self._socket.recv_into(data[at:])
+            if not got:
+                raise ConnectionError("the connection ended")
+            at += got
+        return data
+
+
+def _given(name: str, numbers: Sequence[int] | Tensor | None) -> dict[str, NDArray[Any]]:
+    return {} if numbers is None else {name: np.asarray(numbers, dtype=np.int64)}
+
+
+def _field(arrays: Arrays, name: str, column: ColumnType) -> Field:
+    values = torch.from_numpy(arrays[name])
+    values = values.view(torch.bfloat16) if column.dtype in STORED else values
+    return (
+        Ragged(values=values, lengths=torch.from_numpy(arrays[name + LENGTHS])) if column.ragged else values
+    )
+
+
+@contextmanager
+def started(*, capacity_bytes: int, home: Path = HOME, listen: str = "") -> Iterator[Path]:
+    """A server on this machine, and the folder where clients find it; it listens on ``host:port`` besides."""
+    sweep(home)
+    folder = home / f"rillflow-{secrets.token_hex(8)}"
+    folder.mkdir(mode=0o700)
+    host, _, port = listen.rpartition(":")
+    command = [sys.executable, "-m", "rillflow.data_plane.server", str(folder), str(capacity_bytes)]
+    process = subprocess.Popen([*command, "--host", host, "--port", port or "0"], stdin=subprocess.PIPE)
+    try:
+        until = time.monotonic() + START_S
+        while not (folder / "ready").exists():
+            if process.poll() is not None or time.monotonic() > until:
+                raise StreamError(
+                    "the data plane's server did not start", why=f"it ended with {process.poll()}"
+                )
+            time.sleep(0.01)
+        yield folder
+    finally:
+        process.communicate()
+        shutil.rmtree(folder, ignore_errors=True)

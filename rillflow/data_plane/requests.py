@@ -1,0 +1,95 @@
+"""Requests: what a worker, or an engine we do not own, may ask of a data plane."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rillflow.data_plane.schema import ColumnType, StageColumns
+
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Hello(_Request):
+    """The first request of a connection."""
+
+    token: str = Field(max_length=200, description="the secret of the data plane")
+    name: Name = Field(description="who is connected, for stories and errors")
+    is_local: bool = Field(default=False, description="whether segments are mapped instead of sent")
+
+
+class Create(_Request):
+    """Make a stream; made again with the same columns and stages, it is the one that is there."""
+
+    stream: Name = Field(description="its name")
+    columns: dict[str, ColumnType] = Field(description="by name")
+    stages: list[StageColumns] = Field(description="what reads and writes them")
+    capacity: Annotated[int, Field(ge=1, le=2**22)] = Field(description="groups at once")
+
+
+class Reserve(_Request):
+    """A segment to write a frame into."""
+
+    nbytes: Count = Field(description="of the frame")
+    wait_s: Seconds = Field(default=60.0, description="how long to wait for room")
+
+
+class Begin(_Request):
+    """Begin groups, with their source columns."""
+
+    stream: Name = Field(description="where")
+    version: int = Field(default=0, description="of the policy, where the columns hold sampled tokens")
+    segment: int | None = Field(default=None, description="that the columns were written into")
+    wait_s: Seconds = Field(default=60.0, description="how long to wait for room")
+
+
+class Take(_Request):
+    """Lease ready groups, and read their columns."""
+
+    stream: Name = Field(description="from where")
+    stage: str = Field(max_length=64, description="for which stage")
+    count: Count = Field(description="groups at most")
+    least: Count = Field(default=1, description="groups at least")
+    tokens: Count | None = Field(default=None, description="tokens of the groups together at most")
+    least_version: int | None = Field(default=None, description="groups with older tokens are dropped")
+    lease_s: Seconds = Field(default=600.0, description="when what is not done goes back")
+    wait_s: Seconds = Field(default=60.0, description="how long to wait for groups")
+
+
+class Done(_Request):
+    """Groups of a lease are read, and the stage's columns of them written."""
+
+    stream: Name = Field(description="whose")
+    lease: int = Field(description="that has the groups")
+    version: int | None = Field(
+        default=None, description="of the policy, where the columns hold sampled tokens"
+    )
+    segment: int | None = Field(default=None, description="that the columns were written into")
+
+
+class Return(_Request):
+    """Give a lease's groups back, not done."""
+
+    stream: Name = Field(description="whose")
+    lease: int = Field(description="that ends")
+
+
+class Drop(_Request):
+    """Take groups out of a stream."""
+
+    stream: Name = Field(description="whose")
+    reason: str = Field(min_length=1, max_length=500, description="for the ledger")
+
+
+class Look(_Request):
+    """How a stream stands, or its end."""
+
+    stream: Name = Field(description="which")
+    action: Literal["status", "close", "schema"] = Field(default="status", description="close: no more begin")

@@ -1,0 +1,182 @@
+"""Wire: one frame, on sockets and in shared memory: JSON says what is meant, arrays lie behind it.
+
+    0      4         6      8        12           16           24        64
+    │ RILL │ version │ kind │ number │ JSON bytes │ body bytes │ (zeros) │ JSON │ (zeros) │ array │ ...
+
+Little-endian; never pickle. The JSON is an object of at most 64 KiB; its ``arrays`` list the name, type,
+shape and place of every array. Arrays begin at multiples of 64 bytes, do not overlap, and lie inside the
+body. Frames of one direction of a connection are numbered from 0, so that one said again is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rillflow.errors import StreamError
+
+MAGIC = b"RILL"
+VERSION = 1
+HEAD_BYTES = 64
+MAX_JSON_BYTES = 64 * 2**10
+MAX_BODY_BYTES = 2**30
+"""A body that is longer is refused before anything is read or reserved."""
+ALIGNMENT = 64
+ARRAY_TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_HEAD = struct.Struct("<4sHHIIQ")
+_MAX_DIMENSIONS = 8
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class WireError(StreamError):
+    """Bytes that are no frame of this version, or one that is too long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What stands in front of a frame."""
+
+    kind: int
+    """What the frame is for; requests and replies have their own."""
+    number: int
+    """Of the frame in its connection, from 0."""
+    json_bytes: int
+    """Length of the JSON."""
+    body_bytes: int
+    """Length of the arrays with what lies between them."""
+
+    @property
+    def body_at(self) -> int:
+        """Where the body begins."""
+        return HEAD_BYTES + _aligned(self.json_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Message:
+    """A frame that was read."""
+
+    kind: int
+    """What it is for."""
+    says: dict[str, Any]
+    """The JSON, without ``arrays``."""
+    arrays: Arrays = field(default_factory=dict)
+    """By name, without a copy."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """A frame to be written: the bytes in front, and which array goes where."""
+
+    front: bytes
+    """Head and JSON, up to the body."""
+    places: tuple[tuple[int, NDArray[Any]], ...]
+    """Where in the frame an array begins, and the array."""
+    nbytes: int
+    """Of the whole frame."""
+
+    def write_into(self, buffer: memoryview | bytearray) -> None:
+        """Copy everything to where it belongs; bytes between arrays stay as they are."""
+        buffer[: len(self.front)] = self.front
+        for place, array in self.places:
+            np.ndarray(array.shape, array.dtype, buffer, place)[...] = array
+
+
+def packed(kind: int, says: Mapping[str, Any], arrays: Arrays | None = None, *, number: int = 0) -> Packed:
+    """Lay a frame out.
+
+    Raises:
+        WireError: the JSON or the body is too long, or an array is of no known type.
+    """
+    table: list[list[Any]] = []
+    at = 0
+    for name, array in (arrays or {}).items():
+        if array.dtype.name not in ARRAY_TYPES:
+            raise WireError(f"array {name!r} is of type {array.dtype}", why=f"types are {ARRAY_TYPES}")
+        table.append([name, array.dtype.name, list(array.shape), at])
+        at = _aligned(at + array.nbytes)
+    text = json.dumps({**says, "arrays": table}, allow_nan=False, separators=(",", ":")).encode()
+    _check_lengths(len(text), at)
+    front = _HEAD.pack(MAGIC, VERSION, kind, number, len(text), at).ljust(HEAD_BYTES, b"\0") + text
+    front = front.ljust(HEAD_BYTES + _aligned(len(text)), b"\0")
+    places = tuple(
+        (len(front) + row[3], array) for row, array in zip(table, (arrays or {}).values(), strict=True)
+    )
+    return Packed(front=front, places=places, nbytes=len(front) + at)
+
+
+def head_of(data: bytes | memoryview, *, number: int | None = None) -> Head:
+    """Read the first 64 bytes.
+
+    Raises:
+        WireError: they are no head, of another version or number, or announce too much.
+    """
+    magic, version, kind, found, json_bytes, body_bytes = _HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise WireError(f"a frame begins with {bytes(magic)!r}", why=f"frames begin with {MAGIC!r}")
+    if version != VERSION:
+        raise WireError(
+            f"a frame of version {version}",
+            why=f"this side speaks version {VERSION}",
+            fix="update the older side",
+        )
+    if number is not None and found != number:
+        raise WireError(f"frame {found} came where {number} was due", why="a frame was said again, or lost")
+    _check_lengths(json_bytes, body_bytes)
+    return Head(kind=kind, number=found, json_bytes=json_bytes, body_bytes=body_bytes)
+
+
+def message_of(head: Head, text: bytes, body: memoryview | bytes) -> Message:
+    """Read a frame's JSON, and see its arrays in the body.
+
+    Raises:
+        WireError: the JSON is none, or says of arrays what cannot be.
+    """
+    try:
+        says = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"a frame's JSON cannot be read: {error}") from None
+    if not isinstance(says, dict) or not isinstance(table := says.pop("arrays", None), list):
+        raise WireError("a frame's JSON is not an object with arrays")
+    arrays: dict[str, NDArray[Any]] = {}
+    end = 0
+    for row in table:
+        name, dtype, shape, at = _checked(row)
+        count = math.prod(shape)
+        if at < end or at % ALIGNMENT or at + count * np.dtype(dtype).itemsize > len(body) or name in arrays:
+            raise WireError(f"array {name!r} of a frame, at {at}, overlaps another or leaves the body")
+        arrays[name] = np.ndarray(shape, dtype, body, at) if count else np.empty(shape, dtype)
+        end = at + arrays[name].nbytes
+    return Message(kind=head.kind, says=says, arrays=arrays)
+
+
+def _checked(row: Any) -> tuple[str, str, list[int], int]:
+    match row:
+        case [str(name), str(dtype), list(shape), int(at)] if dtype in ARRAY_TYPES:
+            sizes = [size for size in shape if type(size) is int and 0 <= size <= MAX_BODY_BYTES]
+            if len(sizes) == len(shape) <= _MAX_DIMENSIONS and type(at) is int:
+                return name, dtype, sizes, at
+    raise WireError(
+        f"a frame lists as an array {str(row)[:80]}", why="name, type, shape and place are listed"
+    )
+
+
+def _check_lengths(json_bytes: int, body_bytes: int) -> None:
+    for what, found, most in (("JSON", json_bytes, MAX_JSON_BYTES), ("arrays", body_bytes, MAX_BODY_BYTES)):
+        if found > most:
+            raise WireError(
+                f"a frame with {found} bytes of {what}",
+                why=f"{most} is the most",
+                fix="send fewer groups at once",
+            )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

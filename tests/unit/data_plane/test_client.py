@@ -1,0 +1,247 @@
+"""Clients of a real server: columns arrive as they were written, once, whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from rillflow.data_plane.client import Client, started
+from rillflow.data_plane.schema import ColumnType, Schema, StageColumns
+from rillflow.errors import StreamError
+from rillflow.records.batch import Field
+from rillflow.records.ragged import Ragged
+from tests.unit.data_plane.streams import diamond
+
+NUMBERS = count()
+ONE = Schema(
+    columns={"x": ColumnType(dtype="float32", shape=(4,))}, stages=(StageColumns(name="train", reads=("x",)),)
+)
+
+
+def local(folder: Path, name: str = "local") -> Client:
+    return Client(folder, name=name)
+
+
+def remote(folder: Path, name: str = "remote") -> Client:
+    return Client(address=(folder / "address").read_text(), token=(folder / "token").read_text(), name=name)
+
+
+def stream(client: Client, schema: Schema, capacity: int = 64) -> str:
+    name = f"stream{next(NUMBERS)}"
+    client.create(name, schema, capacity=capacity)
+    return name
+
+
+def same(found: Field, expected: Field) -> bool:
+    if isinstance(expected, Ragged):
+        assert isinstance(found, Ragged)
+        return torch.equal(found.values, expected.values) and torch.equal(found.lengths, expected.lengths)
+    return found.dtype == expected.dtype and torch.equal(torch.as_tensor(found), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("connect", [local, remote])
+def test_columns_of_every_kind_arrive_as_they_were_written(
+    folder: Path, connect: Callable[[Path], Client]
+) -> None:
+    kinds = {
+        "flags": (torch.tensor([True, False, True]), ColumnType(dtype="bool")),
+        "half": (torch.randn(3, 2, dtype=torch.bfloat16), ColumnType(dtype="bfloat16", shape=(2,))),
+        "text": (Ragged.from_text(["", "zwölf", "x"]), ColumnType(dtype="uint8", ragged=True)),
+        "pairs": (
+            Ragged(values=torch.randn(5, 2), lengths=torch.tensor([0, 5, 0])),
+            ColumnType(dtype="float32", shape=(2,), ragged=True),
+        ),
+        "prompt": (Ragged.from_rows([[1, 2, 3], []]), ColumnType(dtype="int64", ragged=True, per="group")),
+    }
+    schema = Schema(
+        columns={name: column for name, (_, column) in kinds.items()},
+        stages=(StageColumns(name="train", reads=tuple(kinds)),),
+    )
+    with connect(folder) as client:
+        name = stream(client, schema)
+        client.begin(name, {name: field for name, (field, _) in kinds.items()}, rows=[2, 1], tokens=[5, 1])
+        taken = client.take(name, "train", 9)
+        assert taken is not None and (taken.rows.tolist(), taken.tokens.tolist()) == ([2, 1], [5, 1])
+        assert all(same(taken.fields[name], field) for name, (field, _) in kinds.items())
+        assert same(taken.by_row("prompt"), Ragged.from_rows([[1, 2, 3], [1, 2, 3], []]))
+        client.done(taken)
+
+
+@pytest.mark.parametrize("connect", [local, remote])
+def test_groups_from_many_writes_are_put_together_in_the_order_they_are_taken(
+    folder: Path, connect: Callable[[Path], Client]
+) -> None:
+    with local(folder) as writer, connect(folder) as client:
+        name = stream(writer, diamond())
+        for group in range(6):
+            writer.begin(name, {"prompt": Ragged.from_rows([[group] * group])}, rows=[1 + group % 2])
+        for index in ([4, 1, 2], [0, 1, 2]):
+            taken = writer.take(name, "sample", 6)
+            assert taken is not None
+            rows = taken.rows[index]
+            own = torch.repeat_interleave(taken.ids[index], rows)
+            tokens = Ragged(values=torch.repeat_interleave(own, own), lengths=own)
+            writer.done(taken, {"tokens": tokens}, index=index)
+            if index[0]:
+                writer.give_back(taken)
+        found = client.take(name, "score", 6)
+        assert found is not None and found.ids.tolist() == [0, 1, 2, 3, 4, 5]
+        assert same(found.fields["prompt"], Ragged.from_rows([[group] * group for group in range(6)]))
+        rows_of = [group for group in range(6) for _ in range(1 + group % 2)]
+        assert same(found.fields["tokens"], Ragged.from_rows([[group] * group for group in rows_of]))
+
+
+def test_a_reader_sees_shared_memory_and_what_it_changes_nobody_else_sees(folder: Path) -> None:
+    schema = Schema(
+        columns=ONE.columns,
+        stages=(StageColumns(name="a", reads=("x",)), StageColumns(name="b", reads=("x",))),
+    )
+    with local(folder) as client:
+        name = stream(client, schema)
+        x = torch.randn(8, 4)
+        client.begin(name, {"x": x}, rows=[1] * 8)
+        one, other = client.take(name, "a", 8), client.take(name, "b", 8)
+        assert one is not None and other is not None
+        field = one.fields["x"]
+        assert isinstance(field, torch.Tensor) and field.data_ptr() % 64 == 0
+        field.zero_()
+        assert same(other.fields["x"], x)
+
+
+def test_a_killed_worker_s_groups_go_to_another_at_once_and_its_cells_are_not_written_over(
+    folder: Path,
+) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom rillflow.data_plane.client import Client\n"
+        "client = Client(Path(sys.argv[1]), name='killed')\n"
+        "taken = client.take(sys.argv[2], 'train', 2)\nprint(taken.ids.tolist(), flush=True)\ntime.sleep(60)"
+    )
+    with local(folder, "heir") as client:
+        name = stream(client, ONE)
+        client.begin(name, {"x": torch.ones(3, 4)}, rows=[1] * 3)
+        worker = subprocess.Popen(
+            [sys.executable, "-c", code, str(folder), name], stdout=subprocess.PIPE, text=True
+        )
+        assert worker.stdout is not None and worker.stdout.readline() == "[0, 1]\n"
+        worker.kill()
+        worker.wait()
+        taken = client.take(name, "train", 3, least=3, wait_s=5.0)
+        assert taken is not None and taken.ids.tolist() == [0, 1, 2]
+        used = client.status(name)["used_bytes"]
+        client.done(taken)
+        assert client.status(name)["used_bytes"] < used
+
+
+def test_a_worker_that_lets_its_deadline_pass_is_refused_with_the_story(folder: Path) -> None:
+    with local(folder, "slow") as slow, local(folder, "quick") as quick:
+        name = stream(slow, ONE)
+        slow.begin(name, {"x": torch.ones(1, 4)}, rows=[1])
+        late = slow.take(name, "train", 1, lease_s=0.0)
+        taken = quick.take(name, "train", 1, wait_s=5.0)
+        assert late is not None and taken is not None
+        with pytest.raises(StreamError, match=r"returned from train, for slow#\d+ let its deadline pass"):
+            slow.done(late)
+        assert torch.equal(torch.as_tensor(late.fields["x"]), torch.ones(1, 4))  # type: ignore[arg-type]
+        quick.done(taken)
+
+
+def test_who_begins_waits_for_slots_and_bytes_and_is_woken_by_who_is_done(folder: Path) -> None:
+    with local(folder, "task") as task, local(folder, "trainer") as trainer:
+        slots = stream(task, ONE, capacity=2)
+        task.begin(slots, {"x": torch.ones(2, 4)}, rows=[1, 1])
+        with pytest.raises(StreamError, match=r"nobody ever took a group"):
+            task.begin(slots, {"x": torch.ones(1, 4)}, rows=[1], wait_s=0.05)
+        wide = Schema(columns={"x": ColumnType(dtype="uint8", ragged=True)}, stages=ONE.stages)
+        nbytes = stream(task, wide)
+        big = Ragged(values=torch.zeros(9 * 2**20, dtype=torch.uint8), lengths=torch.tensor([9 * 2**20]))
+        task.begin(nbytes, {"x": big}, rows=[1])
+        with pytest.raises(
+            StreamError, match=f"16777216 bytes are in use: .*{nbytes}: group 0: begun by task"
+        ):
+            task.begin(nbytes, {"x": big}, rows=[1], wait_s=0.05)
+        for name, columns, rows in ((slots, torch.ones(1, 4), [1]), (nbytes, big, [1])):
+            waiting = threading.Thread(target=task.begin, args=(name, {"x": columns}), kwargs={"rows": rows})
+            waiting.start()
+            taken = trainer.take(name, "train", 1)
+            assert taken is not None
+            trainer.done(taken)
+            waiting.join(5.0)
+            assert not waiting.is_alive() and trainer.status(name)["begun"] > 1
+        with pytest.raises(StreamError, match="the store has 16777216"):
+            task.begin(nbytes, {"x": big.select(torch.zeros(2, dtype=torch.int64))}, rows=[2])
+
+
+@pytest.mark.parametrize("connect", [local, remote])
+@pytest.mark.parametrize(
+    ("columns", "rows", "said"),
+    [
+        ({}, [1], "'x' is missing"),
+        ({"x": torch.ones(2, 3)}, [1, 1], r"column 'x' is float32 \[2, 3\]"),
+        ({"x": torch.ones(2, 4, dtype=torch.float64)}, [1, 1], r"column 'x' is float64"),
+        ({"x": torch.ones(2, 4)}, [1, 1, 1], r"column 'x' is float32 \[2, 4\]"),
+        (
+            {"x": Ragged(values=torch.ones(2, 4), lengths=torch.tensor([1, 1]))},
+            [1, 1],
+            "'x.lengths' is not for",
+        ),
+        ({"x": torch.ones(2, 4)}, [2, 0], r"groups of \[2, 0\] rows"),
+        ({"x": torch.ones(2, 4), "y": torch.ones(2)}, [1, 1], "no column 'y'"),
+    ],
+)
+def test_columns_that_are_not_the_stream_s_are_refused_and_nothing_begins(
+    folder: Path, connect: Callable[[Path], Client], columns: dict[str, Field], rows: list[int], said: str
+) -> None:
+    with connect(folder) as client:
+        name = stream(client, ONE)
+        with pytest.raises(StreamError, match=said):
+            client.begin(name, columns, rows=rows)
+        assert client.status(name)["begun"] == 0
+        client.begin(name, {"x": torch.ones(2, 4)}, rows=[1, 1])
+
+
+def test_what_is_not_there_is_named(folder: Path) -> None:
+    with local(folder) as client:
+        name = stream(client, ONE)
+        with pytest.raises(StreamError, match=f"did you mean '{name}'"):
+            client.take(name + "0", "train", 1)
+        with pytest.raises(StreamError, match="did you mean 'train'"):
+            client.take(name, "trian", 1)
+        with pytest.raises(StreamError, match=r"count is 0"):
+            client.take(name, "train", 0)
+        with pytest.raises(StreamError, match="another stream"):
+            client.create(name, ONE, capacity=65)
+        client.finish(name)
+        assert client.take(name, "train", 1) is None
+        with pytest.raises(StreamError, match="the stream is closed"):
+            client.begin(name, {"x": torch.ones(1, 4)}, rows=[1])
+
+
+def test_the_folder_is_for_its_owner_and_a_killed_server_s_is_removed_by_the_next(tmp_path: Path) -> None:
+    with started(capacity_bytes=2**20, home=tmp_path) as folder:
+        assert (
+            stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE((folder / "segments").stat().st_mode) == 0o700
+        )
+        assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+        with Client(folder, name="left") as client:
+            owner = next(
+                int(entry.name)
+                for entry in Path("/proc").glob("[0-9]*")
+                if str(folder).encode() in (entry / "cmdline").read_bytes()
+            )
+            os.kill(owner, signal.SIGKILL)
+            with pytest.raises(StreamError, match="does not answer"):
+                client.create("s", ONE, capacity=1)
+        left = tmp_path / "rillflow-left"
+        folder.rename(left)
+    with started(capacity_bytes=2**20, home=tmp_path):
+        assert not left.exists()
