@@ -50,7 +50,7 @@ from rillflow.weights.layout import (
     training_layout,
 )
 from rillflow.weights.plan import reshard_plan
-from rillflow.weights.resharding import Resharding
+from rillflow.weights.resharding import Resharding, keep
 from rillflow.weights.sharded_file import load_sharded, save_sharded
 from rillflow.weights.switch import WeightSwitch
 
@@ -205,7 +205,12 @@ class Rank:
         plan = reshard_plan(self.weights, self.source, self.plain)
         generation = self.empty(self.plain)
         resharding = Resharding(plan, self.ranks)
-        resharding.run(self.training, generation)
+        for place, bucket in enumerate(resharding.buckets):
+            for name in (part.name for part in bucket.parts if part.is_last):
+                keep(plan, name, self.ranks.rank, self.training, generation)
+            resharding.pack(place, self.training)
+            resharding.exchange(place, generation)
+        resharding.close()
         if check:
             self.note("plain, slices alone", generation)
         return Cost(received=resharding.received_bytes, peak=_bytes(generation) + _bytes(self.training))

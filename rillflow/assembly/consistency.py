@@ -13,8 +13,7 @@ from rillflow.assembly.arithmetic import step_rows
 from rillflow.assembly.meshes import impossible, unfit
 from rillflow.assembly.role_table import model_roles, roles_of
 from rillflow.errors import ConfigError, nearest
-from rillflow.models.config import NewModel
-from rillflow.placement.mesh import divisors
+from rillflow.models.config import misfits
 
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe
@@ -113,33 +112,7 @@ def _model(recipe: Recipe) -> Iterator[ConfigError]:
             fix='write model.path = "a/directory", or model.new = { hidden = 128, layers = 4 }',
         )
     if model.new is not None:
-        yield from _new_model(model.new)
-
-
-def _new_model(new: NewModel) -> Iterator[ConfigError]:
-    if new.hidden % new.heads:
-        yield ConfigError(
-            f"policy.model.new.heads is {new.heads} and hidden is {new.hidden}",
-            why=f"heads divide the hidden size; {new.hidden} / {new.heads} leaves {new.hidden % new.heads}",
-            fix=f"try heads = {_divisor(new.hidden, new.heads)}",
-        )
-    elif new.hidden // new.heads % 2:
-        yield ConfigError(
-            f"policy.model.new.hidden is {new.hidden} and heads is {new.heads}",
-            why=f"rotary positions need an even head size, not {new.hidden // new.heads}",
-            fix=f"try hidden = {2 * new.hidden}",
-        )
-    if new.heads % new.kv_heads:
-        yield ConfigError(
-            f"policy.model.new.kv_heads is {new.kv_heads} and heads is {new.heads}",
-            why=f"one divides the other; {new.heads} / {new.kv_heads} leaves {new.heads % new.kv_heads}",
-            fix=f"try kv_heads = {_divisor(new.heads, new.kv_heads)}",
-        )
-
-
-def _divisor(whole: int, wish: int) -> int:
-    """The divisor of ``whole`` nearest to ``wish``, the smaller one of two."""
-    return min(divisors(whole), key=lambda part: abs(part - wish))
+        yield from misfits(model.new)
 
 
 def _phases(recipe: Recipe) -> Iterator[ConfigError]:

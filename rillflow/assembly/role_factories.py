@@ -35,13 +35,11 @@ from rillflow.placement.mesh import Mesh
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.weighted import WeightedWorkers
-from rillflow.roles.critic import Critic
-from rillflow.roles.policy import Policy
+from rillflow.roles.policy import Policy, Reference
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights, SentWeights, lay_out
-from rillflow.roles.reference import Reference
 from rillflow.roles.reward import Cost, Reward
-from rillflow.roles.reward_model import RewardModel, SafetyCostModel
 from rillflow.roles.sampler import Sampler
+from rillflow.roles.scalar_roles import Critic, RewardModel, SafetyCostModel
 from rillflow.roles.share import Model, Share
 from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import TrainConfig

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
 from rillflow.config.section import Section
+from rillflow.errors import ConfigError
+from rillflow.placement.mesh import divisors
 
 
 class NewModel(Section):
@@ -38,3 +41,30 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Type of the weights and the arithmetic."
     )
+
+
+def misfits(new: NewModel) -> Iterator[ConfigError]:
+    """Sizes of a new model that do not go together."""
+    if new.hidden % new.heads:
+        yield ConfigError(
+            f"policy.model.new.heads is {new.heads} and hidden is {new.hidden}",
+            why=f"heads divide the hidden size; {new.hidden} / {new.heads} leaves {new.hidden % new.heads}",
+            fix=f"try heads = {_divisor(new.hidden, new.heads)}",
+        )
+    elif new.hidden // new.heads % 2:
+        yield ConfigError(
+            f"policy.model.new.hidden is {new.hidden} and heads is {new.heads}",
+            why=f"rotary positions need an even head size, not {new.hidden // new.heads}",
+            fix=f"try hidden = {2 * new.hidden}",
+        )
+    if new.heads % new.kv_heads:
+        yield ConfigError(
+            f"policy.model.new.kv_heads is {new.kv_heads} and heads is {new.heads}",
+            why=f"one divides the other; {new.heads} / {new.kv_heads} leaves {new.heads % new.kv_heads}",
+            fix=f"try kv_heads = {_divisor(new.heads, new.kv_heads)}",
+        )
+
+
+def _divisor(whole: int, wish: int) -> int:
+    """The divisor of ``whole`` nearest to ``wish``, the smaller one of two."""
+    return min(divisors(whole), key=lambda part: abs(part - wish))

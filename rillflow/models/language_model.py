@@ -33,7 +33,7 @@ from rillflow.models.positions import settle_positions
 from rillflow.models.pretrained import load_module, load_scalar_module
 from rillflow.models.scalar_head import HeadStart
 from rillflow.models.tokenizer import Tokenizer, load_tokenizer
-from rillflow.observe.durable import flush
+from rillflow.observe.durable import flush, publish_folder
 
 _LOADING = threading.Lock()
 """One model at a time: while the library makes a module it changes settings of the whole process."""
@@ -135,10 +135,9 @@ def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor
     Raises:
         OSError: the directory cannot be written; what was there before still is.
     """
-    draft, old = (directory.with_name(f".{directory.name}.{kind}") for kind in ("draft", "old"))
+    draft = directory.with_name(f".{directory.name}.draft")
     directory.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(draft, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
     draft.mkdir()
     try:
         with quiet():
@@ -146,15 +145,10 @@ def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor
             model.tokenizer.save(draft)
         for path in draft.rglob("*"):
             flush(path)
-        flush(draft)
-        if directory.exists():
-            directory.rename(old)
-        draft.rename(directory)
-        flush(directory.parent)
+        publish_folder(draft, directory)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def module_and_tokenizer(

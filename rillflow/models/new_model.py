@@ -20,7 +20,7 @@ from transformers import (
 from rillflow.errors import ModelError, nearest
 from rillflow.models.architecture import Output, causal_class, check_attention, scalar_class
 from rillflow.models.attention import ATTENTION
-from rillflow.models.config import NewModel
+from rillflow.models.config import NewModel, misfits
 from rillflow.models.positions import settle_positions
 from rillflow.models.scalar_head import HeadStart, require_one_number, start_head
 
@@ -86,7 +86,8 @@ def _config(new: NewModel, vocabulary: int) -> PreTrainedConfig:
 
 def _settings(new: NewModel, vocabulary: int, kind: type[PreTrainedConfig]) -> dict[str, Any]:
     """The config's arguments, for those a type knows under these names or by its ``attribute_map``."""
-    _check_heads(new)
+    for misfit in misfits(new):
+        raise ModelError(misfit.what, misfit.why, misfit.fix)
     known = set(kind().to_dict()) | set(kind.attribute_map)
     settings: dict[str, Any] = {
         "vocab_size": vocabulary,
@@ -116,16 +117,3 @@ def _settings(new: NewModel, vocabulary: int, kind: type[PreTrainedConfig]) -> d
             fix=f"set kv_heads = {new.heads}",
         )
     return settings
-
-
-def _check_heads(new: NewModel) -> None:
-    if new.hidden % new.heads:
-        raise ModelError(
-            f"policy.model.new.heads is {new.heads} and hidden is {new.hidden}",
-            why=f"heads divide the hidden size, and {new.hidden} / {new.heads} leaves a rest",
-        )
-    if new.heads % new.kv_heads:
-        raise ModelError(
-            f"policy.model.new.kv_heads is {new.kv_heads} and heads is {new.heads}",
-            why=f"key/value heads divide heads, and {new.heads} / {new.kv_heads} leaves a rest",
-        )

@@ -1,7 +1,8 @@
-"""Durable: the two ways a file of a run is written, and what a failed write says.
+"""Durable: the ways a file or folder of a run is written, and what a failed write says.
 
 append   one line at the end: it is there whole, or the file is as it was
 replace  a new content: temporary file ─ fsync ─> rename: the old one or the new one, never a mixture
+publish_folder   a draft whose files are on the disk ─> rename: likewise, the old one aside and away
 """
 
 from __future__ import annotations
@@ -121,6 +122,22 @@ def _write_all(descriptor: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+def publish_folder(draft: Path, folder: Path) -> None:
+    """Give a whole draft its name: a reader finds the old folder or the new one, also across a loss of power.
+
+    Raises:
+        OSError: it could not be renamed.
+    """
+    flush(draft)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    draft.rename(folder)
+    flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

@@ -4,6 +4,8 @@ rollouts ─ logprobs ─> old_logprobs
 rollouts + advantages, demonstrations ─ update ─> metrics, by any losses
 publish: what was trained is what is sampled next, under the next version (roles.publishing)
 begin, save: a phase of training, and what it goes on from
+
+The reference is the policy as the phase found it, frozen: rollouts ─ logprobs ─> reference_logprobs
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.training.guards import check_freshness
 from rillflow.training.loss import SAMPLED, are_sampled, loss_of
 from rillflow.training.minibatches import minibatches
+from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Aim
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TOGETHER, TRAIN
@@ -144,6 +147,27 @@ class Policy(TrainedRole[LanguageModel]):
     def _exact(self) -> bool:
         """Whether the weights are wide enough for the on-policy contract token by token, not in the mean."""
         return bool(self.model.module.dtype.itemsize >= 4)
+
+
+class Reference:
+    """A language model that only scores.
+
+    Args:
+        share: the model, or this rank's part of it; it is frozen.
+        train: how a batch is cut into micro-batches.
+        temperature: the temperature the policy is sampled at.
+    """
+
+    def __init__(self, share: Share[LanguageModel], *, train: TrainConfig, temperature: float) -> None:
+        share.model.module.requires_grad_(False)
+        self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
+        self._temperature = temperature
+
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("reference_logprobs",))
+    def logprobs(self, rollouts: Batch) -> Batch:
+        """The field ``reference_logprobs``: what the reference gives every sampled token."""
+        found = self._scorer.logprobs(rollouts, temperature=self._temperature)
+        return Batch(ids=rollouts.ids, fields={"reference_logprobs": found})
 
 
 def _ages(behind: Tensor) -> dict[str, Metric]:

@@ -20,7 +20,7 @@ own tensor is its intervals of every dim joined in ascending order (see placemen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
@@ -65,11 +65,6 @@ def logical_weights(module: nn.Module) -> dict[str, Weight]:
         name: Weight(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
         for name, tensor in module.named_parameters()
     }
-
-
-def cast(weights: Weights, dtype: torch.dtype) -> dict[str, Weight]:
-    """The same weights with elements of another type."""
-    return {name: replace(weight, dtype=dtype) for name, weight in weights.items()}
 
 
 def training_layout(

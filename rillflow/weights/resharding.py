@@ -76,23 +76,6 @@ class Resharding:
         self._buffers: dict[str, Tensor] = {}
         self._packed: dict[int, tuple[_Packed, _Packed]] = {}
 
-    def run(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
-        """Bring all that the plan says from some tensors to others.
-
-        Raises:
-            ClusterError: a rank died or did not come in time.
-            WeightError: a tensor is missing or of another shape.
-        """
-        require_shapes(source, self.plan, self.plan.source, self.rank)
-        require_shapes(destination, self.plan, self.plan.destination, self.rank)
-        for place, bucket in enumerate(self.buckets):
-            for part in bucket.parts:
-                if part.is_last:
-                    keep(self.plan, part.name, self.rank, source, destination)
-            self.pack(place, source)
-            self.exchange(place, destination)
-        self.close()
-
     @property
     def buffer_bytes(self) -> int:
         """What the buffers take at the moment."""

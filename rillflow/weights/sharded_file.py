@@ -33,7 +33,7 @@ from torch import Tensor
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RillflowError, RunDirectoryError
-from rillflow.observe.durable import flush, replace, write_error
+from rillflow.observe.durable import flush, publish_folder, replace, write_error
 from rillflow.parallel.tensor import device_of, own
 from rillflow.placement.slices import Slice, slices
 from rillflow.weights.digest import owned
@@ -110,14 +110,7 @@ def save_sharded(
     def publish() -> str:
         if ranks.rank == 0:
             replace(draft / LIST, [_list(weights, layout, ranks.size, hashes)])
-            flush(draft)
-            old = folder.with_name(f".{folder.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            if folder.exists():
-                folder.rename(old)
-            draft.rename(folder)
-            flush(folder.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            publish_folder(draft, folder)
         return ""
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from rillflow.errors import WeightError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.weights.digest import Digests, digests, verify
-from rillflow.weights.layout import Weight, cast, generation_layout, generation_mesh, training_layout
+from rillflow.weights.layout import Weight, generation_layout, generation_mesh, training_layout
 from rillflow.weights.plan import reshard_plan
 from rillflow.weights.switch import WeightSwitch
 
@@ -40,9 +41,9 @@ def checked(ranks: Ranks, wrong_rank: int, shard: bool) -> str:
     for name, part in PARTS.items():
         cut = whole(name).chunk(2, part.dim)[at["tp"]] if isinstance(part, Split) else whole(name)
         training[name] = (cut.chunk(2)[at["dp"]] if shard else cut).clone()
-    announced = Digests(version=5, of=digests(cast(WEIGHTS, torch.bfloat16), layout, training, ranks))
+    bfloat16 = {name: replace(each, dtype=torch.bfloat16) for name, each in WEIGHTS.items()}
+    announced = Digests(version=5, of=digests(bfloat16, layout, training, ranks))
     destination = generation_mesh(mesh, 1)
-    bfloat16 = cast(WEIGHTS, torch.bfloat16)
     plan = reshard_plan(bfloat16, layout, generation_layout(bfloat16, PARTS, destination))
     generation = WeightSwitch(plan, ranks, training).to_generation()
     if ranks.rank == wrong_rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,6 @@ from rillflow.parallel.tensor import own
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.weights.layout import (
-    cast,
     generation_layout,
     generation_mesh,
     logical_weights,
@@ -76,7 +76,8 @@ def trained(ranks: Ranks, generating: torch.dtype, tp: int) -> list[str]:
     weights, mesh = logical_weights(Block()), Mesh.of(dp=2, pp=1, tp=2)
     source = training_layout(weights, PARTS, dict.fromkeys(weights, (0,)), mesh, shard=True)
     destination = generation_layout(weights, PARTS, generation_mesh(mesh, tp))
-    plan = reshard_plan(cast(weights, generating), source, destination)
+    crossing = {name: replace(each, dtype=generating) for name, each in weights.items()}
+    plan = reshard_plan(crossing, source, destination)
     switch = WeightSwitch(plan, ranks, dict(modules[0].named_parameters()))
     alike = generating == torch.float32
     for _ in range(3):

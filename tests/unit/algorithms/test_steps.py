@@ -13,12 +13,10 @@ from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.graph import Graph
 from rillflow.graph.trace import Signature, Tracer, trace
-from rillflow.roles.critic import Critic
-from rillflow.roles.policy import Policy
-from rillflow.roles.reference import Reference
+from rillflow.roles.policy import Policy, Reference
 from rillflow.roles.reward import Cost, Reward
-from rillflow.roles.reward_model import RewardModel, SafetyCostModel
 from rillflow.roles.sampler import Sampler
+from rillflow.roles.scalar_roles import Critic, RewardModel, SafetyCostModel
 from rillflow.workers.endpoint import endpoints_of
 
 

@@ -71,7 +71,7 @@ def test_any_plain_decoder_can_be_made(kind: str, kv_heads: int) -> None:
         ({"heads": 3}, "heads is 3 and hidden is 32"),
         ({"heads": 4, "kv_heads": 3}, "kv_heads is 3 and heads is 4"),
         ({"architecture": "gpt2"}, "kv_heads is 2 and heads is 4"),
-        ({"hidden": 36, "heads": 4}, "cannot be replaced"),
+        ({"hidden": 36, "heads": 4}, "hidden is 36 and heads is 4"),
         ({"architecture": "dbrx", "kv_heads": 4}, "a dbrx cannot have hidden 32, layers 2, heads 4"),
         ({"architecture": "t5"}, "'t5'"),
         ({"architecture": "mamba"}, "'mamba'"),

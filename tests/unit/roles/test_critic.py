@@ -16,7 +16,7 @@ from rillflow.models.language_model import ScalarModel
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
-from rillflow.roles.critic import Critic
+from rillflow.roles.scalar_roles import Critic
 from rillflow.roles.share import Share
 from rillflow.training.config import PassesConfig, TrainConfig
 

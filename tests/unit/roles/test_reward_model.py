@@ -19,7 +19,7 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.roles.reward import OUTCOMES
-from rillflow.roles.reward_model import RewardModel, SafetyCostModel
+from rillflow.roles.scalar_roles import RewardModel, SafetyCostModel
 from rillflow.roles.share import Share
 from rillflow.tasks.encoded import Answers, Encoder
 from rillflow.tasks.preference import arithmetic_preferences

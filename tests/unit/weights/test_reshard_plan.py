@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from rillflow.placement.sbp import Broadcast, Partial, Placement, Split
 from rillflow.weights.layout import (
     Layout,
     Weight,
-    cast,
     generation_layout,
     generation_mesh,
     training_layout,
@@ -293,7 +292,7 @@ def test_a_single_number_crosses_whole() -> None:
 
 def test_weights_of_two_types_have_their_own_buckets() -> None:
     weights, parts = stack(1, cut=True)
-    weights["layers.0.up"] = cast({"up": weights["layers.0.up"]}, torch.float32)["up"]
+    weights["layers.0.up"] = replace(weights["layers.0.up"], dtype=torch.float32)
     train = Mesh.of(dp=1, pp=1, tp=2)
     before = training_layout(weights, parts, layers_over(weights, 1), train, shard=False)
     plan = reshard_plan(weights, before, generation_layout(weights, parts, generation_mesh(train, 1)))

@@ -1,0 +1,184 @@
+"""Scalar roles: models with a scalar head that score and are trained: critics, reward and cost models.
+
+    critic          rollouts ─ values ─> values of the states before the sampled tokens
+                    rollouts ─ final_values ─> value of the state after each row's last token
+                    rollouts + values + returns ─ update ─> metrics
+    reward model    rollouts ─ score ─> rewards (or costs), with the fields of the reward role
+                    pairs ─ update ─> metrics                                     chosen above rejected
+
+A rollout is scored at its last token, prompt and answer read as the policy's tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rillflow.errors import RewardError
+from rillflow.graph.loss import only_term
+from rillflow.models.language_model import ScalarModel, require_same_tokens
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.records.batch import Batch, joined
+from rillflow.records.metrics import Metric, merge_metrics
+from rillflow.records.rollout import completions
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.roles.reward import COST_FIELDS, SCORE_FIELDS, cost_metrics, reward_metrics, scored_rows
+from rillflow.roles.share import Share
+from rillflow.roles.trained_role import TrainedRole
+from rillflow.training.config import PassesConfig, TrainConfig
+from rillflow.training.loss import Loss, PairLoss, loss_of
+from rillflow.training.minibatches import minibatches, prompt_units
+from rillflow.training.scorer import Scorer
+from rillflow.workers.endpoint import endpoint
+from rillflow.workers.transfer import THREE_D, TRAIN, TRAIN_PAIRS
+
+
+class ScalarRole(TrainedRole[ScalarModel]):
+    """A model with a scalar head that scores and is trained.
+
+    Args:
+        share: the model, or this rank's part of it.
+        tokenizer: the policy's; the two must have the same tokens.
+        train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
+        seed: the run's seed; it decides how rows are cut into minibatches.
+        updates: optimiser steps of that phase, for the schedule.
+        version: calls of the training endpoint so far.
+        name: what errors and files call it; ``called`` where nothing is said.
+
+    Raises:
+        ModelError: the policy's tokens are others.
+    """
+
+    called: ClassVar[str]
+    """The usual name."""
+
+    def __init__(
+        self,
+        share: Share[ScalarModel],
+        *,
+        tokenizer: Tokenizer,
+        train: TrainConfig,
+        seed: int,
+        updates: int,
+        version: int = 0,
+        name: str | None = None,
+    ) -> None:
+        name = name or self.called
+        require_same_tokens(share.model, tokenizer, name)
+        super().__init__(share, train=train, seed=seed, updates=updates, version=version, name=name)
+        self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
+        self._tokenizer = tokenizer
+
+    def _trained(
+        self, rows: Batch, loss: Loss, passes: PassesConfig, units: Tensor | None = None
+    ) -> dict[str, Metric]:
+        """Optimiser steps over rows, those of one unit together."""
+        cut = minibatches(
+            rows, passes.epochs, passes.minibatches, self._seed, self.version, units, self._share.rows
+        )
+        metrics = merge_metrics([self.trainer.update(part, loss) for part in cut])
+        self.version += 1
+        return metrics
+
+
+class Critic(ScalarRole):
+    """A model with a scalar head that is trained on returns; the cost's has a name of its own."""
+
+    called = "critic"
+
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("values",))
+    def values(self, rollouts: Batch) -> Batch:
+        """The field ``values``: what the state before each sampled token is worth, 0 elsewhere."""
+        return Batch(ids=rollouts.ids, fields={"values": self._scorer.values(rollouts)})
+
+    @endpoint(THREE_D, reads=("tokens",), writes=("final_values",))
+    def final_values(self, rollouts: Batch) -> Batch:
+        """The field ``final_values`` [B]: what the state after each row's last token is worth."""
+        return Batch(ids=rollouts.ids, fields={"final_values": self._scorer.scores(rollouts)})
+
+    @endpoint(TRAIN, reads=("tokens", "loss_mask", "values"), says=("values", "old_values", "row_lengths"))
+    def update(self, /, *known: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
+        """Optimiser steps on rows joined from ``known``: rollouts, the ``values`` they had, and ``returns``.
+
+        Both are aligned to ``tokens`` and count at the sampled tokens. Metrics are named after the role.
+
+        Args:
+            known: rows, with what the loss reads.
+            loss: a function (see ``formulas.losses``), or ``config.value_loss``.
+            passes: how often rows are gone through, and in how many steps.
+            options: arguments of the loss that are no fields.
+
+        Raises:
+            TrainingError: a number is not finite.
+        """
+        rows = joined(known)
+        rows = rows.with_fields(old_values=rows.ragged("values"))
+        term = only_term(f"{self._name}.update", loss, options)
+        metrics = self._trained(rows, loss_of(term, ("values",), self._name), passes)
+        return {f"{self._name}/{name.partition('/')[2]}": metric for name, metric in metrics.items()}
+
+
+class RewardModel(ScalarRole):
+    """A model with a scalar head that scores rollouts and is trained on pairs."""
+
+    called = "reward model"
+    field = "rewards"
+    """What the scores are called."""
+
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=SCORE_FIELDS, measures=reward_metrics)
+    def score(self, rollouts: Batch) -> Batch:
+        """Score every rollout.
+
+        Returns:
+            The fields of ``Reward.score``; every row is valid.
+
+        Raises:
+            RewardError: a score is not finite.
+            TrainingError: a row is empty.
+        """
+        return self._scored(rollouts)
+
+    @endpoint(TRAIN_PAIRS, reads=("tokens",), says=("chosen", "rejected"))
+    def update(self, /, pairs: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
+        """Optimiser steps over pairs of answers, one better than the other.
+
+        Args:
+            pairs: two rows a pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
+                For costs the chosen answer is the one that costs more.
+            loss: a function of the scores ``chosen`` and ``rejected`` [P], as ``formulas.preference_loss``.
+            passes: how often the pairs are gone through, and in how many steps.
+            options: further arguments of the loss.
+
+        Raises:
+            TrainingError: a row has no partner, or a number is not finite.
+        """
+        term = only_term(f"{self._name}.update", loss, options)
+        return self._trained(pairs, loss_of(term, PairLoss.says, self._name), passes, prompt_units(pairs))
+
+    def _scored(self, rollouts: Batch) -> Batch:
+        values = self._scorer.scores(rollouts)
+        odd = (~torch.isfinite(values)).nonzero()
+        if len(odd):
+            row = int(odd[0])
+            raise RewardError(
+                f"the model's score of row ({rollouts.row_id(row)}) is {float(values[row])}",
+                why=f"nothing can be learned from such {self.field}",
+                fix="look for weights that are not finite",
+            )
+        texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
+        scores = [Score(outcome=Outcome.SCORE, value=value) for value in values.tolist()]
+        return scored_rows(rollouts, texts, scores, self.field)
+
+
+class SafetyCostModel(RewardModel):
+    """A reward model whose scores are ``costs``: more is worse."""
+
+    called = "cost model"
+    field = "costs"
+
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=COST_FIELDS, measures=cost_metrics)
+    def score(self, rollouts: Batch) -> Batch:
+        """Score every rollout: as ``RewardModel.score``, the scores called ``costs``."""
+        return self._scored(rollouts)
