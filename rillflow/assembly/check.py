@@ -82,6 +82,9 @@ def unread_settings(recipe: Recipe) -> list[str]:
         unread |= {
             "algorithm.gap_tolerance": recipe.policy.model.dtype == "float32",
             "algorithm.old_logprobs": not config.is_off_policy,
+            "algorithm.shuffle": config.minibatches == 1,
+            "algorithm.freshness": not recipe.placement.samples_apart,
+            "rollout.parts": len(recipe.placement.pools) == 1,
             "algorithm.loss.constant": config.loss.aggregation != "constant",
             "algorithm.loss.kl_estimator": config.loss.kl == 0,
             "algorithm.loss.kl_in": config.loss.kl == 0,

@@ -14,6 +14,7 @@ from rillflow.assembly.meshes import impossible, unfit
 from rillflow.assembly.role_table import model_roles, roles_of
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import misfits
+from rillflow.placement.mesh import divisors
 
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe
@@ -42,8 +43,15 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
 
 
 def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
-    """A bound above 0 where the sampler has no ranks of its own to run ahead on."""
-    placement, config = recipe.placement, recipe.algorithm
+    """A bound above 0 where the sampler has no ranks of its own, and minibatches that parts would cut."""
+    placement, config, parts = recipe.placement, recipe.algorithm, recipe.rollout.parts
+    if parts > 1 and config.goes_by(parts) and config.prompts_per_step % parts:
+        fewer = max(each for each in divisors(config.prompts_per_step) if each <= parts)
+        yield ConfigError(
+            f"rollout.parts is {parts}, and algorithm.prompts_per_step is {config.prompts_per_step}",
+            why="minibatches are taken as rows come, and parts of unlike size would cut them otherwise",
+            fix=f"try {fewer}, or algorithm.shuffle = true",
+        )
     if isinstance(config, OnlineConfig) and config.freshness and not placement.samples_apart:
         yield ConfigError(
             f"algorithm.freshness is {config.freshness}, and the sampler shares its ranks with the policy",

@@ -19,6 +19,7 @@ from rillflow.cluster.backend import Backend, Place
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.flow import StageResult
 from rillflow.errors import RecordError, nearest
+from rillflow.formulas import is_of_groups
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.loss import field_parameters
 from rillflow.graph.trace import ROW_FIELDS
@@ -87,15 +88,20 @@ class GroupExecutor:
     def _by_parts(
         self, group: Group, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]
     ) -> Pending:
-        """A call, part by part where its rows come so and stay rows: what is cut by rows is of any rows."""
-        parts = [each.parts if isinstance(each, Pending) else () for each in args]
-        stay_rows = (
-            endpoint in group.endpoints and ROWS in group.endpoints[endpoint].transfer.receive.values()
-        )
-        if not stay_rows or len({*map(len, parts)}) != 1 or not parts[0]:
+        """A call, part by part where its rows come so: what is cut by rows, or trained as they come."""
+        called, parts = group.endpoints.get(endpoint), _in_step(args)
+        if called is None or not parts:
             return group.call(endpoint, *args, **options)
-        made = [group.call(endpoint, *part, **options) for part in zip(*parts, strict=True)]
-        return Pending.of_parts(made[0].stage, made)
+        if ROWS in called.transfer.receive.values():
+            made = [group.call(endpoint, *part, **options) for part in parts]
+            return Pending.of_parts(made[0].stage, made)
+        if not called.by_parts or not options["passes"].goes_by(len(parts)):
+            return group.call(endpoint, *args, **options)
+        made = [
+            group.call(endpoint, *part, **options, part=(index, len(parts)))
+            for index, part in enumerate(parts)
+        ]
+        return Pending.of_parts(made[0].stage, made, is_partial=True)
 
     def measure(self, stage: str) -> Measure | None:
         """What is measured of a stage's result."""
@@ -127,14 +133,26 @@ class GroupExecutor:
         options: Mapping[str, Any],
     ) -> Pending:
         """See Executor."""
-        given = [formula, into, *batches]
-        return self._at(
-            [self._home(batches)], formula.__name__, (program.apply, apply_formula), given, options
-        )
+        parts = _in_step(batches) if into is not None and is_of_groups(formula) else []
+        made = [self._computed(formula, part, into, options) for part in parts or [tuple(batches)]]
+        return Pending.of_parts(made[0].stage, made) if parts else made[0]
+
+    def _computed(
+        self,
+        formula: Callable[..., Any],
+        batches: Sequence[Any],
+        into: str | None,
+        options: Mapping[str, Any],
+    ) -> Pending:
+        work = (program.apply, apply_formula)
+        return self._at([self._home(batches)], formula.__name__, work, [formula, into, *batches], options)
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""
-        return self.apply(rows_where, field, batch, by, place=self._home([batch]))
+        parts = _in_step([batch] if by is None else [batch, by])
+        made = [self.apply(rows_where, field, *part, place=self._home(part)) for part in parts]
+        whole = (rows_where, field, batch, *([] if by is None else [by]))
+        return Pending.of_parts("filter", made) if made else self.apply(*whole, place=self._home([batch]))
 
     def gather(self, batches: Sequence[Any], rows: int) -> Pending:
         """The first ``rows`` rows of the batches laid end to end; see Supply."""
@@ -217,6 +235,12 @@ class GroupExecutor:
             if isinstance(batch, Pending):
                 return batch.places[0]
         return next(iter(self.groups.values())).places[0]
+
+
+def _in_step(values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The parts of several results, those of the same rows together; empty where not all come in as many."""
+    parts = [each.parts if isinstance(each, Pending) else () for each in values]
+    return list(zip(*parts, strict=True)) if len({*map(len, parts)}) == 1 else []
 
 
 def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch, **options: Any) -> Any:

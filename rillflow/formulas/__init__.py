@@ -11,6 +11,7 @@ torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,12 @@ _NAMES = {
     ),
 }
 """The public names of each module."""
+_OF_GROUPS = (
+    "bootstrapped_rewards ended gae greedy_baseline group_advantages leave_one_out missing_end_rewards "
+    "overlong_rewards penalised_group_advantages penalised_rewards penalised_token_costs "
+    "penalised_token_rewards returns_to_go token_costs token_rewards value_targets varied_groups"
+)
+"""Formulas that give a row the same whatever other groups are in its batch."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
@@ -54,6 +61,11 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return vars(import_module(f"{__name__}.{_HOMES[name]}"))[name]
+
+
+def is_of_groups(formula: Callable[..., Any]) -> bool:
+    """Whether a formula's result for a row follows from the rows of its group alone."""
+    return formula.__module__.startswith(f"{__name__}.") and formula.__name__ in _OF_GROUPS.split()
 
 
 def __dir__() -> list[str]:

@@ -76,9 +76,16 @@ class Policy(TrainedRole[LanguageModel]):
         found = self.trainer.logprobs(rollouts, temperature=self._rollout.temperature)
         return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
 
-    @endpoint(TRAIN, reads=("tokens", "loss_mask"), says=SAYS)
+    @endpoint(TRAIN, reads=("tokens", "loss_mask"), says=SAYS, by_parts=True)
     def update(
-        self, /, *batches: Batch, loss: Any, passes: PassesConfig, name: str = "", **options: Any
+        self,
+        /,
+        *batches: Batch,
+        loss: Any,
+        passes: PassesConfig,
+        name: str = "",
+        part: tuple[int, int] = (0, 1),
+        **options: Any,
     ) -> dict[str, Metric]:
         """Optimiser steps on rows joined from ``batches``: rollouts, advantages and what the loss reads.
 
@@ -88,6 +95,7 @@ class Policy(TrainedRole[LanguageModel]):
                 optimiser step then takes a minibatch of each, and one over no row is left out.
             passes: how often rows are gone through, and in how many steps.
             name: the area of the loss's metrics; policy if left out.
+            part: which of how many parts of the iteration's rows these are, in order.
             options: arguments of the loss that are no fields.
 
         Raises:
@@ -104,7 +112,8 @@ class Policy(TrainedRole[LanguageModel]):
             if isinstance(passes, UpdateConfig):
                 behind = check_freshness(rows, self.version, passes.freshness)
                 ages |= _ages(behind) if passes.freshness and len(behind) else {}
-            cut.append(self._aims(rows, term, passes, is_on_policy=not behind.any()))
+            is_on_policy = not behind.any() and part[0] == 0
+            cut.append(self._aims(rows, term, passes, part[1], is_on_policy=is_on_policy))
         if len(cut) == 1:
             return _with(ages, [self.trainer.step(aim) for aim in cut[0]])
         whole = [aims for aims in map(list, cut) if aims]
@@ -125,7 +134,7 @@ class Policy(TrainedRole[LanguageModel]):
         return self.version
 
     def _aims(
-        self, rows: Batch, term: LossTerm, passes: PassesConfig, *, is_on_policy: bool
+        self, rows: Batch, term: LossTerm, passes: PassesConfig, parts: int, *, is_on_policy: bool
     ) -> Iterator[Aim]:
         """What each optimiser step minimises of one loss; rows that were sampled begin on-policy."""
         objective = loss_of(term, SAYS[:3], "policy", self._rollout.max_tokens)
@@ -137,9 +146,16 @@ class Policy(TrainedRole[LanguageModel]):
             if passes.is_off_policy and passes.old_logprobs == "sampler":
                 rows = rows.with_fields(old_logprobs=rows.ragged(SAMPLED))
         how: dict[str, Any] = {"weight": term.weight, "ratio_tolerance": ratio, "gap_tolerance": gap}
-        for minibatch in minibatches(
-            rows, passes.epochs, passes.minibatches, self._seed, self.version, ranks=self._share.rows
-        ):
+        cut = minibatches(
+            rows,
+            passes.epochs,
+            passes.minibatches // parts,
+            self._seed,
+            self.version,
+            ranks=self._share.rows,
+            shuffle=passes.shuffle,
+        )
+        for minibatch in cut:
             yield self.trainer.aim(minibatch, objective, temperature, **how)
             how = {"weight": term.weight}
 

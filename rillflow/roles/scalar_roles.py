@@ -72,14 +72,27 @@ class ScalarRole(TrainedRole[ScalarModel]):
         self._tokenizer = tokenizer
 
     def _trained(
-        self, rows: Batch, loss: Loss, passes: PassesConfig, units: Tensor | None = None
+        self,
+        rows: Batch,
+        loss: Loss,
+        passes: PassesConfig,
+        units: Tensor | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> dict[str, Metric]:
-        """Optimiser steps over rows, those of one unit together."""
+        """Optimiser steps over rows, those of one unit together; see ``Policy.update`` for ``part``."""
+        index, count = part
         cut = minibatches(
-            rows, passes.epochs, passes.minibatches, self._seed, self.version, units, self._share.rows
+            rows,
+            passes.epochs,
+            passes.minibatches // count,
+            self._seed,
+            self.version,
+            units,
+            self._share.rows,
+            shuffle=passes.shuffle,
         )
-        metrics = merge_metrics([self.trainer.update(part, loss) for part in cut])
-        self.version += 1
+        metrics = merge_metrics([self.trainer.update(minibatch, loss) for minibatch in cut])
+        self.version += index + 1 == count
         return metrics
 
 
@@ -98,8 +111,21 @@ class Critic(ScalarRole):
         """The field ``final_values`` [B]: what the state after each row's last token is worth."""
         return Batch(ids=rollouts.ids, fields={"final_values": self._scorer.scores(rollouts)})
 
-    @endpoint(TRAIN, reads=("tokens", "loss_mask", "values"), says=("values", "old_values", "row_lengths"))
-    def update(self, /, *known: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
+    @endpoint(
+        TRAIN,
+        reads=("tokens", "loss_mask", "values"),
+        says=("values", "old_values", "row_lengths"),
+        by_parts=True,
+    )
+    def update(
+        self,
+        /,
+        *known: Batch,
+        loss: Any,
+        passes: PassesConfig,
+        part: tuple[int, int] = (0, 1),
+        **options: Any,
+    ) -> dict[str, Metric]:
         """Optimiser steps on rows joined from ``known``: rollouts, the ``values`` they had, and ``returns``.
 
         Both are aligned to ``tokens`` and count at the sampled tokens. Metrics are named after the role.
@@ -108,6 +134,7 @@ class Critic(ScalarRole):
             known: rows, with what the loss reads.
             loss: a function (see ``formulas.losses``), or ``config.value_loss``.
             passes: how often rows are gone through, and in how many steps.
+            part: which of how many parts of the iteration's rows these are, in order.
             options: arguments of the loss that are no fields.
 
         Raises:
@@ -116,7 +143,7 @@ class Critic(ScalarRole):
         rows = joined(known)
         rows = rows.with_fields(old_values=rows.ragged("values"))
         term = only_term(f"{self._name}.update", loss, options)
-        metrics = self._trained(rows, loss_of(term, ("values",), self._name), passes)
+        metrics = self._trained(rows, loss_of(term, ("values",), self._name), passes, part=part)
         return {f"{self._name}/{name.partition('/')[2]}": metric for name, metric in metrics.items()}
 
 

@@ -52,11 +52,18 @@ class PassesConfig(Section):
 
     epochs: int = Field(1, gt=0, description="Passes over each iteration's rows.")
     minibatches: int = Field(1, gt=0, description="Optimiser steps of one pass.")
+    shuffle: bool = Field(
+        True, description="Whether minibatches mix an iteration's rows, or take them as they come."
+    )
 
     @property
     def is_off_policy(self) -> bool:
         """Whether some optimiser step uses rows of other weights than those it changes."""
         return self.epochs * self.minibatches > 1
+
+    def goes_by(self, parts: int) -> bool:
+        """Whether rows that come in so many parts are trained on part by part: whole minibatches of each."""
+        return not self.shuffle and self.epochs == 1 and self.minibatches % parts == 0
 
 
 class UpdateConfig(PassesConfig):

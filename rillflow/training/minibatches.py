@@ -21,11 +21,13 @@ def minibatches(
     step: int,
     units: Tensor | None = None,
     ranks: Ranks | None = None,
+    *,
+    shuffle: bool = True,
 ) -> Iterator[Batch]:
     """Every row once in every epoch, in ``parts`` minibatches whose sizes differ by at most one unit.
 
-    Each epoch has another order. Where there are fewer units than parts, each unit is a minibatch; a
-    whole pass in one minibatch keeps the batch's order, which no loss depends on.
+    Each epoch has another order, unless rows are not to be mixed. Where there are fewer units than parts,
+    each unit is a minibatch; a whole pass in one minibatch keeps the batch's order, which no loss depends on.
 
     Args:
         batch: rows of one iteration.
@@ -36,6 +38,7 @@ def minibatches(
         units: [B] int64; rows that share a number stay in one minibatch. Each row is a unit without it.
         ranks: those that have the rest of the rows, laid end to end, each unit whole. Minibatches are those
             of one rank with all rows, each rank yields its own rows of them, perhaps none.
+        shuffle: whether rows are mixed; else minibatches are cut from the batch as it is.
     """
     ranks = ranks or SingleRank()
     if parts == 1:
@@ -46,7 +49,8 @@ def minibatches(
     before, total = sum(counts[: ranks.rank]), sum(counts)
     cuts = [total * part // parts for part in range(parts + 1)]
     for epoch in range(epochs):
-        order = (permutation(seed, total, stream=step * epochs + epoch) - before).tolist()
+        mixed = permutation(seed, total, stream=step * epochs + epoch) if shuffle else torch.arange(total)
+        order = (mixed - before).tolist()
         for start, stop in pairwise(cuts):
             own = [unit for unit in order[start:stop] if 0 <= unit < len(members)]
             if stop > start:

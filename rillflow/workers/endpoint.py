@@ -42,6 +42,8 @@ class Endpoint:
     """What a loss among its options is given by the model, beside fields."""
     measures: Measure | None = None
     """What is measured of its result in every step."""
+    by_parts: bool = False
+    """Whether rows that come in parts may be given to it one part after the other; see ``Policy.update``."""
 
     @property
     def signature(self) -> Signature:
@@ -67,6 +69,7 @@ def endpoint(
     writes: tuple[str, ...] = (),
     says: tuple[str, ...] = (),
     measures: Measure | None = None,
+    by_parts: bool = False,
 ) -> Callable[[Callable[Concatenate[Any, _P], _T]], Marked[_P, _T]]:
     """Mark a method as an endpoint.
 
@@ -76,8 +79,10 @@ def endpoint(
         writes: fields of the batch it returns.
         says: what a loss among its options is given by the model, beside fields.
         measures: a function of a module: the metrics of a batch that it returned for rows of the step.
+        by_parts: whether it takes ``part`` = (index, count) and then is given a part of the rows alone.
     """
-    said = partial(Endpoint, transfer=transfer, reads=reads, writes=writes, says=says, measures=measures)
+    how = {"reads": reads, "writes": writes, "says": says, "measures": measures, "by_parts": by_parts}
+    said = partial(Endpoint, transfer=transfer, **how)  # type: ignore[arg-type]
     return lambda method: Marked(method, said(name=method.__name__))
 
 

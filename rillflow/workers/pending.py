@@ -57,7 +57,7 @@ class Pending(Handle):
         """The same in several, one after the other, where they come one by one."""
 
     @classmethod
-    def of_parts(cls, stage: str, parts: Sequence[Pending]) -> Pending:
+    def of_parts(cls, stage: str, parts: Sequence[Pending], *, is_partial: bool = False) -> Pending:
         """One result of several that are laid end to end."""
         taken = [place for each in parts for place in each.places[: len(each._references)]]
         watched = [place for each in parts for place in each.places[len(each._references) :]]
@@ -67,7 +67,7 @@ class Pending(Handle):
             places=[*taken, *watched],
             references=[made for each in parts for made in each._references],
             others=[made for each in parts for made in each._others],
-            is_partial=False,
+            is_partial=is_partial,
             sources=[source for each in parts for source in each._sources],
             backend=parts[0]._backend,
         )

@@ -90,11 +90,15 @@ def test_where_roles_are_changes_no_bit(tmp_path: Path, name: str) -> None:
     assert ran(tmp_path / "c", 2, *INLINE, pools, SCORED_ALONE, name=name) == here
 
 
-@pytest.mark.parametrize("name", ["ppo", "dapo", "remax"])
+@pytest.mark.parametrize("name", ["dapo", "remax"])
 def test_rows_that_come_part_by_part_are_the_same_rows(tmp_path: Path, name: str) -> None:
-    """What scores is asked for each part alone; no bit of rows, weights or reports changes."""
+    """What scores is asked for each part alone; no bit of rows, weights or reports changes.
+
+    No model computes anything of parts here: what one does of fewer rows at once is equal but for rounding.
+    """
     pools = "placement.pools={ main = 1, answers = 1, scores = 1 }"
-    settings = (*INLINE, pools, SCORED_ALONE, "algorithm.loss.kl_in=loss", "evaluate=none")
+    alone = SCORED_ALONE.replace(', reference = "scores"', "")
+    settings = (*INLINE, pools, alone, "algorithm.loss.kl=0", "evaluate=none")
     whole = ran(tmp_path / "a", 1, *settings, name=name, reward=COUNTED)
     parted = ran(tmp_path / "b", 1, *settings, "rollout.parts=3", name=name, reward=COUNTED)
     assert parted == whole
@@ -102,6 +106,32 @@ def test_rows_that_come_part_by_part_are_the_same_rows(tmp_path: Path, name: str
     assert sum(asked[1]) == sum(asked[0]) and len(asked[1]) > len(asked[0])
     step = {span.stage: span.rows for span in read_spans(tmp_path / "b/run") if span.step == 5}
     assert step["policy.generate"] == step["reward.score"]
+
+
+def test_minibatches_are_trained_as_their_rows_come(tmp_path: Path) -> None:
+    """In the order in which rows are sampled an update is by part, with the bits of one over all rows."""
+    order = ("algorithm.shuffle=false", "algorithm.minibatches=5", "algorithm.old_logprobs=sampler")
+    settings = (*INLINE, APART, *order, "algorithm.loss.kl=0")
+    whole = ran(tmp_path / "a", 1, *settings)
+    assert ran(tmp_path / "b", 1, *settings, "rollout.parts=5") == whole
+    mixed = ran(tmp_path / "c", 1, *settings, "algorithm.shuffle=true")
+    assert mixed["weights"] != whole["weights"]
+
+
+def test_what_models_say_of_parts_is_what_they_say_of_all_but_for_rounding(tmp_path: Path) -> None:
+    """PPO: reference, old policy and critic are asked part by part, and the critic learns so."""
+    settings = (*INLINE, APART, "algorithm.shuffle=false", "algorithm.minibatches=5")
+    whole, parted = (
+        ran(tmp_path / name, 1, *settings, f"rollout.parts={parts}", name="ppo")["metrics"]
+        for name, parts in (("a", 1), ("b", 5))
+    )
+    for one, other in zip(whole, parted, strict=True):
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
+
+
+def test_parts_that_would_cut_minibatches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.parts is 2, and algorithm\.prompts_per_step is 5"):
+        ran(tmp_path, 1, *INLINE, APART, "algorithm.shuffle=false", "rollout.parts=2")
 
 
 @pytest.mark.parametrize("freshness", [1, 3])

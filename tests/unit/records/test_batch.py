@@ -11,6 +11,7 @@ from rillflow.errors import RecordError
 from rillflow.records.batch import Batch, concatenate, joined, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.records.stored import load_batch, save_batch
 
 LENGTHS = st.lists(st.integers(0, 6), max_size=8)
 
@@ -26,6 +27,19 @@ def batch_of(lengths: list[int], first: int = 0) -> Batch:
             "columns": Ragged.from_text([f"row {row}" for row in rows]),
         },
     )
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS)
+def test_a_stored_batch_is_what_it_was(lengths: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+    batch, path = batch_of(lengths), tmp_path_factory.mktemp("stored") / "rows.safetensors"
+    save_batch(batch, path)
+    found = load_batch(path)
+    assert torch.equal(found.ids, batch.ids) and found.fields.keys() == batch.fields.keys()
+    assert torch.equal(found.dense("reward"), batch.dense("reward"))
+    for name in ("tokens", "columns"):
+        assert torch.equal(found.ragged(name).values, batch.ragged(name).values)
+        assert torch.equal(found.ragged(name).lengths, batch.ragged(name).lengths)
 
 
 def agrees(batch: Batch) -> list[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
 
 from rillflow.errors import RolloutError
-from rillflow.records.batch import Batch
+from rillflow.records.batch import Batch, concatenate
 from rillflow.records.rollout import Rollout, completions
 from rillflow.records.row import RowId
 from rillflow.rollout.native.engine import LANE_ROWS, NativeEngine
@@ -30,6 +31,28 @@ def test_lanes_change_no_row(count: int, engine: Engines, prompts: Prompts) -> N
     torch.testing.assert_close(
         alone.ragged("sampler_logprobs").values, beside.ragged("sampler_logprobs").values
     )
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("sizes", [(7,), (1, 6), (2, 2, 3), (1,) * 7])
+def test_parts_laid_end_to_end_are_what_all_prompts_give_at_once(
+    lanes: int, sizes: tuple[int, ...], engine: Engines, prompts: Prompts
+) -> None:
+    """Rows of later parts run on while those of the first are taken; none is lost and no bit changes."""
+    batch = prompts(*[[1 + index, 2, 3] for index in range(7)])
+    ends = list(accumulate(sizes))
+    parts = [batch.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    used = engine(lanes=lanes, max_rows=6)
+    found, running = [], []
+    for part in used.generate_parts(parts, samples=3):
+        found.append(part)
+        running.append(used.has_work)
+    assert [len(part) for part in found] == [3 * size for size in sizes] and not used.has_work
+    assert not running[-1] and (len(sizes) == 1 or running[0])
+    whole, parted = engine(lanes=lanes, max_rows=6).generate(batch, samples=3), concatenate(found)
+    assert torch.equal(whole.ids, parted.ids)
+    for name in ("tokens", "sampler_logprobs", "versions"):
+        assert torch.equal(whole.ragged(name).values, parted.ragged(name).values)
 
 
 def test_a_repeated_call_has_the_same_bits(engine: Engines, prompts: Prompts) -> None:

@@ -34,6 +34,22 @@ def test_every_row_once_an_epoch_in_even_parts(size: int, epochs: int, parts: in
         assert sorted(row for part in pass_ for row in part) == list(range(size))
 
 
+@settings(max_examples=60, deadline=None)
+@given(each=st.integers(1, 4), minibatch=st.integers(1, 3), parts=st.integers(1, 5), step=st.integers(0, 9))
+def test_rows_that_are_not_mixed_are_cut_alike_whole_and_part_by_part(
+    each: int, minibatch: int, parts: int, step: int
+) -> None:
+    """What lets an update of parts that come one by one be that of all rows."""
+    batch = batch_of(each * minibatch * parts)
+    whole = [rows(cut) for cut in minibatches(batch, 1, minibatch * parts, 3, step, shuffle=False)]
+    assert [row for cut in whole for row in cut] == list(range(len(batch)))
+    parted = []
+    for part in range(parts):
+        own = batch.slice(part * each * minibatch, (part + 1) * each * minibatch)
+        parted += [rows(cut) for cut in minibatches(own, 1, minibatch, 3, step + part, shuffle=False)]
+    assert parted == whole
+
+
 def test_the_order_depends_on_seed_step_and_epoch() -> None:
     def order(seed: int, step: int) -> list[list[int]]:
         return [rows(part) for part in minibatches(batch_of(40), 2, 2, seed, step)]
