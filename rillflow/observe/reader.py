@@ -109,6 +109,16 @@ class EvaluationRecord(Evaluation):
             return None
         return self.correct / self.count if self.count else float("nan")
 
+    @property
+    def value(self) -> float:
+        """What a run is judged by: the accuracy, or else the mean reward."""
+        return self.mean_reward if self.accuracy is None else self.accuracy
+
+    @property
+    def name(self) -> str:
+        """What the value is called."""
+        return "reward" if self.accuracy is None else "accuracy"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRecord:

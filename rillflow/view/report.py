@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rillflow.observe import durable, layout
 from rillflow.observe.json_lines import JSON
+from rillflow.observe.reader import EvaluationRecord
 from rillflow.observe.wording import duration
 from rillflow.view import curves
 from rillflow.view.html import Html, cut, el
@@ -26,7 +27,7 @@ from rillflow.view.predicted import draw_comparison_card
 from rillflow.view.run_data import RunData, load
 from rillflow.view.samples import draw_comparison, draw_groups, read_samples, shade_key
 from rillflow.view.stages import draw_stages
-from rillflow.view.summary import HeldOutScore, Summary, summary_of, verdict
+from rillflow.view.summary import Summary, summary_of, verdict
 from rillflow.view.timeline import bars_of_run, draw_timeline
 
 
@@ -109,7 +110,7 @@ def _result(summary: Summary) -> Html:
     return el("div", head, change, words, _intervals([before, after]))
 
 
-def _intervals(scores: list[HeldOutScore]) -> Html:
+def _intervals(scores: list[EvaluationRecord]) -> Html:
     """The intervals on one scale: from 0 to 1, or as far as rewards go."""
     parts = []
     ends = [score.interval or (score.value, score.value) for score in scores]

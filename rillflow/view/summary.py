@@ -7,16 +7,16 @@ RunData ─ summarise ─> Summary ─ render_text ─> the end of `rillflow run
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from rillflow.dataflow.checkpoint import kept_steps
 from rillflow.observe import layout
 from rillflow.observe.json_lines import JSON, read_lines
 from rillflow.observe.lessons import streaks
-from rillflow.observe.reader import best_checkpoint
+from rillflow.observe.reader import EvaluationRecord, best_checkpoint
 from rillflow.observe.wording import duration
 from rillflow.view.run_data import RunData, load
 
@@ -28,35 +28,6 @@ _ASKED = "policy"
 """The model that can be asked."""
 _TYPED = 1000
 """Characters of the longest question that a suggested command holds."""
-_CHECKPOINT = re.compile(r"step-(\d{6,})")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOutScore:
-    """The held-out rows at one step."""
-
-    step: int
-    """After which step."""
-    accuracy: float | None
-    """Share of rows that were right, where right and wrong is all there is; None where rewards are graded."""
-    correct: int | None
-    """Rows that were right; None where nothing says which."""
-    count: int
-    """Rows looked at."""
-    interval: tuple[float, float] | None
-    """95% interval of the accuracy, or else of the mean reward."""
-    mean_reward: float
-    """Mean reward."""
-
-    @property
-    def value(self) -> float:
-        """What a run is judged by: the accuracy, or else the mean reward."""
-        return self.mean_reward if self.accuracy is None else self.accuracy
-
-    @property
-    def name(self) -> str:
-        """What the value is called."""
-        return "reward" if self.accuracy is None else "accuracy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +50,9 @@ class Summary:
     """The run directory."""
     is_finished: bool
     """Whether its last step was made."""
-    before: HeldOutScore | None
+    before: EvaluationRecord | None
     """The first look at the held-out rows."""
-    after: HeldOutScore | None
+    after: EvaluationRecord | None
     """The last look; None when there was one look only."""
     phases: tuple[PhaseSteps, ...]
     """The phases that made steps."""
@@ -112,7 +83,17 @@ class Summary:
 
     def as_json(self) -> dict[str, JSON]:
         """For summary.json."""
-        return asdict(self)
+        scores = {
+            name: _score_json(score) for name, score in (("before", self.before), ("after", self.after))
+        }
+        return {**asdict(self), **scores}
+
+
+def _score_json(score: EvaluationRecord | None) -> JSON:
+    if score is None:
+        return None
+    known = {"step": score.step, "accuracy": score.accuracy, "correct": score.correct, "count": score.count}
+    return {**known, "interval": score.interval, "mean_reward": score.mean_reward}
 
 
 def summarise(run: Path) -> Summary:
@@ -155,20 +136,10 @@ def summary_of(data: RunData) -> Summary:
     )
 
 
-def scores_of(data: RunData) -> list[HeldOutScore]:
+def scores_of(data: RunData) -> list[EvaluationRecord]:
     """Every look at the held-out rows, all of one kind: accuracies only if every one of them is one."""
     graded = not all(found.is_accuracy for found in data.evaluations)
-    return [
-        HeldOutScore(
-            step=found.step,
-            accuracy=None if graded else found.accuracy,
-            correct=found.correct,
-            count=found.count,
-            interval=found.interval,
-            mean_reward=found.mean_reward,
-        )
-        for found in data.evaluations
-    ]
+    return [replace(found, is_accuracy=not graded) for found in data.evaluations]
 
 
 def warnings_of(data: RunData) -> tuple[str, ...]:
@@ -198,18 +169,13 @@ def _best(run: Path, newest: Path | None) -> str | None:
 def newest_model(run: Path) -> Path | None:
     """The model directory of the newest checkpoint, the policy's if it has one; None when there is none."""
     folder = run / layout.CHECKPOINTS
-    found = (
-        [entry for entry in folder.iterdir() if _CHECKPOINT.fullmatch(entry.name)] if folder.is_dir() else []
-    )
-    models = [file.parent for entry in found for file in entry.glob("*/config.json")]
-    return max(models, key=_rank, default=None)
+    for step in reversed(kept_steps(folder) if folder.is_dir() else []):
+        if models := [file.parent for file in folder.glob(f"step-{step:06d}/*/config.json")]:
+            return max(models, key=lambda model: model.name == _ASKED)
+    return None
 
 
-def _rank(model: Path) -> tuple[int, bool]:
-    return int(model.parent.name.removeprefix("step-")), model.name == _ASKED
-
-
-def verdict(before: HeldOutScore, after: HeldOutScore) -> str:
+def verdict(before: EvaluationRecord, after: EvaluationRecord) -> str:
     """What the change means, in plain words: chance is called chance."""
     change = after.value - before.value
     if math.isnan(change):
@@ -253,7 +219,7 @@ def _score_lines(summary: Summary) -> list[str]:
     ]
 
 
-def _more_lines(summary: Summary, *scores: HeldOutScore) -> list[str]:
+def _more_lines(summary: Summary, *scores: EvaluationRecord) -> list[str]:
     """The mean reward where it says more than the accuracy; beside it, the share that is right enough."""
     if all(score.accuracy is None for score in scores):
         shares = [score.correct / score.count for score in scores if score.correct is not None]

@@ -34,15 +34,15 @@ class MemoryUse:
     """Bytes of parameters on one rank, phase by phase, as the storages of its tensors say."""
 
     before: int = 0
-    """While it trains, before the last switch."""
+    """Parameters held while the rank trains, as the last switch found them."""
     peak: int = 0
-    """The most during the last switch to generation, or back if that was more."""
+    """Parameters held at most during the last switch to generation, or back if that was more."""
     buffers: int = 0
-    """The most that lay in buffers beside them."""
+    """Buffers at most, beside the parameters, during that switch."""
     generating: int = 0
-    """While it generates."""
+    """Parameters held while the rank generates."""
     after: int = 0
-    """While it trains again."""
+    """Parameters held once the rank trains again."""
     stays: int = 0
     """Of ``generating``, what only training reads: weights of another type, or of other slices."""
 

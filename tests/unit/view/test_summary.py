@@ -12,23 +12,38 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RunDirectoryError
+from rillflow.observe.reader import EvaluationRecord
 from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.records.metrics import Mean
 from rillflow.view.report import write_report
-from rillflow.view.summary import HeldOutScore, render_text, summarise, verdict
+from rillflow.view.summary import render_text, summarise, verdict
 
 MakeRun = Callable[..., Path]
 
 
-def score(accuracy: float, half: float | None) -> HeldOutScore:
+def score(accuracy: float, half: float | None) -> EvaluationRecord:
     interval = None if half is None else (accuracy - half, accuracy + half)
-    return HeldOutScore(step=0, accuracy=accuracy, correct=0, count=1, interval=interval, mean_reward=0.0)
+    return EvaluationRecord(
+        step=0,
+        correct=round(1000 * accuracy),
+        count=1000,
+        interval=interval,
+        mean_reward=0.0,
+        is_accuracy=True,
+        more={},
+    )
 
 
-def graded(mean_reward: float, half: float | None) -> HeldOutScore:
+def graded(mean_reward: float, half: float | None) -> EvaluationRecord:
     interval = None if half is None else (mean_reward - half, mean_reward + half)
-    return HeldOutScore(
-        step=0, accuracy=None, correct=None, count=1, interval=interval, mean_reward=mean_reward
+    return EvaluationRecord(
+        step=0,
+        correct=None,
+        count=1,
+        interval=interval,
+        mean_reward=mean_reward,
+        is_accuracy=False,
+        more={},
     )
 
 
@@ -79,7 +94,7 @@ def test_a_finished_run_is_told_in_full(make_run: MakeRun) -> None:
         (graded(math.nan, None), graded(0.5, 0.1), "No answer had a reward at one of the two."),
     ],
 )
-def test_chance_is_called_chance(before: HeldOutScore, after: HeldOutScore, words: str) -> None:
+def test_chance_is_called_chance(before: EvaluationRecord, after: EvaluationRecord, words: str) -> None:
     assert verdict(before, after) == words
 
 
