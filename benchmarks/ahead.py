@@ -44,7 +44,7 @@ from rillflow.rollout.native.engine import NativeEngine
 SCALE = 1 / 200
 """Seconds here for a second there."""
 GENERATE_S, SCORE_S, UPDATE_S = 357.0, 108.0, 270.0
-"""Qwen2.5-Math-7B, DAPO, 32 GPUs in step (verl's documentation): generation, old log probabilities, update."""
+"""Qwen2.5-Math-7B, DAPO, 32 GPUs in step (verl's documentation): generation, old logprobs, update."""
 PROMPTS, SAMPLES, MINIBATCHES, SIGMA = 64, 4, 16, 0.9
 """Rows of a step, optimiser steps over them, and the tail of their lengths."""
 LADDER = {
@@ -140,6 +140,7 @@ class SleepingEngine(NativeEngine):
 
 def sleeping_reward(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
     """A score that takes its share of SCORE_S."""
+    del columns
     time.sleep(SCORE_S * SCALE * len(prompts) / (PROMPTS * SAMPLES))
     return [float(text < "5") for text in completions]
 
@@ -184,7 +185,9 @@ def step_seconds(run: Path, skipped: int) -> float:
 
 def stage_seconds(run: Path, stage: str, skipped: int) -> float:
     """The mean seconds of a stage after the first steps."""
-    spans: list[SpanRecord] = [each for each in read_spans(run) if each.stage == stage and each.step > skipped]
+    spans: list[SpanRecord] = [
+        each for each in read_spans(run) if each.stage == stage and each.step > skipped
+    ]
     return statistics.fmean(each.duration_s for each in spans)
 
 
@@ -255,7 +258,9 @@ def learning(arguments: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("ladder", "pools", "learning"))
     parser.add_argument("--steps", type=int, default=15, help="of a rung")
     parser.add_argument("--rounds", type=int, default=3, help="of the two pools")

@@ -29,7 +29,7 @@ from rillflow.records.stored import load_batch, save_batch
 from rillflow.workers import program
 from rillflow.workers.endpoint import Measure
 from rillflow.workers.group import Group
-from rillflow.workers.pending import Pending
+from rillflow.workers.pending import Parted, Pending
 from rillflow.workers.transfer import ROWS
 from rillflow.workers.values import Facts, RemoteValue, shares
 
@@ -51,6 +51,8 @@ class GroupExecutor:
         """Stages of the step that its text does not name, and what is known of them: a delivery's."""
         self.parts = 1
         """In how many parts the policy's answers come."""
+        self._chain: list[tuple[Parted, Callable[[int], Pending]]] = []
+        self._chain_parts = 0
         self.sampled = deque[Path]()
         """Files of rows that the sampler made for the present step before the run was interrupted."""
 
@@ -82,26 +84,54 @@ class GroupExecutor:
         sizes = [size for size in shares(len(prompts), self.parts) if size]
         ends = list(accumulate(sizes))
         cut = [prompts.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        made = [group.call("first_part", *cut, **given), *(group.call("next_part") for _ in cut[1:])]
-        return Pending.of_parts(f"{group.of}.generate", made)
+        first = group.call("first_part", *cut, **given)
+        made = [first, *(group.call("next_part") for _ in cut[1:])]
+        return self._later(f"{group.of}.generate", len(made), lambda index: made[index])
 
     def _by_parts(
         self, group: Group, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]
     ) -> Pending:
         """A call, part by part where its rows come so: what is cut by rows, or trained as they come."""
-        called, parts = group.endpoints.get(endpoint), _in_step(args)
+        called, parts, stage = group.endpoints.get(endpoint), _parts(args), f"{group.of}.{endpoint}"
         if called is None or not parts:
-            return group.call(endpoint, *args, **options)
+            return self._whole(group, endpoint, args, options)
         if ROWS in called.transfer.receive.values():
-            made = [group.call(endpoint, *part, **options) for part in parts]
-            return Pending.of_parts(made[0].stage, made)
-        if not called.by_parts or not options["passes"].goes_by(len(parts)):
-            return group.call(endpoint, *args, **options)
-        made = [
-            group.call(endpoint, *part, **options, part=(index, len(parts)))
-            for index, part in enumerate(parts)
-        ]
-        return Pending.of_parts(made[0].stage, made, is_partial=True)
+            return self._later(
+                stage, parts, lambda index: group.call(endpoint, *_part(args, index), **options)
+            )
+        if not called.by_parts or not options["passes"].goes_by(parts):
+            return self._whole(group, endpoint, args, options)
+        if any(each.stage.startswith(f"{group.of}.") for each, _ in self._chain):
+            self._submit()  # what it is asked before the first of its weights changes
+
+        def train(index: int) -> Pending:
+            return group.call(endpoint, *_part(args, index), **options, part=(index, parts))
+
+        return self._later(stage, parts, train, is_partial=True)
+
+    def _whole(self, group: Group, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Pending:
+        self._submit()
+        return group.call(endpoint, *args, **options)
+
+    def _later(
+        self, stage: str, parts: int, make: Callable[[int], Pending], *, is_partial: bool = False
+    ) -> Pending:
+        """A stage that is asked part by part, each after what the step asks of that part before."""
+        if self._chain and self._chain_parts != parts:
+            self._submit()
+        made = Parted(stage, parts, self._submit, is_partial=is_partial)
+        self._chain_parts = parts
+        self._chain.append((made, make))
+        return made
+
+    def _submit(self) -> None:
+        """Ask for all that is asked part by part: every stage of the first part, then of the second, ..."""
+        chain, self._chain = self._chain, []
+        for index in range(self._chain_parts):
+            for made, make in chain:
+                made.parts.append(make(index))
+        for made, _ in chain:
+            made.complete()
 
     def measure(self, stage: str) -> Measure | None:
         """What is measured of a stage's result."""
@@ -133,26 +163,25 @@ class GroupExecutor:
         options: Mapping[str, Any],
     ) -> Pending:
         """See Executor."""
-        parts = _in_step(batches) if into is not None and is_of_groups(formula) else []
-        made = [self._computed(formula, part, into, options) for part in parts or [tuple(batches)]]
-        return Pending.of_parts(made[0].stage, made) if parts else made[0]
+        place_of, work = self._home, (program.apply, apply_formula)
 
-    def _computed(
-        self,
-        formula: Callable[..., Any],
-        batches: Sequence[Any],
-        into: str | None,
-        options: Mapping[str, Any],
-    ) -> Pending:
-        work = (program.apply, apply_formula)
-        return self._at([self._home(batches)], formula.__name__, work, [formula, into, *batches], options)
+        def make(rows: Sequence[Any]) -> Pending:
+            return self._at([place_of(rows)], formula.__name__, work, [formula, into, *rows], options)
+
+        parts = _parts(batches) if into is not None and is_of_groups(formula) else 0
+        if not parts:
+            return make(batches)
+        return self._later(formula.__name__, parts, lambda index: make(_part(batches, index)))
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""
-        parts = _in_step([batch] if by is None else [batch, by])
-        made = [self.apply(rows_where, field, *part, place=self._home(part)) for part in parts]
-        whole = (rows_where, field, batch, *([] if by is None else [by]))
-        return Pending.of_parts("filter", made) if made else self.apply(*whole, place=self._home([batch]))
+        given = [batch] if by is None else [batch, by]
+
+        def make(rows: Sequence[Any]) -> Pending:
+            return self.apply(rows_where, field, *rows, place=self._home(rows))
+
+        parts = _parts(given)
+        return self._later("filter", parts, lambda i: make(_part(given, i))) if parts else make(given)
 
     def gather(self, batches: Sequence[Any], rows: int) -> Pending:
         """The first ``rows`` rows of the batches laid end to end; see Supply."""
@@ -170,6 +199,7 @@ class GroupExecutor:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
     ) -> Pending:
+        self._submit()
         given = [self._sent(each, name) for each in arguments]
         named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
         packed = self._backend.pack(named, f"option of {name}:")
@@ -204,6 +234,7 @@ class GroupExecutor:
         self, role: str, rank: int, parts: int, function: Callable[..., Any], *arguments: Any
     ) -> list[Pending]:
         """The same at one rank, each of the ``parts`` of the returned tuple a result of its own."""
+        self._submit()
         place, name = self.groups[role].places[rank], f"{role}.{function.__name__}"
         given = [self._sent(each, name) for each in arguments]
         made = self._backend.submit(place, program.deal, name, role, function, given, {}, results=parts + 1)
@@ -237,10 +268,15 @@ class GroupExecutor:
         return next(iter(self.groups.values())).places[0]
 
 
-def _in_step(values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """The parts of several results, those of the same rows together; empty where not all come in as many."""
-    parts = [each.parts if isinstance(each, Pending) else () for each in values]
-    return list(zip(*parts, strict=True)) if len({*map(len, parts)}) == 1 else []
+def _parts(values: Sequence[Any]) -> int:
+    """In how many parts some results come; 0 where not all come in as many."""
+    counts = {each.count if isinstance(each, Parted) else 0 for each in values}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _part(values: Sequence[Any], index: int) -> list[Any]:
+    """The same part of each."""
+    return [each.parts[index] for each in values]
 
 
 def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch, **options: Any) -> Any:

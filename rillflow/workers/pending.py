@@ -7,8 +7,8 @@ stage ── ranks' results stay where they are ──> Pending ── Rows, Who
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import Backend, Place
@@ -53,26 +53,8 @@ class Pending(Handle):
         self._backend = backend
         self._since = time.monotonic()
         self._facts: list[Facts] = []
-        self.parts: tuple[Pending, ...] = ()
+        self.parts: Sequence[Pending] = ()
         """The same in several, one after the other, where they come one by one."""
-
-    @classmethod
-    def of_parts(cls, stage: str, parts: Sequence[Pending], *, is_partial: bool = False) -> Pending:
-        """One result of several that are laid end to end."""
-        taken = [place for each in parts for place in each.places[: len(each._references)]]
-        watched = [place for each in parts for place in each.places[len(each._references) :]]
-        whole = cls(
-            stage,
-            given=parts[0]._given,
-            places=[*taken, *watched],
-            references=[made for each in parts for made in each._references],
-            others=[made for each in parts for made in each._others],
-            is_partial=is_partial,
-            sources=[source for each in parts for source in each._sources],
-            backend=parts[0]._backend,
-        )
-        whole.parts = tuple(parts)
-        return whole
 
     def rows(self, index: int, count: int, unit: int = 1, by: Pending | None = None) -> Rows:
         """The description of one rank's rows; see ``values.Rows``."""
@@ -147,6 +129,48 @@ class Pending(Handle):
             f"the deadline is {deadline_s:g} s",
             fix="look at that rank's output and load, or raise placement.deadline_s",
         )
+
+
+class Parted(Pending):
+    """One stage's result that comes in parts, laid end to end.
+
+    Args:
+        stage: what makes it.
+        count: how many.
+        submit: has the parts asked for, and ``complete`` called; once somebody needs to know of them.
+        is_partial: whether parts are shares to be added.
+    """
+
+    def __init__(self, stage: str, count: int, submit: Callable[[], None], *, is_partial: bool) -> None:
+        Handle.__init__(self, stage)
+        self.count = count
+        self.parts: list[Pending] = []
+        self._submit, self._are_shares = submit, is_partial
+
+    def complete(self) -> None:
+        """All parts are there."""
+        parts = self.parts
+        taken = [place for each in parts for place in each.places[: len(each._references)]]
+        watched = [place for each in parts for place in each.places[len(each._references) :]]
+        super().__init__(
+            self.stage,
+            given=parts[0]._given,
+            places=[*taken, *watched],
+            references=[made for each in parts for made in each._references],
+            others=[made for each in parts for made in each._others],
+            is_partial=self._are_shares,
+            sources=[source for each in parts for source in each._sources],
+            backend=parts[0]._backend,
+        )
+        self.parts = parts
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in ("places", "_facts", "_references"):  # what others begin with
+                return super().__getattr__(name)
+            self._submit()
+            return self.__dict__[name]
 
 
 def wait_for(stages: Sequence[Pending], deadline_s: float) -> None:
