@@ -82,7 +82,7 @@ class Delivery:
                 self.arrived([published, *on_their_way.popleft()])
         while on_their_way:
             self.arrived([published, *on_their_way.popleft()])
-        executor.moved["policy.digest"] = published.facts(self._deadline_s)
+        executor.moved["policy.digest"] = [*published.facts(self._deadline_s), *published.beside]
         return executor.on_all_ranks("sampler", weights_of, ReceivedWeights.serve, digests)
 
     def take(self) -> Parcel | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rillflow.errors import RunDirectoryError
@@ -80,6 +81,14 @@ class Fields:
         if not all(isinstance(value, str) for value in values):
             raise self._wrong(name, "a list of texts")
         return tuple(values)  # type: ignore[arg-type]
+
+    def records(self, name: str) -> list[Fields]:
+        """The fields of every object of a list; none when the field is not there."""
+        values = self._list(name)
+        if not all(isinstance(value, dict) for value in values):
+            raise self._wrong(name, "a list of objects")
+        lines = [replace(self._line, data=value) for value in values if isinstance(value, dict)]
+        return [Fields(self._file, line) for line in lines]
 
     def note(self, place: str) -> float:
         """The NaN or infinity that stood where the line has null; NaN if no note says which."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
@@ -41,6 +41,22 @@ class MetricsRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankSpan:
+    """What one rank did of a stage; of rows that come in parts, one part of it."""
+
+    rank: int
+    """Which of the pool's."""
+    start_s: float
+    """When it began, in seconds of the run; its arguments were there by then."""
+    duration_s: float
+    """How long it took."""
+    rows: int
+    """Rows of its result, 0 when unknown."""
+    tokens: int
+    """Tokens of its result, 0 when unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpanRecord:
     """One stage of one step."""
 
@@ -58,6 +74,34 @@ class SpanRecord:
     """Tokens it worked on, 0 when unknown."""
     pool: str = ""
     """The pool whose ranks worked, empty when unknown."""
+    ranks: tuple[RankSpan, ...] = ()
+    """The same rank by rank and part by part, in order of time; empty where an older version wrote."""
+    after: tuple[str, ...] = ()
+    """The stages of the step whose results it was given; empty where there are none, or none was written."""
+
+    @classmethod
+    def of_ranks(
+        cls, ranks: Sequence[RankSpan], taken: int, *, step: int, stage: str, pool: str, after: Sequence[str]
+    ) -> SpanRecord:
+        """A stage from the first rank that began to the last that ended.
+
+        Args:
+            ranks: what each did.
+            taken: the results of the first so many are the stage's; the others have copies.
+            step, stage, pool, after: see the fields.
+        """
+        start_s = min(each.start_s for each in ranks)
+        return cls(
+            step=step,
+            stage=stage,
+            start_s=start_s,
+            duration_s=max(each.start_s + each.duration_s for each in ranks) - start_s,
+            rows=sum(each.rows for each in ranks[:taken]),
+            tokens=sum(each.tokens for each in ranks[:taken]),
+            pool=pool,
+            ranks=tuple(sorted(ranks, key=lambda each: (each.start_s, each.rank))),
+            after=tuple(after),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +334,18 @@ def _span_record(fields: Fields) -> SpanRecord:
         rows=fields.integer("rows"),
         tokens=fields.integer("tokens"),
         pool=fields.text("pool") if fields.has("pool") else "",
+        ranks=tuple(_rank_span(each) for each in fields.records("ranks")),
+        after=fields.texts("after"),
+    )
+
+
+def _rank_span(fields: Fields) -> RankSpan:
+    return RankSpan(
+        rank=fields.integer("rank"),
+        start_s=fields.number("start_s"),
+        duration_s=fields.number("duration_s"),
+        rows=fields.integer("rows"),
+        tokens=fields.integer("tokens"),
     )
 
 

@@ -26,7 +26,7 @@ from rillflow.observe.changes import Change, allowed_changes
 from rillflow.observe.fields import Fields
 from rillflow.observe.json_lines import JSON, encode, read_json, read_lines
 from rillflow.observe.lock import Lock
-from rillflow.observe.reader import SpanRecord, read_metrics, read_spans, read_starts
+from rillflow.observe.reader import RankSpan, SpanRecord, read_metrics, read_spans, read_starts
 from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum, Variance
 
 
@@ -199,8 +199,8 @@ class RunDirectory(ExitStack):
 
     def log_span(self, span: SpanRecord) -> None:
         """Add one stage of one step to spans.jsonl."""
-        times = {"start_s": round(span.start_s, 6), "duration_s": round(span.duration_s, 6)}
-        self._append(layout.SPANS, {**asdict(span), **times})
+        ranks = [_span_json(each) for each in span.ranks]
+        self._append(layout.SPANS, {**_span_json(span), "ranks": ranks})
 
     def _append(self, name: str, record: Mapping[str, JSON]) -> None:
         self._require_open()
@@ -257,6 +257,11 @@ def metric_json(metric: Metric) -> dict[str, JSON]:
             return {"variance": metric.value, "about": metric.mean, "count": metric.count}
         case Sum() | Max() | Min():
             return {type(metric).__name__.lower(): metric.value}
+
+
+def _span_json(span: SpanRecord | RankSpan) -> dict[str, JSON]:
+    """A span's fields, its times to the microsecond."""
+    return {**vars(span), "start_s": round(span.start_s, 6), "duration_s": round(span.duration_s, 6)}
 
 
 def _require_ours_or_empty(path: Path) -> None:

@@ -21,7 +21,7 @@ from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow, Journal, Supply
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import reports_of
-from rillflow.observe.reader import SpanRecord
+from rillflow.observe.reader import RankSpan, SpanRecord
 from rillflow.pipeline.telemetry import record
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric
@@ -183,12 +183,14 @@ class OpenStep:
             assert self._phase.delivery is not None
             self._phase.delivery.arrived(self._arriving)
         wait_for([each.result for each in self.journal.stages], wait_s)
-        spans = [
-            span_of(each.stage, self.number, each.result.facts(wait_s), elapsed_s())
-            for each in self.journal.stages
-        ]
+        ahead_s, spans = elapsed_s() - time.time(), list[SpanRecord]()
+        results = [(each.stage, each.result) for each in self.journal.stages]
+        names = {part.stage: stage for stage, made in results for part in (made, *made.parts)}
+        for stage, made in results:
+            after = list(dict.fromkeys(names.get(source, source) for source in made.after))
+            spans.append(span_of(stage, self.number, made.facts(wait_s), ahead_s, made.beside, after))
         moved, executor.moved = executor.moved, {}
-        spans += [span_of(stage, self.number, facts, elapsed_s()) for stage, facts in moved.items()]
+        spans += [span_of(stage, self.number, facts, ahead_s, [], []) for stage, facts in moved.items()]
         metrics = dict(self._recorded.read(wait_s)) | self._measured()
         if self.journal.published is not None:
             version = self.journal.published.read(wait_s)
@@ -236,15 +238,23 @@ def mark(role: TrainedRole[Any]) -> Mark:
     return Mark(updates=role.updates, skips=taken_skips(role))
 
 
-def span_of(stage: str, step: int, facts: Sequence[Facts], now_s: float) -> SpanRecord:
-    """A stage as its ranks saw it: from the first that began to the last that ended."""
-    began, ended = min(each.began for each in facts), max(each.ended for each in facts)
-    return SpanRecord(
-        step=step,
-        stage=stage,
-        start_s=max(0.0, now_s - (time.time() - began)),
-        duration_s=ended - began,
-        rows=sum(max(0, each.rows) for each in facts),
-        tokens=sum(each.tokens for each in facts),
-        pool=facts[0].pool,
-    )
+def span_of(
+    stage: str, step: int, facts: Sequence[Facts], ahead_s: float, beside: Sequence[Facts], after: list[str]
+) -> SpanRecord:
+    """A stage as its ranks saw it.
+
+    Args:
+        stage: its name.
+        step: the step it belongs to.
+        facts: of the results that are taken.
+        ahead_s: seconds of the run less those since the epoch.
+        beside: facts of the same on ranks whose results nobody needs.
+        after: the stages whose results it was given.
+    """
+    ranks = []
+    for each in (*facts, *beside):
+        start_s, took_s = max(0.0, each.began + ahead_s), each.ended - each.began
+        size = {"rows": max(0, each.rows), "tokens": each.tokens}
+        ranks.append(RankSpan(rank=each.place.rank, start_s=start_s, duration_s=took_s, **size))
+    pool = facts[0].place.pool
+    return SpanRecord.of_ranks(ranks, len(facts), step=step, stage=stage, pool=pool, after=after)

@@ -64,9 +64,8 @@ def rollout_rows(
         for batch in batches:
             if torch.equal(batch.ids, rollouts.ids):
                 known = {**(_costs(batch) if "costs" in batch.fields else batch.fields), **known}
-        for row, record in zip(
-            rollouts.row_ids(), _rows(Batch(ids=rollouts.ids, fields=known), decode), strict=True
-        ):
+        records = _rows(Batch(ids=rollouts.ids, fields=known), decode)
+        for row, record in zip(rollouts.row_ids(), records, strict=True):
             if record.get("reward") is not None and paid[row] != record["reward"]:
                 record["penalised_reward"] = paid[row]
             yield record | ({"advantage": advantages[row]} if row in advantages else {})
@@ -84,13 +83,10 @@ def _by_row(batches: Sequence[Batch], *names: str) -> dict[tuple[int, ...], floa
 
 def _rows(batch: Batch, decode: Callable[[list[int]], list[str]]) -> Iterator[dict[str, Any]]:
     lists = [batch.ragged(name).lists() for name in ("tokens", "sampler_logprobs", "versions")]
-    ended, computed = (
-        [Finish(number).name.lower() for number in batch.dense("finish").tolist()],
-        _verdicts(batch),
-    )
-    for index, (row, text, tokens, logprobs, versions) in enumerate(
-        zip(batch.row_ids(), batch.ragged("columns").to_text(), *lists, strict=True)
-    ):
+    ended = [Finish(number).name.lower() for number in batch.dense("finish").tolist()]
+    computed = _verdicts(batch)
+    told = zip(batch.row_ids(), batch.ragged("columns").to_text(), *lists, strict=True)
+    for index, (row, text, tokens, logprobs, versions) in enumerate(told):
         columns = json.loads(text)
         yield {
             "epoch": row.epoch,

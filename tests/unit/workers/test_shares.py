@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rillflow.cluster.backend import Place
 from rillflow.errors import ClusterError
 from rillflow.records.batch import Batch, concatenate, row_ids
 from rillflow.records.ragged import Ragged
@@ -39,7 +40,14 @@ def lying(parts: list[Batch]) -> tuple[RemoteValue, ...]:
     return tuple(
         RemoteValue(
             value=part,
-            facts=Facts(rows=len(part), tokens=0, lengths=lengths_of(part), began=0.0, ended=0.0),
+            facts=Facts(
+                rows=len(part),
+                tokens=0,
+                lengths=lengths_of(part),
+                began=0.0,
+                ended=0.0,
+                place=Place("main", 0),
+            ),
         )
         for part in parts
     )

@@ -1,0 +1,100 @@
+"""Where ranks of a run waited, and for whom: what small runs of several pools write down, rank by rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.observe.reader import SpanRecord, read_spans
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_recipe import RECIPE, REWARD
+
+STEPS = 3
+INLINE = 'placement.backend="inline"'
+APART = ("placement.pools={ main = 2, answers = 1 }", 'placement.roles={ sampler = "answers" }')
+THREE = (
+    "placement.pools={ main = 1, answers = 1, scores = 1 }",
+    'placement.roles={ sampler = "answers", reward = "scores" }',
+    "algorithm.freshness=1",
+    "rollout.parts=2",
+)
+MICROSECONDS = 2e-6
+"""What rounding takes from the sum of two times."""
+
+
+def ran(folder: Path, *settings: str) -> Path:
+    (folder / "run.toml").write_text(RECIPE.replace("NAME", "grpo"))
+    (folder / "reward.py").write_text(REWARD)
+    told = [f"run.dir={json.dumps(str(folder / 'run'))}", "warm_start=none", "evaluate=none", INLINE]
+    loaded = load_recipe(folder / "run.toml", [*told, f"algorithm.steps={STEPS}", *settings])
+    launch(loaded.recipe, loaded.base, quiet=True)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def in_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks train, one answers; freshness 0."""
+    return ran(tmp_path_factory.mktemp("in step"), *APART)
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One rank trains, one answers in two parts, one scores them; freshness 1."""
+    return ran(tmp_path_factory.mktemp("ahead"), *THREE)
+
+
+def stages_of(run: Path, step: int) -> dict[str, SpanRecord]:
+    return {span.stage: span for span in read_spans(run) if span.step == step}
+
+
+def test_every_rank_of_a_stage_is_written_down_with_its_own_rows(in_step: Path) -> None:
+    step = stages_of(in_step, 2)
+    assert [each.rank for each in step["policy.generate"].ranks] == [0]
+    for both in ("policy.update", "policy.digest"):
+        assert sorted(each.rank for each in step[both].ranks) == [0, 1]
+    scored = step["reward.score"]
+    assert sorted(each.rank for each in scored.ranks) == [0, 1]
+    assert sum(each.rows for each in scored.ranks) == scored.rows == 15
+    assert step["policy.update"].after == (
+        "policy.generate",
+        "reference.logprobs",
+        "policy.logprobs",
+        "controller.group_advantages",
+    )
+
+
+def test_parts_of_a_stage_are_written_one_by_one(ahead: Path) -> None:
+    step = stages_of(ahead, 2)
+    assert [(each.rank, each.rows) for each in step["policy.generate"].ranks] == [(0, 9), (0, 6)]
+    assert [(each.rank, each.rows) for each in step["reward.score"].ranks] == [(0, 9), (0, 6)]
+    assert step["reward.score"].after == ("policy.generate",)
+    assert step["policy.generate"].rows == 15
+
+
+@pytest.mark.parametrize("name", ["in_step", "ahead"])
+def test_a_rank_does_one_thing_at_a_time_and_only_what_it_was_given(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    spans = read_spans(request.getfixturevalue(name))
+    work = defaultdict(list)
+    for span in spans:
+        ends = [each.start_s + each.duration_s for each in span.ranks]
+        assert span.start_s == min(each.start_s for each in span.ranks)
+        assert span.start_s + span.duration_s == pytest.approx(max(ends), abs=MICROSECONDS)
+        for each in span.ranks:
+            work[span.pool, each.rank].append((each.start_s, each.start_s + each.duration_s))
+    assert len(work) == 3
+    for done in work.values():
+        assert all(before[1] <= after[0] + MICROSECONDS for before, after in pairwise(sorted(done)))
+    for span in spans:
+        for given in (one for one in spans if one.step == span.step and one.stage in span.after):
+            first_ends = min(each.start_s + each.duration_s for each in given.ranks)
+            assert first_ends <= span.start_s + MICROSECONDS, "its first part at least was there"
