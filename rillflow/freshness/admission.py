@@ -11,7 +11,7 @@ complete groups ─ the earliest due first ─> batch b, trained by version b //
 A group is all rows of a prompt; its version is that of its oldest token; weights are published after every c
 batches; the group's age in batch b is b // c - v.
 
-``Wait`` makes the bound hard by letting nothing begin that could become too old. Write u(d) for the groups
+``HardBound`` lets nothing begin that could become too old. Write u(d) for the groups
 begun, not trained and due at d or earlier, b for the next batch, P for the groups of one. The invariant is
 
     u(d) <= (d + 1 - b) P      for every d >= b - 1
@@ -25,7 +25,7 @@ begun, not trained and due at d or earlier, b for the next batch, P for the grou
 - It never stalls: if nothing may begin under the newest weights, u(d) >= (d + 1 - b) P >= P for some d >= b,
   so P groups are on their way; once all are complete the earliest due leave u(d) - P <= (d - b) P behind.
 
-``Drop`` limits the mean alone, as AReaL's capacity does: it begins groups as long as fewer than
+``MeanBound`` limits the mean alone, as AReaL's capacity does: it begins groups as long as fewer than
 (k + v + 1) c P are begun and not dropped, takes them as they complete, and drops those that became too old.
 """
 
@@ -46,7 +46,7 @@ class Versioned(Protocol):
 GroupT = TypeVar("GroupT", bound=Versioned)
 
 
-class Wait(Generic[GroupT]):
+class HardBound(Generic[GroupT]):
     """Nothing begins that could become too old.
 
     Args:
@@ -114,7 +114,7 @@ class Wait(Generic[GroupT]):
         return (group.version + self._freshness + 1) * self._published - 1
 
 
-class Drop(Wait[GroupT]):
+class MeanBound(HardBound[GroupT]):
     """Groups begin by their number alone; those that have become too old are dropped whole."""
 
     def __init__(self, *, freshness: int, prompts: int, published: int = 1) -> None:

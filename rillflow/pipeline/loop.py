@@ -41,7 +41,7 @@ from rillflow.observe.reader import Evaluation, best_checkpoint, read_evaluation
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.observe.wording import duration
 from rillflow.pipeline.interrupt import Interruption
-from rillflow.pipeline.open_step import OpenStep, Phase, Place
+from rillflow.pipeline.open_step import OpenStep, Phase, Standing
 from rillflow.records.metrics import Mean, Metrics
 from rillflow.workers.pending import Pending, wait_for
 
@@ -251,7 +251,7 @@ class Loop:
         late = self._cadence.checkpoint_s > 0 and self._clock() - self._saved_at >= pause_s
         return late or _due(done, self._cadence.checkpoint_every)
 
-    def _here(self, phase: Phase, index: int, step: int, done: int) -> Place:
+    def _here(self, phase: Phase, index: int, step: int, done: int) -> Standing:
         """Where a phase begins, or goes on from."""
         state = {
             "phase": index,
@@ -261,7 +261,7 @@ class Loop:
             "beside": dict(phase.beside.state()) if phase.beside is not None else None,
             "numbers": dict(phase.flow.state),
         }
-        return Place(step=step, state=state, updates=self._updates(phase, self._deadline_s))
+        return Standing(step=step, state=state, updates=self._updates(phase, self._deadline_s))
 
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
         """The optimiser steps of every trained role, once what it was last given is done."""

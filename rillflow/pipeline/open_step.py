@@ -88,7 +88,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Standing:
     """Where a run stands after a whole step."""
 
     step: int
@@ -100,10 +100,10 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
+class FinishedStep:
     """What is known of a step once all of it is there."""
 
-    place: Place
+    place: Standing
     """Where the run stands after it."""
     metrics: dict[str, Metric]
     """What was measured."""
@@ -171,7 +171,7 @@ class OpenStep:
         home = self._phase.trained[0]
         return executor.on_first_rank(home, record, run, self.number, measures, *batches)
 
-    def finish(self, version: int, elapsed_s: Callable[[], float]) -> Finished:
+    def finish(self, version: int, elapsed_s: Callable[[], float]) -> FinishedStep:
         """Wait for all of it.
 
         Args:
@@ -212,8 +212,8 @@ class OpenStep:
             "numbers": numbers,
         }
         updates = {role: each.updates for role, each in marks.items()}
-        return Finished(
-            place=Place(step=self.number, state=state, updates=updates),
+        return FinishedStep(
+            place=Standing(step=self.number, state=state, updates=updates),
             metrics=metrics,
             spans=spans,
             skips={role: each.skips for role, each in marks.items() if each.skips},

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rillflow.freshness.admission import Wait
+from rillflow.freshness.admission import HardBound
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.layout import Layout
 from rillflow.planner.simulator.replica import Replica
@@ -199,7 +199,9 @@ class Stream(_Sampling):
         load_s: seconds for which a replica stands still when it takes new weights.
     """
 
-    def __init__(self, layout: Layout, admission: Wait[SampleGroup], book: Book, *, load_s: float) -> None:
+    def __init__(
+        self, layout: Layout, admission: HardBound[SampleGroup], book: Book, *, load_s: float
+    ) -> None:
         stage = next(iter(layout.generating))
         super().__init__(layout.replicas(stage), greedy=layout.samples_begun)
         self.newest = 0

@@ -30,7 +30,7 @@ from enum import IntEnum
 from itertools import count
 
 from rillflow.errors import PlanError
-from rillflow.freshness.admission import Drop, Wait
+from rillflow.freshness.admission import HardBound, MeanBound
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
@@ -244,7 +244,7 @@ class _Flowing(_Run):
         super().__init__(layout)
         plan = layout.plan
         crossing = sum(task.seconds for task in layout.tasks if layout.is_publish(task.stage))
-        rule: type[Wait[SampleGroup]] = Drop if plan.late == "drop" else Wait
+        rule: type[HardBound[SampleGroup]] = MeanBound if plan.late == "drop" else HardBound
         self._admission = rule(
             freshness=plan.freshness,
             prompts=self.workload.prompts // layout.batches,
