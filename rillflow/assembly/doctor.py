@@ -77,10 +77,16 @@ def examine(folder: Path) -> list[Finding]:
     return [finding for probe in probes for finding in probe()]
 
 
+def _found(name: str, what: str, fix: str = "", *, fails: bool = False) -> list[Finding]:
+    """One finding: well where nothing is to be done, else a warning, or a failure."""
+    health = Health.FAIL if fails else Health.WARN if fix else Health.OK
+    return [Finding(name=name, health=health, what=what, fix=fix)]
+
+
 def python() -> list[Finding]:
     """The interpreter's version."""
     found = f"{platform.python_version()} at {sys.executable}"
-    return [Finding(name="python", health=Health.OK, what=found)]
+    return _found("python", found)
 
 
 def packages() -> list[Finding]:
@@ -89,28 +95,24 @@ def packages() -> list[Finding]:
         written = metadata.requires("rillflow") or []
     except metadata.PackageNotFoundError:
         fix = "pip install -e . in the repository's folder"
-        return [Finding(name="rillflow", health=Health.WARN, what="runs without being installed", fix=fix)]
-    return [
-        package_finding(requirement)
-        for requirement in map(Requirement, written)
-        if requirement.marker is None
-    ]
+        return _found("rillflow", "runs without being installed", fix)
+    asked = [requirement for requirement in map(Requirement, written) if requirement.marker is None]
+    return [finding for requirement in asked for finding in package_finding(requirement)]
 
 
-def package_finding(requirement: Requirement) -> Finding:
+def package_finding(requirement: Requirement) -> list[Finding]:
     name, version = requirement.name, _version(requirement.name)
     fix = f"pip install '{requirement}'"
     if version is None:
-        return Finding(name=name, health=Health.FAIL, what="not installed", fix=fix)
+        return _found(name, "not installed", fix, fails=True)
     if not requirement.specifier.contains(version.split("+")[0], prereleases=True):
-        what = f"{version}, and {requirement.specifier} is what was tested"
-        return Finding(name=name, health=Health.WARN, what=what, fix=fix)
-    return Finding(name=name, health=Health.OK, what=version)
+        return _found(name, f"{version}, and {requirement.specifier} is what was tested", fix)
+    return _found(name, version)
 
 
 def extras() -> list[Finding]:
     """Packages that only some recipes need."""
-    found = []
+    found: list[Finding] = []
     for package, extra, use in (
         ("pyarrow", "parquet", "prompts in Parquet files"),
         ("reasoning-gym", "gym", "reasoning-gym tasks"),
@@ -118,7 +120,7 @@ def extras() -> list[Finding]:
     ):
         version = _version(package)
         what = version or f"not installed; only {use} need it: pip install 'rillflow[{extra}]'"
-        found.append(Finding(name=package, health=Health.OK, what=what))
+        found += _found(package, what)
     return found
 
 
@@ -135,20 +137,17 @@ def torch_and_device() -> list[Finding]:
         import torch
     except (ImportError, OSError) as error:
         fix = "install torch again; a library that is missing is named above"
-        return [Finding(name="device", health=Health.FAIL, what=f"torch cannot be loaded: {error}", fix=fix)]
-    found = []
+        return _found("device", f"torch cannot be loaded: {error}", fix, fails=True)
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        found.append(Finding(name="device", health=Health.OK, what=f"cuda: {', '.join(names)}"))
+        found = _found("device", f"cuda: {', '.join(names)}")
     elif Path("/dev/nvidia0").exists():
         what = f"a GPU is there, and torch {torch.__version__} does not see it"
         fix = "install a CUDA build of torch that fits the driver"
-        found.append(Finding(name="device", health=Health.WARN, what=what, fix=fix))
+        found = _found("device", what, fix)
     else:
-        found.append(Finding(name="device", health=Health.OK, what="cpu"))
-    threads, cores = torch.get_num_threads(), usable_cores()
-    found.append(threads_finding(threads, cores))
-    return found
+        found = _found("device", "cpu")
+    return [*found, *threads_finding(torch.get_num_threads(), usable_cores())]
 
 
 def cuda_devices() -> int | None:
@@ -166,17 +165,14 @@ def cuda_devices() -> int | None:
     return count.value if found else 0
 
 
-def threads_finding(threads: int, cores: float) -> Finding:
-    what = f"torch would use {threads} of {cores:g} cores"
+def threads_finding(threads: int, cores: float) -> list[Finding]:
+    fix = ""
     if threads > cores:
         fix = f"set run.threads = {max(1, int(cores))}: more threads than cores wait for each other"
-        return Finding(name="threads", health=Health.WARN, what=what, fix=fix)
-    if threads < int(cores) and "OMP_NUM_THREADS" in os.environ:
-        fix = (
-            f"unset OMP_NUM_THREADS (now {os.environ['OMP_NUM_THREADS']}), or set run.threads = {int(cores)}"
-        )
-        return Finding(name="threads", health=Health.WARN, what=what, fix=fix)
-    return Finding(name="threads", health=Health.OK, what=what)
+    elif threads < int(cores) and "OMP_NUM_THREADS" in os.environ:
+        now = os.environ["OMP_NUM_THREADS"]
+        fix = f"unset OMP_NUM_THREADS (now {now}), or set run.threads = {int(cores)}"
+    return _found("threads", f"torch would use {threads} of {cores:g} cores", fix)
 
 
 def usable_cores() -> float:
@@ -195,12 +191,8 @@ def processor() -> list[Finding]:
     except OSError:
         return []
     wide = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if f" {name}" in flags]
-    what = (
-        f"bfloat16 by {wide[0]}"
-        if wide
-        else "no bfloat16 arithmetic: on the CPU, float32 is the faster dtype"
-    )
-    return [Finding(name="processor", health=Health.OK, what=what)]
+    none = "no bfloat16 arithmetic: on the CPU, float32 is the faster dtype"
+    return _found("processor", f"bfloat16 by {wide[0]}" if wide else none)
 
 
 def memory() -> list[Finding]:
@@ -208,11 +200,8 @@ def memory() -> list[Finding]:
     free = available_memory()
     if free is None:
         return []
-    what = f"{size(free)} free"
-    if free < LEAST_MEMORY_BYTES:
-        fix = "close something large; a small model needs about 1 GiB"
-        return [Finding(name="memory", health=Health.WARN, what=what, fix=fix)]
-    return [Finding(name="memory", health=Health.OK, what=what)]
+    fix = "close something large; a small model needs about 1 GiB"
+    return _found("memory", f"{size(free)} free", fix if free < LEAST_MEMORY_BYTES else "")
 
 
 def available_memory() -> int | None:
@@ -239,11 +228,9 @@ def _words(path: Path) -> list[str]:
 def disk(folder: Path) -> list[Finding]:
     """Free space where runs would be written."""
     free = shutil.disk_usage(folder).free
+    fix = "make room, or choose a run directory on another disk with --dir"
     what = f"{size(free)} free in {folder.resolve()}"
-    if free < LEAST_DISK_BYTES:
-        fix = "make room, or choose a run directory on another disk with --dir"
-        return [Finding(name="disk", health=Health.WARN, what=what, fix=fix)]
-    return [Finding(name="disk", health=Health.OK, what=what)]
+    return _found("disk", what, fix if free < LEAST_DISK_BYTES else "")
 
 
 def writing(folder: Path) -> list[Finding]:
@@ -256,24 +243,23 @@ def writing(folder: Path) -> list[Finding]:
     except OSError as error:
         what = f"no: {error.strerror} in {folder.resolve()}"
         fix = "choose a run directory on a local disk that you may write, with --dir"
-        return [Finding(name="writing", health=Health.FAIL, what=what, fix=fix)]
-    return [Finding(name="writing", health=Health.OK, what="files can be written and locked")]
+        return _found("writing", what, fix, fails=True)
+    return _found("writing", "files can be written and locked")
 
 
 def limits() -> list[Finding]:
     """Limits of this process that a run could meet."""
     return [
-        _limit("open files", resource.RLIMIT_NOFILE, LEAST_FILES, "ulimit -n 1024"),
-        _limit("processes", resource.RLIMIT_NPROC, LEAST_PROCESSES, "ulimit -u 1024"),
-        _limit("address space", resource.RLIMIT_AS, 4 * GIB, "ulimit -v unlimited"),
+        *_limit("open files", resource.RLIMIT_NOFILE, LEAST_FILES, "ulimit -n 1024"),
+        *_limit("processes", resource.RLIMIT_NPROC, LEAST_PROCESSES, "ulimit -u 1024"),
+        *_limit("address space", resource.RLIMIT_AS, 4 * GIB, "ulimit -v unlimited"),
     ]
 
 
-def _limit(name: str, kind: int, least: int, fix: str) -> Finding:
+def _limit(name: str, kind: int, least: int, fix: str) -> list[Finding]:
     soft = resource.getrlimit(kind)[0]
     if soft == resource.RLIM_INFINITY:
-        return Finding(name=name, health=Health.OK, what="no limit")
+        return _found(name, "no limit")
     if soft < least:
-        what = f"{soft:,} allowed, at least {least:,} are wanted"
-        return Finding(name=name, health=Health.WARN, what=what, fix=fix)
-    return Finding(name=name, health=Health.OK, what=f"{soft:,} allowed")
+        return _found(name, f"{soft:,} allowed, at least {least:,} are wanted", fix)
+    return _found(name, f"{soft:,} allowed")

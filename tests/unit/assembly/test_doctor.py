@@ -58,24 +58,24 @@ def test_a_folder_that_is_not_there_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_package_outside_its_range_is_found() -> None:
-    finding = package_finding(Requirement("pytest>=1000"))
+    (finding,) = package_finding(Requirement("pytest>=1000"))
     assert finding.health is Health.WARN
     assert ">=1000" in finding.what
-    assert package_finding(Requirement("no-such-package>=1")).health is Health.FAIL
-    assert package_finding(Requirement("pytest>=1")).health is Health.OK
+    assert package_finding(Requirement("no-such-package>=1"))[0].health is Health.FAIL
+    assert package_finding(Requirement("pytest>=1"))[0].health is Health.OK
 
 
 def test_too_many_threads_are_found() -> None:
-    finding = threads_finding(8, 1.5)
+    (finding,) = threads_finding(8, 1.5)
     assert finding.health is Health.WARN
     assert "run.threads = 1" in finding.fix
 
 
 def test_threads_lost_to_the_environment_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert "unset OMP_NUM_THREADS (now 1)" in threads_finding(1, 4).fix
+    assert "unset OMP_NUM_THREADS (now 1)" in threads_finding(1, 4)[0].fix
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert threads_finding(1, 4).health is Health.OK
+    assert threads_finding(1, 4)[0].health is Health.OK
 
 
 def test_low_limits_are_found() -> None:
