@@ -3,7 +3,6 @@
     like ── class, config ──> skeleton on the meta device ── plan ──> modules of the local sizes
       └──── buffers ─────────────────^                                       │
     {logical name: local tensor} ── assign, nothing is copied ───────────────┴──> a module to sample from
-                                     release, until the next assign
 
     COLUMNS               x ─> w_r x                        own outputs; here: own heads, own hidden units
     ROWS                  x_r ─> w_r x_r ─ sum ─> + bias    the same bits on every rank
@@ -68,20 +67,6 @@ def sampling_module(like: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks)
     return module.eval()
 
 
-def local_weights(
-    module: PreTrainedModel, plan: Mapping[str, Style], rank: int, size: int
-) -> dict[str, Tensor]:
-    """A whole decoder's parameters as one of ``size`` ranks has them: pieces are copies, the rest is not."""
-    found = {}
-    bounds = local_bounds(module, plan, rank, size) if size > 1 else {}
-    for name, parameter in module.named_parameters():
-        whole = parameter.detach()
-        own = bounds.get(name, tuple((0, length) for length in whole.shape))
-        piece = whole[tuple(slice(*interval) for interval in own)]
-        found[name] = whole if piece.shape == whole.shape else piece.clone()
-    return found
-
-
 def local_bounds(
     module: PreTrainedModel, plan: Mapping[str, Style], rank: int, size: int
 ) -> dict[str, Bounds]:
@@ -136,16 +121,6 @@ def assign(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         for place in places[id(parameter)]:
             owner, _, kind = place.rpartition(".")
             module.get_submodule(owner).register_parameter(kind, new)
-
-
-def release(module: PreTrainedModel) -> None:
-    """Let go of the weights until the next ``assign``: parameters stay, their memory does not.
-
-    Each is one NaN seen as the whole shape, so a pass without weights does not go unnoticed.
-    """
-    for parameter in module.parameters():
-        if not parameter.is_meta:
-            parameter.data = parameter.new_full((), torch.nan).expand(parameter.shape)
 
 
 def _skeleton(like: PreTrainedModel) -> PreTrainedModel:

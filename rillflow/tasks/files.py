@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from rillflow.errors import DataError
-from rillflow.tasks.example import Example, check_names, example_of
+from rillflow.tasks.example import check_names
 
 ENDINGS = (".jsonl", ".parquet")
 _MARK = b"\xef\xbb\xbf"
@@ -27,18 +27,13 @@ GIVEN = "<prompts>"
 """The source of a run whose rows were given in Python."""
 
 
-def read_examples(path: Path) -> list[Example]:
-    """The examples of a file, in its order.
+def read_rows(path: Path, make: Callable[[dict[str, Any], int, str], Row]) -> list[Row]:
+    """What ``make`` makes of a file's rows, their numbers and their places, in the file's order.
 
     Raises:
         DataError: the file is not there, is no such file, has no rows, or has a row that cannot be used;
             the message names the file, the line or row, and the value.
     """
-    return read_rows(path, example_of)
-
-
-def read_rows(path: Path, make: Callable[[dict[str, Any], int, str], Row]) -> list[Row]:
-    """What ``make`` makes of a file's rows, their numbers and their places; see ``read_examples``."""
     _check_path(path)
     if path.suffix == ".jsonl":
         return _made(_json_lines(path), path, "line", make)
@@ -49,7 +44,7 @@ def given_rows(rows: Rows, make: Callable[[dict[str, Any], int, str], Row]) -> l
     """The same of rows that were given in Python: each is a prompt, or an object as a file's rows are.
 
     Raises:
-        DataError: as ``read_examples``; the rows are no list of rows.
+        DataError: as ``read_rows``; the rows are no list of rows.
     """
     if isinstance(rows, Mapping):
         raise DataError(

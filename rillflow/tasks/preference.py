@@ -10,14 +10,12 @@ imitated as any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from rillflow.errors import DataError, nearest
 from rillflow.tasks.arithmetic import arithmetic_examples
 from rillflow.tasks.example import Example, answer_of, prompt_of, shown
-from rillflow.tasks.files import read_rows
 
 _NEAR = 9
 """A wrong answer differs from the right one by at most so much: it has to be looked at."""
@@ -39,17 +37,8 @@ class Preference(Example):
         return [*Example.plain(self), self.rejected]
 
 
-def read_preferences(path: Path) -> list[Preference]:
-    """The pairs of a .jsonl or .parquet file with the columns ``prompt``, ``chosen`` and ``rejected``.
-
-    Raises:
-        DataError: as ``read_examples``.
-    """
-    return read_rows(path, preference_of)
-
-
 def preference_of(row: dict[str, Any], index: int, place: str) -> Preference:
-    """A row as a pair, which keeps the row's dict as its columns.
+    """A row with ``prompt``, ``chosen`` and ``rejected`` as a pair; the row's dict becomes its columns.
 
     Raises:
         DataError: as ``example_of``; an answer is missing, null, or neither text nor one message of the

@@ -20,9 +20,9 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.tasks import arithmetic, gym
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.example import Example, example_of
-from rillflow.tasks.files import Rows, given_rows, read_examples
+from rillflow.tasks.files import Rows, given_rows, read_rows
 from rillflow.tasks.fingerprint import Fingerprint, row_digests
-from rillflow.tasks.preference import Preference, arithmetic_preferences, preference_of, read_preferences
+from rillflow.tasks.preference import Preference, arithmetic_preferences, preference_of
 
 Row = TypeVar("Row", bound=Example)
 RowOut = TypeVar("RowOut", bound=Example, covariant=True)
@@ -72,7 +72,7 @@ def open_task(
         DataError: the source is unknown or its data cannot be used; nothing is left to train on.
     """
     made = (given_rows(rows, example_of), None) if rows is not None else _rows(config, base, seed)
-    return _split(config, made[0], base, seed, drawn, read_examples, made[1])
+    return _split(config, made[0], base, seed, drawn, example_of, made[1])
 
 
 def open_preferences(
@@ -83,7 +83,7 @@ def open_preferences(
     Args and raises as ``open_task``; reasoning-gym has no pairs.
     """
     pairs = given_rows(rows, preference_of) if rows is not None else _pairs(config, base, seed)
-    return _split(config, pairs, base, seed, drawn, read_preferences)
+    return _split(config, pairs, base, seed, drawn, preference_of)
 
 
 def _pairs(config: TaskConfig, base: Path, seed: int) -> list[Preference]:
@@ -95,7 +95,7 @@ def _pairs(config: TaskConfig, base: Path, seed: int) -> list[Preference]:
             why="its problems have one answer each, and pairs are needed",
             fix="name a file with the columns 'prompt', 'chosen' and 'rejected', or arithmetic",
         )
-    return read_preferences(_file("source", config.source, base))
+    return read_rows(_file("source", config.source, base), preference_of)
 
 
 def _drawing(config: TaskConfig, seed: int) -> dict[str, Any]:
@@ -108,11 +108,11 @@ def _split(
     base: Path,
     seed: int,
     drawn: int | None,
-    read: Callable[[Path], list[Row]],
+    make: Callable[[dict[str, Any], int, str], Row],
     reward: FunctionPath | None = None,
 ) -> Task[Row]:
     if config.held_out_source is not None:
-        held_out = tuple(read(_file("held_out_source", config.held_out_source, base)))
+        held_out = tuple(read_rows(_file("held_out_source", config.held_out_source, base), make))
     else:
         held_out = _drawn(examples[:drawn], config.held_out, seed, config.source)
     apart = {example.key for example in held_out}
@@ -145,7 +145,7 @@ def _rows(config: TaskConfig, base: Path, seed: int) -> tuple[list[Example], Fun
         return arithmetic.arithmetic_examples(**_drawing(config, seed)), arithmetic.REWARD
     if source.startswith(gym.PREFIX):
         return gym.gym_examples(source, size=config.size, seed=seed), gym.REWARD
-    return read_examples(_file("source", source, base)), None
+    return read_rows(_file("source", source, base), example_of), None
 
 
 def _file(setting: str, source: str, base: Path) -> Path:

@@ -25,7 +25,8 @@ from rillflow.models.weight_files import check_weight_files
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
 from rillflow.rewards.frames import FrameError, FrameReader
-from rillflow.tasks.files import read_examples
+from rillflow.tasks.example import example_of
+from rillflow.tasks.files import read_rows
 from rillflow.weights.layout import Weight
 from rillflow.weights.sharded_file import listed_weights, load_sharded, save_sharded
 
@@ -107,7 +108,7 @@ def test_a_recipe(here: Path, content: bytes) -> None:
 @given(content=damaged(ROW))
 def test_rows_of_data(here: Path, content: bytes) -> None:
     (here / "rows.jsonl").write_bytes(ROW + b"\n" + content)
-    understood(lambda: read_examples(here / "rows.jsonl"))
+    understood(lambda: read_rows(here / "rows.jsonl", example_of))
 
 
 @fuzzed

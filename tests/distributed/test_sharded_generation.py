@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import RolloutError
 from rillflow.models.attention import ATTENTION, register
-from rillflow.models.sampling_shard import assign, local_weights, sampling_module
+from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
@@ -27,6 +27,7 @@ from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from tests.unit.models.shards import local_weights
 from tests.unit.records.singles import rollouts_of
 
 sys.path.insert(0, str(Path(__file__).parent))

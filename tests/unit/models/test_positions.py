@@ -24,7 +24,7 @@ from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.models.positions import settle_positions
-from rillflow.models.sampling_shard import assign, local_weights, sampling_module
+from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
@@ -32,6 +32,7 @@ from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.training.config import TrainConfig
 from rillflow.training.scorer import Scorer
+from tests.unit.models.shards import local_weights
 
 ORIGINAL, CONTEXT = 16, 64
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 3.0, 9.0, 27.0]}

@@ -14,8 +14,9 @@ from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ModelError
 from rillflow.models.architecture import vocabulary_of
 from rillflow.models.attention import ATTENTION, register
-from rillflow.models.sampling_shard import assign, local_bounds, local_weights, sampling_module
+from rillflow.models.sampling_shard import assign, local_bounds, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
+from tests.unit.models.shards import local_weights
 
 SIZES = {
     "vocab_size": 30,

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import RolloutError
-from rillflow.models.sampling_shard import assign, local_weights, release, sampling_module
+from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
 from rillflow.records.batch import Batch
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from tests.unit.models.shards import local_weights
 from tests.unit.records.singles import rollouts_of
 
 Build = Callable[..., PreTrainedModel]
@@ -59,23 +60,8 @@ def test_weights_come_and_go_between_calls(replay_after: int, build: Build, prom
         if not found:
             used = engine(module, SingleRank(), lanes=1, replay_after=replay_after)
         found.append(said(used.generate(prompts(3, 7, 9))))
-        release(module)
     assert found == wanted
     assert wanted[0] != wanted[1]
-
-
-def test_released_weights_hold_no_memory_and_are_noticed(build: Build, prompts: Prompts) -> None:
-    whole = build()
-    module = part_of(whole, SingleRank())
-    used = engine(module, SingleRank(), lanes=1)
-    used.generate(prompts(3))
-    shapes = [parameter.shape for parameter in module.parameters()]
-    release(module)
-    assert [parameter.shape for parameter in module.parameters()] == shapes
-    held = sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
-    assert held == 4 * len(shapes)
-    with pytest.raises(RolloutError, match="are not finite"):
-        used.generate(prompts(3))
 
 
 def test_ranks_may_be_threads(build: Build, prompts: Prompts) -> None:

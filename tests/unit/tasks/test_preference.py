@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from rillflow.records.row import RowId
 from rillflow.tasks.arithmetic import arithmetic_examples
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Answers, Encoded, Encoder
-from rillflow.tasks.preference import Preference, arithmetic_preferences, read_preferences
+from rillflow.tasks.files import read_rows
+from rillflow.tasks.preference import Preference, arithmetic_preferences, preference_of
 from rillflow.tasks.prompts import PromptStream, answered_batch
 from rillflow.tasks.task import open_preferences, open_task
 
+read_preferences = partial(read_rows, make=preference_of)
 Write = Callable[..., Path]
 ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz:\n"
 CHAT = (

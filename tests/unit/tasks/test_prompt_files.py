@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import DataError
-from rillflow.tasks.files import read_examples
+from rillflow.tasks.example import example_of
+from rillflow.tasks.files import read_rows
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet_files = pytest.importorskip("pyarrow.parquet")
 
+read_examples = partial(read_rows, make=example_of)
 Write = Callable[..., Path]
 
 
