@@ -11,13 +11,11 @@ frames. Every wait has a limit, and ends in an error that says for whom it waite
 
 from __future__ import annotations
 
-import secrets
-import shutil
+import select
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -35,7 +33,7 @@ from torch import Tensor
 from rillflow.data_plane.instructions import Ids
 from rillflow.data_plane.plane import SEGMENT
 from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
-from rillflow.data_plane.server import HOME, IDS, ROWS, TOKENS, Kind, sweep
+from rillflow.data_plane.server import HOME, IDS, ROWS, TOKENS, Kind
 from rillflow.data_plane.store import LENGTHS, STORED, gathered, mapped, opened
 from rillflow.data_plane.wire import HEAD_BYTES, Arrays, Message, head_of, message_of, packed
 from rillflow.errors import StreamError
@@ -321,21 +319,18 @@ def _field(arrays: Arrays, name: str, column: ColumnType) -> Field:
 @contextmanager
 def started(*, capacity_bytes: int, home: Path = HOME, listen: str = "") -> Iterator[Path]:
     """A server on this machine, and the folder where clients find it; it listens on ``host:port`` besides."""
-    sweep(home)
-    folder = home / f"rillflow-{secrets.token_hex(8)}"
-    folder.mkdir(mode=0o700)
     host, _, port = listen.rpartition(":")
-    command = [sys.executable, "-m", "rillflow.data_plane.server", str(folder), str(capacity_bytes)]
-    process = subprocess.Popen([*command, "--host", host, "--port", port or "0"], stdin=subprocess.PIPE)
+    command = [sys.executable, "-m", "rillflow.data_plane.server", str(capacity_bytes), "--home", str(home)]
+    command += ["--host", host, "--port", port or "0"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
-        until = time.monotonic() + START_S
-        while not (folder / "ready").exists():
-            if process.poll() is not None or time.monotonic() > until:
-                raise StreamError(
-                    "the data plane's server did not start", why=f"it ended with {process.poll()}"
-                )
-            time.sleep(0.01)
-        yield folder
+        said = process.stdout.readline() if select.select([process.stdout], [], [], START_S)[0] else ""
+        if not said:
+            process.kill()
+            raise StreamError(
+                "the data plane's server did not start", why=f"it said nothing in {START_S:g} s"
+            )
+        yield Path(said.strip())
     finally:
         process.communicate()
-        shutil.rmtree(folder, ignore_errors=True)

@@ -19,8 +19,8 @@ import logging
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from itertools import count
 from pathlib import Path
@@ -84,6 +84,12 @@ def parsed(message: Message) -> Any:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise StreamError(f"{place} is {str(first['input'])[:80]}", why=first["msg"]) from None
+
+
+def schema_of(plane: Plane, stream: str) -> dict[str, Any]:
+    """A stream's schema as JSON."""
+    found: dict[str, Any] = TypeAdapter(Schema).dump_python(plane.table(stream).schema, mode="json")
+    return found
 
 
 class _Connection:
@@ -161,9 +167,7 @@ class _Connection:
             case Look(action="close"):
                 plane.close(request.stream)
             case Look(action="schema"):
-                says["schema"] = TypeAdapter(Schema).dump_python(
-                    plane.table(request.stream).schema, mode="json"
-                )
+                says["schema"] = schema_of(plane, request.stream)
             case Look():
                 says |= plane.status(request.stream)
             case _:
@@ -248,10 +252,26 @@ async def _run(folder: Path, capacity_bytes: int, host: str, port: int) -> None:
     if host:
         listening = await asyncio.start_server(server.accept, host, port, limit=2**22)
         (folder / "address").write_text("{}:{}".format(*listening.sockets[0].getsockname()))
-    (folder / "ready").touch()
+    sys.stdout.write(f"{folder}\n")
+    sys.stdout.flush()
     expiring = asyncio.ensure_future(server.expire())
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
     expiring.cancel()
+
+
+@contextmanager
+def own_folder(home: Path = HOME) -> Iterator[Path]:
+    """A folder in shared memory that is gone when this process is done with it, or dead and another comes."""
+    sweep(home)
+    folder = home / f"rillflow-{secrets.token_hex(8)}"
+    folder.mkdir(mode=0o700)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "ready").touch()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(home: Path = HOME) -> None:
@@ -263,21 +283,17 @@ def sweep(home: Path = HOME) -> None:
 
 
 def main() -> None:
-    """Serve in a folder that ``client.started`` has made."""
+    """Serve in a folder of its own, whose path is the one line of output once clients may come."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("folder", type=Path)
     parser.add_argument("capacity_bytes", type=int)
+    parser.add_argument("--home", type=Path, default=HOME, help="where folders are made: shared memory")
     parser.add_argument(
         "--host", default="", help="to listen on TCP besides; the token is asked for there too"
     )
     parser.add_argument("--port", type=int, default=0)
     asked = parser.parse_args()
-    with (asked.folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            asyncio.run(_run(asked.folder, asked.capacity_bytes, asked.host, asked.port))
-        finally:
-            shutil.rmtree(asked.folder, ignore_errors=True)
+    with own_folder(asked.home) as folder:
+        asyncio.run(_run(folder, asked.capacity_bytes, asked.host, asked.port))
 
 
 if __name__ == "__main__":

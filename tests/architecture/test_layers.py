@@ -22,6 +22,8 @@ ADAPTERS = {
     "pyarrow": ("rillflow/tasks/",),
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
+    "starlette": ("rillflow/service/app.py",),
+    "uvicorn": ("rillflow/service/__main__.py",),
     "ray": ("rillflow/cluster/ray.py", "rillflow/cluster/messages.py"),
     "vllm": (),
 }

@@ -236,7 +236,7 @@ def test_the_folder_is_for_its_owner_and_a_killed_server_s_is_removed_by_the_nex
             owner = next(
                 int(entry.name)
                 for entry in Path("/proc").glob("[0-9]*")
-                if str(folder).encode() in (entry / "cmdline").read_bytes()
+                if str(tmp_path).encode() in (entry / "cmdline").read_bytes()
             )
             os.kill(owner, signal.SIGKILL)
             with pytest.raises(StreamError, match="does not answer"):

@@ -1,0 +1,112 @@
+"""Two engines that are not ours train a policy through the service; they know nothing but its paths.
+
+    python examples/foreign_engines.py
+
+    this process ── prompts ──> service ──> sampler: numpy, a process; answers with the newest weights it has
+                                 │  ^ └────── answers, rewards ───────┘
+                                 v  └── weights ── trainer: a plain PyTorch loop, another process
+
+A prompt is a digit, an answer right if it is the next one. The policy is a table of logits; the mean reward
+of every step is printed, and rises from one in ten. Nothing but HTTP goes between the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from rillflow.service.client import ServiceClient
+
+DIGITS, PROMPTS, SAMPLES, STEPS = 10, 10, 8, 60
+COLUMNS = {
+    "prompt": {"dtype": "int64", "per": "group"},
+    "answer": {"dtype": "int64"},
+    "reward": {"dtype": "float32"},
+}
+STAGES = [
+    {"name": "sample", "reads": ["prompt"], "writes": ["answer", "reward"]},
+    {"name": "train", "reads": ["prompt", "answer", "reward"], "order": "in_order"},
+]
+
+
+def sample(folder: Path) -> None:
+    """Somebody's inference engine: answers prompts until there are no more."""
+    service, draw = ServiceClient(folder, name="sampler"), np.random.default_rng(1)
+    version, weights = -1, {"logits": np.zeros((DIGITS, DIGITS), np.float32)}
+    while (taken := service.take("rollouts", "sample", PROMPTS)) is not None:
+        if newer := service.get_weights(newer_than=version, wait_s=0):
+            version, weights = newer
+        prompt = taken.columns["prompt"]
+        assert isinstance(prompt, np.ndarray)
+        asked = np.repeat(prompt, taken.rows)
+        noise = draw.gumbel(size=(len(asked), DIGITS))
+        answer = (weights["logits"][asked] + noise).argmax(axis=1)
+        reward = (answer == (asked + 1) % DIGITS).astype(np.float32)
+        service.done(taken, {"answer": answer, "reward": reward}, version=version + 1)
+
+
+def train(folder: Path) -> None:
+    """Somebody's trainer: a policy gradient with the group's mean as baseline."""
+    import torch
+
+    service = ServiceClient(folder, name="trainer")
+    logits = torch.zeros(DIGITS, DIGITS, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.2)
+    step = 0
+    while (taken := service.take("rollouts", "train", PROMPTS, least=PROMPTS)) is not None:
+        prompt, answer, reward = (
+            torch.from_numpy(taken.columns[name]) for name in ("prompt", "answer", "reward")
+        )
+        rows = reward.view(PROMPTS, SAMPLES)
+        advantage = (rows - rows.mean(dim=1, keepdim=True)).flatten()
+        logprob = logits.log_softmax(dim=1)[prompt.repeat_interleave(SAMPLES), answer]
+        loss = -(advantage * logprob).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        service.done(taken)
+        service.put_weights(step, {"logits": logits.detach().numpy()})
+        print(json.dumps({"step": step, "reward": float(reward.mean())}), flush=True)
+        step += 1
+
+
+def main() -> None:
+    """Start the service and both engines, and put the prompts."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [subprocess.Popen([sys.executable, "-m", "rillflow.service", name])]
+        try:
+            until = time.monotonic() + 60.0
+            while not (folder / "socket").exists():
+                if processes[0].poll() is not None or time.monotonic() > until:
+                    raise SystemExit("the service did not start: pip install 'rillflow[service]'")
+                time.sleep(0.02)
+            service = ServiceClient(folder, name="task")
+            service.create("rollouts", columns=COLUMNS, stages=STAGES, capacity=2 * PROMPTS)
+            processes += [
+                subprocess.Popen([sys.executable, __file__, role, name]) for role in ("sample", "train")
+            ]
+            for _ in range(STEPS):  # waits while two steps are on their way: the freshness bound
+                service.begin("rollouts", {"prompt": np.arange(PROMPTS)}, rows=[SAMPLES] * PROMPTS)
+            service.close("rollouts")
+            if any(process.wait(120.0) for process in processes[1:]):
+                raise SystemExit("an engine failed")
+        finally:
+            for process in processes:
+                process.terminate()
+                process.wait()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["sample"]:
+        sample(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["train"]:
+        train(Path(sys.argv[2]))
+    else:
+        main()

@@ -1,0 +1,1 @@
+"""Streams over HTTP, for training and inference engines that are not ours."""

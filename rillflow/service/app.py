@@ -1,0 +1,304 @@
+"""App: a data plane's streams over HTTP. An operation is a path, and a request of ``data_plane.requests``.
+
+    POST /v1/create   JSON                      a stream with its columns and stages     (init_engines)
+    POST /v1/begin    tensors                   groups begin with their source columns   (put_prompts_data)
+    POST /v1/take     JSON -> tensors, or 204   a lease of ready groups                  (get_experience_data)
+    POST /v1/done     tensors                   a stage's columns of groups              (put_experience_data)
+    POST /v1/return, look   JSON;   /v1/drop   tensors
+    PUT  /v1/weights?version=N   tensors        weights are there                        (weight_sync_notify)
+    GET  /v1/weights?newer_than=N&wait_s=S      -> tensors, or 204
+
+Every request carries the token; an error is JSON with its three sentences. HTTP has no connection that could
+die: what a client has goes back at its lease's deadline, so who may be killed takes short leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rillflow import __version__
+from rillflow.data_plane.plane import Plane
+from rillflow.data_plane.requests import Begin, Create, Done, Drop, Look, Return, Take
+from rillflow.data_plane.server import EXPIRES_EVERY_S, IDS, ROWS, TOKENS, schema_of
+from rillflow.data_plane.store import gathered, mapped
+from rillflow.data_plane.wire import MAX_BODY_BYTES, MAX_JSON_BYTES
+from rillflow.errors import RillflowError, StreamError
+from rillflow.service.tensors import decoded, encoded
+
+OPERATIONS: dict[str, type[BaseModel]] = {
+    "create": Create,
+    "begin": Begin,
+    "take": Take,
+    "done": Done,
+    "return": Return,
+    "drop": Drop,
+    "look": Look,
+}
+WITH_TENSORS = ("begin", "done", "drop")
+"""Operations whose request comes in the metadata of tensors."""
+TENSORS = "application/x-safetensors"
+CLIENT = "x-rillflow-client"
+"""The header in which a client says who it is; leases are its."""
+
+
+class Declined(StreamError):
+    """A request that is answered with a status of its own."""
+
+    def __init__(self, status: int, what: str, why: str = "", fix: str = "") -> None:
+        super().__init__(what, why, fix)
+        self.status = status
+
+
+class Service:
+    """The operations.
+
+    Args:
+        plane: the streams.
+        token: what every request carries as its bearer.
+        max_body_bytes: of a request; a longer one is refused where it is announced.
+    """
+
+    def __init__(self, plane: Plane, *, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._plane = plane
+        self._token = token
+        self._max_body_bytes = max_body_bytes
+        self._numbers = count()
+        self._weights: tuple[int, bytes] = (-1, b"")
+        self._published = asyncio.Condition()
+
+    def app(self) -> Starlette:
+        """The application, to be served."""
+        routes = [Route(f"/v1/{name}", self._guarded(self.operate), methods=["POST"]) for name in OPERATIONS]
+        routes.append(Route("/v1/weights", self._guarded(self.put_weights), methods=["PUT"]))
+        routes.append(Route("/v1/weights", self._guarded(self.get_weights), methods=["GET"]))
+        routes.append(Route("/openapi.json", self._guarded(self.describe), methods=["GET"]))
+        routes.append(
+            Route("/{path:path}", self._guarded(self.refuse), methods=["GET", "POST", "PUT", "DELETE"])
+        )
+        return Starlette(routes=routes, lifespan=self._living)
+
+    async def operate(self, request: Request) -> Response:
+        """Carry one operation out."""
+        name = request.url.path.rpartition("/")[2]
+        body = await self._body(request, self._max_body_bytes if name in WITH_TENSORS else MAX_JSON_BYTES)
+        if name in WITH_TENSORS:
+            says, arrays = decoded(body)
+        else:
+            says, arrays = _object(body), {}
+        asked = _checked(OPERATIONS[name], says)
+        client = request.headers.get(CLIENT, "client")[:64]
+        ids, tokens = arrays.pop(IDS, np.zeros(0, np.int64)), arrays.pop(TOKENS, None)
+        if ids.dtype != np.int64 or ids.ndim != 1:
+            raise StreamError(f"ids are {ids.dtype} {list(ids.shape)}", why="int64 [N] is expected")
+        holder = f"{client}#{next(self._numbers)}" if name == "begin" else client
+        try:
+            if arrays:
+                asked = asked.model_copy(update={"segment": await self._plane.keep(arrays, holder)})
+            return await self._answer(asked, ids, tokens, holder)
+        except RillflowError:
+            self._plane.store.give_up(holder)
+            raise
+
+    async def _answer(
+        self, asked: BaseModel, ids: NDArray[Any], tokens: NDArray[Any] | None, holder: str
+    ) -> Response:
+        plane = self._plane
+        says: dict[str, Any] = {}
+        match asked:
+            case Create():
+                plane.create(asked)
+            case Begin():
+                says["ids"] = (await plane.begin(asked, tokens, holder)).tolist()
+            case Take():
+                return await self._grant(asked, holder)
+            case Done():
+                plane.done(asked, ids, tokens, holder)
+            case Return():
+                plane.give_back(asked, holder)
+            case Drop():
+                plane.drop(asked, ids)
+            case Look(action="close"):
+                plane.close(asked.stream)
+            case Look(action="schema"):
+                says = schema_of(plane, asked.stream)
+            case Look():
+                says = plane.status(asked.stream)
+        return JSONResponse(says)
+
+    async def _grant(self, asked: Take, holder: str) -> Response:
+        lease = await self._plane.take(asked, holder)
+        if lease is None:
+            return Response(status_code=204)
+        found: dict[str, NDArray[Any]] = {IDS: lease.ids, ROWS: lease.rows, TOKENS: lease.tokens}
+        halves: set[str] = set()
+        for cells in self._plane.located(asked.stream, lease):
+            numbers = np.unique(cells.segments).tolist()
+            segments = {number: mapped(self._plane.store.folder, number).arrays for number in numbers}
+            found |= gathered(segments, cells.segments, cells.places, cells.columns)
+            halves |= {name for name, column in cells.columns.items() if column.dtype == "bfloat16"}
+        says = {"stream": asked.stream, "stage": asked.stage, "lease": lease.number}
+        return Response(encoded(says, found, frozenset(halves)), media_type=TENSORS)
+
+    async def put_weights(self, request: Request) -> Response:
+        """A trainer has weights of a newer version; whoever waits for some gets them."""
+        version = _number(request, "version")
+        body = await self._body(request, self._max_body_bytes)
+        decoded(body)
+        if version <= self._weights[0]:
+            raise Declined(409, f"weights of version {version}", why=f"version {self._weights[0]} is there")
+        async with self._published:
+            self._weights = (version, bytes(body))
+            self._published.notify_all()
+        return JSONResponse({"version": version})
+
+    async def get_weights(self, request: Request) -> Response:
+        """The newest weights, if they are newer than a version; waits for them."""
+        newer_than, wait_s = _number(request, "newer_than", -1), min(_number(request, "wait_s", 0), 600)
+        try:
+            async with asyncio.timeout(wait_s), self._published:
+                await self._published.wait_for(lambda: self._weights[0] > newer_than)
+        except TimeoutError:
+            return Response(status_code=204)
+        version, body = self._weights
+        return Response(body, media_type=TENSORS, headers={"x-rillflow-version": str(version)})
+
+    async def refuse(self, request: Request) -> Response:
+        """There is no such path."""
+        raise Declined(
+            404,
+            f"there is no {request.method} {request.url.path[:80]}",
+            why=f"this service speaks v1: {', '.join(OPERATIONS)}, weights",
+            fix="see /openapi.json; update a client of another version",
+        )
+
+    async def describe(self, request: Request) -> Response:
+        """The OpenAPI document."""
+        del request
+        return JSONResponse(openapi())
+
+    @asynccontextmanager
+    async def _living(self, app: Starlette) -> AsyncIterator[None]:
+        del app
+        expiring = asyncio.ensure_future(self._expire())
+        yield
+        expiring.cancel()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRES_EVERY_S)
+            self._plane.expire()
+
+    def _guarded(self, operation: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        async def guarded(request: Request) -> Response:
+            said = request.headers.get("authorization", "").removeprefix("Bearer ")
+            try:
+                if not hmac.compare_digest(said.encode(), self._token.encode()):
+                    raise Declined(
+                        401, "the token is wrong", fix="send the one of the service's token file as bearer"
+                    )
+                answer: Response = await operation(request)
+                return answer
+            except RillflowError as error:
+                status = error.status if isinstance(error, Declined) else 422
+                return JSONResponse(
+                    {"what": error.what, "why": error.why, "fix": error.fix}, status_code=status
+                )
+
+        return guarded
+
+    async def _body(self, request: Request, most: int) -> bytearray:
+        announced = request.headers.get("content-length", "0")
+        body = bytearray()
+        too_long = Declined(
+            413, f"a body of {announced} bytes", why=f"{most} is the most", fix="send fewer groups"
+        )
+        if not announced.isdecimal() or int(announced) > most:
+            raise too_long
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                raise too_long
+        return body
+
+
+def openapi() -> dict[str, Any]:
+    """The document, made from the requests themselves."""
+    error = {
+        "description": "what is wrong, why it cannot be, what to do",
+        "content": {"application/json": {}},
+    }
+    answers = {"200": {"description": "done"}, "401": error, "413": error, "422": error}
+    paths: dict[str, Any] = {}
+    for name, model in OPERATIONS.items():
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema.pop("$defs", None)
+        kind = TENSORS if name in WITH_TENSORS else "application/json"
+        told = model.__doc__ or ""
+        if name in WITH_TENSORS:
+            told += " JSON in the metadata, under 'request'; tensors are columns, .rows, .tokens and .ids."
+        content = {kind: {"schema": schema}}
+        paths[f"/v1/{name}"] = {
+            "post": {
+                "summary": told,
+                "requestBody": {"content": content, "required": True},
+                "responses": answers,
+            }
+        }
+    query = [
+        {"name": name, "in": "query", "schema": {"type": "integer"}}
+        for name in ("version", "newer_than", "wait_s")
+    ]
+    paths["/v1/weights"] = {
+        "put": {"summary": "Weights of a version are there.", "parameters": query[:1], "responses": answers},
+        "get": {"summary": "The newest weights.", "parameters": query[1:], "responses": answers},
+    }
+    defs: dict[str, Any] = {}
+    for model in OPERATIONS.values():
+        defs |= model.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {})
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Rillflow streams", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": defs, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"token": []}],
+    }
+
+
+def _object(body: bytearray) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise StreamError(f"a request is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise StreamError("a request is no object")
+    return found
+
+
+def _checked(model: type[BaseModel], says: dict[str, Any]) -> BaseModel:
+    try:
+        return model.model_validate(says)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise StreamError(f"{place} is {str(first['input'])[:80]}", why=first["msg"]) from None
+
+
+def _number(request: Request, name: str, default: int | None = None) -> int:
+    said = request.query_params.get(name, "" if default is None else str(default))
+    if not said.removeprefix("-").isdecimal() or len(said) > 12:
+        raise StreamError(f"{name} is {said[:80]!r}", why="a whole number is expected")
+    return int(said)

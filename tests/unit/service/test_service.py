@@ -1,0 +1,233 @@
+"""The service: streams over HTTP as over the wire; whatever else comes is an error that says something."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import string
+import threading
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from rillflow.errors import StreamError
+from rillflow.service.client import ServiceClient
+from rillflow.service.tensors import decoded, encoded
+
+COLUMNS = {
+    "prompt": {"dtype": "int64", "ragged": True, "per": "group"},
+    "tokens": {"dtype": "int64", "ragged": True},
+    "reward": {"dtype": "float32"},
+}
+STAGES = [
+    {"name": "sample", "reads": ["prompt"], "writes": ["tokens", "reward"]},
+    {"name": "train", "reads": ["prompt", "tokens", "reward"], "order": "in_order"},
+]
+NUMBERS = count()
+PROMPTS = (np.arange(5), np.array([2, 3]))
+
+
+def stream(client: ServiceClient) -> str:
+    name = f"s{next(NUMBERS)}"
+    client.create(name, columns=COLUMNS, stages=STAGES, capacity=16)
+    return name
+
+
+def raw(folder: Path, method: str, path: str, body: Any = b"", **headers: str) -> tuple[int, dict[str, Any]]:
+    """A request as anybody may make it."""
+    connection = http.client.HTTPConnection("localhost", timeout=20.0)
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(str(folder / "socket"))
+    token = {"Authorization": f"Bearer {(folder / 'token').read_text()}"}
+    connection.request(
+        method, path, body, {**token, **{name.replace("_", "-"): it for name, it in headers.items()}}
+    )
+    answer = connection.getresponse()
+    found = answer.read()
+    connection.close()
+    return answer.status, json.loads(found) if found[:1] == b"{" else {}
+
+
+def test_a_body_is_a_safetensors_file() -> None:
+    arrays = {"a": np.arange(6, dtype=np.int16).reshape(2, 3), "b": np.zeros((0, 2)), "c": np.array([True])}
+    read = safetensors.numpy.load(encoded({"stream": "s"}, arrays))
+    assert {name: array.tolist() for name, array in read.items()} == {
+        name: a.tolist() for name, a in arrays.items()
+    }
+    says, found = decoded(safetensors.numpy.save(dict(arrays), {"request": '{"stream": "t"}'}))
+    assert says == {"stream": "t"}
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_groups_go_from_who_begins_them_through_a_sampler_to_a_trainer(folder: Path) -> None:
+    task, sampler, trainer = (ServiceClient(folder, name=name) for name in ("task", "sampler", "trainer"))
+    name = stream(task)
+    assert task.begin(name, {"prompt": PROMPTS}, rows=[1, 2]) == [0, 1]
+    taken = sampler.take(name, "sample", 8)
+    assert taken is not None and taken.rows.tolist() == [1, 2]
+    prompts = taken.columns["prompt"]
+    assert isinstance(prompts, tuple) and [each.tolist() for each in prompts] == [[0, 1, 2, 3, 4], [2, 3]]
+    own = {"tokens": (np.arange(6), np.array([1, 2, 3])), "reward": np.array([0.5, 1, 2], np.float32)}
+    with pytest.raises(StreamError, match="it is sampler's"):
+        trainer.done(taken, own)
+    with pytest.raises(StreamError, match="'reward' is missing"):
+        sampler.done(taken, {"tokens": own["tokens"]})
+    sampler.done(taken, own, version=3)
+    with pytest.raises(StreamError, match="does not have group 0"):
+        sampler.done(taken, own, version=3)
+    batch = trainer.take(name, "train", 8)
+    assert batch is not None and isinstance(reward := batch.columns["reward"], np.ndarray)
+    assert reward.tolist() == [0.5, 1, 2]
+    trainer.done(batch)
+    task.close(name)
+    assert trainer.take(name, "train", 8) is None
+
+
+def test_who_waits_is_told_for_whom_and_a_stage_that_never_takes_is_named(folder: Path) -> None:
+    client = ServiceClient(folder, name="trainer")
+    name = stream(client)
+    client.begin(name, {"prompt": PROMPTS}, rows=[1, 1])
+    with pytest.raises(StreamError, match="group 0 is ready for sample: nobody ever took a group"):
+        client.take(name, "train", 1, wait_s=0.1)
+    assert "nobody ever took" in client.status(name)["waits"]["train"]
+    killed = client.take(name, "sample", 2, lease_s=0.3)
+    again = ServiceClient(folder, name="heir").take(name, "sample", 2, wait_s=5)
+    assert killed is not None and again is not None and again.ids.tolist() == [0, 1]
+
+
+def test_weights_reach_whoever_waits_for_newer_ones_and_never_go_back(folder: Path) -> None:
+    trainer, sampler = ServiceClient(folder, name="trainer"), ServiceClient(folder, name="sampler")
+    assert sampler.get_weights(wait_s=0) is None
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(sampler.get_weights(newer_than=0, wait_s=10)))
+    trainer.put_weights(0, {"w": np.zeros(2, np.float32)})
+    waiting.start()
+    time.sleep(0.2)
+    trainer.put_weights(1, {"w": np.ones(2, np.float32)})
+    waiting.join(5.0)
+    version, weights = found[0]
+    assert version == 1 and weights["w"].tolist() == [1, 1]
+    with pytest.raises(StreamError, match="version 1 is there"):
+        trainer.put_weights(1, {"w": np.zeros(2, np.float32)})
+
+
+@pytest.mark.parametrize("token", ["", "x", "é"])
+def test_nobody_without_the_token_is_answered(folder: Path, token: str) -> None:
+    for method, path in (("GET", "/openapi.json"), ("POST", "/v1/look"), ("PUT", "/v1/weights?version=9")):
+        status, said = raw(
+            folder, method, path, Authorization=f"Bearer {token}".encode("latin-1").decode("latin-1")
+        )
+        assert (status, said["what"]) == (401, "the token is wrong")
+
+
+def test_a_body_of_4_gb_is_refused_where_it_is_announced(folder: Path) -> None:
+    status, said = raw(folder, "POST", "/v1/begin", iter([]), Content_Length=str(4 * 2**30))
+    assert status == 413 and "4294967296 bytes" in said["what"]
+    status, said = raw(folder, "POST", "/v1/take", b" " * 70_000)
+    assert status == 413
+
+
+@pytest.mark.parametrize(
+    ("operation", "body", "said"),
+    [
+        ("look", b"[]", "is no object"),
+        ("look", b"\xff", "is not JSON"),
+        ("look", b'{"stream":"nosuch"}', "no stream 'nosuch'"),
+        ("take", b'{"stream":"nosuch","stage":"a","count":0}', "count is 0"),
+        ("take", b'{"stream":"nosuch","stage":"a","count":1,"counts":2}', "counts is 2"),
+        ("create", b'{"stream":"x","capacity":4,"columns":{"a":{"dtype":"object"}},"stages":[]}', "0 stages"),
+        ("begin", b"", "a header of"),
+        ("begin", b"\xff" * 64, "a header of"),
+        ("begin", encoded({"stream": "nosuch"}, {}), "no stream 'nosuch'"),
+        ("begin", encoded({"stream": "nosuch"}, {"x": np.zeros(3)})[:-1], "does not lie where it says"),
+        (
+            "begin",
+            encoded({"stream": "nosuch"}, {"x": np.zeros(3)}) + b"1",
+            "1 bytes that belong to no array",
+        ),
+        ("done", encoded({"stream": "nosuch", "lease": 1}, {".ids": np.zeros(3)}), "ids are float64"),
+        ("drop", encoded({"stream": "nosuch"}, {}), "reason is"),
+    ],
+)
+def test_bad_requests_are_answered_with_what_is_wrong(
+    folder: Path, operation: str, body: bytes, said: str
+) -> None:
+    status, found = raw(folder, "POST", f"/v1/{operation}", body)
+    assert status == 422 and said in found["what"], found
+
+
+@pytest.mark.parametrize("rows", [[1, 1, 1], [1, -1], [2]])
+def test_columns_of_another_length_than_the_rows_are_refused(folder: Path, rows: list[int]) -> None:
+    client = ServiceClient(folder, name="task")
+    name = stream(client)
+    with pytest.raises(StreamError, match=r"lengths is int64|groups of"):
+        client.begin(name, {"prompt": PROMPTS}, rows=rows)
+    assert client.status(name)["begun"] == 0
+
+
+def test_a_client_of_an_older_version_is_told(folder: Path) -> None:
+    status, said = raw(folder, "POST", "/v0/look", b"{}")
+    assert status == 404 and "v1" in said["why"]
+
+
+def value(schema: dict[str, Any], defs: dict[str, Any], draw: random.Random) -> Any:
+    """Anything a schema allows, or now and then something that it does not."""
+    if draw.random() < 0.1:
+        return draw.choice([None, -1, 2**70, 1.5, "", "x" * 100, [], {}, [[]], True])
+    if "$ref" in schema:
+        return value(defs[schema["$ref"].rpartition("/")[2]], defs, draw)
+    if "anyOf" in schema:
+        return value(draw.choice(schema["anyOf"]), defs, draw)
+    if "enum" in schema:
+        return draw.choice(schema["enum"])
+    match schema.get("type"):
+        case "object":
+            named = {
+                key: value(it, defs, draw)
+                for key, it in schema.get("properties", {}).items()
+                if draw.random() < 0.8
+            }
+            more = schema.get("additionalProperties")
+            return named | ({"x": value(more, defs, draw)} if isinstance(more, dict) else {})
+        case "array":
+            return [value(schema.get("items", {}), defs, draw) for _ in range(draw.randrange(3))]
+        case "integer":
+            return draw.choice([0, 1, draw.randrange(2**33)])
+        case "number":
+            return draw.choice([0, 0.01])
+        case "string":
+            return draw.choice(["s", "x", "sample", "".join(draw.choices(string.printable, k=5))])
+        case "boolean":
+            return draw.random() < 0.5
+    return None
+
+
+def test_whatever_the_document_allows_is_answered_and_the_service_lives(folder: Path) -> None:
+    status, document = raw(folder, "GET", "/openapi.json")
+    assert status == 200 and document["openapi"].startswith("3.1")
+    defs, draw, codes = document["components"]["schemas"], random.Random(1), set()
+    client = ServiceClient(folder, name="witness")
+    name = stream(client)
+    for path, methods in document["paths"].items():
+        for content in [methods[each]["requestBody"]["content"] for each in methods if each == "post"]:
+            for kind, media in content.items():
+                for _ in range(40):
+                    says = value(media["schema"], defs, draw)
+                    if isinstance(says, dict):
+                        says |= {"wait_s": 0} if "wait_s" in media["schema"]["properties"] else {}
+                        says |= {"stream": name} if draw.random() < 0.5 else {}
+                    ids = {".ids": np.array(draw.choices([-1, 0, 9], k=2)), "prompt": np.zeros(2)}
+                    body = json.dumps(says).encode() if kind.endswith("json") else encoded(says, ids)
+                    status, said = raw(folder, "POST", path, body)
+                    codes.add(status)
+                    assert status in (200, 204, 413, 422), (path, says, status)
+                    assert status < 400 or said["what"]
+    assert codes >= {200, 422} and client.status(name)["begun"] == 0
