@@ -108,9 +108,12 @@ def placement_lines(recipe: Recipe) -> list[str]:
         if role == "policy" and placement.samples_apart:
             answers = placement.pools[placement.pool_of(SAMPLER)]
             last = f" to {answers - 1}" if answers > 1 else ""
+            config = recipe.algorithm
+            ahead = config.freshness if isinstance(config, OnlineConfig) else 0
             lines.append(
                 f"  answers prompts: pool {placement.pool_of(SAMPLER)}, rank 0{last}, "
                 f"tp {placement.generate_tp}; weights are sent there at every publish"
+                + (f", and used {ahead} steps later" if ahead else "")
             )
     return lines
 

@@ -171,7 +171,7 @@ class Loop:
     def _open(self, phase: Phase, index: int, number: int, done: int) -> OpenStep:
         """Submit a step; one that will be judged, or after which a checkpoint is due, is saved beside it."""
         arriving, self._arriving = self._arriving, []
-        step = OpenStep(phase, index, number, done, arriving, self._run.path, self._deadline_s)
+        step = OpenStep(phase, index, number, done, arriving, self._run, self._deadline_s)
         judged = phase.evaluated and _due(done, self._cadence.evaluate_every)
         if phase.freshness and (done == phase.steps or judged or self._is_due(done)):
             self._begin_saving(phase, step)
@@ -214,21 +214,14 @@ class Loop:
 
     def _finish(self, phase: Phase, step: OpenStep) -> Metrics:
         """Wait for a step, and write down what is known of it."""
-        found = step.finish(self.version, self._run.elapsed_s)
-        self._place, self.version = found.place, found.place.state["version"]
+        self._place, metrics = step.finish(self.version)
+        self.version = self._place.state["version"]
         began, self._finished_at = max(step.began, self._finished_at), time.monotonic()
         seconds = self._finished_at - began
-        for span in found.spans:
-            self._run.log_span(span)
-        for role, skips in found.skips.items():
-            for skip in skips:
-                self._run.log_skip(step.number, role, skip.reason, skip.rows)
-                self._progress.note(
-                    f"an update of the {role} in step {step.number} was left out: {skip.reason}"
-                )
-        if found.skips:
+        for told in step.skips:
+            self._progress.note(told)
+        if step.skips:
             self._run.keep_bundle(step.number)
-        metrics = found.metrics
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
         self._run.log_metrics(step.number, phase.name, metrics)
         self._interruption.pace = f" (the last one took {duration(seconds)})"
@@ -253,14 +246,7 @@ class Loop:
 
     def _here(self, phase: Phase, index: int, step: int, done: int) -> Standing:
         """Where a phase begins, or goes on from."""
-        state = {
-            "phase": index,
-            "done": done,
-            "version": self.version,
-            "stream": dict(phase.stream.state()),
-            "beside": dict(phase.beside.state()) if phase.beside is not None else None,
-            "numbers": dict(phase.flow.state),
-        }
+        state = {"phase": index, "done": done, "version": self.version, **phase.place}
         return Standing(step=step, state=state, updates=self._updates(phase, self._deadline_s))
 
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:

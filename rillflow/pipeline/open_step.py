@@ -16,17 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rillflow.dataflow.checkpoint import updates_of
 from rillflow.dataflow.delivery import Delivery, Parcel
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow, Journal, Supply
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import reports_of
 from rillflow.observe.reader import RankSpan, SpanRecord
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.pipeline.telemetry import record
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric
-from rillflow.roles.trained_role import TrainedRole
-from rillflow.training.skipping import Skip, taken_skips
+from rillflow.training.skipping import taken_skips
 from rillflow.workers.pending import Pending, wait_for
 from rillflow.workers.values import Facts
 
@@ -76,15 +77,11 @@ class Phase:
     sampled: Callable[[int], Sequence[Path]] = lambda _: ()
     """By step of the run, files of rows that it had sampled before the run was interrupted."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """Where a trained role stands after a step."""
-
-    updates: int
-    """Its optimiser steps in this phase; its weights change with them alone."""
-    skips: Sequence[Skip]
-    """Updates that the step left out."""
+    @property
+    def place(self) -> dict[str, Any]:
+        """The places in its data, and the numbers that its steps remember."""
+        beside = dict(self.beside.state()) if self.beside is not None else None
+        return {"stream": dict(self.stream.state()), "beside": beside, "numbers": dict(self.flow.state)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +94,6 @@ class Standing:
     """What the controller goes on from."""
     updates: Mapping[str, int]
     """The optimiser steps of every trained role."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinishedStep:
-    """What is known of a step once all of it is there."""
-
-    place: Standing
-    """Where the run stands after it."""
-    metrics: dict[str, Metric]
-    """What was measured."""
-    spans: list[SpanRecord]
-    """Its stages."""
-    skips: dict[str, Sequence[Skip]]
-    """By role, updates that were left out."""
 
 
 class OpenStep:
@@ -133,7 +116,7 @@ class OpenStep:
         number: int,
         done: int,
         arriving: list[Pending],
-        run: Path,
+        run: RunDirectory,
         deadline_s: float,
     ) -> None:
         self.number, self.done = number, done
@@ -143,8 +126,10 @@ class OpenStep:
         """What tells when they have."""
         self.is_last = False
         """Whether the run ends after it, as asked."""
+        self.skips: list[str] = []
+        """Updates that were left out, as they are told."""
         self.began = time.monotonic()
-        self._phase, self._index, self._arriving, self._deadline_s = phase, index, arriving, deadline_s
+        self._phase, self._arriving, self._run, self._deadline_s = phase, arriving, run, deadline_s
         flow, executor = phase.flow, phase.executor
         executor.sampled.extend(phase.sampled(number))
         flow.begin(Supply(take=phase.stream.take, gather=executor.gather, deadline_s=deadline_s))
@@ -152,15 +137,14 @@ class OpenStep:
         data, *beside = (each.take(phase.rows) for each in (phase.stream, phase.beside) if each is not None)
         self._reports: tuple[Any, ...] = reports_of(phase.step(flow, data, phase.config, *beside))
         flow.begin()  # nothing but this object keeps its batches
-        self._recorded = self._record(run.absolute())
-        self._marks = {role: executor.on_all_ranks(role, mark) for role in phase.trained}
+        self._recorded = self._record()
+        self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}
+        self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
         self.parcel: Parcel | None = phase.delivery.take() if phase.delivery is not None else None
         """The version that it published and that no sampler has been given yet."""
-        self._numbers = dict(flow.state)
-        self._stream = dict(phase.stream.state())
-        self._beside = dict(phase.beside.state()) if phase.beside is not None else None
+        self._state = {"phase": index, "done": done, **phase.place}
 
-    def _record(self, run: Path) -> Pending:
+    def _record(self) -> Pending:
         """Have the sampled rows written down and measured where the first trained role is."""
         measures, batches, executor = [], [], self._phase.executor
         for entry in self.journal.stages:
@@ -168,29 +152,24 @@ class OpenStep:
             if measure is not None or (entry.stage.startswith(f"{CONTROLLER}.") and not entry.is_number):
                 measures.append(measure)
                 batches.append(entry.result)
-        home = self._phase.trained[0]
-        return executor.on_first_rank(home, record, run, self.number, measures, *batches)
+        home, path = self._phase.trained[0], self._run.path.absolute()
+        return executor.on_first_rank(home, record, path, self.number, measures, *batches)
 
-    def finish(self, version: int, elapsed_s: Callable[[], float]) -> FinishedStep:
-        """Wait for all of it.
+    def finish(self, version: int) -> tuple[Standing, dict[str, Metric]]:
+        """Wait for all of it, and write down its stages and what was left out.
 
         Args:
             version: the policy's before it.
-            elapsed_s: seconds of the run so far, for the spans.
+
+        Returns:
+            Where the run stands after it, and what was measured.
         """
-        wait_s, executor, flow = self._deadline_s, self._phase.executor, self._phase.flow
+        wait_s, flow = self._deadline_s, self._phase.flow
         if self._arriving:
             assert self._phase.delivery is not None
             self._phase.delivery.arrived(self._arriving)
         wait_for([each.result for each in self.journal.stages], wait_s)
-        ahead_s, spans = elapsed_s() - time.time(), list[SpanRecord]()
-        results = [(each.stage, each.result) for each in self.journal.stages]
-        names = {part.stage: stage for stage, made in results for part in (made, *made.parts)}
-        for stage, made in results:
-            after = list(dict.fromkeys(names.get(source, source) for source in made.after))
-            spans.append(span_of(stage, self.number, made.facts(wait_s), ahead_s, made.beside, after))
-        moved, executor.moved = executor.moved, {}
-        spans += [span_of(stage, self.number, facts, ahead_s, [], []) for stage, facts in moved.items()]
+        self._log_spans()
         metrics = dict(self._recorded.read(wait_s)) | self._measured()
         if self.journal.published is not None:
             version = self.journal.published.read(wait_s)
@@ -198,26 +177,33 @@ class OpenStep:
         metrics |= self._phase.stream.metrics
         for part in self._reports:
             metrics |= part.read(wait_s)
-        numbers = {name: self._number(number) for name, number in self._numbers.items()}
+        remembered = self._state["numbers"]
+        numbers = {name: self._number(number) for name, number in remembered.items()}
         for name, number in numbers.items():
-            if flow.state[name] is self._numbers[name]:  # no later step has remembered another
+            if flow.state[name] is remembered[name]:  # no later step has remembered another
                 flow.state[name] = number
-        marks = {role: each.read(wait_s) for role, each in self._marks.items()}
-        state = {
-            "phase": self._index,
-            "done": self.done,
-            "version": version,
-            "stream": self._stream,
-            "beside": self._beside,
-            "numbers": numbers,
-        }
-        updates = {role: each.updates for role, each in marks.items()}
-        return FinishedStep(
-            place=Standing(step=self.number, state=state, updates=updates),
-            metrics=metrics,
-            spans=spans,
-            skips={role: each.skips for role, each in marks.items() if each.skips},
-        )
+        for role, skips in self._left_out.items():
+            for skip in skips.read(wait_s):
+                self._run.log_skip(self.number, role, skip.reason, skip.rows)
+                told = f"an update of the {role} in step {self.number} was left out: {skip.reason}"
+                self.skips.append(told)
+        updates = {role: each.read(wait_s) for role, each in self._updates.items()}
+        state = {**self._state, "numbers": numbers, "version": version}
+        return Standing(step=self.number, state=state, updates=updates), metrics
+
+    def _log_spans(self) -> None:
+        """Write down the stages, and what moved meanwhile."""
+        wait_s, executor = self._deadline_s, self._phase.executor
+        ahead_s = self._run.elapsed_s() - time.time()
+        results = [(each.stage, each.result) for each in self.journal.stages]
+        names = {part.stage: stage for stage, made in results for part in (made, *made.parts)}
+        for stage, made in results:
+            after = list(dict.fromkeys(names.get(source, source) for source in made.after))
+            facts = made.facts(wait_s)
+            self._run.log_span(span_of(stage, self.number, facts, ahead_s, made.beside, after))
+        moved, executor.moved = executor.moved, {}
+        for stage, facts in moved.items():
+            self._run.log_span(span_of(stage, self.number, facts, ahead_s, [], []))
 
     def _measured(self) -> dict[str, Metric]:
         """What the controller measured, and the numbers of formulas."""
@@ -231,11 +217,6 @@ class OpenStep:
     def _number(self, number: Any) -> float:
         """A number of the flow, read where it is still a handle."""
         return number if isinstance(number, float) else float(number.read(self._deadline_s))
-
-
-def mark(role: TrainedRole[Any]) -> Mark:
-    """Where a role stands; each skip is told once."""
-    return Mark(updates=role.updates, skips=taken_skips(role))
 
 
 def span_of(
