@@ -7,7 +7,7 @@ Plan ─┬─ settings_of ─> placement.pools, roles, train, generate and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rillflow.assembly.recipe import LoadedRecipe
@@ -62,7 +62,8 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
             accelerators that are not here.
     """
     recipe = loaded.recipe
-    _require_possible(plan)
+    for what, why in _not_yet(plan):
+        raise PlanError(f"the plan {what}", why=why, fix="change the plan's file, or plan what is here")
     if plan.name != recipe.algorithm.name:
         raise PlanError(
             f"the plan is one of {plan.name}",
@@ -119,43 +120,23 @@ def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
     return plan is not None and is_placed_by(plan, placement)
 
 
-def _require_possible(plan: Plan) -> None:
-    """Refuse what no run can do yet."""
+def _not_yet(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What of a plan no run can follow yet, and why."""
     if plan.streams or plan.publish_every:
         streams = "a step's minibatches as they come" if plan.streams else "what minibatches publish"
-        raise PlanError(
-            f"the plan trains on {streams}",
-            why="a run trains on whole steps",
-            fix="leave streams and publish_every out of the plan",
-        )
+        yield f"trains on {streams}", "a run trains on whole steps"
     begun = plan.oversample_prompts * plan.oversample_samples
     if begun > 1:
-        raise PlanError(
-            f"the plan begins {begun:g} rows for each it trains on",
-            why="a run trains on every row it begins",
-            fix="set oversample_prompts and oversample_samples to 1.0",
-        )
-    fleets = {pool.fleet for pool in plan.pools}
+        yield f"begins {begun:g} rows for each it trains on", "a run trains on every row it begins"
+    fleets = sorted({pool.fleet for pool in plan.pools})
     if len(fleets) > 1:
-        raise PlanError(
-            f"the plan lies on {' and '.join(sorted(fleets))}",
-            why="a run takes its ranks from machines of one kind",
-            fix="plan for one fleet",
-        )
+        yield f"lies on {' and '.join(fleets)}", "a run takes its ranks from machines of one kind"
     for name, unit in plan.units.items():
         if unit.grid.ep > 1:
-            raise PlanError(
-                f"units.{name}.ep is {unit.grid.ep}",
-                why="a run keeps all experts of a layer together",
-                fix="plan with a cluster of one expert group, or set ep = 1",
-            )
+            yield f"says units.{name}.ep is {unit.grid.ep}", "a run keeps all experts of a layer together"
     for pool in plan.pools:
         if pool.device and not pool.device.lower().startswith(PROCESSOR) and not _has_accelerator():
-            raise PlanError(
-                f"the pool {pool.name} is {pool.devices} x {pool.device}",
-                why="this machine has no accelerator",
-                fix="launch it where they are; for this machine, plan with --cluster clusters/laptop.toml",
-            )
+            yield f"has {pool.devices} x {pool.device} as pool {pool.name}", "this machine has no accelerator"
 
 
 def _has_accelerator() -> bool:

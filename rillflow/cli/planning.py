@@ -43,7 +43,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.plan import plan_text
     from rillflow.planner.ranking import Goal, Objective, order_as_shown
-    from rillflow.planner.search import explore
+    from rillflow.planner.search import search
     from rillflow.planner.sensitivity import prompts_that_pay, variations
     from rillflow.view.plans import Decision, decision_data, decision_lines, plan_page, shown_s
 
@@ -51,10 +51,9 @@ def plan(arguments: argparse.Namespace) -> int:
     problem = statement.problem
     objective = Objective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
     bounds, apart = arguments.freshness, arguments.apart_in_step
-    explored = explore(
+    ranking = search(
         problem, CostModel, objective=objective, freshness=bounds, apart_in_step=apart, times=SIZES
     )
-    ranking, sizes = explored.ranking, explored.sizes
     simulated = [_simulated(problem, one.plan) for one in ranking.best[:SIMULATED]]
     if objective.goal is Goal.STEP:
         ranking, order = order_as_shown(ranking, [*map(shown_s, ranking.best, simulated)])
@@ -64,10 +63,9 @@ def plan(arguments: argparse.Namespace) -> int:
         statement=statement,
         objective=objective,
         ranking=ranking,
-        sizes=sizes,
         simulated=simulated,
-        variations=variations(problem, CostModel, plans[:VARIED], sizes),
-        pays_with=prompts_that_pay(problem, CostModel, sizes),
+        variations=variations(problem, CostModel, plans[:VARIED], ranking.sizes),
+        pays_with=prompts_that_pay(problem, CostModel, ranking.sizes),
     )
     lines = decision_lines(found)
     _print(arguments, [f"{plans[0].name} on {problem.hardware.name}", *lines], decision_data(found))
@@ -75,7 +73,7 @@ def plan(arguments: argparse.Namespace) -> int:
         _write(arguments.out, plan_text(plans[0]))
     if arguments.plot is not None:
         title = f"{plans[0].name} on {problem.hardware.name}, freshness {plans[0].freshness}"
-        _write(arguments.plot, plan_page(title, simulated[0], lines, sizes))
+        _write(arguments.plot, plan_page(title, simulated[0], lines, ranking.sizes))
     return DONE
 
 
@@ -83,22 +81,17 @@ def _stated(arguments: argparse.Namespace) -> Statement:
     """The problem of a recipe on a cluster, or of the short form."""
     from rillflow.errors import PlanError
 
-    words = vars(arguments)
+    words, cluster = vars(arguments), arguments.cluster
     given = [name for name in SHORT if words[name] is not None]
-    if arguments.recipe is not None:
-        if given or arguments.cluster is None:
-            raise PlanError(
-                f"a recipe and --{given[0]}" if given else "a recipe and no cluster",
-                why="a recipe has its own models and rows, and a cluster's file says what it runs on",
-                fix="rillflow plan RECIPE --cluster FILE, or the short form without a recipe",
-            )
+    if arguments.recipe is not None and cluster is not None and not given:
         return _stated_recipe(load(arguments), arguments)
-    missing = next((name for name in SHORT if name not in given), None)
-    if missing is not None or arguments.cluster is not None:
+    if arguments.recipe is not None or cluster is not None or len(given) < len(SHORT):
+        kinds = {"a recipe": arguments.recipe, "--cluster": cluster, **{f"--{name}": name for name in given}}
         raise PlanError(
-            f"there is no --{missing}" if missing else "--cluster beside --gpus",
-            why="without a recipe the model, the devices, the algorithm and the lengths are words",
-            fix="--model config.json --gpus 64xH100 --algorithm NAME --response mean=2000,max=8192",
+            f"given is {' and '.join(kind for kind, one in kinds.items() if one is not None) or 'nothing'}",
+            why="what to plan is a recipe on a cluster, or words say the model, devices, step and lengths",
+            fix="rillflow plan RECIPE --cluster FILE, or rillflow plan --model config.json --gpus 64xH100 "
+            "--algorithm NAME --response mean=2000,max=8192",
         )
     from rillflow.planner.request import state_request
 

@@ -208,26 +208,12 @@ def read_shape(config: Mapping[str, Any], name: str, *, is_scalar: bool = False)
     inner = size("n_inner", default=4 * hidden) if is_plain else size("intermediate_size", "n_inner")
     kv_heads = size("num_key_value_heads", default=heads)
     _part(name, heads, kv_heads, "num_key_value_heads")
-    special: dict[str, int] = {}
     latent, experts = size("kv_lora_rank", default=0), size(*_EXPERTS, default=0)
+    rotary = size("qk_rope_head_dim", default=0) if latent else 0
     if latent:
-        rotary = size("qk_rope_head_dim", default=0)
         head_dim = size("qk_nope_head_dim") + rotary
-        special = {"latent": latent + rotary, "rotary": rotary, "value_dim": size("v_head_dim")}
-        special["query_latent"] = size("q_lora_rank", default=0)
     else:
         head_dim = size("head_dim", default=0) or _part(name, hidden, heads, "num_attention_heads")
-    if experts:
-        special |= {"experts": experts, "experts_per_token": size("num_experts_per_tok")}
-        special["expert_inner"] = size("moe_intermediate_size", default=inner)
-        special["shared_experts"] = size("n_shared_experts", default=0)
-        special["dense_layers"] = size("first_k_dense_replace", default=0)
-        for key, chosen, most in (
-            ("num_experts_per_tok", special["experts_per_token"], experts),
-            ("first_k_dense_replace", special["dense_layers"], layers),
-        ):
-            if chosen > most:
-                raise PlanError(f"{name}: {key} is {chosen} of {most}", why="there are no more to choose")
     tied = config.get("tie_word_embeddings", is_plain)
     if not isinstance(tied, bool):
         why = "it is true or false"
@@ -244,11 +230,21 @@ def read_shape(config: Mapping[str, Any], name: str, *, is_scalar: bool = False)
         is_tied=tied,
         is_scalar=is_scalar,
         matrices=2 if is_plain else 3,
-        **special,
+        experts=experts,
+        experts_per_token=size("num_experts_per_tok", most=experts) if experts else 0,
+        expert_inner=size("moe_intermediate_size", default=inner) if experts else 0,
+        shared_experts=size("n_shared_experts", default=0) if experts else 0,
+        dense_layers=size("first_k_dense_replace", default=0, most=layers) if experts else 0,
+        latent=latent + rotary,
+        query_latent=size("q_lora_rank", default=0) if latent else 0,
+        value_dim=size("v_head_dim") if latent else 0,
+        rotary=rotary,
     )
 
 
-def _size(config: Mapping[str, Any], name: str, *names: str, default: int | None = None) -> int:
+def _size(
+    config: Mapping[str, Any], name: str, *names: str, default: int | None = None, most: int = _MOST
+) -> int:
     """The size under the first of these names there is; the default where they are silent or say none."""
     absent = (None,) if default is None else (None, 0)
     known = next((one for one in names if config.get(one) not in absent), None)
@@ -261,11 +257,9 @@ def _size(config: Mapping[str, Any], name: str, *names: str, default: int | None
             fix=f"add it, or one of {', '.join(names)}; {nearest(names[0], config)}",
         )
     value = config[known]
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
-        raise PlanError(
-            f"the config of {name} has {known} = {value!r}",
-            why=f"a size is a whole number from 1 to {_MOST:,}",
-        )
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        why = f"a size is a whole number, here from 1 to {most:,}"
+        raise PlanError(f"the config of {name} has {known} = {value!r}", why=why)
     return value
 
 

@@ -6,7 +6,7 @@ Plan ─ plan_text ─> plan.toml, for a person to read and change ─ open_plan
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -198,53 +198,46 @@ def require_possible(plan: Plan) -> None:
     Raises:
         PlanError: the first contradiction.
     """
+    for what, why in _contradictions(plan):
+        raise PlanError(what, why=why)
+
+
+def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What of a plan contradicts itself, and why it cannot be; each holds only if those before do not."""
     names = [pool.name for pool in plan.pools]
     for name in names:
         if names.count(name) > 1:
-            count = names.count(name)
-            raise PlanError(f"{count} pools are called {name!r}", why="a pool is known by its name")
+            yield f"{names.count(name)} pools are called {name!r}", "a pool is known by its name"
     for name, unit in plan.units.items():
         if unit.pool not in names:
-            raise PlanError(
-                f"units.{name}.pool is {unit.pool!r}",
-                why=f"the pools are {', '.join(names) or 'none'}",
-                fix=nearest(unit.pool, names),
-            )
-        _require_filled(name, unit, plan.pool(unit.pool))
+            known = f"the pools are {', '.join(names) or 'none'}"
+            yield f"units.{name}.pool is {unit.pool!r}", f"{known}; {nearest(unit.pool, names)}"
+        yield from _unfilled(f"units.{name}", unit, plan.pool(unit.pool))
     for idle in sorted(set(names) - {unit.pool for unit in plan.units.values()}):
-        raise PlanError(f"the pool {idle} has no unit", why="its devices would do nothing")
+        yield f"the pool {idle} has no unit", "its devices would do nothing"
     oversampled = [(f"oversample_{what}", 1, 100) for what in ("prompts", "samples")]
     for name, least, most in (("freshness", 0, 1_000_000), *oversampled):
         if not least <= vars(plan)[name] <= most:
-            raise PlanError(f"{name} is {vars(plan)[name]:g}", why=f"it lies between {least} and {most:,}")
+            yield f"{name} is {vars(plan)[name]:g}", f"it lies between {least} and {most:,}"
     if (plan.freshness or plan.streams or plan.publish_every) and SAMPLER not in plan.units:
-        raise PlanError(
-            f"freshness is {plan.freshness} and no unit is called {SAMPLER}",
-            why="where generation takes turns with training it never runs ahead of the weights",
-            fix="set freshness = 0",
-        )
+        why = "where generation takes turns with training it never runs ahead of the weights"
+        yield f"freshness is {plan.freshness} and no unit is called {SAMPLER}", why
 
 
-def _require_filled(name: str, unit: PlannedUnit, pool: PlannedPool) -> None:
-    """Refuse a grid that does not fill its pool, or cannot be cut so."""
-    grid = unit.grid
+def _unfilled(where: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[tuple[str, str]]:
+    """How a grid does not fill its pool, or cannot be cut so."""
+    grid, no_number = unit.grid, "is no whole number"
     if grid.devices != pool.devices:
         sizes = " x ".join(str(size) for axis, size in grid.axes.items() if axis != "ep")
-        raise PlanError(
-            f"units.{name} is {grid} and the pool {pool.name} has {pool.devices} devices",
-            why=f"every device has one place in the grid; {sizes} = {grid.devices}",
-            fix="change an axis or the pool's size",
-        )
-    if (grid.devices // grid.pp) % grid.ep:
-        raise PlanError(
-            f"units.{name}.ep is {grid.ep} with dp {grid.dp} x tp {grid.tp}",
-            why=f"experts lie on those devices; {grid.devices // grid.pp} / {grid.ep} is no whole number",
-        )
+        why = f"every device has one place in the grid; {sizes} = {grid.devices}"
+        yield f"{where} is {grid} and the pool {pool.name} has {pool.devices} devices", why
+    stage = grid.devices // grid.pp
+    if stage % grid.ep:
+        why = f"experts lie on those devices; {stage} / {grid.ep} {no_number}"
+        yield f"{where}.ep is {grid.ep} with dp {grid.dp} x tp {grid.tp}", why
     if unit.generate_tp and pool.devices % unit.generate_tp:
-        raise PlanError(
-            f"units.{name}.generate_tp is {unit.generate_tp} and its pool has {pool.devices} devices",
-            why=f"copies are alike; {pool.devices} / {unit.generate_tp} is no whole number",
-        )
+        why = f"copies are alike; {pool.devices} / {unit.generate_tp} {no_number}"
+        yield f"{where}.generate_tp is {unit.generate_tp} and its pool has {pool.devices} devices", why
 
 
 def _unit(data: object, where: str) -> PlannedUnit:

@@ -53,25 +53,6 @@ ENDPOINTS: Mapping[str, Work] = {
 """What a model's endpoint asks for; a role without a model computes a function."""
 
 
-def work_of(stage: Stage, *, has_model: bool) -> Work:
-    """The kind of work of a stage.
-
-    Raises:
-        PlanError: an endpoint the planner does not know.
-    """
-    if stage.role == CONTROLLER:
-        return Work.FORMULA
-    if not has_model:
-        return Work.FUNCTION
-    if stage.endpoint not in ENDPOINTS:
-        raise PlanError(
-            f"the stage {stage.name} cannot be planned",
-            why=f"what the endpoint {stage.endpoint!r} costs is not known",
-            fix=nearest(stage.endpoint, ENDPOINTS),
-        )
-    return ENDPOINTS[stage.endpoint]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """A model, or the part of a role's work, that is placed as a whole.
@@ -126,8 +107,22 @@ class Problem:
             )
 
     def work(self, stage: Stage) -> Work:
-        """The kind of work of a stage."""
-        return work_of(stage, has_model=stage.role in self.shapes)
+        """The kind of work of a stage.
+
+        Raises:
+            PlanError: an endpoint the planner does not know.
+        """
+        if stage.role == CONTROLLER:
+            return Work.FORMULA
+        if stage.role not in self.shapes:
+            return Work.FUNCTION
+        if stage.endpoint not in ENDPOINTS:
+            raise PlanError(
+                f"the stage {stage.name} cannot be planned",
+                why=f"what the endpoint {stage.endpoint!r} costs is not known",
+                fix=nearest(stage.endpoint, ENDPOINTS),
+            )
+        return ENDPOINTS[stage.endpoint]
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:

@@ -28,6 +28,8 @@ Floats = np.ndarray
 """Numbers of float64, one for each of the plans compared."""
 _KEPT_BITS = np.int64(~((1 << 20) - 1))
 HOUR_S = 3600.0
+LITTLE = 0.10
+"""A gain that is not worth doubling a cluster."""
 
 
 class Goal(StrEnum):
@@ -57,16 +59,12 @@ class Objective:
     """Seconds a step may take at most; no plan that takes longer counts."""
 
     def __post_init__(self) -> None:
-        if not self.deadline_s > 0:
+        is_open = math.isinf(self.deadline_s)
+        if (is_open and self.goal is Goal.DEVICES) or not self.deadline_s > 0:
+            told = "no deadline" if is_open else f"a deadline of {self.deadline_s} seconds"
             raise PlanError(
-                f"the deadline is {self.deadline_s} seconds",
-                why="a step takes time",
-                fix="give the most seconds a step may take",
-            )
-        if self.goal is Goal.DEVICES and math.isinf(self.deadline_s):
-            raise PlanError(
-                "the least devices are asked for, and no deadline is given",
-                why="the fewest devices that fit would take any time",
+                f"the least {self.goal} is asked for with {told}",
+                why="a step takes time, and the fewest devices that fit would take any",
                 fix="give the most seconds a step may take",
             )
 
@@ -142,6 +140,27 @@ class Ranking:
     """Set partitions times freshness bounds that were looked at."""
     nowhere: int
     """Of those looked at one by one, the ones that fit on no allocation."""
+    sizes: tuple[ClusterSize, ...] = ()
+    """The best plan on other sizes of the cluster, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSize:
+    """The best plan on one size of a cluster."""
+
+    devices: int
+    """That there are."""
+    best: Ranked | None
+    """Its best plan; none where none fits."""
+    rows_per_s: float
+    """What it trains on in a second; 0 where nothing fits."""
+    gain: float | None
+    """Rows a second over those of the size before, less 1; none of the first that fits anything."""
+
+    @property
+    def gains_little(self) -> bool:
+        """Whether it brings less than ``LITTLE`` over the size before."""
+        return self.gain is not None and self.gain < LITTLE
 
 
 def explained(found: Ranked, winner: Ranked) -> Ranked:

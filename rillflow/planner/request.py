@@ -161,48 +161,40 @@ def lengths(text: str, where: str) -> Lengths:
         if key not in ("mean", "median", "max", "sigma") and not _PERCENTILE.fullmatch(key):
             fix = nearest(key, ("mean", "median", "max", "sigma", "p90"))
             raise PlanError(f"{where} has {key!r}", why="it has mean, median, max, sigma, p1 to p99", fix=fix)
-        if key in said:
-            raise PlanError(f"{where} says {key} twice", why=f"{said[key]:g} and {value.strip()}")
         try:
-            said[key] = float(value)
+            number = float(value)
         except ValueError:
-            raise PlanError(f"{where} has {key} = {value!r}", why="it is a number") from None
-        if not 0 < said[key] < math.inf:
-            raise PlanError(f"{where} has {key} = {value.strip()}", why="it lies above 0")
+            number = math.nan
+        if key in said or not 0 < number < math.inf:
+            why = f"there is {key} = {said[key]:g} already" if key in said else "it is a number above 0"
+            raise PlanError(f"{where} has {key} = {value.strip()!r}", why=why)
+        said[key] = number
     return _lognormal(said, where)
 
 
 def _lognormal(said: Mapping[str, float], where: str) -> Lengths:
-    """The clipped log-normal of a middle, a limit, and a spread or a percentile."""
-    if "max" not in said:
-        raise PlanError(f"{where} has no max", why="the longest answers decide a step", fix="max=8192")
-    limit, spread = int(said["max"]), [key for key in said if key != "max"]
-    middles = [key for key in ("mean", "median") if key in said]
-    if not middles or len(spread) > 2:
+    """The clipped log-normal of a limit, a middle, and a spread or a percentile."""
+    middle = next((key for key in ("mean", "median") if key in said), "")
+    more = [key for key in said if key not in ("max", middle)]
+    if "max" not in said or not middle or len(more) > 1 or "median" in more:
         raise PlanError(
-            f"{where} has {', '.join(spread) or 'nothing'} beside max",
-            why="two numbers settle a log-normal: mean or median, and sigma or one percentile",
+            f"{where} has {', '.join(said)}",
+            why="three numbers settle a log-normal: max, mean or median, and sigma or one percentile",
             fix="mean=2000,sigma=0.9,max=8192",
         )
-    sigma, middle = said.get("sigma", SIGMA), said[middles[0]]
-    for key in spread:
+    limit, sigma = int(said["max"]), said.get("sigma", SIGMA)
+    for key in (middle, *more):
         if key != "sigma" and said[key] > limit:
             raise PlanError(f"{where} has {key} {said[key]:g} and max {limit}", why="none is longer than max")
-    if len(middles) == 2:
-        if middle < said["median"]:
-            raise PlanError(
-                f"{where} has mean {middle:g} below median {said['median']:g}",
-                why="a log-normal's mean is the larger one",
-            )
-        sigma = math.sqrt(2 * math.log(middle / said["median"]))
-    for key in set(spread) - {"mean", "median", "sigma"}:
-        share = NormalDist().inv_cdf(int(key[1:]) / 100)
-        sigma = math.log(said[key] / middle) / share if share and said[key] != middle else 0.0
+    if more and more != ["sigma"]:
+        times, share = said[more[0]] / said[middle], NormalDist().inv_cdf(int(more[0][1:]) / 100)
+        sigma = math.log(times) / share if share and times != 1.0 else 0.0
         if not 0.0 <= sigma <= 5.0:
-            raise PlanError(f"{where} has {key} {said[key]:g} and {middles[0]} {middle:g}", why="they cross")
-    if "median" in said:
-        return Lengths(kind="lognormal", limit=limit, median=said["median"], sigma=sigma)
-    return lengths_of_mean(said["mean"], limit, sigma)
+            why = f"it crosses {middle} {said[middle]:g}"
+            raise PlanError(f"{where} has {more[0]} {said[more[0]]:g}", why=why)
+    if middle == "mean":
+        return lengths_of_mean(said["mean"], limit, sigma)
+    return Lengths(kind="lognormal", limit=limit, median=said["median"], sigma=sigma)
 
 
 def _measured(file: Path, where: str) -> Lengths:

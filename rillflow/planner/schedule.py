@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from rillflow.errors import PlanError
 from rillflow.graph.graph import Graph
 from rillflow.planner.grid import Numbers
 
@@ -138,16 +137,7 @@ def period_s(loads: Iterable[float], *, latencies_s: Sequence[float], freshness:
         latencies_s: from the beginning of a step's generation to the weights made of it being published, by
             equal chances.
         freshness: k, how many policy versions old a trained token may be.
-
-    Raises:
-        PlanError: the bound is negative.
     """
-    if freshness < 0:
-        raise PlanError(
-            f"freshness is {freshness}",
-            why="tokens cannot be newer than the weights",
-            fix="0 is in step; 1 trains on tokens of the version before",
-        )
     load, ahead = max(loads, default=0.0), freshness + 1
     if max(latencies_s) <= ahead * load:
         return load

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,51 +23,15 @@ from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostsOf
 from rillflow.planner.hardware import Hardware
 from rillflow.planner.problem import Problem
-from rillflow.planner.ranking import Goal, Objective, Ranked, Ranking, explained
+from rillflow.planner.ranking import ClusterSize, Goal, Objective, Ranked, Ranking, explained
 from rillflow.planner.seating import no_plan_fits
 from rillflow.planner.variant import Variant, preference
 
 KEPT = 8
 """Placements that are ranked."""
-LITTLE = 0.10
-"""A gain that is not worth doubling a cluster."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterSize:
-    """The best plan on one size of a cluster."""
-
-    devices: int
-    """That there are."""
-    best: Ranked | None
-    """Its best plan; none where none fits."""
-    rows_per_s: float
-    """What it trains on in a second; 0 where nothing fits."""
-    gain: float | None
-    """Rows a second over those of the size before, less 1; none of the first that fits anything."""
-
-    @property
-    def gains_little(self) -> bool:
-        """Whether it brings less than ``LITTLE`` over the size before."""
-        return self.gain is not None and self.gain < LITTLE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explored:
-    """The best plans on a cluster, and the best one on smaller and larger ones."""
-
-    ranking: Ranking
-    """On the cluster itself."""
-    sizes: tuple[ClusterSize, ...]
-    """Ascending."""
-
-
-def search(problem: Problem, costs: CostsOf, **how: Any) -> Ranking:
-    """The best plans of a problem, one of each placement; options and errors are those of ``explore``."""
-    return explore(problem, costs, **how).ranking
-
-
-def explore(
+def search(
     problem: Problem,
     costs: CostsOf,
     *,
@@ -77,7 +40,7 @@ def explore(
     apart_in_step: bool = False,
     kept: int = KEPT,
     times: Sequence[Fraction | int] = (),
-) -> Explored:
+) -> Ranking:
     """The best plans of a problem, one of each placement, and the best on other sizes of the cluster.
 
     Args:
@@ -98,11 +61,10 @@ def explore(
     other = [scaled(problem.hardware, Fraction(factor)) for factor in sorted(times)]
     clusters = [hardware for hardware in other if hardware is not None]
     largest = max([problem.hardware, *clusters], key=lambda hardware: hardware.devices)
-    made = [
-        Variant(one, costs(one), objective)
-        for bound in sorted(set(freshness))
-        for one in _variants(replace(problem, hardware=largest), bound, apart_in_step)
-    ]
+    steps = [replace(problem, hardware=largest, samples_apart=False, freshness=0)] if 0 in freshness else []
+    bounds = sorted(bound for bound in set(freshness) if bound or apart_in_step)
+    steps += [replace(problem, hardware=largest).apart(bound) for bound in bounds]
+    made = [Variant(one, costs(one), objective) for one in steps]
     ranking = _search(made, _room(problem.hardware), kept)
     if not ranking.best:
         if math.isfinite(objective.deadline_s):
@@ -124,7 +86,7 @@ def explore(
         before = sizes[-1].rows_per_s if sizes else 0.0
         gain = rows / before - 1 if before and best else None
         sizes.append(ClusterSize(devices=hardware.devices, best=best, rows_per_s=rows, gain=gain))
-    return Explored(ranking=ranking, sizes=tuple(sizes))
+    return replace(ranking, sizes=tuple(sizes))
 
 
 def _room(hardware: Hardware) -> NDArray[np.int64]:
@@ -146,14 +108,6 @@ def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> 
         found = sorted([*found, *([] if best is None else [best])], key=preference)
     ranked = [*found[:1], *(explained(one, found[0]) for one in found[1:kept])]
     return Ranking(best=tuple(ranked), placements=len(every), nowhere=nowhere)
-
-
-def _variants(problem: Problem, freshness: int, apart_in_step: bool) -> list[Problem]:
-    """The problem under a bound: in step with generation where the policy is trained, or a sampler apart."""
-    together = replace(problem, samples_apart=False, freshness=0)
-    if freshness == 0:
-        return [together, together.apart()] if apart_in_step else [together]
-    return [problem.apart(freshness)]
 
 
 def scaled(hardware: Hardware, factor: Fraction) -> Hardware | None:

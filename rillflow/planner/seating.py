@@ -7,7 +7,7 @@ Plan ─> option of every unit ─> room a pool has left ─┬─ too little �
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rillflow.errors import PlanError, nearest
 from rillflow.planner.cost_model.costs import CostModel
@@ -28,7 +28,8 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
             fits into their memory.
     """
     require_possible(plan)
-    _require_fitting(problem, plan)
+    for what, why in _unfit(problem, plan):
+        raise PlanError(what, why=why)
     found = {}
     for pool in plan.pools:
         units = [unit for unit in problem.units if plan.units[unit.name].pool == pool.name]
@@ -131,26 +132,20 @@ def _least_text(least: int | None, fleet: Fleet) -> str:
     )
 
 
-def _require_fitting(problem: Problem, plan: Plan) -> None:
-    """Refuse a plan of other units, or with machines that are not there."""
+def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
+    """What of a plan is not the problem's: other units, or machines that are not there; and why."""
     names = {unit.name for unit in problem.units}
     for name in sorted(names ^ set(plan.units)):
         does = "does not place" if name in names else "places"
-        why = f"the units of {problem.graph.name} are {', '.join(sorted(names))}"
-        raise PlanError(f"the plan {does} {name!r}", why=why, fix=nearest(name, names))
+        yield f"the plan {does} {name!r}", f"the units of {problem.graph.name} are {', '.join(sorted(names))}"
     if plan.freshness != problem.freshness:
-        raise PlanError(
-            f"the plan's freshness is {plan.freshness}, the problem's is {problem.freshness}",
-            fix="problem.of_plan(plan) is the problem of a plan",
-        )
-    for fleet in {pool.fleet: pool for pool in plan.pools}:
-        known = {one.name: one for one in problem.hardware.fleets}
-        if fleet not in known:
-            raise PlanError(f"a pool lies in fleet {fleet!r}", why="", fix=nearest(fleet, known))
-        sizes = [pool.devices for pool in plan.pools if pool.fleet == fleet]
-        if known[fleet].machines_needed(sizes) > known[fleet].machines:
-            raise PlanError(
-                f"pools of {', '.join(map(str, sizes))} devices in fleet {fleet}",
-                why=f"it has {known[fleet].machines} machines of {known[fleet].per_machine} devices",
-                fix="make a pool smaller, or let units share one",
-            )
+        why = f"the problem's is {problem.freshness}; problem.of_plan(plan) is the problem of a plan"
+        yield f"the plan's freshness is {plan.freshness}", why
+    fleets = {fleet.name: fleet for fleet in problem.hardware.fleets}
+    for name in dict.fromkeys(pool.fleet for pool in plan.pools):
+        if name not in fleets:
+            yield f"a pool lies in fleet {name!r}", f"the cluster has none; {nearest(name, fleets)}"
+        sizes = [pool.devices for pool in plan.pools if pool.fleet == name]
+        if fleets[name].machines_needed(sizes) > fleets[name].machines:
+            what = f"pools of {', '.join(map(str, sizes))} devices in fleet {name}"
+            yield what, f"it has {fleets[name].machines} machines of {fleets[name].per_machine} devices"

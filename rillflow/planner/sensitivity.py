@@ -14,7 +14,8 @@ from rillflow.planner.cost_model.costs import CostsOf
 from rillflow.planner.evaluate import evaluate
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
-from rillflow.planner.search import LITTLE, ClusterSize, scaled
+from rillflow.planner.ranking import LITTLE, ClusterSize
+from rillflow.planner.search import scaled
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 HEAVIER = 1.5

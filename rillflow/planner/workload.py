@@ -44,14 +44,14 @@ class Lengths:
     """Of ``measured``: lengths that were seen, ascending."""
 
     def __post_init__(self) -> None:
-        _require("the longest length", self.limit, 1, MOST_TOKENS)
+        require_within("the longest length", self.limit, 1, MOST_TOKENS)
         if self.kind == "lognormal":
             if not 0.0 < self.median < math.inf:
                 raise PlanError(
                     f"a median length of {self.median:g}", why="log-normal lengths have one above 0"
                 )
             told = ": at 1 the longest of 1,000 rows is 25 times the median"
-            _require("sigma of log-normal lengths", self.sigma, 0, 5, told)
+            require_within("sigma of log-normal lengths", self.sigma, 0, 5, told)
         if self.kind == "measured":
             values = self.values
             if not values or tuple(sorted(values)) != values or values[0] < 0 or values[-1] > self.limit:
@@ -137,7 +137,8 @@ def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:
     return Lengths(kind="lognormal", limit=limit, median=math.exp(high), sigma=sigma)
 
 
-def _require(what: str, value: float, least: int, most: int, told: str = "") -> None:
+def require_within(what: str, value: float, least: float, most: float, told: str = "") -> None:
+    """Refuse a number that does not lie between two others, or is none."""
     if not least <= value <= most:
         raise PlanError(f"{what} is {value:.12g}", why=f"it lies between {least} and {most:,}{told}")
 
@@ -160,9 +161,9 @@ class Packing:
     """In attention, where rows share nothing; above 1 where short rows are filled up to longer ones."""
 
     def __post_init__(self) -> None:
-        _require("packing.trained", self.trained, 0, 1)
-        _require("packing.scored", self.scored, 0, 1)
-        _require("packing.attended", self.attended, 0, _MOST_FILLED)
+        require_within("packing.trained", self.trained, 0, 1)
+        require_within("packing.scored", self.scored, 0, 1)
+        require_within("packing.attended", self.attended, 0, _MOST_FILLED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,15 +203,15 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("prompts", "samples", "epochs", "minibatches", "tokens_per_micro_batch", "rows_at_once"):
-            _require(name, vars(self)[name], 1, _MOST_ROWS)
+            require_within(name, vars(self)[name], 1, _MOST_ROWS)
         if self.minibatches > self.rows:
             raise PlanError(
                 f"minibatches is {self.minibatches} and a step has {self.rows} rows",
                 why="every optimiser step needs a row",
                 fix=f"at most {self.rows}",
             )
-        _require("gradient_share", self.gradient_share, 0, 1)
-        _require("function_s", self.function_s, 0, 86_400)
+        require_within("gradient_share", self.gradient_share, 0, 1)
+        require_within("function_s", self.function_s, 0, 86_400)
 
     @property
     def rows(self) -> int:

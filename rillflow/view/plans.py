@@ -22,8 +22,7 @@ from rillflow.config.toml_text import inline_text
 from rillflow.observe.wording import number, size
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Statement
-from rillflow.planner.ranking import HOUR_S, Goal, Objective, Ranked, Ranking
-from rillflow.planner.search import LITTLE, ClusterSize
+from rillflow.planner.ranking import HOUR_S, LITTLE, ClusterSize, Goal, Objective, Ranked, Ranking
 from rillflow.planner.sensitivity import Variation
 from rillflow.view.chart import Chart, Point, Series, draw
 from rillflow.view.columns import columns, seconds
@@ -56,8 +55,6 @@ class Decision:
     """What was to be least."""
     ranking: Ranking
     """The best plans."""
-    sizes: Sequence[ClusterSize]
-    """The best plan on other sizes of the cluster."""
     simulated: Sequence[Simulation]
     """Some steps of the first plans, simulated."""
     variations: Sequence[Variation]
@@ -138,7 +135,7 @@ def decision_data(found: Decision) -> dict[str, Any]:
                 "gain": one.gain,
                 "gains_little": one.gains_little,
             }
-            for one in found.sizes
+            for one in found.ranking.sizes
         ],
         "variations": [asdict(one) for one in found.variations],
         **_said_of(found.statement),
@@ -293,7 +290,7 @@ def _head(found: Decision) -> Iterator[str]:
     yield f"a step: {ranged(statement, step_s)}{how} on {devices} devices"
     for line in _unused(statement, devices):
         yield f"{line}, which would not make it better"
-    larger = next((one for one in found.sizes if one.devices > hardware.devices), None)
+    larger = next((one for one in found.ranking.sizes if one.devices > hardware.devices), None)
     if larger is not None and larger.best is not None and larger.gain is not None:
         more = ranged(statement, larger.best.evaluation.step_s)
         how = ", both by formulas" if best.plan.freshness else ""
@@ -318,7 +315,7 @@ def _sensitivity(found: Decision) -> Iterator[str]:
 
 
 def _best_rows(found: Decision) -> Rows:
-    goal = found.objective.goal.value if found.objective.goal is not Goal.STEP else ""
+    goal = "" if found.objective.goal in (Goal.STEP, Goal.DEVICES) else found.objective.goal.value
     rows: Rows = [("", "pools", "devices", "freshness", "step", "simulated", goal, "behind by", "")]
     for place, one in enumerate(found.ranking.best):
         simulated = found.simulated_s[place : place + 1]
@@ -330,22 +327,12 @@ def _best_rows(found: Decision) -> Rows:
                 str(one.plan.freshness),
                 ranged(found.statement, one.evaluation.step_s),
                 "".join(ranged(found.statement, step_s) for step_s in simulated),
-                _value(found.objective, one) if goal else "",
+                number(one.value) if goal else "",
                 "" if one.cause is None else one.cause.value,
                 one.why,
             )
         )
     return rows
-
-
-def _value(objective: Objective, one: Ranked) -> str:
-    match objective.goal:
-        case Goal.DEVICE_HOURS:
-            return f"{number(one.value)} device-hours"
-        case Goal.DEVICES:
-            return f"{one.evaluation.devices} devices"
-        case _:
-            return f"{number(one.value)} a step"
 
 
 def _simulated_notes(found: Decision) -> Iterator[str]:
@@ -389,7 +376,7 @@ def _pool_rows(found: Decision) -> Rows:
 
 def _size_rows(found: Decision) -> Rows:
     rows: Rows = [("devices", "step", "rows/s", "gain", "rows/s a device", "pools")]
-    for one in found.sizes:
+    for one in found.ranking.sizes:
         if one.best is None:
             rows.append((str(one.devices), "nothing fits", "", "", "", ""))
             continue
@@ -403,7 +390,7 @@ def _size_rows(found: Decision) -> Rows:
 def _warnings(found: Decision) -> Iterator[str]:
     """What doubling brings: said where it brings little, with what would have to be true for it to pay."""
     hardware = found.statement.problem.hardware
-    for before, one in pairwise(found.sizes):
+    for before, one in pairwise(found.ranking.sizes):
         if one.gains_little and one.gain is not None:
             yield (
                 f"warning: {one.devices} devices gain {one.gain:.1%} over {before.devices}, less than "
@@ -416,7 +403,7 @@ def _warnings(found: Decision) -> Iterator[str]:
                 yield f"{one.devices} devices would pay with {batch}"
     for fleet in hardware.fleets:
         is_unsaid = fleet.between_bandwidth == fleet.device.inside_bandwidth
-        larger = any(one.devices > hardware.devices for one in found.sizes)
+        larger = any(one.devices > hardware.devices for one in found.ranking.sizes)
         if is_unsaid and fleet.devices == fleet.per_machine and larger:
             yield f"note: nobody says how machines of {fleet.name} are linked; here as fast as within one"
 

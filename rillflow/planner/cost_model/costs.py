@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,7 +51,8 @@ class CostModel:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._places: dict[tuple[str, str, int], _Place] = {}
+        self._options: dict[tuple[str, str, int], tuple[Option, ...]] = {}
+        self._shortfalls: dict[tuple[str, str, int], float] = {}
         self._decoders: dict[tuple[str, int, str, int, float], Decoder | None] = {}
         self._spreads: dict[tuple[int, int], NDArray[np.float64]] = {}
         self._batches_s: dict[tuple[int, int, Decoder, int], float] = {}
@@ -62,16 +63,17 @@ class CostModel:
         Seconds are those of its stages in sum; a way of other copies for generation beats none. Empty where
         none fits, even alone.
         """
-        return self._place(unit, fleet, devices).options
+        self._lay_out(unit, fleet, devices)
+        return self._options[unit.name, fleet, devices]
 
     def shortfall_bytes(self, unit: Unit, fleet: str, devices: int) -> float:
         """By how much the unit's smallest option is too large for its fullest device; 0 where one fits."""
-        return self._place(unit, fleet, devices).shortfall_bytes
+        self._lay_out(unit, fleet, devices)
+        return self._shortfalls[unit.name, fleet, devices]
 
     def option(self, unit: Unit, fleet: str, devices: int, grid: Grid, generate_tp: int) -> Option:
         """The unit on just this grid, be it better than another or not."""
-        place = self._places.get((unit.name, fleet, devices))
-        for known in place.options if place else ():
+        for known in self._options.get((unit.name, fleet, devices), ()):
             if (known.grid, known.generate_tp) == (grid, generate_tp):
                 return known
         return _Laid(self._problem, self._setting(unit, fleet), unit, [(grid, generate_tp)]).option(0)
@@ -227,25 +229,23 @@ class CostModel:
             zero1=hardware.engine.zero1,
         )
 
-    def _place(self, unit: Unit, fleet: str, devices: int) -> _Place:
-        """What there is at a place; all sizes of a fleet are laid out at once."""
-        if (unit.name, fleet, devices) not in self._places:
-            known = self._problem.hardware.fleet(fleet).sizes
-            sizes = (
-                known if devices in known and (unit.name, fleet, known[0]) not in self._places else (devices,)
-            )
-            found = [one for size in sizes for one in self._laid_on(unit, fleet, size)]
-            laid = _Laid(self._problem, self._setting(unit, fleet), unit, found)
-            taken, room, judged = laid.grids.devices, laid.alone_room(), laid.costs()
-            for size in sizes:
-                own = np.flatnonzero(taken == size)
-                fitting = own[room[own] >= 0]
-                kept = [laid.option(index) for index in fitting[undominated(judged[fitting])]]
-                self._places[unit.name, fleet, size] = _Place(
-                    options=tuple(sorted(kept, key=lambda option: option.generate_tp)),
-                    shortfall_bytes=float(max(-np.max(room[own], initial=-np.inf), 0.0)),
-                )
-        return self._places[unit.name, fleet, devices]
+    def _lay_out(self, unit: Unit, fleet: str, devices: int) -> None:
+        """Find what there is at a place; all sizes of a fleet are laid out at once."""
+        if (unit.name, fleet, devices) in self._options:
+            return
+        known = self._problem.hardware.fleet(fleet).sizes
+        is_first = devices in known and (unit.name, fleet, known[0]) not in self._options
+        sizes = known if is_first else (devices,)
+        found = [one for size in sizes for one in self._laid_on(unit, fleet, size)]
+        laid = _Laid(self._problem, self._setting(unit, fleet), unit, found)
+        taken, room, judged = laid.grids.devices, laid.alone_room(), laid.costs()
+        for size in sizes:
+            own = np.flatnonzero(taken == size)
+            fitting = own[room[own] >= 0]
+            kept = [laid.option(index) for index in fitting[undominated(judged[fitting])]]
+            place = unit.name, fleet, size
+            self._options[place] = tuple(sorted(kept, key=lambda option: option.generate_tp))
+            self._shortfalls[place] = float(max(-np.max(room[own], initial=-np.inf), 0.0))
 
     def _laid_on(self, unit: Unit, fleet: str, devices: int) -> list[tuple[Grid, int]]:
         """Every grid of so many devices, with every size of the copies that generate."""
@@ -260,14 +260,6 @@ class CostModel:
             for grid in grids(unit.shape, devices, min(per_machine, devices))
             for tp in (divisors(grid.tp) if generates else (0,))
         ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """A unit on so many devices of a fleet."""
-
-    options: tuple[Option, ...]
-    shortfall_bytes: float
 
 
 class _Laid:

@@ -52,17 +52,27 @@ class Draws:
         self._workload = workload
         self._seed = seed
         self._samples = samples
+        self._known: dict[tuple[int, int], list[int]] = {}
 
     def rows(self, prompt: int) -> list[Row]:
         """The rows of a prompt."""
-        normals = _normals(self._seed, _ROWS, prompt * self._samples, self._samples)
-        responses = tokens_of(self._workload.response, normals).tolist()
-        own = _normals(self._seed, _PROMPT_TOKENS, prompt, 1)
-        prompt_tokens = int(tokens_of(self._workload.prompt, own)[0])
+        prompt_tokens = self._tokens(_PROMPT_TOKENS, self._workload.prompt, prompt, 1)[0]
+        responses = self._tokens(_ROWS, self._workload.response, prompt * self._samples, self._samples)
         return [
             Row(prompt=prompt, sample=sample, prompt_tokens=prompt_tokens, response_tokens=response)
             for sample, response in enumerate(responses)
         ]
+
+    def _tokens(self, stream: int, lengths: Lengths, first: int, count: int) -> list[int]:
+        """So many lengths of a stream from place ``first`` on; whole blocks of them are made at once."""
+        found: list[int] = []
+        while len(found) < count:
+            block, place = divmod(first + len(found), _BLOCK)
+            if (stream, block) not in self._known:
+                normals = _block(self._seed, stream, block)
+                self._known[stream, block] = tokens_of(lengths, normals).tolist()
+            found += self._known[stream, block][place : place + count - len(found)]
+        return found
 
 
 def tokens_of(lengths: Lengths, normals: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -78,15 +88,9 @@ def tokens_of(lengths: Lengths, normals: NDArray[np.float64]) -> NDArray[np.int6
 
 def slow_devices(seed: int, devices: int, share: float) -> NDArray[np.bool_]:
     """[devices] which of a cluster's devices are slow, each with this probability."""
-    normals = _normals(seed, _DEVICES, 0, devices)
+    blocks = range(-(-devices // _BLOCK))
+    normals = np.concatenate([_block(seed, _DEVICES, block) for block in blocks])[:devices]
     return np.asarray(np.interp(normals, _GRID, _CUMULATED) < share)
-
-
-def _normals(seed: int, stream: int, first: int, count: int) -> NDArray[np.float64]:
-    """``count`` standard normal numbers of a stream from place ``first`` on."""
-    blocks = range(first // _BLOCK, (first + count - 1) // _BLOCK + 1)
-    start = first - blocks[0] * _BLOCK
-    return np.concatenate([_block(seed, stream, block) for block in blocks])[start : start + count]
 
 
 @lru_cache(maxsize=256)

@@ -24,6 +24,7 @@ from rillflow.planner.problem import Problem, Work
 from rillflow.planner.schedule import StageTask, tasks_of
 from rillflow.planner.simulator.draws import Draws, slow_devices
 from rillflow.planner.simulator.replica import Replica
+from rillflow.planner.workload import require_within
 
 _GREEDY = "greedy"
 """The endpoint that answers every prompt once."""
@@ -46,12 +47,8 @@ class Settings:
     """How many times as long a slow device takes."""
 
     def __post_init__(self) -> None:
-        for name, value, least, most in (
-            ("straggler_share", self.straggler_share, 0.0, 1.0),
-            ("straggler_factor", self.straggler_factor, 1.0, 1e6),
-        ):
-            if not least <= value <= most:
-                raise PlanError(f"{name} is {value:g}", why=f"it lies between {least:g} and {most:g}")
+        require_within("straggler_share", self.straggler_share, 0.0, 1.0)
+        require_within("straggler_factor", self.straggler_factor, 1.0, 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +57,19 @@ class Layout:
 
     problem: Problem
     """The step."""
+    costs: CostModel
+    """Its cost model."""
     plan: Plan
     """Where its units lie."""
-    evaluation: StepEvaluation
-    """What that costs on paper."""
     settings: Settings
     """What is assumed beside."""
     seed: int
     """Of all that is drawn."""
+
+    @cached_property
+    def evaluation(self) -> StepEvaluation:
+        """What the plan costs on paper."""
+        return evaluate(self.problem, self.costs, self.plan)
 
     @cached_property
     def tasks(self) -> tuple[StageTask, ...]:
@@ -137,8 +139,9 @@ class Layout:
     @cached_property
     def generating(self) -> Mapping[int, Seat]:
         """The unit behind each stage that generates, in the order of the program."""
-        found = {index: seat for seat in self.evaluation.units.values() for index in seat.unit.stages}
-        return {index: found[index] for index in sorted(self.problem.generating)}
+        units = self.evaluation.units.values()
+        owners = {index: seat for seat in units for index in seat.unit.stages}
+        return {index: owners[index] for index in sorted(self.problem.generating)}
 
     @cached_property
     def lanes(self) -> Mapping[str, int]:
@@ -230,45 +233,38 @@ class Layout:
         return self.settings.straggler_factor
 
 
-def lay_out(problem: Problem, costs: CostModel, plan: Plan, *, seed: int, settings: Settings) -> Layout:
-    """A plan as the simulator takes it.
+def require_flow(layout: Layout) -> None:
+    """Refuse to let rows flow where that is not simulated.
 
     Raises:
-        PlanError: the plan does not fit the problem, or asks for what is not simulated.
+        PlanError: the plan asks for it.
     """
-    evaluation = evaluate(problem, costs, plan)
-    layout = Layout(problem=problem, plan=plan, evaluation=evaluation, settings=settings, seed=seed)
-    if layout.flows:
-        _require_flow(layout)
-    return layout
-
-
-def _require_flow(layout: Layout) -> None:
-    """Refuse to let rows flow where that is not simulated."""
     plan, workload = layout.plan, layout.problem.workload
     pools = {layout.pool_of(stage) for stage in layout.generating}
     beside = [name for name, unit in plan.units.items() if unit.pool in pools and name != SAMPLER]
-    if beside or not pools:
-        raise PlanError(
-            f"freshness is {plan.freshness}, generation shares a pool with {', '.join(beside)}",
-            why="rows flow only where generation has devices of its own",
-            fix=f"give {SAMPLER} a pool, or freshness 0 without streams and publish_every",
-        )
-    if workload.minibatches % (plan.publish_every or 1) or workload.prompts % layout.batches:
-        raise PlanError(
-            f"publish_every is {plan.publish_every}, with {workload.minibatches} minibatches of "
-            f"{workload.prompts} prompts",
-            why="a step has a whole number of batches of as many prompts each",
-            fix="a divisor of the minibatches, and prompts that they divide",
-        )
-    if plan.oversample_prompts > 1.0:
-        raise PlanError(
-            f"oversample_prompts is {plan.oversample_prompts:g} with freshness {plan.freshness}",
-            why="where rows flow, long ones hold nobody up: there are no rounds to leave them out of",
-            fix="oversample_prompts 1, or freshness 0",
-        )
-    if not any(layout.is_publish(task.stage) for task in layout.tasks):
-        raise PlanError("no stage publishes weights", why="rows would stay of version 0", fix="freshness 0")
+    parts = f"{workload.minibatches} minibatches of {workload.prompts} prompts"
+    for is_wrong, what, why in (
+        (
+            bool(beside) or not pools,
+            f"generation shares a pool with {', '.join(beside)}",
+            f"rows flow only where generation has devices of its own: {SAMPLER}",
+        ),
+        (
+            workload.minibatches % (plan.publish_every or 1) or workload.prompts % layout.batches,
+            f"publish_every is {plan.publish_every}, with {parts}",
+            "a step has a whole number of batches of as many prompts each",
+        ),
+        (
+            plan.oversample_prompts > 1.0,
+            f"oversample_prompts is {plan.oversample_prompts:g}",
+            "where rows flow, long ones hold nobody up: there are no rounds to leave them out of",
+        ),
+        (not layout.problem.publishing, "no stage publishes weights", "rows would stay of version 0"),
+    ):
+        if is_wrong:
+            raise PlanError(
+                f"freshness is {plan.freshness}: {what}", why=why, fix="change it, or freshness 0"
+            )
 
 
 def _shared(task: StageTask, share: float, last: float, apart: Set[int] = frozenset()) -> StageTask:

@@ -36,7 +36,7 @@ from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
 from rillflow.planner.schedule import BESIDE, StageTask, Timing, in_turn, last_s
 from rillflow.planner.simulator.draws import Row
-from rillflow.planner.simulator.layout import Layout, Settings, lay_out
+from rillflow.planner.simulator.layout import Layout, Settings, require_flow
 from rillflow.planner.simulator.result import WHOLE, Book, IdleCause, Simulation, pool_times
 from rillflow.planner.simulator.sampling import Round, SampleGroup, Stream
 
@@ -72,7 +72,9 @@ def simulate(
     """
     if not 1 <= steps <= MOST_STEPS:
         raise PlanError(f"{steps} steps", why=f"a simulation has between 1 and {MOST_STEPS:,}")
-    layout = lay_out(problem, costs, plan, seed=seed, settings=settings or Settings())
+    layout = Layout(problem=problem, costs=costs, plan=plan, settings=settings or Settings(), seed=seed)
+    if layout.flows:
+        require_flow(layout)
     return (_Flowing if layout.flows else _InStep)(layout).run(steps)
 
 

@@ -158,10 +158,13 @@ def test_the_short_form_decides_without_a_recipe_and_without_torch() -> None:
     ("words", "what"),
     [
         ([*SHORT, "--samples", "8"], "--samples is given twice: 4 and 8"),
-        ([*SHORT, "--cluster", "cluster.toml"], "--cluster beside --gpus"),
-        ([*SHORT[:3]], "there is no --gpus"),
-        (["plan", "run.toml", *SHORT[3:5], "--cluster", "cluster.toml"], "a recipe and --gpus"),
-        (["plan", "run.toml"], "a recipe and no cluster"),
+        ([*SHORT, "--cluster", "cluster.toml"], "given is --cluster and --model"),
+        ([*SHORT[:3]], "given is --model\n"),
+        (
+            ["plan", "run.toml", *SHORT[3:5], "--cluster", "cluster.toml"],
+            "given is a recipe and --cluster and --gpus",
+        ),
+        (["plan", "run.toml"], "given is a recipe\n"),
     ],
 )
 def test_words_of_the_short_form_that_cannot_be_together_are_refused(

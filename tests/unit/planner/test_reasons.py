@@ -15,7 +15,7 @@ from rillflow.planner.grid import Option
 from rillflow.planner.hardware import Fleet
 from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.ranking import Cause, Goal, Objective, order_as_shown
-from rillflow.planner.search import explore, search
+from rillflow.planner.search import search
 from tests.unit.planner.toys import ToyCosts, toy_fleet, toy_problem
 
 PROBLEM = toy_problem(5, roles=3, fleets=[toy_fleet(devices=8)])
@@ -166,7 +166,7 @@ def test_the_least_cost_needs_prices() -> None:
 
 
 def test_doubling_brings_less_and_less_and_says_so() -> None:
-    found = explore(PROBLEM, plain(memory=300.0), times=(1, 2, 4)).sizes
+    found = search(PROBLEM, plain(memory=300.0), times=(1, 2, 4)).sizes
     assert [one.devices for one in found] == [8, 16, 32]
     assert found[0].gain is None
     gains = [one.gain for one in found[1:] if one.gain is not None]
@@ -180,7 +180,7 @@ def test_doubling_brings_less_and_less_and_says_so() -> None:
 def test_a_size_on_which_nothing_fits_is_told_as_such() -> None:
     machines = Fleet(**{**vars(toy_fleet()), "devices": 4})
     problem = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(machines,)))
-    found = explore(problem, plain(memory=70.0), times=(Fraction(1, 2), 1)).sizes
+    found = search(problem, plain(memory=70.0), times=(Fraction(1, 2), 1)).sizes
     assert [(one.devices, one.best is None, one.gain) for one in found] == [(2, True, None), (4, False, None)]
 
 

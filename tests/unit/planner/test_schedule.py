@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
 
@@ -91,11 +90,6 @@ def test_two_pools_overlap_and_a_transfer_delays() -> None:
 @pytest.mark.parametrize(("freshness", "period"), [(0, 30.0), (1, 15.0), (2, 12.0), (100, 12.0)])
 def test_the_period_falls_with_freshness_to_that_of_the_busiest_pool(freshness: int, period: float) -> None:
     assert period_s([12.0, 7.0], latencies_s=[30.0], freshness=freshness) == pytest.approx(period)
-
-
-def test_freshness_below_zero_is_refused() -> None:
-    with pytest.raises(PlanError, match="freshness is -1"):
-        period_s([1.0], latencies_s=[1.0], freshness=-1)
 
 
 def test_steps_of_several_latencies_hold_each_other_up() -> None:

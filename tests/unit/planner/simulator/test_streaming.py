@@ -160,7 +160,7 @@ def test_interrupted_rows_keep_the_age_of_their_oldest_token() -> None:
     ("pools", "changes", "said"),
     [
         ({**APART, "reference": "sample"}, {}, "generation shares a pool with reference"),
-        (APART, {"oversample_prompts": 1.5}, "oversample_prompts is 1.5 with freshness 1"),
+        (APART, {"oversample_prompts": 1.5}, "freshness is 1: oversample_prompts is 1.5"),
     ],
 )
 def test_what_is_not_simulated_is_refused(
