@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from rillflow.errors import ConfigError, Interrupted
 from rillflow.observe import layout
 from rillflow.observe.reader import read_evaluations, read_metrics, read_spans
 from rillflow.pipeline.interrupt import Interruption
+from rillflow.records.batch import Batch
+from rillflow.rollout.native.engine import NativeEngine
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD
@@ -74,6 +78,32 @@ def test_every_step_samples_with_the_version_that_is_k_steps_old(tmp_path: Path,
     behind = [each.get("staleness/versions/max") for each in found["metrics"][-STEPS:]]
     assert behind == ([None] * STEPS if not freshness else [min(step, freshness) for step in range(STEPS)])
     assert [step for step, _ in found["judged"]] == [3, 5, 7, 8]
+
+
+class Late(NativeEngine):
+    """The native engine, late by as much as its rows say."""
+
+    def generate_parts(self, parts: Sequence[Batch], *given: Any) -> Iterator[Batch]:
+        for rows in super().generate_parts(parts, *given):
+            time.sleep(int(rows.ids.sum()) * 7 % 40 / 1000)
+            yield rows
+
+
+LATE = """
+import time
+
+def small(prompts, completions, **columns):
+    time.sleep(sum(map(len, completions)) * 11 % 50 / 1000)
+    return [sum(letter < "5" for letter in text) / 4 for text in completions]
+"""
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_what_takes_how_long_changes_no_bit(tmp_path: Path, parts: int) -> None:
+    settings = (*INLINE, SCORED_THERE, f"rollout.parts={parts}", "algorithm.loss.kl=0")
+    prompt = ran(tmp_path / "a", 2, *settings)
+    late = ran(tmp_path / "b", 2, *settings, f'rollout.engine="{__name__}:Late"', reward=LATE)
+    assert late == prompt
 
 
 def test_at_bound_0_a_sampler_apart_learns_what_one_together_does(tmp_path: Path) -> None:
