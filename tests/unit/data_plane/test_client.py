@@ -135,7 +135,7 @@ def test_a_killed_worker_s_groups_go_to_another_at_once_and_its_cells_are_not_wr
         assert worker.stdout is not None and worker.stdout.readline() == "[0, 1]\n"
         worker.kill()
         worker.wait()
-        taken = client.take(name, "train", 3, least=3, wait_s=5.0)
+        taken = client.take(name, "train", 3, least=3, wait_s=30.0)
         assert taken is not None and taken.ids.tolist() == [0, 1, 2]
         used = client.status(name)["used_bytes"]
         client.done(taken)
@@ -147,7 +147,7 @@ def test_a_worker_that_lets_its_deadline_pass_is_refused_with_the_story(folder: 
         name = stream(slow, ONE)
         slow.begin(name, {"x": torch.ones(1, 4)}, rows=[1])
         late = slow.take(name, "train", 1, lease_s=0.0)
-        taken = quick.take(name, "train", 1, wait_s=5.0)
+        taken = quick.take(name, "train", 1, wait_s=30.0)
         assert late is not None and taken is not None
         with pytest.raises(StreamError, match=r"returned from train, for slow#\d+ let its deadline pass"):
             slow.done(late)
@@ -175,7 +175,7 @@ def test_who_begins_waits_for_slots_and_bytes_and_is_woken_by_who_is_done(folder
             taken = trainer.take(name, "train", 1)
             assert taken is not None
             trainer.done(taken)
-            waiting.join(5.0)
+            waiting.join(30.0)
             assert not waiting.is_alive() and trainer.status(name)["begun"] > 1
         with pytest.raises(StreamError, match="the store has 16777216"):
             task.begin(nbytes, {"x": big.select(torch.zeros(2, dtype=torch.int64))}, rows=[2])

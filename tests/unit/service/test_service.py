@@ -99,7 +99,7 @@ def test_who_waits_is_told_for_whom_and_a_stage_that_never_takes_is_named(folder
         client.take(name, "train", 1, wait_s=0.1)
     assert "nobody ever took" in client.status(name)["waits"]["train"]
     killed = client.take(name, "sample", 2, lease_s=0.3)
-    again = ServiceClient(folder, name="heir").take(name, "sample", 2, wait_s=5)
+    again = ServiceClient(folder, name="heir").take(name, "sample", 2, wait_s=30)
     assert killed is not None and again is not None and again.ids.tolist() == [0, 1]
 
 
@@ -107,12 +107,12 @@ def test_weights_reach_whoever_waits_for_newer_ones_and_never_go_back(folder: Pa
     trainer, sampler = ServiceClient(folder, name="trainer"), ServiceClient(folder, name="sampler")
     assert sampler.get_weights(wait_s=0) is None
     found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(sampler.get_weights(newer_than=0, wait_s=10)))
+    waiting = threading.Thread(target=lambda: found.append(sampler.get_weights(newer_than=0, wait_s=30)))
     trainer.put_weights(0, {"w": np.zeros(2, np.float32)})
     waiting.start()
     time.sleep(0.2)
     trainer.put_weights(1, {"w": np.ones(2, np.float32)})
-    waiting.join(5.0)
+    waiting.join(30.0)
     version, weights = found[0]
     assert version == 1 and weights["w"].tolist() == [1, 1]
     with pytest.raises(StreamError, match="version 1 is there"):
