@@ -116,16 +116,19 @@ class Client:
         rows: Sequence[int] | Tensor,
         tokens: Sequence[int] | Tensor | None = None,
         version: int = 0,
+        key: str = "",
         wait_s: float = 60.0,
     ) -> Tensor:
         """[N] the numbers of groups of ``rows`` [N] rows, whose source columns these are.
+
+        Who does not know whether groups have begun, says it again with the same ``key``.
 
         Raises:
             StreamError: there was no room in time, or the columns are not the stream's.
         """
         arrays = self._written(stream, SOURCE, columns, rows)
         segment, arrays = self._put(arrays, wait_s)
-        request = {"stream": stream, "version": version, "segment": segment, "wait_s": wait_s}
+        request = {"stream": stream, "version": version, "key": key, "segment": segment, "wait_s": wait_s}
         found = self._ask(Kind.BEGIN, request, arrays | _given(TOKENS, tokens), wait_s)
         return torch.from_numpy(found.arrays[IDS])
 
@@ -189,7 +192,8 @@ class Client:
         """
         ids, rows = taken.ids, taken.rows
         if index is not None:
-            ids, rows = ids[torch.as_tensor(index)], rows[torch.as_tensor(index)]
+            chosen = torch.as_tensor(index, dtype=torch.int64)
+            ids, rows = ids[chosen], rows[chosen]
         arrays = self._written(taken.stream, taken.stage, columns, rows) if columns else {}
         segment, arrays = self._put(arrays, 60.0)
         request = {"stream": taken.stream, "lease": taken.lease, "version": version, "segment": segment}

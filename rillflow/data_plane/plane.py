@@ -34,6 +34,7 @@ from rillflow.errors import StreamError, nearest
 
 SEGMENT = 0
 """The kind of a frame that lies in a segment."""
+KEYS_REMEMBERED = 4_096
 Found = TypeVar("Found")
 _Bell = tuple[str, str]
 
@@ -48,6 +49,8 @@ class _Stream:
     """By writer, by slot: the segment that has the cells."""
     places: dict[str, Ids]
     """By writer, by slot: the group's place in it."""
+    keys: dict[str, Ids]
+    """Groups begun, by the key that their beginner gave; the newest KEYS_REMEMBERED."""
 
     def columns_of(self, writer: str) -> dict[str, ColumnType]:
         """The columns that it writes."""
@@ -100,6 +103,7 @@ class Plane:
             table=Table(schema, capacity=request.capacity, now=self._clock()),
             segments=dict(zip(writers, empty[::2], strict=True)),
             places=dict(zip(writers, empty[1::2], strict=True)),
+            keys={},
         )
 
     def table(self, stream: str) -> Table:
@@ -136,6 +140,8 @@ class Plane:
 
         def attempt() -> list[Instruction] | None:
             now = self._clock()
+            if request.key in stream.keys:
+                return [Begun(ids=stream.keys[request.key])]
             return (
                 table.begin(
                     len(rows), holder=holder, now=now, rows=rows, tokens=counted, version=request.version
@@ -146,6 +152,13 @@ class Plane:
         bell = (request.stream, SOURCE)
         out = await self._until(bell, attempt, request.wait_s, lambda: table.waits(None, self._clock()))
         ids = next(each.ids for each in out if isinstance(each, Begun))
+        if request.key in stream.keys:
+            self.store.give_up(holder)
+            return ids
+        if request.key:
+            stream.keys[request.key] = ids
+            for key in [*stream.keys][:-KEYS_REMEMBERED]:
+                del stream.keys[key]
         self._place(stream, SOURCE, request.segment, ids)
         self._obey(request.stream, out)
         return ids
@@ -191,6 +204,8 @@ class Plane:
         lease = table.lease(request.lease, ids)
         if lease.holder != holder:
             raise StreamError(f"{holder} ends lease {request.lease}", why=f"it is {lease.holder}'s")
+        if not len(ids):
+            raise StreamError(f"{holder} is done with no group of lease {request.lease}")
         columns = stream.columns_of(lease.stage)
         if columns or request.segment is not None:
             checked(self._written(request.segment, holder), columns, table.rows(ids))

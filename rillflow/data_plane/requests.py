@@ -45,6 +45,9 @@ class Begin(_Request):
     """Begin groups, with their source columns."""
 
     stream: Name = Field(description="where")
+    key: str = Field(
+        default="", max_length=64, description="said again, it begins nothing: the ids are the same"
+    )
     version: int = Field(default=0, description="of the policy, where the columns hold sampled tokens")
     segment: int | None = Field(default=None, description="that the columns were written into")
     wait_s: Seconds = Field(default=60.0, description="how long to wait for room")

@@ -108,13 +108,13 @@ class Service:
         try:
             if arrays:
                 asked = asked.model_copy(update={"segment": await self._plane.keep(arrays, holder)})
-            return await self._answer(asked, ids, tokens, holder)
+            return await self._answer(request, asked, ids, tokens, holder)
         except RillflowError:
             self._plane.store.give_up(holder)
             raise
 
     async def _answer(
-        self, asked: BaseModel, ids: NDArray[Any], tokens: NDArray[Any] | None, holder: str
+        self, request: Request, asked: BaseModel, ids: NDArray[Any], tokens: NDArray[Any] | None, holder: str
     ) -> Response:
         plane = self._plane
         says: dict[str, Any] = {}
@@ -124,7 +124,7 @@ class Service:
             case Begin():
                 says["ids"] = (await plane.begin(asked, tokens, holder)).tolist()
             case Take():
-                return await self._grant(asked, holder)
+                return await self._grant(request, asked, holder)
             case Done():
                 plane.done(asked, ids, tokens, holder)
             case Return():
@@ -139,8 +139,11 @@ class Service:
                 says = plane.status(asked.stream)
         return JSONResponse(says)
 
-    async def _grant(self, asked: Take, holder: str) -> Response:
+    async def _grant(self, request: Request, asked: Take, holder: str) -> Response:
         lease = await self._plane.take(asked, holder)
+        if lease is not None and await request.is_disconnected():
+            self._plane.give_back(Return(stream=asked.stream, lease=lease.number), holder)
+            lease = None
         if lease is None:
             return Response(status_code=204)
         found: dict[str, NDArray[Any]] = {IDS: lease.ids, ROWS: lease.rows, TOKENS: lease.tokens}

@@ -209,6 +209,25 @@ def test_columns_that_are_not_the_stream_s_are_refused_and_nothing_begins(
         client.begin(name, {"x": torch.ones(2, 4)}, rows=[1, 1])
 
 
+@pytest.mark.parametrize("connect", [local, remote])
+def test_rows_that_are_put_twice_with_one_key_begin_once(
+    folder: Path, connect: Callable[[Path], Client]
+) -> None:
+    with connect(folder) as client:
+        name = stream(client, ONE)
+        ids = [
+            client.begin(name, {"x": torch.full((2, 4), each)}, rows=[1, 1], key="step 7")
+            for each in (1.0, 2.0)
+        ]
+        assert ids[0].tolist() == ids[1].tolist() == [0, 1] and client.status(name)["begun"] == 2
+        taken = client.take(name, "train", 4)
+        assert taken is not None and torch.equal(torch.as_tensor(taken.fields["x"]), torch.ones(2, 4))  # type: ignore[arg-type]
+        with pytest.raises(StreamError, match="is done with no group"):
+            client.done(taken, index=[])
+        client.done(taken)
+        assert client.begin(name, {"x": torch.ones(1, 4)}, rows=[1], key="step 8").tolist() == [2]
+
+
 def test_what_is_not_there_is_named(folder: Path) -> None:
     with local(folder) as client:
         name = stream(client, ONE)

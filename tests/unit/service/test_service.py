@@ -103,6 +103,23 @@ def test_who_waits_is_told_for_whom_and_a_stage_that_never_takes_is_named(folder
     assert killed is not None and again is not None and again.ids.tolist() == [0, 1]
 
 
+def test_what_a_client_took_that_has_hung_up_goes_to_another(folder: Path) -> None:
+    task = ServiceClient(folder, name="task")
+    name = stream(task)
+    gone = socket.socket(socket.AF_UNIX)
+    gone.connect(str(folder / "socket"))
+    body = json.dumps({"stream": name, "stage": "sample", "count": 2}).encode()
+    head = f"Authorization: Bearer {(folder / 'token').read_text()}\r\nContent-Length: {len(body)}"
+    gone.sendall(f"POST /v1/take HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + body)
+    time.sleep(0.3)
+    gone.close()
+    time.sleep(0.1)
+    for _ in range(2):
+        assert task.begin(name, {"prompt": PROMPTS}, rows=[1, 1], key="once") == [0, 1]
+    taken = ServiceClient(folder, name="heir").take(name, "sample", 2, wait_s=30)
+    assert taken is not None and taken.ids.tolist() == [0, 1]
+
+
 def test_weights_reach_whoever_waits_for_newer_ones_and_never_go_back(folder: Path) -> None:
     trainer, sampler = ServiceClient(folder, name="trainer"), ServiceClient(folder, name="sampler")
     assert sampler.get_weights(wait_s=0) is None
