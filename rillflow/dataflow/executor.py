@@ -70,8 +70,11 @@ class GroupExecutor:
         if self.sampled and group.role == SAMPLER:
             file = self.sampled.popleft()
             return self._at(group.places[:1], f"{role}.{endpoint}", (program.apply, load_batch), [file], {})
-        if group.role == SAMPLER and endpoint == "generate" and self.parts > 1 and isinstance(args[0], Batch):
-            return self._in_parts(group, args[0], args[1:], options)
+        if any(isinstance(each, Parted) for each in options.values()):
+            self._submit()  # an option is the same for every part
+        prompts = args[0] if args and self.parts > 1 else None
+        if group.role == SAMPLER and endpoint == "generate" and isinstance(prompts, Batch):
+            return self._in_parts(group, prompts, args[1:], options)
         made = self._by_parts(group, endpoint, args, options)
         follow = self.follows.get(f"{role}.{endpoint}")
         return made if follow is None else follow(made)
@@ -163,15 +166,16 @@ class GroupExecutor:
         options: Mapping[str, Any],
     ) -> Pending:
         """See Executor."""
-        place_of, work = self._home, (program.apply, apply_formula)
+        name, work = formula.__name__, (program.apply, apply_formula)
 
         def make(rows: Sequence[Any]) -> Pending:
-            return self._at([place_of(rows)], formula.__name__, work, [formula, into, *rows], options)
+            return self._at([self._home(rows)], name, work, [formula, into, *rows], options)
 
-        parts = _parts(batches) if into is not None and is_of_groups(formula) else 0
+        is_whole = into is None or any(isinstance(each, Parted) for each in options.values())
+        parts = 0 if is_whole or not is_of_groups(formula) else _parts(batches)
         if not parts:
             return make(batches)
-        return self._later(formula.__name__, parts, lambda index: make(_part(batches, index)))
+        return self._later(name, parts, lambda index: make(_part(batches, index)))
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""
@@ -233,7 +237,7 @@ class GroupExecutor:
     def deal(
         self, role: str, rank: int, parts: int, function: Callable[..., Any], *arguments: Any
     ) -> list[Pending]:
-        """The same at one rank, each of the ``parts`` of the returned tuple a result of its own."""
+        """As ``on_rank``, each of the ``parts`` of the returned tuple a result of its own."""
         self._submit()
         place, name = self.groups[role].places[rank], f"{role}.{function.__name__}"
         given = [self._sent(each, name) for each in arguments]
@@ -248,12 +252,11 @@ class GroupExecutor:
 
     def on_first_rank(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
         """A remote call of a module's function with a role's object, at the role's first rank."""
-        name, work = f"{role}: {function.__name__}", (program.look, role, function)
-        return self._at(self.groups[role].places[:1], name, work, arguments, {})
+        return self.on_rank(role, 0, function, *arguments)
 
     def on_all_ranks(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
         """The same remote call at all ranks of the role; the result is the first rank's."""
-        name, work = f"{role}: {function.__name__}", (program.look, role, function)
+        name, work = f"{role}.{function.__name__}", (program.look, role, function)
         return self._at(self.groups[role].places, name, work, arguments, {})
 
     def mend(self, roles: Sequence[str], deadline_s: float) -> None:
