@@ -39,14 +39,14 @@ class PolicyHandle(Protocol):
 
 
 class ReferenceHandle(Protocol):
-    """The policy as the phase found it; see ``roles.reference``."""
+    """The policy as the phase found it; see ``roles.policy``."""
 
     def logprobs(self, rollouts: Rows) -> Handle:
         """The field ``reference_logprobs``."""
 
 
 class CriticHandle(Protocol):
-    """What rows are worth; see ``roles.critic``."""
+    """What rows are worth; see ``roles.scalar_roles``."""
 
     def values(self, rollouts: Rows) -> Handle:
         """The field ``values``."""
@@ -59,14 +59,14 @@ class CriticHandle(Protocol):
 
 
 class ScorerHandle(Protocol):
-    """A function or model that scores; see ``roles.reward`` and ``roles.reward_model``."""
+    """A function or model that scores; see ``roles.reward`` and ``roles.scalar_roles``."""
 
     def score(self, rollouts: Rows) -> Handle:
         """The fields of a score: ``rewards``, or ``costs``, and ``valid``."""
 
 
 class PreferenceHandle(ScorerHandle, Protocol):
-    """A model that learns to score from pairs; see ``roles.reward_model``."""
+    """A model that learns to score from pairs; see ``roles.scalar_roles``."""
 
     def update(self, pairs: Rows, loss: Any, passes: PassesConfig, **options: Any) -> Handle:
         """Optimiser steps over pairs; a report."""

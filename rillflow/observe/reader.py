@@ -109,21 +109,21 @@ class Evaluation:
     """How held-out rows, or pairs of them, come out.
 
     Example:
-        Evaluation(count=50, mean_reward=0.86, correct=43, is_accuracy=True, interval=(0.74, 0.93), more={})
+        Evaluation(count=50, mean_reward=0.86, correct=43, interval=(0.74, 0.93))
     """
 
     count: int
     """Rows or pairs looked at."""
     mean_reward: float
     """Mean over the rows that have a score; of pairs the accuracy, for an order is right or wrong."""
-    correct: int | None
+    correct: int | None = None
     """Rows that are right: a reward of 1 where every reward is 0 or 1, else one of at least
     ``evaluate.success``, and None without that. Pairs in the right order: the chosen answer scores higher."""
-    is_accuracy: bool
+    is_accuracy: bool = True
     """Whether right and wrong is all there is: every reward is 0 or 1, or an order of two."""
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None = None
     """95%: of the accuracy (Wilson), a row without a score counting as not right; else of the mean reward."""
-    more: Mapping[str, JSON]
+    more: Mapping[str, JSON] = field(default_factory=dict)
     """What else was measured, by name: mean tokens of an answer, or mean margin of a pair."""
 
     @property

@@ -26,7 +26,7 @@ from rillflow.observe.changes import Change, allowed_changes
 from rillflow.observe.fields import Fields
 from rillflow.observe.json_lines import JSON, encode, read_json, read_lines
 from rillflow.observe.lock import Lock
-from rillflow.observe.reader import RankSpan, SpanRecord, read_metrics, read_spans, read_starts
+from rillflow.observe.reader import Evaluation, RankSpan, SpanRecord, read_metrics, read_spans, read_starts
 from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum, Variance
 
 
@@ -127,27 +127,14 @@ class RunDirectory(ExitStack):
         }
         self._append(layout.METRICS, line)
 
-    def log_evaluation(
-        self,
-        step: int,
-        *,
-        count: int,
-        mean_reward: float,
-        correct: int | None = None,
-        is_accuracy: bool = True,
-        interval: tuple[float, float] | None = None,
-        more: Mapping[str, JSON] | None = None,
-    ) -> None:
-        """Add one look at the held-out rows to evaluations.jsonl.
-
-        ``correct`` of ``count`` rows were right, None where nothing says which; ``is_accuracy`` says whether
-        ``interval`` holds their share or the mean reward; ``more`` adds fields.
-        """
+    def log_evaluation(self, step: int, found: Evaluation) -> None:
+        """Add one look at the held-out rows to evaluations.jsonl."""
         line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6)}
-        line |= {"measure": "accuracy" if is_accuracy else "mean_reward", "count": count}
-        line |= {"correct": correct} if correct is not None else {}
-        line |= {"mean_reward": mean_reward, **({"interval": interval} if interval else {}), **(more or {})}
-        self._append(layout.EVALUATIONS, line)
+        line |= {"measure": "accuracy" if found.is_accuracy else "mean_reward", "count": found.count}
+        line |= {"correct": found.correct} if found.correct is not None else {}
+        line |= {"mean_reward": found.mean_reward}
+        line |= {"interval": found.interval} if found.interval else {}
+        self._append(layout.EVALUATIONS, {**line, **found.more})
 
     def log_skip(self, step: int, role: str, reason: str, rows: Sequence[Sequence[int]]) -> None:
         """Add one update that was left out, with its rows (epoch, prompt, sample), to skips.jsonl."""

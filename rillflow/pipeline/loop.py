@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rillflow.dataflow.checkpoint import AHEAD, save_checkpoint, updates_of, write_role
@@ -232,7 +232,7 @@ class Loop:
         if self._judge is None or not phase.evaluated or step in self._judged:
             return False
         found = self._judge(phase.executor)
-        self._run.log_evaluation(step, **asdict(found))
+        self._run.log_evaluation(step, found)
         self._progress.note(f"after step {step}: {found.text}")
         self._judged.add(step)
         best = self._best

@@ -24,14 +24,14 @@ from rillflow.workers.endpoint import Measure
 
 
 def record(
-    lead: TrainedRole[Any], run: Path, step: int, measures: Sequence[Measure | None], *batches: Batch
+    trained: TrainedRole[Any], run: Path, step: int, measures: Sequence[Measure | None], *batches: Batch
 ) -> Metrics:
     """Write the rows sampled in a step into the run directory, and measure what was sampled and scored.
 
     Runs where the policy is, so that rollouts do not pass through the controller.
 
     Args:
-        lead: the policy, or what is trained in its place; its tokeniser knows each token's text.
+        trained: the policy, or what is trained in its place; its tokeniser knows each token's text.
         run: the run directory, as this rank sees it.
         step: of the run.
         measures: what is to be measured of each batch, if its rows are sampled ones.
@@ -44,7 +44,7 @@ def record(
         for measure, batch in told
         if any(torch.equal(batch.ids, rollouts.ids) for rollouts in sampled)
     ]
-    write_rollouts(run, step, rollout_rows(sampled, batches, lead.model.tokenizer.pieces))
+    write_rollouts(run, step, rollout_rows(sampled, batches, trained.model.tokenizer.pieces))
     return merge_metrics(measured)
 
 

@@ -1,6 +1,6 @@
 """Skipping: an update that is not finite is left out on all ranks, told, and kept as a bundle.
 
-Learner.step ─ NotFiniteError, here or on another rank ─> Skipped.add ─┬─> Skip: the reason, the rows
+Trainer.step ─ NotFiniteError, here or on another rank ─> Skipped.add ─┬─> Skip: the reason, the rows
                                                                        └─> bundle: what a replay needs
 bundle/
   bundle.json                      the reason, and of each aim its loss and weight

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rillflow.errors import RunDirectoryError
 from rillflow.observe.json_lines import encode, read_lines
 from rillflow.observe.reader import (
+    Evaluation,
     RankSpan,
     SpanRecord,
     read_config,
@@ -81,7 +82,7 @@ def test_numbers_json_does_not_have_become_null_with_a_note_and_come_back(tmp_pa
     with RunDirectory.open(tmp_path / "run", {}) as run:
         run.log_metrics(1, "grpo", metrics)
         write_rollouts(run.path, 1, [{**ROW, "reward": math.nan, "logprobs": [0.0, -0.5, -math.inf, -0.1]}])
-        run.log_evaluation(1, correct=0, count=0, mean_reward=math.nan, interval=(0.0, 1.0))
+        run.log_evaluation(1, Evaluation(correct=0, count=0, mean_reward=math.nan, interval=(0.0, 1.0)))
     line = strict((tmp_path / "run" / "metrics.jsonl").read_text())
     assert line["metrics"]["nan"] == {"mean": None, "count": 2}
     assert line["notes"] == {

@@ -15,6 +15,7 @@ import pytest
 from rillflow.errors import RunDirectoryError
 from rillflow.observe.environment import environment, git_revision
 from rillflow.observe.reader import (
+    Evaluation,
     SpanRecord,
     read_config,
     read_evaluations,
@@ -55,7 +56,9 @@ def log_steps(run: RunDirectory, steps: range) -> None:
         run.log_span(span(step, run.elapsed_s()))
         run.log_metrics(step, "grpo", {"reward/score/mean": Mean(total=float(step), count=1)})
         write_rollouts(run.path, step, [{"epoch": 0, "prompt_id": 0, "sample": 0}])
-        run.log_evaluation(step, correct=1, count=2, mean_reward=0.5, interval=(0.1, 0.9), more={"x": 3})
+        run.log_evaluation(
+            step, Evaluation(correct=1, count=2, mean_reward=0.5, interval=(0.1, 0.9), more={"x": 3})
+        )
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -118,7 +121,7 @@ def test_a_setting_that_may_change_frees_none_whose_name_it_begins(tmp_path: Pat
 
 def test_a_start_that_made_no_step_refuses_no_other_config(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", {"device": "cuda"}) as run:
-        run.log_evaluation(0, correct=1, count=2, mean_reward=0.5, interval=(0.1, 0.9))
+        run.log_evaluation(0, Evaluation(correct=1, count=2, mean_reward=0.5, interval=(0.1, 0.9)))
         first = run.id
     with RunDirectory.open(tmp_path / "run", {"device": "cpu"}) as run:
         assert read_config(run.path) == {"device": "cpu"}

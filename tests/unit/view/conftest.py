@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.observe.reader import SpanRecord
+from rillflow.observe.reader import Evaluation, SpanRecord
 from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.records.metrics import Max, Mean, Metric, Sum
 
@@ -99,9 +99,8 @@ def interval(accuracy: float, count: int) -> tuple[float, float]:
 
 def evaluate(run: RunDirectory, step: int, accuracy: float, count: int = 500) -> None:
     correct = round(accuracy * count)
-    run.log_evaluation(
-        step, correct=correct, count=count, mean_reward=accuracy, interval=interval(accuracy, count)
-    )
+    found = Evaluation(correct=correct, count=count, mean_reward=accuracy, interval=interval(accuracy, count))
+    run.log_evaluation(step, found)
 
 
 def write_run(path: Path, *, steps: int = 60, final: float = 0.9) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RunDirectoryError
-from rillflow.observe.reader import EvaluationRecord
+from rillflow.observe.reader import Evaluation, EvaluationRecord
 from rillflow.observe.run_directory import RunDirectory, write_rollouts
 from rillflow.records.metrics import Mean
 from rillflow.view.report import write_report
@@ -29,8 +29,6 @@ def score(accuracy: float, half: float | None) -> EvaluationRecord:
         count=1000,
         interval=interval,
         mean_reward=0.0,
-        is_accuracy=True,
-        more={},
     )
 
 
@@ -43,7 +41,6 @@ def graded(mean_reward: float, half: float | None) -> EvaluationRecord:
         interval=interval,
         mean_reward=mean_reward,
         is_accuracy=False,
-        more={},
     )
 
 
@@ -154,11 +151,13 @@ def test_graded_rewards_are_no_accuracy(make_run: MakeRun, tmp_path: Path) -> No
             for step, mean, correct, interval in looks:
                 opened.log_evaluation(
                     step,
-                    count=20,
-                    mean_reward=mean,
-                    is_accuracy=False,
-                    interval=interval,
-                    correct=None if success is None else correct,
+                    Evaluation(
+                        count=20,
+                        mean_reward=mean,
+                        is_accuracy=False,
+                        interval=interval,
+                        correct=None if success is None else correct,
+                    ),
                 )
         text = render_text(summarise(run))
         assert "Held-out reward    1.250 [0.900, 1.600] -> 1.500 [1.100, 1.900]" in text
@@ -172,8 +171,8 @@ def test_graded_rewards_are_no_accuracy(make_run: MakeRun, tmp_path: Path) -> No
 
 def test_one_look_with_a_graded_reward_makes_all_of_them_graded(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", {}) as run:
-        run.log_evaluation(0, correct=0, count=20, mean_reward=0.0, interval=(0.0, 0.161))
-        run.log_evaluation(5, count=20, mean_reward=0.4, is_accuracy=False, interval=(0.3, 0.5))
+        run.log_evaluation(0, Evaluation(correct=0, count=20, mean_reward=0.0, interval=(0.0, 0.161)))
+        run.log_evaluation(5, Evaluation(count=20, mean_reward=0.4, is_accuracy=False, interval=(0.3, 0.5)))
     text = render_text(summarise(tmp_path / "run"))
     assert "Held-out reward    0.000 [0.000, 0.161] -> 0.400 [0.300, 0.500]" in text
 
