@@ -127,6 +127,33 @@ def report(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def timeline(arguments: argparse.Namespace) -> int:
+    """``rillflow timeline``: where the ranks of a run waited, and for whom; the trace of its steps."""
+    from rillflow.observe.durable import replace
+    from rillflow.observe.json_lines import encode
+    from rillflow.view.measured import measured, measured_lines, trace_of
+    from rillflow.view.predicted import compare, render_comparison
+    from rillflow.view.run_data import load
+
+    out: Path | None = arguments.out
+    if out is not None and (out.exists() or not out.parent.is_dir()):
+        raise ConfigError(
+            f"--out {out}: {'it exists' if out.exists() else f'there is no folder {out.parent}'}",
+            why="a trace is a new file in a folder that is there; nothing of yours is overwritten",
+            fix="give another name" if out.exists() else "make the folder, or give another one",
+        )
+    data = load(arguments.run)
+    found = measured(data, *(arguments.steps or ()))
+    print("\n".join(measured_lines(found)))
+    compared = compare(data)
+    if compared is not None:
+        print(f"\n{render_comparison(compared)}")
+    if out is not None:
+        replace(out, [encode(trace_of(found))])
+        print(f"wrote {out}: open it at https://ui.perfetto.dev or chrome://tracing", file=sys.stderr)
+    return DONE
+
+
 def replay(arguments: argparse.Namespace) -> int:
     """``rillflow replay``: make an update that a run left out again; 1 where it is not finite here too."""
     from rillflow.assembly.replay import replay as replayed

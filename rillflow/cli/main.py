@@ -143,6 +143,23 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
 
 
+def _timeline_arguments(parser: argparse.ArgumentParser) -> None:
+    _report_arguments(parser)
+    told = "such as 5-8, or 5; those of the last phase if left out"
+    parser.add_argument("--steps", type=_steps, metavar="A-B", help=told)
+    told = "where to write them as a trace for Perfetto or chrome://tracing; a new file"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=told)
+
+
+def _steps(text: str) -> tuple[int, int]:
+    """The first and the last step. Example: ``_steps("5-8") == (5, 8)``."""
+    first, _, last = text.partition("-")
+    ends = (first, last if "-" in text else first)
+    if not all(end.isdecimal() and end.isascii() for end in ends) or int(ends[0]) > int(ends[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of steps, such as 5-8, or 5")
+    return int(ends[0]), int(ends[1])
+
+
 def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="such as RUN/bundles/step-000012")
 
@@ -156,6 +173,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentPa
     "calibrate": (planning.calibrate, planning.calibrate_arguments),
     "ask": (commands.ask, _ask_arguments),
     "report": (commands.report, _report_arguments),
+    "timeline": (commands.timeline, _timeline_arguments),
     "replay": (commands.replay, _replay_arguments),
     "doctor": (commands.doctor, lambda _: None),
 }
@@ -169,6 +187,7 @@ HELP = {
     "calibrate": "fit a cluster's factors to a run, so that predictions meet what it measured",
     "ask": "let the trained model of a run answer a prompt",
     "report": "write the report of a run again",
+    "timeline": "say where the ranks of a run waited, and for whom; write its steps as a trace",
     "replay": "make an update that a run left out again, and say where its first odd number is",
     "doctor": "look at this machine and say what would be in the way",
 }

@@ -28,7 +28,7 @@ from rillflow.view.chart import Chart, Point, Series, draw
 from rillflow.view.columns import columns, seconds
 from rillflow.view.html import Html, el
 from rillflow.view.page import page, section
-from rillflow.view.timeline import SHOWN_STEPS, Bar, draw_timeline
+from rillflow.view.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
 
 if TYPE_CHECKING:
     from rillflow.planner.calibration import Calibration
@@ -38,8 +38,6 @@ TOLD = 0.1
 """Simulated and computed steps that differ by more, where nobody measured the error, are told."""
 AXES = "rows a second by devices"
 """What the curve shows."""
-MOST_REPLICAS = 16
-"""Replicas of a pool that are drawn: its first ones."""
 BESIDE = "beside"
 """The lane of what holds no devices: functions and formulas."""
 Rows = list[tuple[str, ...]]
@@ -242,7 +240,7 @@ def simulated_bars(found: Simulation) -> Sequence[Bar]:
             is_idle=span.cause is not None,
         )
         for span in found.spans
-        if span.start_s < until and span.lane <= MOST_REPLICAS
+        if span.start_s < until and span.lane <= MOST_LANES
     ]
     return sorted(bars, key=lambda bar: (bar.pool == BESIDE, bar.pool, bar.lane, bar.start_s))
 

@@ -20,7 +20,8 @@ from rillflow.observe.json_lines import JSON
 from rillflow.observe.reader import EvaluationRecord
 from rillflow.observe.wording import duration
 from rillflow.view import curves
-from rillflow.view.html import Html, cut, el
+from rillflow.view.html import Html, cut, el, table
+from rillflow.view.measured import last_steps, measured_bars, rank_rows
 from rillflow.view.outcomes import draw_outcomes
 from rillflow.view.page import page, section
 from rillflow.view.predicted import draw_comparison_card
@@ -28,7 +29,7 @@ from rillflow.view.run_data import RunData, load
 from rillflow.view.samples import draw_comparison, draw_groups, read_samples, shade_key
 from rillflow.view.stages import draw_stages
 from rillflow.view.summary import Summary, summary_of, verdict
-from rillflow.view.timeline import bars_of_run, draw_timeline
+from rillflow.view.timeline import SHOWN_STEPS, draw_timeline
 
 
 def write_report(run: Path) -> Path:
@@ -62,16 +63,13 @@ def render(data: RunData) -> str:
 
 
 def _times(data: RunData) -> list[Html]:
-    """Where it went by phase, and the last steps pool by pool."""
-    shown = bars_of_run(data)
-    steps = sorted({bar.step for bar in shown})
-    cards = [*draw_comparison_card(data), *draw_stages(data)]
-    if steps:
-        title = (
-            f"Steps {steps[0]:,} to {steps[-1]:,}, pool by pool" if len(steps) > 1 else f"Step {steps[0]:,}"
-        )
-        cards.append(el("section", el("h3", title), draw_timeline(shown), class_="card wide"))
-    return [el("div", cards, class_="stack")]
+    """Where it went by phase, and the last steps rank by rank."""
+    found = last_steps(data, SHOWN_STEPS)
+    title = el("h3", f"{found.steps.capitalize()}, rank by rank")
+    drawn = el(
+        "section", title, draw_timeline(measured_bars(found)), table(rank_rows(found)), class_="card wide"
+    )
+    return [el("div", [*draw_comparison_card(data), *draw_stages(data), drawn], class_="stack")]
 
 
 def _hero(data: RunData, summary: Summary) -> Html:

@@ -1,8 +1,8 @@
 """Timeline: what every pool did when, as one SVG; a run's spans and a simulation's look alike.
 
-spans of a run, placement ──┐
-                            ├─ Bar: pool, lane, stage, from, to ─ merge ─> lanes under their pools
-spans of a simulation ──────┘
+ranks of a run ──────────┐
+                         ├─ Bar: pool, lane, stage, from, to ─ merge ─> lanes under their pools
+spans of a simulation ───┘
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rillflow.graph.graph import CONTROLLER
 from rillflow.observe.wording import duration
 from rillflow.view.chart import ChartAxis, ticks
 from rillflow.view.html import Html, el
-from rillflow.view.run_data import RunData
 from rillflow.view.style import COLOURS
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1080, 190, 14, 8, 26
 LANE, GAP, POOL_GAP = 18, 4, 10
 SHOWN_STEPS = 4
 """Steps that are drawn: of a run its last ones, of a simulation the first."""
+MOST_LANES = 16
+"""Ranks or replicas of a pool that are drawn: its first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Bar:
     pool: str
     """The devices it took."""
     lane: str
-    """The line of the pool it is drawn on: a role, a replica."""
+    """The line of the pool it is drawn on: a rank, a replica."""
     stage: str
     """What it was; bars of one name have one colour."""
     start_s: float
@@ -46,27 +46,6 @@ class Bar:
     """The step it belongs to; 0 where it belongs to none."""
     is_idle: bool = False
     """Whether nothing was done: the name is then the cause."""
-
-
-def bars_of_run(data: RunData, last_steps: int = SHOWN_STEPS) -> list[Bar]:
-    """The last steps of a run's last phase, each stage on its role's line of its role's pool."""
-    if not data.phases:
-        return []
-    phase = data.phases[-1]
-    first = max(phase.first, phase.last - last_steps + 1)
-    return [
-        Bar(
-            pool=role if role == CONTROLLER else span.pool,
-            lane=role,
-            stage=span.stage,
-            start_s=span.start_s,
-            end_s=span.start_s + span.duration_s,
-            step=span.step,
-        )
-        for span in data.spans
-        if first <= span.step <= phase.last
-        for role in [span.stage.partition(".")[0]]
-    ]
 
 
 def draw_timeline(bars: Sequence[Bar]) -> list[Html]:

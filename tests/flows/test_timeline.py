@@ -12,7 +12,12 @@ import pytest
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
+from rillflow.cli.main import main
 from rillflow.observe.reader import SpanRecord, read_spans
+from rillflow.view.measured import measured
+from rillflow.view.report import write_report
+from rillflow.view.run_data import load
+from rillflow.view.waits import RankName, rank_times
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD
@@ -98,3 +103,42 @@ def test_a_rank_does_one_thing_at_a_time_and_only_what_it_was_given(
         for given in (one for one in spans if one.step == span.step and one.stage in span.after):
             first_ends = min(each.start_s + each.duration_s for each in given.ranks)
             assert first_ends <= span.start_s + MICROSECONDS, "its first part at least was there"
+
+
+def test_in_step_ranks_that_train_wait_for_the_one_that_answers_and_it_for_them(
+    in_step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything that trainers do in a step needs its rows: they wait as long as it is generated."""
+    found = measured(load(in_step), 2, STEPS)
+    times = {one.on: one for one in rank_times(found.works, found.waits, found.start_s, found.end_s)}
+    assert [f"{on.pool} {on.rank}" for on in times] == ["answers 0", "main 0", "main 1"]
+    answered = [span.duration_s for span in read_spans(in_step) if span.stage == "policy.generate"][1:]
+    for rank in (0, 1):
+        one = times[RankName("main", rank)]
+        assert one.waited_s["policy.generate on answers"] == pytest.approx(sum(answered), abs=1e-5)
+    assert times[RankName("answers", 0)].waited_s["policy.update on main"] > 0
+    file = tmp_path / "trace.json"
+    assert main(["timeline", str(in_step), "--steps", "2-3", "--out", str(file)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("steps 2 to 3: ") and [line.split()[0] for line in told[3:6]] == [
+        "answers",
+        "main",
+        "main",
+    ]
+    threads = defaultdict(list)
+    for one in json.loads(file.read_text("utf-8"))["traceEvents"]:
+        if one["ph"] == "X":
+            threads[one["pid"], one["tid"]].append((one["ts"], one["ts"] + one["dur"]))
+    assert len(threads) == 3
+    for done in threads.values():
+        assert all(before[1] <= after[0] + 2 for before, after in pairwise(sorted(done)))
+
+
+def test_ahead_the_rank_that_answers_does_not_wait_for_the_step_it_is_ahead_of(ahead: Path) -> None:
+    found = measured(load(ahead), 1, 2)
+    before = [wait for wait in found.waits if wait.on.pool == "answers" and wait.before == "policy.generate"]
+    assert not [wait for wait in before if wait.step == 2 and wait.whom == "policy.update on main"]
+    scored = [wait for wait in found.waits if wait.on.pool == "scores" and wait.before == "reward.score"]
+    assert "policy.generate on answers" in {wait.whom for wait in scored}
+    page = write_report(ahead).read_text("utf-8")
+    assert "waits for policy.generate on answers" in page and "scores 0" in page

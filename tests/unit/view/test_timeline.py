@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.view.html import markup
+from rillflow.view.measured import last_steps, measured_bars
 from rillflow.view.report import write_report
 from rillflow.view.run_data import load
 from rillflow.view.style import COLOURS, STYLE
@@ -21,7 +22,6 @@ from rillflow.view.timeline import (
     SHOWN_STEPS,
     WIDTH,
     Bar,
-    bars_of_run,
     colours_of,
     draw_timeline,
     merged,
@@ -102,16 +102,12 @@ def test_names_are_escaped_and_what_is_idle_says_why() -> None:
 
 def test_a_runs_last_steps_are_drawn_as_they_were_measured(make_run: MakeRun) -> None:
     data = load(make_run())
-    found = bars_of_run(data)
+    found = [bar for bar in measured_bars(last_steps(data, SHOWN_STEPS)) if not bar.is_idle]
     assert {bar.step for bar in found} == set(range(60 - SHOWN_STEPS + 1, 61))
     spans = [span for span in data.spans if span.step > 60 - SHOWN_STEPS]
     assert sum(bar.end_s - bar.start_s for bar in found) == pytest.approx(
         sum(span.duration_s for span in spans)
     )
-    assert {bar.lane for bar in found} == {"policy", "reward"}
+    assert {bar.lane for bar in found} == {"rank  0"}
     page = write_report(data.path).read_text("utf-8")
-    assert "Steps 57 to 60, pool by pool" in page and 'class="timeline"' in page
-
-
-def test_a_run_without_a_step_has_no_bars(make_run: MakeRun) -> None:
-    assert bars_of_run(load(make_run(steps=0))) == []
+    assert "Steps 57 to 60, rank by rank" in page and 'class="timeline"' in page

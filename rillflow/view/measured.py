@@ -1,0 +1,207 @@
+"""Measured: the timeline of a run's steps, as text, as bars and as a trace.
+
+RunData ─ steps ─> Measured: works and waits between two times ─┬─ lines of text: who waited where, for whom
+                                                               ├─ bars of the report's drawing
+                                                               └─ trace events: Perfetto, chrome://tracing
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rillflow.errors import RunDirectoryError
+from rillflow.observe.wording import duration
+from rillflow.view.columns import columns, seconds
+from rillflow.view.run_data import RunData
+from rillflow.view.timeline import MOST_LANES, Bar
+from rillflow.view.waits import RankName, RankWork, Wait, rank_times, ranks_of, waits_of, works_of
+
+LONGEST = 8
+"""Waits that are told, the longest first."""
+TOLD = 3
+"""Causes of a wait that are told."""
+Rows = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What ranks did from the beginning of one step to the end of another, whatever step it belonged to."""
+
+    first: int
+    """The step that begins it."""
+    last: int
+    """The step that ends it."""
+    start_s: float
+    """When the first work of its steps began, in seconds of the run."""
+    end_s: float
+    """When their last work ended."""
+    works: Sequence[RankWork]
+    """Works that lie there, at least in part."""
+    waits: Sequence[Wait]
+    """Waits, as far as they lie there."""
+    is_inputs: bool
+    """Whether the run wrote down what stages were given."""
+
+    @property
+    def steps(self) -> str:
+        """Its steps in words. Example: ``steps 5 to 8``."""
+        if self.first == self.last:
+            return f"step {self.first:,}"
+        return f"steps {self.first:,} to {self.last:,}"
+
+
+def measured(data: RunData, first: int | None = None, last: int | None = None) -> Measured:
+    """Some steps of a run; those of its last phase if none are named.
+
+    Raises:
+        RunDirectoryError: the run has no span, or none of a step that is named.
+    """
+    known = sorted({span.step for span in data.spans})
+    if not known:
+        raise RunDirectoryError(
+            f"{data.path} has no span: no stage of it has been timed",
+            why="spans are written when a step ends, and none has",
+            fix="try again after its first step",
+        )
+    begun = data.phases[-1].first if data.phases else known[0]
+    low = first if first is not None else min(begun, known[-1])
+    high = last if last is not None else known[-1]
+    for step in (low, high):
+        if step not in known:
+            raise RunDirectoryError(
+                f"{data.path} has no span of step {step}",
+                why=f"there are spans of steps {known[0]} to {known[-1]}",
+                fix=f"name steps among them, such as --steps {max(known[0], known[-1] - 3)}-{known[-1]}",
+            )
+    works = works_of(data.spans)
+    inside = [work for work in works if low <= work.step <= high]
+    start_s, end_s = min(work.start_s for work in inside), max(work.end_s for work in inside)
+    return Measured(
+        first=low,
+        last=high,
+        start_s=start_s,
+        end_s=end_s,
+        works=[work for work in works if work.start_s < end_s and work.end_s > start_s],
+        waits=waits_of(works, start_s, end_s),
+        is_inputs=any(span.after for span in data.spans),
+    )
+
+
+def last_steps(data: RunData, count: int) -> Measured:
+    """The last steps of a run's last phase."""
+    last = max(span.step for span in data.spans)
+    begun = data.phases[-1].first if data.phases else 1
+    return measured(data, max(min(begun, last), last - count + 1), last)
+
+
+def measured_lines(found: Measured) -> list[str]:
+    """What a person wants to know: what every rank did, and the longest waits."""
+    given = "by what each stage was given; one that was given nothing of its step waited for what ended last"
+    how = given if found.is_inputs else "by end times alone: this run did not write what stages were given"
+    long = _longest_rows(found)
+    return [
+        f"{found.steps}: {duration(found.end_s - found.start_s)}",
+        "",
+        *columns(rank_rows(found), text=1),
+        *_left_out(found),
+        *(["", "longest waits, a step and rank", *columns(long, left=2, text=1)] if len(long) > 1 else []),
+        "",
+        f"for whom: {how}",
+        "else: calls, results on their way, records, evaluations, checkpoints",
+    ]
+
+
+def rank_rows(found: Measured) -> Rows:
+    """A row for every rank that is shown: the shares of its time, and for whom it waited."""
+    rows: Rows = [("rank", "busy", "waits", "else", "waits for")]
+    whole = found.end_s - found.start_s or 1.0
+    for one in rank_times(found.works, found.waits, found.start_s, found.end_s):
+        if one.on.rank < MOST_LANES:
+            waited = sum(one.waited_s.values())
+            shares = (f"{spent / whole:.0%}" for spent in (one.busy_s, waited, one.else_s))
+            causes = [f"{whom} {spent / whole:.0%}" for whom, spent in one.waited_s.items()]
+            rows.append((f"{one.on.pool} {one.on.rank}", *shares, ", ".join(causes[:TOLD])))
+    return rows
+
+
+def measured_bars(found: Measured) -> list[Bar]:
+    """A lane for every rank that is shown; where it waits for a stage, a bar that says for which."""
+    works = [work for work in found.works if work.on.rank < MOST_LANES]
+    waits = [wait for wait in found.waits if wait.cause is not None and wait.on.rank < MOST_LANES]
+    worked = [_bar(found, work, work.stage, step=work.step) for work in works]
+    waited = [_bar(found, wait, f"waits for {wait.whom}", is_idle=True) for wait in waits]
+    return sorted((*worked, *waited), key=lambda bar: (bar.pool, bar.lane, bar.start_s))
+
+
+def trace_of(found: Measured) -> dict[str, Any]:
+    """The trace event format: a process is a pool, a thread a rank; times in microseconds of the run."""
+    waits = [wait for wait in found.waits if wait.cause is not None]
+    ranks = ranks_of(found.works, waits)
+    pools = sorted({on.pool for on in ranks})
+    ids = {on: {"pid": pools.index(on.pool) + 1, "tid": place} for place, on in enumerate(ranks, 1)}
+    names = [
+        {"ph": "M", "name": f"{kind}_name", **ids[on], "args": {"name": name}}
+        for on in ranks
+        for kind, name in (("process", on.pool), ("thread", f"rank {on.rank}"))
+    ]
+    works = [
+        {
+            **_event(work, work.stage, "stage", ids),
+            "args": {"step": work.step, "rows": work.rows, "tokens": work.tokens, "after": list(work.after)},
+        }
+        for work in found.works
+    ]
+    idle = [
+        {
+            **_event(wait, f"waits for {wait.whom}", "wait", ids),
+            "args": {"step": wait.step, "before": wait.before},
+        }
+        for wait in waits
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": [*names, *works, *idle]}
+
+
+def _event(
+    one: RankWork | Wait, name: str, kind: str, ids: Mapping[RankName, Mapping[str, int]]
+) -> dict[str, Any]:
+    start, end = round(1e6 * one.start_s), round(1e6 * one.end_s)
+    return {"ph": "X", "name": name, "cat": kind, **ids[one.on], "ts": start, "dur": end - start}
+
+
+def _bar(found: Measured, one: RankWork | Wait, stage: str, *, step: int = 0, is_idle: bool = False) -> Bar:
+    return Bar(
+        pool=one.on.pool,
+        lane=f"rank {one.on.rank:>2}",
+        stage=stage,
+        start_s=max(one.start_s, found.start_s),
+        end_s=min(one.end_s, found.end_s),
+        step=step,
+        is_idle=is_idle,
+    )
+
+
+def _longest_rows(found: Measured) -> Rows:
+    """Waits by what they came before and on which pool: seconds of a step and rank, and for whom."""
+    ranks = Counter(on.pool for on in ranks_of(found.works, found.waits))
+    waited: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for wait in found.waits:
+        if wait.cause is not None:
+            count = ranks[wait.on.pool] * (found.last - found.first + 1)
+            waited[wait.before, wait.on.pool][wait.whom] += (wait.end_s - wait.start_s) / count
+    rows: Rows = [("before", "on", "waits", "for")]
+    for (stage, pool), causes in sorted(waited.items(), key=lambda entry: -sum(entry[1].values()))[:LONGEST]:
+        in_order = sorted(causes.items(), key=lambda entry: -entry[1])[:TOLD]
+        told = ", ".join(f"{whom} {seconds(spent)}" for whom, spent in in_order)
+        rows.append((stage, pool, seconds(sum(causes.values())), told))
+    return rows
+
+
+def _left_out(found: Measured) -> Iterator[str]:
+    """The pools of which not all ranks are shown."""
+    last = {on.pool: on.rank for on in ranks_of(found.works, found.waits)}
+    for pool, rank in last.items():
+        if rank >= MOST_LANES:
+            yield f"  ranks {MOST_LANES} to {rank} of {pool} are in the trace alone"
