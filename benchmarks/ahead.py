@@ -102,7 +102,8 @@ BOUNDS = {
     "4, decoupled": (
         "algorithm.freshness=4",
         "algorithm.old_logprobs=trainer",
-        "algorithm.loss.importance_cap=5",
+        "algorithm.loss.correction=tis",
+        "algorithm.loss.correction_bounds=[0, 5]",
     ),
     "8": ("algorithm.freshness=8",),
 }

@@ -210,7 +210,7 @@ def _losses(batch: Tensors) -> Tensors:
     one_bound = policy("rows", **{**CISPO, "clip_low": 1.0})
     add("CISPO, one bound, rows, token_mean", "token_mean", one_bound)
     ppo, flat = policy("rows", **clip), policy("rows", **{**clip, "dual_clip": 0.0})
-    capped = formulas.importance_weights(chosen["old"], chosen["sampler"], cap=1.05)
+    capped = formulas.tis_weights(chosen["old"] - chosen["sampler"], high=1.05)
     sampled = "truncated importance sampling, token_mean"
     add(f"PPO, dual 3, {sampled}", "token_mean", lambda now: ppo(now) * capped)
     add(f"PPO, dual 0, {sampled}", "token_mean", lambda now: flat(now) * capped)

@@ -113,6 +113,25 @@ def denominator(rows: Sequence[Row], loss: PolicyLossConfig) -> float:
     return counted * (loss.constant or MAX_TOKENS) if loss.aggregation == "constant" else counted
 
 
+def correction(
+    loss: PolicyLossConfig, old: Sequence[float], sampler: Sequence[float], place: int, advantage: float
+) -> float:
+    """What a token's loss is weighed by; m2po, which judges a whole minibatch, has no place in a row."""
+    ratio, row = math.exp(old[place] - sampler[place]), math.exp(sum(old) - sum(sampler))
+    match loss.correction:
+        case "none":
+            return 1.0
+        case "tis":
+            return min(max(ratio, loss.bounds[0]), loss.bounds[1])
+        case "icepop":
+            return ratio if loss.bounds[0] <= ratio <= loss.bounds[1] else 0.0
+        case "sequence_tis":
+            return min(max(row, loss.bounds[0]), loss.bounds[1])
+        case "topr":
+            return 1.0 if advantage >= 0 else min(max(row, loss.bounds[0]), loss.bounds[1])
+    raise ValueError(loss.correction)
+
+
 def row_loss(model: Any, row: Row, loss: PolicyLossConfig) -> Tensor:
     """The sum of a row's token losses; their mean where every row counts alike."""
     table = logits_of(model, row)
@@ -130,8 +149,7 @@ def row_loss(model: Any, row: Row, loss: PolicyLossConfig) -> Tensor:
             gain = min(ratio * advantage, ratio.clamp(low, high) * advantage)
             term = -max(gain, gain.new_tensor(loss.dual_clip * advantage)) if advantage < 0 else -gain
             term = -gain if not loss.dual_clip else term
-        if loss.importance_cap:
-            term = term * min(math.exp(float(old[place]) - row.sampler[place]), loss.importance_cap)
+        term = term * correction(loss, [float(each) for each in old], row.sampler, place, advantage)
         if loss.kl and loss.kl_in == "loss":
             term = term + loss.kl * divergence(now[place] - row.reference[place], loss.estimator)
         losses.append(term - loss.entropy * entropies[place])

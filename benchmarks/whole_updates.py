@@ -181,8 +181,12 @@ def loss_cases() -> Iterator[tuple[str, dict[str, Any], bool]]:
     for estimator in ("k2", "k3"):
         yield f"ppo, {estimator}", {"kl": 0.1, "kl_in": "loss", "kl_estimator": estimator}, False
     yield "ppo, entropy", {"entropy": 0.1}, False
-    yield "ppo, truncated importance sampling", {"importance_cap": 1.05}, False
-    both = {"importance_cap": 1.05, "kl": 0.1, "kl_in": "loss", "kl_estimator": "k3", "entropy": 0.1}
+    tis = {"correction": "tis", "correction_bounds": (0, 1.05)}
+    yield "ppo, truncated importance sampling", tis, False
+    yield "ppo, the same by row", {"correction": "sequence_tis", "correction_bounds": (0, 1.05)}, False
+    yield "ppo, icepop", {"correction": "icepop", "correction_bounds": (0.95, 1.05)}, False
+    yield "ppo, topr", {"correction": "topr"}, True
+    both = {**tis, "kl": 0.1, "kl_in": "loss", "kl_estimator": "k3", "entropy": 0.1}
     yield "ppo, all of these", both, False
 
 

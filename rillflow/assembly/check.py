@@ -86,6 +86,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
             "algorithm.freshness": not recipe.placement.samples_apart,
             "rollout.parts": len(recipe.placement.pools) == 1,
             "algorithm.loss.constant": config.loss.aggregation != "constant",
+            "algorithm.loss.correction_bounds": config.loss.correction == "none",
             "algorithm.loss.kl_estimator": config.loss.kl == 0,
             "algorithm.loss.kl_in": config.loss.kl == 0,
         }

@@ -43,7 +43,7 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
 
 
 def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
-    """A bound above 0 where the sampler has no ranks of its own, and minibatches that parts would cut."""
+    """A sampler that cannot run ahead, minibatches that parts would cut, a correction of nothing."""
     placement, config, parts = recipe.placement, recipe.algorithm, recipe.rollout.parts
     if parts > 1 and config.goes_by(parts) and config.prompts_per_step % parts:
         fewer = max(each for each in divisors(config.prompts_per_step) if each <= parts)
@@ -52,7 +52,16 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
             why="minibatches are taken as rows come, and parts of unlike size would cut them otherwise",
             fix=f"try {fewer}, or algorithm.shuffle = true",
         )
-    if isinstance(config, OnlineConfig) and config.freshness and not placement.samples_apart:
+    if not isinstance(config, OnlineConfig):
+        return
+    correction, is_same = config.loss.correction, config.is_off_policy and config.old_logprobs == "sampler"
+    if correction != "none" and is_same:
+        yield ConfigError(
+            f'algorithm.loss.correction is "{correction}", and algorithm.old_logprobs is "sampler"',
+            why="a correction weighs trainer over sampler, and these are then the same numbers",
+            fix='algorithm.old_logprobs = "trainer", or algorithm.loss.correction = "none"',
+        )
+    if config.freshness and not placement.samples_apart:
         yield ConfigError(
             f"algorithm.freshness is {config.freshness}, and the sampler shares its ranks with the policy",
             why="ranks that train cannot sample ahead meanwhile: the two take turns there",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rillflow.formulas.logprobs import *
     from rillflow.formulas.losses import *
     from rillflow.formulas.penalty import *
+    from rillflow.formulas.ratios import *
     from rillflow.formulas.token_advantages import *
 
 _NAMES = {
@@ -35,14 +36,14 @@ _NAMES = {
     "interval": "wilson",
     "logprobs": "token_logprobs",
     "losses": (
-        "clipped_policy_loss cross_entropy divergence importance_weights policy_loss "
-        "preference_loss sequence_log_ratio TokenLosses value_loss"
+        "clipped_policy_loss cross_entropy divergence policy_loss preference_loss TokenLosses value_loss"
     ),
     "penalty": (
         "ended mean_cost mean_divergence missing_end_rewards overlong_penalty overlong_rewards "
         "penalised_rewards penalised_token_costs penalised_token_rewards token_costs "
         "token_rewards"
     ),
+    "ratios": "icepop_weights m2po_limit row_log_weights sequence_log_ratio tis_weights topr_weights",
     "token_advantages": (
         "bootstrapped_rewards gae lambda_returns returns_to_go value_targets whitened whitened_returns"
     ),

@@ -8,6 +8,11 @@ from pydantic import Field, field_validator, model_validator
 
 from rillflow.graph.loss import LossSection
 
+Correction = Literal["none", "tis", "sequence_tis", "icepop", "m2po", "topr"]
+"""What makes up for tokens that another policy sampled."""
+_BOUNDS = {"tis": (0, 2), "sequence_tis": (0, 5), "icepop": (0.5, 5), "m2po": (0, 0.04), "topr": (0, 1)}
+"""The bounds of each correction where a recipe gives none; ``formulas.ratios`` says what they bound."""
+
 
 class PolicyLossConfig(LossSection):
     """The clipped policy loss and its companions; see docs/algorithms/grpo.md for the equation."""
@@ -41,15 +46,21 @@ class PolicyLossConfig(LossSection):
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the divergence is paid.")
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    importance_cap: float = Field(
-        0.0, ge=0, description="Truncated importance sampling, trainer over sampler, up to this; 0 for none."
+    correction: Correction = Field(
+        "none", description="Weights of tokens of another policy: trainer / sampler."
     )
+    correction_bounds: tuple[float, float] | None = Field(None, description="Its bounds; none: its paper's.")
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The fields that it is computed from."""
         near = ("reference_logprobs",) if self.kl_paid == "loss" else ()
         return ("sampler_logprobs", "advantages", *near)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The correction's bounds: those that are set, else its own; none has none."""
+        return self.correction_bounds or _BOUNDS[self.correction]
 
     @property
     def kl_paid(self) -> Literal["loss", "reward"] | None:
@@ -73,6 +84,15 @@ class PolicyLossConfig(LossSection):
                 f"kl is {self.kl:g} in the reward and kl_estimator is {self.estimator}: as a reward it does "
                 'not pull towards less divergence; k1, or kl_in = "loss"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _leaves_one_alone(self) -> PolicyLossConfig:
+        low, high = self.bounds if self.correction != "none" else (0, 1)
+        is_moment = self.correction == "m2po"
+        if not (low == 0 < high if is_moment else 0 <= low <= 1 <= high):
+            need = "0 and the most that the mean (log w)^2 may be" if is_moment else "0 <= low <= 1 <= high"
+            raise ValueError(f"correction_bounds are [{low:g}, {high:g}]; {self.correction} takes {need}")
         return self
 
     @field_validator("dual_clip")

@@ -12,6 +12,7 @@
 | ``row_lengths`` | [B] int64 how many loss tokens each row has |
 | any other without a default | the field of that name: of tokens, or of rows and alike for all their tokens |
 
+Tokens that another policy sampled are weighed by a correction: ``formulas.ratios``.
 A log ratio is held within +-20 before its exponential: a ratio beyond e^20 is finite and has no gradient.
 
 Legend: N loss tokens of one micro-batch (pairs, where the model learns from pairs), B its rows;
@@ -30,11 +31,9 @@ from torch.nn.functional import logsigmoid
 
 from rillflow.errors import FormulaError, nearest
 from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.ratios import LARGEST_LOG_RATIO, correction_weights, held, sequence_log_ratio
 from rillflow.formulas.shapes import same_length
 from rillflow.records.ragged import Ragged
-
-LARGEST_LOG_RATIO = 20.0
-"""Nats beyond which a log ratio is held before its exponential, which overflows float32 above 88."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,6 +48,8 @@ class TokenLosses:
     """By metric, [N] numbers of which the run shows the largest."""
     variances: Mapping[str, Tensor] = field(default_factory=dict)
     """By metric, [N] numbers of which the run shows the variance."""
+    histograms: Mapping[str, Tensor] = field(default_factory=dict)
+    """By metric, [N] log ratios of which the run shows how many lie where."""
 
 
 def policy_loss(
@@ -61,8 +62,10 @@ def policy_loss(
     *,
     config: PolicyLossConfig,
     reference_logprobs: Tensor | None = None,
+    versions_behind: Tensor | None = None,
+    is_kept: Tensor | None = None,
 ) -> TokenLosses:
-    """[N] min(old / mu, cap) clip_loss(log pi - log old, A) - entropy H; see ``clipped_policy_loss``.
+    """[N] correction(old / mu) clip_loss(log pi - log old, A) - entropy H; see ``clipped_policy_loss``.
 
     Args:
         logprobs: [N] log pi.
@@ -73,6 +76,8 @@ def policy_loss(
         row_lengths: [B].
         config: the family's options.
         reference_logprobs: [N] log ref, where the divergence is paid in the loss: + kl k(log pi - log ref).
+        versions_behind: [N] how old tokens are, where one may be; log old - log mu is then shown by token.
+        is_kept: [N] bool, the tokens that m2po keeps of the minibatch; None: all.
     """
     log_ratio, mismatch = logprobs - old_logprobs, sampler_logprobs - old_logprobs
     if config.ratio == "sequence":
@@ -88,10 +93,11 @@ def policy_loss(
     means = _policy_means(log_ratio.detach(), advantages, mismatch, config)
     means["policy/entropy/mean"] = entropy.detach()
     clamped = _beyond(log_ratio) | _beyond(mismatch)
-    if config.importance_cap:
-        correction = importance_weights(old_logprobs, sampler_logprobs, cap=config.importance_cap)
-        means["mismatch/capped/share"] = correction >= config.importance_cap
-        losses = losses * correction
+    if config.correction != "none":
+        moved = Ragged(values=old_logprobs - sampler_logprobs, lengths=row_lengths)
+        weights, is_bounded = correction_weights(moved, advantages, config, is_kept)
+        means |= {"mismatch/weight/mean": weights, "mismatch/bounded/share": is_bounded}
+        losses = losses * weights
     if reference_logprobs is not None:
         apart = logprobs - reference_logprobs
         distance, clamped = divergence(apart, config.estimator), clamped | _beyond(apart)
@@ -101,7 +107,9 @@ def policy_loss(
         losses = losses - config.entropy * entropy
     means["policy/clamped/share"] = clamped
     largest = {"policy/ratio/max": means["policy/ratio/mean"], "mismatch/logprob_gap/max": mismatch.abs()}
-    return TokenLosses(losses=losses, means=means, largest=largest)
+    is_shown = config.correction != "none" or versions_behind is not None
+    histograms = {"mismatch/log_ratio/histogram": -mismatch} if is_shown else {}
+    return TokenLosses(losses=losses, means=means, largest=largest, histograms=histograms)
 
 
 def clipped_policy_loss(
@@ -145,43 +153,6 @@ def clipped_policy_loss(
         floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
         objective = torch.maximum(objective, floor)
     return -objective
-
-
-def held(log_ratio: Tensor) -> Tensor:
-    """[N] the log ratio within +-20 nats; beyond them it has no gradient."""
-    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-
-
-def sequence_log_ratio(log_ratio: Ragged) -> Tensor:
-    """[N] the mean log ratio of each token's row, with the gradient of the token's own.
-
-    log s + log pi - sg[log pi], s = exp(mean over the row's loss tokens of log r): every token of a row
-    has the ratio s, and s A summed over its tokens, each by 1 / |o|, has the gradient of s A with A the
-    row's (GSPO and GSPO-token, arXiv 2507.18071).
-
-    Args:
-        log_ratio: log pi - log old of the loss tokens alone, by row.
-    """
-    fixed = log_ratio.values.detach()
-    mean = log_ratio.with_values(fixed).sums() / log_ratio.lengths.clamp_min(1)
-    return log_ratio.expand(mean) + (log_ratio.values - fixed)
-
-
-def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, *, cap: float) -> Tensor:
-    """[N] min(old / mu, cap), truncated importance sampling from the sampler mu; it carries no gradient.
-
-    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
-
-    Args:
-        old_logprobs: [N] the trainer's, before the update.
-        sampler_logprobs: [N] those of the policy that sampled the tokens.
-        cap: the largest weight.
-
-    Raises:
-        FormulaError: shapes differ.
-    """
-    same_length("importance_weights", old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
-    return held((old_logprobs - sampler_logprobs).detach()).exp().clamp_max(cap)
 
 
 def cross_entropy(logprobs: Tensor, likeliest: Tensor) -> TokenLosses:

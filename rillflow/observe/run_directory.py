@@ -27,7 +27,7 @@ from rillflow.observe.fields import Fields
 from rillflow.observe.json_lines import JSON, encode, read_json, read_lines
 from rillflow.observe.lock import Lock
 from rillflow.observe.reader import Evaluation, RankSpan, SpanRecord, read_metrics, read_spans, read_starts
-from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum, Variance
+from rillflow.records.metrics import Histogram, Max, Mean, Metric, Metrics, Min, Sum, Variance
 
 
 class RunDirectory(ExitStack):
@@ -242,6 +242,8 @@ def metric_json(metric: Metric) -> dict[str, JSON]:
             return {"mean": metric.value, "count": metric.count}
         case Variance():
             return {"variance": metric.value, "about": metric.mean, "count": metric.count}
+        case Histogram():
+            return {"histogram": [*metric.counts], "edges": [*metric.edges]}
         case Sum() | Max() | Min():
             return {type(metric).__name__.lower(): metric.value}
 

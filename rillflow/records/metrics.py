@@ -1,13 +1,13 @@
 """Metrics that carry their reduction, so that parts from micro-batches and ranks merge exactly.
 
-A metric is named ``area/thing/stat`` and is one of Mean (sum and count), Variance, Sum, Max or Min.
+A metric is named ``area/thing/stat`` and is a Mean (sum and count), Variance, Sum, Max, Min or Histogram.
 Merging is associative and commutative for counts and extremes, and up to rounding for sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,13 +100,39 @@ class Min:
         return self if self.value <= other.value or math.isnan(self.value) else other
 
 
-Metric = Mean | Variance | Sum | Max | Min
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """How many values lie where. Example: ``histogram_of(tensor([0, 1, 1]), (0, 1)).counts == (1, 2, 0)``."""
+
+    edges: tuple[float, ...]
+    """Ascending; a value that is an edge lies below it."""
+    counts: tuple[int, ...]
+    """One more than edges: up to the first, from there to the second, ..., above the last."""
+
+    @property
+    def value(self) -> float:
+        """How many values were counted."""
+        return float(sum(self.counts))
+
+    def merge(self, other: Histogram) -> Histogram:
+        """The histogram of both sets of values, which has the same edges."""
+        counts = map(sum, zip(self.counts, other.counts, strict=True))
+        return Histogram(edges=self.edges, counts=tuple(counts))
+
+
+Metric = Mean | Variance | Sum | Max | Min | Histogram
 Metrics = Mapping[str, Metric]
 
 
 def mean_of(values: Tensor) -> Mean:
     """The mean of some numbers, of any shape."""
     return Mean(total=float(values.sum()), count=float(values.numel()))
+
+
+def histogram_of(values: Tensor, edges: Sequence[float]) -> Histogram:
+    """How many of some numbers [N] lie between edges; one that is not a number lies below the first."""
+    places = (values[:, None] > values.new_tensor(edges)).sum(1)
+    return Histogram(edges=tuple(edges), counts=tuple(places.bincount(minlength=len(edges) + 1).tolist()))
 
 
 def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
@@ -119,12 +145,10 @@ def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def _merge(name: str, one: Metric, other: Metric) -> Metric:
-    match one, other:
-        case (Mean(), Mean()) | (Variance(), Variance()) | (Sum(), Sum()) | (Max(), Max()) | (Min(), Min()):
-            return one.merge(other)  # type: ignore[arg-type]
-        case _:
-            raise RecordError(
-                f"metric {name!r} is a {type(one).__name__} in one part, a {type(other).__name__} in another",
-                why="parts of one metric merge by one reduction",
-                fix="give the two metrics different names",
-            )
+    if type(one) is not type(other):
+        raise RecordError(
+            f"metric {name!r} is a {type(one).__name__} in one part, a {type(other).__name__} in another",
+            why="parts of one metric merge by one reduction",
+            fix="give the two metrics different names",
+        )
+    return one.merge(other)  # type: ignore[arg-type]

@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rillflow.errors import TrainingError
 from rillflow.graph.loss import LossTerm, loss_terms
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, joined
-from rillflow.records.metrics import Max, Metric, Metrics, mean_of, merge_metrics
+from rillflow.records.metrics import Max, Metric, Metrics, histogram_of, mean_of, merge_metrics
 from rillflow.roles.publishing import SharedWeights, TrainedWeights
 from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
@@ -99,8 +98,8 @@ class Policy(TrainedRole[LanguageModel]):
             options: arguments of the loss that are no fields.
 
         Raises:
-            TrainingError: a number is not finite, a token is older than ``passes.freshness`` allows, the
-                first minibatch is of the present version and not on-policy, or losses are over unequal
+            TrainingError: a number is not finite, a token is older than ``passes.freshness`` allows, one of
+                the first minibatch is of the present version and not on-policy, or losses are over unequal
                 numbers of minibatches.
         """
         self.weights.turn_to_training()
@@ -108,12 +107,15 @@ class Policy(TrainedRole[LanguageModel]):
         left, cut, ages = list(batches), [], dict[str, Metric]()
         for term in terms:
             rows, left = joined(left[: term.count]), left[term.count :]
-            behind = torch.zeros(0)
             if isinstance(passes, UpdateConfig):
                 behind = check_freshness(rows, self.version, passes.freshness)
-                ages |= _ages(behind) if passes.freshness and len(behind) else {}
-            is_on_policy = not behind.any() and part[0] == 0
-            cut.append(self._aims(rows, term, passes, part[1], is_on_policy=is_on_policy))
+                if passes.freshness and len(behind):
+                    ages |= _ages(behind, passes.freshness)
+                    versions = rows.ragged("versions")
+                    rows = rows.with_fields(
+                        versions_behind=versions.with_values(self.version - versions.values)
+                    )
+            cut.append(self._aims(rows, term, passes, part))
         if len(cut) == 1:
             return _with(ages, [self.trainer.step(aim) for aim in cut[0]])
         whole = [aims for aims in map(list, cut) if aims]
@@ -134,14 +136,14 @@ class Policy(TrainedRole[LanguageModel]):
         return self.version
 
     def _aims(
-        self, rows: Batch, term: LossTerm, passes: PassesConfig, parts: int, *, is_on_policy: bool
+        self, rows: Batch, term: LossTerm, passes: PassesConfig, part: tuple[int, int]
     ) -> Iterator[Aim]:
-        """What each optimiser step minimises of one loss; rows that were sampled begin on-policy."""
+        """What each optimiser step minimises of one loss; the first part's fresh tokens begin on-policy."""
         objective = loss_of(term, SAYS[:3], "policy", self._rollout.max_tokens)
         sampled, ratio, gap = are_sampled(rows), None, None
         temperature = self._rollout.temperature if sampled else 1.0
         if sampled and isinstance(passes, UpdateConfig):
-            if is_on_policy:
+            if part[0] == 0:
                 ratio, gap = (passes.ratio_tolerance, None) if self._exact else (None, passes.gap_tolerance)
             if passes.is_off_policy and passes.old_logprobs == "sampler":
                 rows = rows.with_fields(old_logprobs=rows.ragged(SAMPLED))
@@ -149,7 +151,7 @@ class Policy(TrainedRole[LanguageModel]):
         cut = minibatches(
             rows,
             passes.epochs,
-            passes.minibatches // parts,
+            passes.minibatches // part[1],
             self._seed,
             self.version,
             ranks=self._share.rows,
@@ -186,9 +188,10 @@ class Reference:
         return Batch(ids=rollouts.ids, fields={"reference_logprobs": found})
 
 
-def _ages(behind: Tensor) -> dict[str, Metric]:
-    """How many versions [N] tokens are behind."""
+def _ages(behind: Tensor, bound: int) -> dict[str, Metric]:
+    """How many versions [N] tokens are behind, at most ``bound``."""
     return {
+        "staleness/versions/histogram": histogram_of(behind, range(bound)),
         "staleness/versions/mean": mean_of(behind),
         "staleness/versions/max": Max(value=float(behind.max())),
     }

@@ -9,6 +9,8 @@ from rillflow.errors import NotFiniteError, TrainingError
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 
+BEHIND = "versions_behind"
+"""The field that says how many versions old a token is, where some may be."""
 _ENOUGH = 100
 """Tokens over which a mean says something."""
 
@@ -106,7 +108,8 @@ def check_freshness(rows: Batch, version: int, bound: int) -> Tensor:
 def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
     """Refuse a batch that was not sampled by the policy that is about to be trained.
 
-    Contract on-policy-ratio: |exp(trainer - sampler) - 1| <= tolerance for every loss token.
+    Contract on-policy-ratio: |exp(trainer - sampler) - 1| <= tolerance for every loss token of the present
+    version; tokens of older ones are not looked at.
 
     Args:
         tokens: a ``loss_tokens`` batch with ``sampler_logprobs``.
@@ -116,16 +119,17 @@ def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
     Raises:
         TrainingError: it names the worst token, its row and both log probabilities.
     """
-    if not logprobs.numel():
+    places, gaps = _gaps(tokens, logprobs)
+    if not len(gaps):
         return
-    sampled = tokens.ragged("sampler_logprobs").values
-    logprobs = logprobs.detach()
-    deviation = torch.expm1(logprobs - sampled).abs()
+    deviation = torch.expm1(gaps).abs()
     worst = int(deviation.argmax())
     if float(deviation[worst]) > tolerance:  # one that is NaN is the loss's to name
+        at = int(places[worst])
+        own, sampled = float(logprobs[at].detach()), float(tokens.ragged("sampler_logprobs").values[at])
         raise TrainingError(
-            f"the first minibatch is not on-policy: at {describe_token(tokens, worst)} the trainer's "
-            f"log probability is {float(logprobs[worst]):.7g} and the sampler's {float(sampled[worst]):.7g}",
+            f"the first minibatch is not on-policy: at {describe_token(tokens, at)} the trainer's "
+            f"log probability is {own:.7g} and the sampler's {sampled:.7g}",
             why=f"their ratio differs from 1 by {float(deviation[worst]):.3g}, more than {tolerance:g}: "
             "the sampler ran other weights, another temperature or other arithmetic",
             fix="raise ratio_tolerance only if the arithmetic is meant to differ",
@@ -136,7 +140,7 @@ def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
     """The contract on-policy-ratio where rounding is rough: the mean of |trainer - sampler| <= tolerance.
 
     A single token may be far off, such as where rounding sends it to another expert. For the same reason
-    fewer than 100 tokens are judged as if as many as there lack agreed.
+    fewer than 100 tokens are judged as if as many as there lack agreed. Older versions' tokens are left out.
 
     Args:
         tokens: a ``loss_tokens`` batch with ``sampler_logprobs``.
@@ -146,13 +150,23 @@ def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
     Raises:
         TrainingError: it names the mean, and the worst token with its row.
     """
-    gaps = (logprobs.detach() - tokens.ragged("sampler_logprobs").values).abs()
-    mean = float(gaps.sum()) / max(len(gaps), _ENOUGH)
+    places, gaps = _gaps(tokens, logprobs)
+    mean = float(gaps.abs().sum()) / max(len(gaps), _ENOUGH)
     if not mean <= tolerance:
+        worst = int(gaps.abs().argmax())
         raise TrainingError(
             f"the first minibatch is not on-policy: log probabilities of trainer and sampler are {mean:.3g} "
-            f"apart in the mean, and {float(gaps.max()):.3g} at {describe_token(tokens, int(gaps.argmax()))}",
+            f"apart in the mean, and {abs(float(gaps[worst])):.3g} at "
+            f"{describe_token(tokens, int(places[worst]))}",
             why=f"that is more than {tolerance:g}, and rounding to bfloat16 leaves about 0.01: "
             "the sampler ran other weights, another temperature or other arithmetic",
             fix="raise gap_tolerance only if the arithmetic is meant to differ",
         )
+
+
+def _gaps(tokens: Batch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """[M] which of a ``loss_tokens`` batch the present weights sampled, and their trainer - sampler."""
+    gaps = logprobs.detach() - tokens.ragged("sampler_logprobs").values
+    behind = tokens.ragged(BEHIND).values if BEHIND in tokens.fields else torch.zeros(len(gaps))
+    places = (behind == 0).nonzero().squeeze(1)
+    return places, gaps[places]

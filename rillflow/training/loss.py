@@ -17,23 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rillflow.cluster.ranks import Ranks
 from rillflow.errors import TrainingError, nearest
 from rillflow.formulas.aggregation import Aggregation, loss_weights
 from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
 from rillflow.formulas.losses import TokenLosses, cross_entropy, policy_loss, preference_loss, value_loss
+from rillflow.formulas.ratios import m2po_limit
 from rillflow.graph.loss import LossSection, LossTerm, field_parameters
 from rillflow.parallel.packed import last_tokens
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Max, Mean, Metric, Variance
+from rillflow.records.metrics import Max, Mean, Metric, Variance, histogram_of
 from rillflow.records.ragged import Ragged
-from rillflow.training.guards import check_finite, loss_tokens
+from rillflow.training.guards import BEHIND, check_finite, loss_tokens
 from rillflow.training.minibatches import prompt_units
 
 LENGTHS = "row_lengths"
 """The parameter for how many loss tokens each row has."""
 SAMPLED = "sampler_logprobs"
-"""The field of rows that a policy sampled; it is kept beside what a loss reads, for the guards."""
+"""The field of rows that a policy sampled; the guards need it, as ``BEHIND``, beside what a loss reads."""
+LOG_RATIOS = (-2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.01, -0.001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+"""The edges of histograms of log ratios, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +69,8 @@ class TokenLoss:
 
     back = 1
     """How many tokens before a loss token the module is read."""
+    where_there: tuple[str, ...] = ()
+    """Fields of tokens for parameters that have a default, where rows have them."""
 
     def __init__(
         self,
@@ -78,14 +84,11 @@ class TokenLoss:
         constant: int = 0,
         resting: str = "",
     ) -> None:
-        self.name = name
-        self.function = function
+        self.name, self.function = name, function
         self.options = dict(options or {})
         self._given = (*field_parameters(function, self.options), *also)
-        self.says, self._resting = says, resting
-        self.is_scalar = "values" in says
-        self._aggregation: Aggregation = aggregation
-        self._constant = constant
+        self.says, self.is_scalar, self._resting = says, "values" in says, resting
+        self._aggregation, self._constant = aggregation, constant
 
     def prepare(self, minibatch: Batch) -> Batch:
         """The fields the loss reads, checked, with three more.
@@ -100,7 +103,7 @@ class TokenLoss:
         there = minibatch.fields
         old = {f"old_{name}" for name in self.says} - there.keys()
         names = [each for each in self._given if each not in {*self.says, *old, LENGTHS}]
-        names += [SAMPLED] if SAMPLED in there and SAMPLED not in names else []
+        names += [each for each in (SAMPLED, BEHIND) if each in there and each not in names]
         missing = [each for each in names if each not in there]
         if missing:
             raise TrainingError(
@@ -132,6 +135,7 @@ class TokenLoss:
                 field = part.fields.get(name)
                 known[name] = says[name[4:]].detach() if field is None else _of_tokens(field, weights, dtype)
         given = {name: known[name] for name in self._given}
+        given |= {name: part.ragged(name).values for name in self.where_there if name in part.fields}
         found = _checked(self.function(**given, **self.options), self.function, len(weights.values))
         return LossPart(terms=found.losses * weights.values.to(dtype), metrics=_measured(found))
 
@@ -154,8 +158,10 @@ class PolicyLoss(TokenLoss):
     """
 
     name = "policy"
+    where_there = (BEHIND, "is_kept")
 
     def __init__(self, config: PolicyLossConfig, max_tokens: int = 0) -> None:
+        self.second_moment = config.bounds[1] if config.correction == "m2po" else None
         near = config.kl_paid == "loss"
         super().__init__(
             policy_loss,
@@ -206,8 +212,7 @@ class PairLoss:
         function: Callable[..., Tensor | TokenLosses] = preference_loss,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.function = function
-        self.options = dict(options or {})
+        self.function, self.options = function, dict(options or {})
 
     def prepare(self, minibatch: Batch) -> Batch:
         """As ``TokenLoss.prepare``, and ``loss_units`` [B] int64: rows that share a number come in one part.
@@ -259,6 +264,29 @@ def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 
     if says == PairLoss.says:
         return PairLoss(term.loss, term.options)
     return TokenLoss(term.loss, says=says, name=term.name or name, options=term.options)
+
+
+def settled(loss: Loss, rows: Batch | None, ranks: Ranks) -> Batch | None:
+    """The rows with what takes a whole minibatch to say: the tokens that m2po keeps; every rank calls it.
+
+    Where nobody made ``old_logprobs``, the old policy is the present one, and nothing is left out.
+
+    Args:
+        loss: what is minimised.
+        rows: this rank's part of the minibatch, prepared; None where it has none.
+        ranks: those that have the other parts.
+    """
+    if not isinstance(loss, PolicyLoss) or loss.second_moment is None:
+        return rows
+    own = moved = torch.zeros(0, dtype=torch.float64)
+    if rows is not None:
+        mu = rows.ragged(SAMPLED).values
+        moved = (
+            rows.ragged("old_logprobs").values - mu if "old_logprobs" in rows.fields else 0 * mu
+        ).double()
+        own = moved[rows.ragged("loss_mask").values]
+    limit = m2po_limit(torch.cat(ranks.gather(own)), bound=loss.second_moment)
+    return rows and rows.with_fields(is_kept=rows.ragged(SAMPLED).with_values(moved.square() < limit))
 
 
 def are_sampled(rows: Batch) -> bool:
@@ -340,8 +368,9 @@ def _measured(found: TokenLosses) -> dict[str, Metric]:
     totals = [values.sum(dtype=torch.float64) for values in found.means.values()]
     tops = [values.detach().max().double() for values in found.largest.values()]
     spreads = [part for values in found.variances.values() for part in _squares(values)]
+    histograms = {name: histogram_of(each, LOG_RATIOS) for name, each in found.histograms.items()}
     if not (every := totals + tops + spreads):
-        return {}
+        return {**histograms}
     numbers = iter(torch.stack(every).tolist())
     means = {name: Mean(total=next(numbers), count=float(each.numel())) for name, each in found.means.items()}
     largest = {name: Max(value=next(numbers)) for name in found.largest}
@@ -349,7 +378,7 @@ def _measured(found: TokenLosses) -> dict[str, Metric]:
         name: Variance(squares=next(numbers), mean=next(numbers), count=float(each.numel()))
         for name, each in found.variances.items()
     }
-    return {**means, **largest, **variances}
+    return {**means, **largest, **variances, **histograms}
 
 
 def _squares(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
 from rillflow.records.ragged import Ragged
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import describe_token, loss_tokens
-from rillflow.training.loss import Loss, about
+from rillflow.training.loss import Loss, about, settled
 from rillflow.training.optimizer import Optimizer, TrainerState
 from rillflow.training.recompute import Recompute
 from rillflow.training.scorer import LogprobReader, OutputReader, ScalarReader, Scorer, micro_batches
@@ -176,8 +176,9 @@ class Trainer:
                 problem = problem or error
             prepared.append(rows)
         denominators = [self._denominator(rows) for rows in prepared]
+        whole = [settled(aim.loss, rows, self._ranks) for aim, rows in zip(aims, prepared, strict=True)]
         try:
-            for aim, rows, denominator in zip(aims, prepared, denominators, strict=True):
+            for aim, rows, denominator in zip(aims, whole, denominators, strict=True):
                 metrics |= self._gather(aim, rows, denominator)
         except NotFiniteError as error:
             problem = problem or error

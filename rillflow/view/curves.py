@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rillflow.observe.wording import number
 from rillflow.view.chart import Chart, Point, Series, draw
+from rillflow.view.histograms import HINTS
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import PhaseSpan, RunData
 from rillflow.view.summary import scores_of
@@ -104,7 +105,7 @@ CURVES = (
         verdict=Verdict(
             limit=1e-3,
             kept="They agree.",
-            broken="More than float32 rounds; bfloat16 may give 0.1. See loss.importance_cap.",
+            broken="More than float32 rounds; bfloat16 may give 0.1. See loss.correction.",
         ),
     ),
     Curve(
@@ -146,7 +147,7 @@ def cards(data: RunData) -> list[Html]:
 
 def other_cards(data: RunData) -> list[Html]:
     """One card for every metric that no named curve draws."""
-    named = {name for curve in CURVES for name in curve.metrics}
+    named = {*HINTS, *(name for curve in CURVES for name in curve.metrics)}
     names = sorted({name for record in data.steps for name in record.metrics} - named)
     return [
         _card(Curve(title=name, hint="", metrics={}), [_series(data, name, "", data.phases)], data.phases)

@@ -20,6 +20,7 @@ from rillflow.observe.json_lines import JSON
 from rillflow.observe.reader import EvaluationRecord
 from rillflow.observe.wording import duration
 from rillflow.view import curves
+from rillflow.view.histograms import histogram_cards
 from rillflow.view.html import Html, cut, el, table
 from rillflow.view.measured import last_steps, measured_bars, rank_rows
 from rillflow.view.outcomes import draw_outcomes
@@ -46,9 +47,10 @@ def write_report(run: Path) -> Path:
 def render(data: RunData) -> str:
     """The whole page."""
     read = read_samples(data.path)
+    shown = [*curves.cards(data), *histogram_cards(data)]
     body = [
         _hero(data, summary_of(data)),
-        *section("Curves", [el("div", curves.cards(data), class_="grid-cards")] if data.steps else []),
+        *section("Curves", [el("div", shown, class_="grid-cards")] if data.steps else []),
         *section("Where the time went", _times(data) if data.spans else []),
         *section("What the reward said", draw_outcomes(data)),
         *section("Then and now", draw_comparison(read)),

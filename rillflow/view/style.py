@@ -70,6 +70,7 @@ svg text {font-family: inherit; fill: var(--soft); font-size: 12px; font-variant
 .line {stroke-width: 2.2}
 .raw {stroke-width: 1; opacity: .32}
 .c0 {stroke: var(--main)}
+.cell {fill: var(--main)}
 .c1 {stroke: var(--second)}
 .mark {fill: var(--card); stroke-width: 2}
 .band {fill: var(--band)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import time
@@ -176,6 +177,27 @@ def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, freshness
         for checkpoint in sorted((folder / "run" / layout.CHECKPOINTS).iterdir())[-lost:]:
             shutil.rmtree(checkpoint)
         assert ran(folder, freshness, *settings) == whole
+
+
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("tis", "sequence_tis", "icepop", "topr")]
+
+
+@pytest.mark.parametrize("correction", ["m2po", *SLOW])
+def test_every_correction_runs_ahead(tmp_path: Path, correction: str) -> None:
+    found = ran(tmp_path, 2, *INLINE, APART, f"algorithm.loss.correction={correction}", "evaluate=none")
+    last = found["metrics"][-1]
+    assert all(math.isfinite(value) for value in last.values())
+    assert 0 < last["mismatch/weight/mean"] < 2 and 0 <= last["mismatch/bounded/share"] <= 1
+    tokens = last["rollout/tokens/sum"]
+    assert last["staleness/versions/histogram"] == last["mismatch/log_ratio/histogram"] == tokens
+    report = (tmp_path / "run" / layout.REPORT).read_text()
+    assert report.count('class="cell"') > 5 and "staleness/versions" in report
+
+
+def test_a_correction_of_the_samplers_own_numbers_is_refused(tmp_path: Path) -> None:
+    same = ("algorithm.loss.correction=tis", "algorithm.old_logprobs=sampler")
+    with pytest.raises(ConfigError, match=r'correction is "tis", and algorithm\.old_logprobs is "sampler"'):
+        ran(tmp_path, 1, *INLINE, APART, *same)
 
 
 def test_a_run_that_is_asked_to_stop_ends_with_what_it_sampled_ahead(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.losses import clipped_policy_loss, importance_weights, sequence_log_ratio
+from rillflow.formulas.losses import clipped_policy_loss
+from rillflow.formulas.ratios import sequence_log_ratio, tis_weights
 from rillflow.records.ragged import Ragged
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
@@ -90,14 +91,14 @@ def test_within_twenty_nats_not_a_bit_changes() -> None:
     log_ratio = torch.linspace(-20, 20, 401)
     raw = -torch.minimum(log_ratio.exp() * 0.7, log_ratio.exp().clamp(0.8, 1.2) * 0.7)
     assert torch.equal(clipped_policy_loss(log_ratio, torch.full((401,), 0.7), **OPTIONS), raw)
-    assert torch.equal(importance_weights(log_ratio, torch.zeros(401), cap=1e30), log_ratio.exp())
+    assert torch.equal(tis_weights(log_ratio, high=1e30), log_ratio.exp())
 
 
 def test_a_row_far_off_and_a_far_weight_are_finite_too() -> None:
     rows = Ragged(values=torch.tensor([200.0, 0.0], requires_grad=True), lengths=torch.tensor([2]))
     clipped_policy_loss(sequence_log_ratio(rows), torch.ones(2), **OPTIONS).sum().backward()
     assert rows.values.grad is not None and rows.values.grad.tolist() == [0.0, 0.0]
-    far = importance_weights(torch.tensor([95.0]), torch.zeros(1), cap=1e30)
+    far = tis_weights(torch.tensor([95.0]), high=1e30)
     assert far.tolist() == pytest.approx([math.exp(20)])
 
 
@@ -106,7 +107,7 @@ def test_advantages_and_weights_carry_no_gradient() -> None:
     advantages = torch.ones(2, requires_grad=True)
     old = torch.full((2,), -1.0, requires_grad=True)
     sampler = torch.full((2,), -1.5, requires_grad=True)
-    weights = importance_weights(old, sampler, cap=2.0)
+    weights = tis_weights(old - sampler, high=2.0)
     (clipped_policy_loss(log_ratio, advantages, **OPTIONS) * weights).sum().backward()
     assert log_ratio.grad is not None and bool((log_ratio.grad != 0).all())
     assert advantages.grad is None and old.grad is None and sampler.grad is None
@@ -200,12 +201,6 @@ def test_a_sequences_ratio_does_not_depend_on_other_rows(
     assert torch.equal(sequence_log_ratio(rows.select(order)), expected)
 
 
-def test_importance_weights_are_ratios_up_to_the_cap() -> None:
-    old, sampler = torch.tensor([-1.0, -1.0, -5.0]), torch.tensor([-1.0, -2.0, -1.0])
-    found = importance_weights(old, sampler, cap=2.0)
-    assert found.tolist() == pytest.approx([1.0, 2.0, math.exp(-4)], rel=1e-6)
-
-
 @pytest.mark.parametrize("bound", [0.5, 1.0])
 def test_a_dual_clip_that_would_bound_an_unchanged_policy_is_refused(bound: float) -> None:
     with pytest.raises(ValidationError, match=f"{bound:g} would bound"):
@@ -218,5 +213,3 @@ def test_shapes_are_checked() -> None:
         clipped_policy_loss(torch.zeros(3), torch.zeros(2), **OPTIONS)
     with pytest.raises(FormulaError, match=r"surrogate is 'clap'.*\n.*did you mean 'clip'"):
         clipped_policy_loss(torch.zeros(1), torch.zeros(1), **OPTIONS, surrogate="clap")  # type: ignore[arg-type]
-    with pytest.raises(FormulaError, match="importance_weights: sampler_logprobs"):
-        importance_weights(torch.zeros(3), torch.zeros(2), cap=1.0)

@@ -27,7 +27,7 @@ from rillflow.observe.reader import (
     read_starts,
 )
 from rillflow.observe.run_directory import RunDirectory, write_rollouts
-from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, Variance
+from rillflow.records.metrics import Histogram, Max, Mean, Metric, Min, Sum, Variance
 from rillflow.records.row import RowId
 
 ROW = {
@@ -64,6 +64,7 @@ def test_metrics_come_back_with_their_reductions(tmp_path: Path) -> None:
         "c": Max(value=1e300),
         "d": Min(value=-2.5),
         "e": Variance(squares=8.0, mean=-1.5, count=4),
+        "f": Histogram(edges=(0.0, 1.5), counts=(3, 0, 2)),
     }
     with RunDirectory.open(tmp_path / "run", {}) as run:
         run.log_metrics(5, "grpo", metrics)

@@ -6,11 +6,22 @@ import math
 from statistics import fmean, pvariance
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import RecordError
-from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, Variance, merge_metrics
+from rillflow.records.metrics import (
+    Histogram,
+    Max,
+    Mean,
+    Metric,
+    Min,
+    Sum,
+    Variance,
+    histogram_of,
+    merge_metrics,
+)
 
 NUMBERS = st.integers(-1000, 1000).map(float)  # whole numbers, so that sums are exact
 PARTS = st.lists(st.lists(NUMBERS, min_size=1, max_size=5), min_size=1, max_size=6)
@@ -22,6 +33,7 @@ def measure(values: list[float]) -> dict[str, Metric]:
         "a/value/sum": Sum(value=sum(values)),
         "a/value/max": Max(value=max(values)),
         "a/value/min": Min(value=min(values)),
+        "a/value/histogram": histogram_of(torch.tensor(values), (-500, 0, 3)),
     }
 
 
@@ -48,6 +60,15 @@ def test_a_variance_is_that_of_all_values_however_they_were_parted(parts: list[l
     assert merged.value == pytest.approx(pvariance(values), rel=1e-9, abs=1e-9)
     assert merged.mean == pytest.approx(fmean(values), rel=1e-9, abs=1e-9)
     assert math.isnan(Variance(squares=0.0, mean=0.0, count=0).value)
+
+
+def test_a_value_that_is_an_edge_lies_below_it() -> None:
+    found = histogram_of(torch.tensor([-0.5, 0.0, 0.1, 1.0, 1.1, 9.0]), (0, 1))
+    assert found == Histogram(edges=(0, 1), counts=(2, 2, 2)) and found.value == 6
+    assert histogram_of(torch.zeros(0), (0, 1)).counts == (0, 0, 0)
+    assert histogram_of(torch.tensor([2, 0, 2]), range(2)).counts == (1, 0, 2)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        found.merge(Histogram(edges=(0,), counts=(1, 1)))
 
 
 def test_a_mean_weighs_by_count() -> None:

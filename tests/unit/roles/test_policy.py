@@ -11,7 +11,8 @@ from rillflow.errors import TrainingError
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
-from rillflow.records.batch import Batch, row_ids
+from rillflow.records.batch import Batch, concatenate, row_ids
+from rillflow.records.metrics import Histogram
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.roles.policy import Policy
@@ -78,3 +79,32 @@ def test_a_single_token_that_rounding_sends_astray_stops_no_bfloat16_run() -> No
     astray = rows.with_fields(sampler_logprobs=sampler.with_values(values))
     assert bool(rows.ragged("loss_mask").values[4])
     policy.update(astray, loss=PolicyLossConfig(), passes=UpdateConfig())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_rows_of_two_versions_those_of_the_present_one_are_checked(dtype: str) -> None:
+    policy, sampler, prompts = policy_of(dtype, RolloutConfig(max_tokens=3, max_rows=8))
+    stale = sampler.generate(prompts, samples=4)
+    policy.publish()
+    fresh = sampler.generate(Batch(ids=prompts.ids + 1, fields=prompts.fields), samples=4)
+    rows = concatenate([stale, fresh]).with_fields(advantages=torch.linspace(-1, 1, 8))
+    passes = UpdateConfig(freshness=1, gap_tolerance=0.001)
+
+    def astray(version: int) -> Batch:
+        """The tokens of one version with other log probabilities."""
+        column, mask = rows.ragged("sampler_logprobs"), rows.ragged("loss_mask").values
+        moved = column.values + 0.5 * (mask & (rows.ragged("versions").values == version))
+        return rows.with_fields(sampler_logprobs=column.with_values(moved))
+
+    with pytest.raises(TrainingError, match=r"not on-policy.*row \(epoch 1 prompt 1"):
+        policy.update(astray(1), loss=PolicyLossConfig(), passes=passes)
+    found = policy.update(astray(0), loss=PolicyLossConfig(), passes=passes)
+    tokens = [int(part.ragged("loss_mask").values.sum()) for part in (fresh, stale)]
+    assert found["staleness/versions/histogram"] == Histogram(edges=(0,), counts=(tokens[0], tokens[1]))
+    lies = found["mismatch/log_ratio/histogram"]
+    assert isinstance(lies, Histogram) and sum(lies.counts) == sum(tokens)
+    assert "mismatch/log_ratio/histogram" not in policy.update(
+        fresh.with_fields(advantages=torch.ones(4)),
+        loss=PolicyLossConfig(),
+        passes=UpdateConfig(ratio_tolerance=9, gap_tolerance=9),
+    )

@@ -16,6 +16,7 @@ from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
 from rillflow.formulas.losses import TokenLosses
 from rillflow.records.batch import Batch, row_ids
+from rillflow.records.metrics import Histogram
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.training.config import TrainConfig
@@ -76,7 +77,7 @@ def test_on_policy_every_policy_loss_has_the_gradient_of_a_log_pi(
     rows = sampled(module, make_rows(samples=4))
     if not with_old:
         rows = rows.only("tokens", "loss_mask", "advantages", "sampler_logprobs")
-    loss = PolicyLoss(PolicyLossConfig(aggregation=how, importance_cap=2.0), max_tokens=9)
+    loss = PolicyLoss(PolicyLossConfig(aggregation=how, correction="tis"), max_tokens=9)
     count = rows.ragged("loss_mask").sums().double()
     weights = {
         "token_mean": torch.ones(len(rows)) / count.sum(),
@@ -193,7 +194,7 @@ def test_partition_blind_through_the_model(
     module: PreTrainedModel, make_rows: MakeRows, how: str, form: dict[str, str]
 ) -> None:
     rows = sampled(module, make_rows(prompts=(5, 3, 8), samples=4), drift=0.2)
-    config = PolicyLossConfig(aggregation=how, kl=0.1, entropy=0.01, importance_cap=2.0, constant=9, **form)
+    config = PolicyLossConfig(aggregation=how, kl=0.1, entropy=0.01, correction="tis", constant=9, **form)
     whole = gradient(module, rows, PolicyLoss(config))
     for budget in (1, 25, 60):
         assert_close(gradient(module, rows, PolicyLoss(config), budget), whole)
@@ -263,7 +264,9 @@ def test_metrics_say_what_they_are_named_for() -> None:
     sampler = rows.ragged("sampler_logprobs")
     rows = rows.with_fields(sampler_logprobs=sampler.with_values(sampler.values * 1.5))  # mu / old = e^-0.5
     now = torch.tensor([-1.0, 0.0, -1.0, -3.0])  # ratios 1, e, 1, e^-2
-    found = call(PolicyLossConfig(kl=0.5, importance_cap=2.0), rows, now).metrics
+    found = call(PolicyLossConfig(kl=0.5, correction="tis"), rows, now).metrics
+    lies = found.pop("mismatch/log_ratio/histogram")
+    assert isinstance(lies, Histogram) and lies.counts == (0,) * 13 + (4, 0, 0, 0)  # 0.5 is at most 0.5
     values = {name: metric.value for name, metric in found.items()}
     ratios = [1.0, math.e, 1.0, math.exp(-2)]
     k3 = [0.0, math.exp(-1) - 1 + 1, 0.0, math.exp(2) - 1 - 2]
@@ -280,7 +283,8 @@ def test_metrics_say_what_they_are_named_for() -> None:
             "policy/kl/mean": sum(k3) / 4,
             "mismatch/kl/mean": math.exp(0.5) - 1 - 0.5,
             "mismatch/logprob_gap/max": 0.5,
-            "mismatch/capped/share": 0.0,
+            "mismatch/bounded/share": 0.0,
+            "mismatch/weight/mean": math.exp(0.5),
         },
         rel=1e-5,
         abs=1e-7,
@@ -299,7 +303,7 @@ def test_tokens_held_at_twenty_nats_are_counted_and_leave_the_loss_finite(far: s
         values[3] = -120.0
         rows = rows.with_fields(**{far: column.with_values(values)})
     now = torch.full((4,), -1.0, requires_grad=True)
-    found = call(PolicyLossConfig(kl=0.5, importance_cap=2.0), rows, now)
+    found = call(PolicyLossConfig(kl=0.5, correction="tis"), rows, now)
     found.terms.sum().backward()
     assert now.grad is not None and bool(now.grad.isfinite().all())
     assert found.metrics["policy/clamped/share"].value == share
@@ -360,11 +364,11 @@ def test_the_correction_weighs_by_old_over_sampler_up_to_the_cap() -> None:
     drifted = rows.with_fields(old_logprobs=old.with_values(old.values + 1))  # old / mu = e on every token
     now = torch.full((4,), 0.0)
     plain = call(PolicyLossConfig(), drifted, now).terms
-    capped = call(PolicyLossConfig(importance_cap=2.0), drifted, now)
-    free = call(PolicyLossConfig(importance_cap=5.0), drifted, now).terms
+    capped = call(PolicyLossConfig(correction="tis"), drifted, now)
+    free = call(PolicyLossConfig(correction="tis", correction_bounds=(0, 5)), drifted, now).terms
     assert (capped.terms / plain).tolist() == pytest.approx([2.0] * 4)
     assert (free / plain).tolist() == pytest.approx([math.e] * 4)
-    assert capped.metrics["mismatch/capped/share"].value == 1.0
+    assert capped.metrics["mismatch/bounded/share"].value == 1.0
 
 
 def test_a_group_of_equal_rewards_has_no_gradient(module: PreTrainedModel, make_rows: MakeRows) -> None:

@@ -1,0 +1,133 @@
+"""Ratios of policies, and what makes up for tokens that another policy sampled.
+
+    mu ────── sampled the tokens, perhaps some versions ago, perhaps in other arithmetic
+     │   w = old / mu       the correction: a weight without a gradient on a token's loss
+    old ───── the trainer's weights before the update: the proximal policy
+     │   r = pi / old       the loss: clipped, with a gradient
+     pi ───── the weights that are being changed
+
+| correction | weight of a token, at the default bounds (low, high) | source |
+|---|---|---|
+| ``tis`` | clip(w, 0, 2): truncated importance sampling | Yao et al. 2025 (below); arXiv 2110.00641 |
+| ``sequence_tis`` | clip(W, 0, 5), W the product of w over the token's row | the same by row |
+| ``icepop`` | w where 0.5 <= w <= 5, else 0 | arXiv 2510.18855 |
+| ``m2po`` | w where (log w)^2 is below the ``m2po_limit`` of 0.04, else 0 | arXiv 2510.01161 |
+| ``topr`` | 1 where A >= 0, else clip(W, 0, 1) | arXiv 2503.14286 |
+
+At w = 1 every weight is 1: rows of the present policy have the gradient of the plain loss. Yao et al. wrote
+"Your efficient RL framework secretly brings you off-policy RL training". Decoupled PPO (arXiv 2110.00641;
+arXiv 2505.24298, equation 5) is ``tis`` over the clipped loss, with an upper bound of 5.
+
+Legend: N loss tokens of one micro-batch, B its rows, A the advantage.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rillflow.formulas.config import PolicyLossConfig
+from rillflow.records.ragged import Ragged
+
+LARGEST_LOG_RATIO = 20.0
+"""Nats beyond which a log ratio is held before its exponential, which overflows float32 above 88."""
+
+
+def held(log_ratio: Tensor) -> Tensor:
+    """[N] the log ratio within +-20 nats; beyond them it has no gradient."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def sequence_log_ratio(log_ratio: Ragged) -> Tensor:
+    """[N] the mean log ratio of each token's row, with the gradient of the token's own.
+
+    log s + log pi - sg[log pi], s = exp(mean over the row's loss tokens of log r): every token of a row
+    has the ratio s, and s A summed over its tokens, each by 1 / |o|, has the gradient of s A with A the
+    row's (GSPO and GSPO-token, arXiv 2507.18071).
+
+    Args:
+        log_ratio: log pi - log old of the loss tokens alone, by row.
+    """
+    fixed = log_ratio.values.detach()
+    mean = log_ratio.with_values(fixed).sums() / log_ratio.lengths.clamp_min(1)
+    return log_ratio.expand(mean) + (log_ratio.values - fixed)
+
+
+def row_log_weights(log_weights: Ragged) -> Tensor:
+    """[N] log W: the sum of log w over each token's row, the log ratio of whole answers.
+
+    Args:
+        log_weights: log old - log mu of the loss tokens alone, by row.
+    """
+    return log_weights.expand(log_weights.sums())
+
+
+def tis_weights(log_weights: Tensor, *, low: float = 0.0, high: float) -> Tensor:
+    """[N] clip(w, low, high), truncated importance sampling; without a gradient.
+
+    Args:
+        log_weights: [N] log old - log mu, or ``row_log_weights``.
+        low: the smallest weight.
+        high: the largest one.
+    """
+    return held(log_weights.detach()).exp().clamp(low, high)
+
+
+def icepop_weights(log_weights: Tensor, *, low: float, high: float) -> Tensor:
+    """[N] w within the bounds, 0 beyond them: such a token teaches nothing; see ``tis_weights``."""
+    weights = held(log_weights.detach()).exp()
+    return weights * ((weights >= low) & (weights <= high))
+
+
+def topr_weights(log_weights: Tensor, advantages: Tensor, *, low: float = 0.0, high: float) -> Tensor:
+    """[N] 1 where A >= 0, else clip(w, low, high): what was good is imitated, what was bad only while likely.
+
+    Args:
+        log_weights: as of ``tis_weights``.
+        advantages: [N] A.
+        low: the smallest weight where A < 0.
+        high: the largest one there.
+    """
+    return tis_weights(log_weights, low=low, high=high).where(advantages < 0, 1.0)
+
+
+def m2po_limit(log_weights: Tensor, *, bound: float) -> float:
+    """The least (log w)^2 that M2PO leaves out; infinity where it keeps every token.
+
+    The largest (log w)^2 are left out until the mean of the rest is below the bound. Equal ones go or stay
+    together, so which tokens stay depends on no order; and the limit is taken over a whole minibatch, before
+    it is cut into parts.
+
+    Args:
+        log_weights: [M] log old - log mu of every loss token of a minibatch.
+        bound: what the mean of the squares is to stay below.
+    """
+    squares = log_weights.double().square().sort().values
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    over = (means >= bound).nonzero()
+    return float(squares[over[0]]) if len(over) else float("inf")
+
+
+def correction_weights(
+    log_weights: Ragged, advantages: Tensor, config: PolicyLossConfig, is_kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """[N] the weights of a recipe's correction, and [N] bool where they are not w (of a row W) itself.
+
+    Args:
+        log_weights: log old - log mu of the loss tokens alone, by row.
+        advantages: [N] A.
+        config: names the correction, and its bounds.
+        is_kept: [N] bool, the tokens below m2po's limit; None: every token.
+    """
+    known, (low, high) = log_weights.values.detach(), config.bounds
+    if config.correction in ("sequence_tis", "topr"):
+        known = row_log_weights(log_weights.with_values(known))
+    weights = tis_weights(known, low=low, high=high)
+    match config.correction:
+        case "icepop":
+            weights = icepop_weights(known, low=low, high=high)
+        case "m2po":
+            weights = held(known).exp() * (1 if is_kept is None else is_kept)
+        case "topr":
+            weights = topr_weights(known, advantages, low=low, high=high)
+    return weights, weights != held(known).exp()

@@ -1,0 +1,60 @@
+"""Histograms: of how many tokens lay where, step by step, as one picture a metric.
+
+metrics.jsonl ─> a column a step, of neighbouring steps their sum ─ share of the column ─> a cell's shade
+"""
+
+from __future__ import annotations
+
+from rillflow.records.metrics import Histogram, merge_metrics
+from rillflow.view.html import Html, el
+from rillflow.view.run_data import RunData
+
+COLUMNS = 60
+"""Columns of a picture at most; where there are more steps, neighbours are added up."""
+WIDTH, HEIGHT, LEFT = 480, 240, 96
+HINTS = {
+    "staleness/versions/histogram": "Versions that a token is behind the weights it trains.",
+    "mismatch/log_ratio/histogram": "log(trainer / sampler) of a token, in nats: the staler, the wider.",
+}
+"""What each picture shows; docs/metrics.md defines the metrics."""
+
+
+def histogram_cards(data: RunData) -> list[Html]:
+    """A card for every histogram that the run recorded."""
+    return [_card(data, name) for name in HINTS if any(name in record.metrics for record in data.steps)]
+
+
+def _card(data: RunData, name: str) -> Html:
+    steps = [(record.step, {name: record.metrics[name]}) for record in data.steps if name in record.metrics]
+    count = min(len(steps), COLUMNS)
+    cuts = [len(steps) * part // count for part in range(count + 1)]
+    columns = [
+        merge_metrics(one for _, one in steps[cuts[part] : cuts[part + 1]])[name] for part in range(count)
+    ]
+    found = [column for column in columns if isinstance(column, Histogram)]
+    wide, bins = (WIDTH - LEFT) / count, len(found[0].counts)
+    high = (HEIGHT - 20) / bins
+    parts = []
+    for place, column in enumerate(found):
+        for row, tokens in enumerate(column.counts):
+            if tokens:
+                box = {"x": f"{LEFT + place * wide:.1f}", "y": f"{(bins - 1 - row) * high:.1f}"}
+                size = {"width": f"{wide:.1f}", "height": f"{high:.1f}"}
+                shade = f"{max(0.05, tokens / sum(column.counts)):.2f}"
+                parts.append(el("rect", class_="cell", fill_opacity=shade, **box, **size))
+    for row, label in enumerate(labels(found[0].edges)):
+        parts.append(
+            el("text", label, class_="tick end", x=LEFT - 7, y=f"{(bins - 0.5 - row) * high + 4:.1f}")
+        )
+    for at, anchor, step in ((LEFT, "tick", steps[0][0]), (WIDTH, "tick end", steps[-1][0])):
+        parts.append(el("text", f"{step:,}", class_=anchor, x=at, y=HEIGHT - 6))
+    chart = el("svg", parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", class_="chart", role="img")
+    title = name.removesuffix("/histogram")
+    return el("section", el("h3", title), el("p", HINTS[name], class_="hint"), chart, class_="card")
+
+
+def labels(edges: tuple[float, ...]) -> list[str]:
+    """What each bin holds: of versions the version, else the upper edge; above the last one."""
+    if edges == tuple(range(len(edges))):
+        return [str(place) for place in range(len(edges) + 1)]
+    return [*(f"to {edge:g}" for edge in edges), f"above {edges[-1]:g}"]
