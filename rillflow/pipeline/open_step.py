@@ -189,6 +189,7 @@ class OpenStep:
                 self.skips.append(told)
         updates = {role: each.read(wait_s) for role, each in self._updates.items()}
         state = {**self._state, "numbers": numbers, "version": version}
+        self.journal, self._reports = Journal(), ()  # the store wants the room of its batches
         return Standing(step=self.number, state=state, updates=updates), metrics
 
     def _log_spans(self) -> None:
