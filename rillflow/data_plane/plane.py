@@ -23,14 +23,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from pydantic import BaseModel, TypeAdapter
 
 from rillflow.data_plane.instructions import Begun, Delete, Finished, Ids, Instruction, Lease, Ready, Room
-from rillflow.data_plane.requests import Begin, Create, Done, Drop, Reserve, Return, Take
+from rillflow.data_plane.requests import Begin, Create, Done, Drop, Look, Reserve, Return, Take
 from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
-from rillflow.data_plane.store import ROWS, Store, checked
+from rillflow.data_plane.store import ROWS, Store, checked, gathered, mapped
 from rillflow.data_plane.table import Table
 from rillflow.data_plane.wire import Arrays, packed
-from rillflow.errors import StreamError, nearest
+from rillflow.errors import RillflowError, StreamError, nearest
 
 SEGMENT = 0
 """The kind of a frame that lies in a segment."""
@@ -109,6 +110,26 @@ class Plane:
     def table(self, stream: str) -> Table:
         """The table of a stream."""
         return self._stream(stream).table
+
+    def answer(self, request: BaseModel, ids: Ids, tokens: Ids | None, holder: str) -> dict[str, Any]:
+        """Carry out a request that waits for nobody, whichever way it came; what there is to say of it."""
+        match request:
+            case Create():
+                self.create(request)
+            case Done():
+                self.done(request, ids, tokens, holder)
+            case Return():
+                self.give_back(request, holder)
+            case Drop():
+                self.drop(request, ids)
+            case Look(action="close"):
+                self.close(request.stream)
+            case Look(action="schema"):
+                schema = self.table(request.stream).schema
+                return {"schema": TypeAdapter(Schema).dump_python(schema, mode="json")}
+            case Look():
+                return self.status(request.stream)
+        return {}
 
     async def reserve(self, request: Reserve, holder: str) -> int:
         """A segment to write into; waits for room in the store."""
@@ -197,6 +218,12 @@ class Plane:
             for writer in its.segments
             if (columns := {name: kind for name, kind in its.columns_of(writer).items() if name in reads})
         ]
+
+    def gathered(self, cells: Located) -> Arrays:
+        """The columns of located cells, put together."""
+        numbers = np.unique(cells.segments).tolist()
+        segments = {number: mapped(self.store.folder, number).arrays for number in numbers}
+        return gathered(segments, cells.segments, cells.places, cells.columns)
 
     def done(self, request: Done, ids: Ids, tokens: Ids | None, holder: str) -> None:
         """Groups are read, and the stage's columns of them are in a segment."""
@@ -325,3 +352,8 @@ def _counted(tokens: Ids | None, groups: int) -> Ids:
             f"tokens are {tokens.dtype} {list(tokens.shape)}", why=f"int64 [{groups}] is expected"
         )
     return tokens
+
+
+def sentences(error: RillflowError) -> dict[str, str]:
+    """An error as it is told."""
+    return {"what": error.what, "why": error.why, "fix": error.fix}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rillflow.data_plane.schema import ColumnType, StageColumns
+from rillflow.errors import StreamError
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
@@ -45,9 +47,7 @@ class Begin(_Request):
     """Begin groups, with their source columns."""
 
     stream: Name = Field(description="where")
-    key: str = Field(
-        default="", max_length=64, description="said again, it begins nothing: the ids are the same"
-    )
+    key: str = Field(default="", max_length=64, description="said again, it gives the ids it gave")
     version: int = Field(default=0, description="of the policy, where the columns hold sampled tokens")
     segment: int | None = Field(default=None, description="that the columns were written into")
     wait_s: Seconds = Field(default=60.0, description="how long to wait for room")
@@ -71,9 +71,7 @@ class Done(_Request):
 
     stream: Name = Field(description="whose")
     lease: int = Field(description="that has the groups")
-    version: int | None = Field(
-        default=None, description="of the policy, where the columns hold sampled tokens"
-    )
+    version: int | None = Field(default=None, description="of the policy that sampled the columns")
     segment: int | None = Field(default=None, description="that the columns were written into")
 
 
@@ -96,3 +94,21 @@ class Look(_Request):
 
     stream: Name = Field(description="which")
     action: Literal["status", "close", "schema"] = Field(default="status", description="close: no more begin")
+
+
+MODELS: tuple[type[BaseModel], ...] = (Hello, Create, Reserve, Begin, Take, Done, Return, Drop, Look)
+"""Every request."""
+
+
+def checked_request(kind: type[BaseModel], says: Mapping[str, Any]) -> BaseModel:
+    """A request as it was said.
+
+    Raises:
+        StreamError: a value of it cannot be; it names the first.
+    """
+    try:
+        return kind.model_validate(says)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise StreamError(f"{place} is {str(first['input'])[:80]}", why=first["msg"]) from None

@@ -19,7 +19,7 @@ import logging
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from itertools import count
@@ -28,13 +28,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from rillflow.data_plane.instructions import Lease
-from rillflow.data_plane.plane import Plane
-from rillflow.data_plane.requests import Begin, Create, Done, Drop, Hello, Look, Reserve, Return, Take
-from rillflow.data_plane.schema import Schema
-from rillflow.data_plane.store import Store, gathered, mapped
+from rillflow.data_plane.plane import Plane, sentences
+from rillflow.data_plane.requests import MODELS, Begin, Done, Hello, Reserve, Return, Take, checked_request
+from rillflow.data_plane.store import Store
 from rillflow.data_plane.wire import HEAD_BYTES, Arrays, Message, WireError, head_of, message_of, packed
 from rillflow.errors import RillflowError, StreamError
 
@@ -62,13 +61,10 @@ class Kind(IntEnum):
     ERROR = 101
 
 
-REQUESTS: Mapping[int, TypeAdapter[Any]] = {
-    Kind[model.__name__.upper()]: TypeAdapter(model)
-    for model in (Hello, Create, Reserve, Begin, Take, Done, Return, Drop, Look)
-}
+REQUESTS = {int(Kind[model.__name__.upper()]): model for model in MODELS}
 
 
-def parsed(message: Message) -> Any:
+def parsed(message: Message) -> BaseModel:
     """The request in a frame.
 
     Raises:
@@ -78,18 +74,19 @@ def parsed(message: Message) -> Any:
         raise WireError(
             f"a frame of kind {message.kind}", why=f"requests are {', '.join(map(str, REQUESTS))}"
         )
-    try:
-        return REQUESTS[message.kind].validate_python(message.says)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise StreamError(f"{place} is {str(first['input'])[:80]}", why=first["msg"]) from None
+    return checked_request(REQUESTS[message.kind], message.says)
 
 
-def schema_of(plane: Plane, stream: str) -> dict[str, Any]:
-    """A stream's schema as JSON."""
-    found: dict[str, Any] = TypeAdapter(Schema).dump_python(plane.table(stream).schema, mode="json")
-    return found
+def ids_and_tokens(arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """The groups that a request is about, and their tokens; what is left in ``arrays`` are columns.
+
+    Raises:
+        StreamError: the groups are no numbers.
+    """
+    ids, tokens = arrays.pop(IDS, np.zeros(0, np.int64)), arrays.pop(TOKENS, None)
+    if ids.dtype != np.int64 or ids.ndim != 1:
+        raise StreamError(f"ids are {ids.dtype} {list(ids.shape)}", why="int64 [N] is expected")
+    return ids, tokens
 
 
 class _Connection:
@@ -139,39 +136,24 @@ class _Connection:
         """Carry a request out, and say what came of it."""
         plane, holder, request = self._plane, self.holder, parsed(message)
         arrays = dict(message.arrays)
-        ids, tokens = arrays.pop(IDS, np.zeros(0, np.int64)), arrays.pop(TOKENS, None)
-        if ids.dtype != np.int64 or ids.ndim != 1:
-            raise StreamError(f"ids are {ids.dtype} {list(ids.shape)}", why="int64 [N] is expected")
+        ids, tokens = ids_and_tokens(arrays)
         if arrays and isinstance(request, Begin | Done):
             request = request.model_copy(update={"segment": await plane.keep(arrays, holder)})
         says: dict[str, Any] = {}
         found: dict[str, NDArray[Any]] = {}
         match request:
-            case Create():
-                plane.create(request)
+            case Hello():
+                raise WireError("a second greeting")
             case Reserve():
                 says["segment"] = await plane.reserve(request, holder)
             case Begin():
                 found[IDS] = await plane.begin(request, tokens, holder)
             case Take():
-                lease = await plane.take(request, holder)
-                return await (
-                    self._grant(request.stream, lease) if lease else self.send(Kind.OK, {"lease": None})
-                )
-            case Done():
-                plane.done(request, ids, tokens, holder)
-            case Return():
-                plane.give_back(request, holder)
-            case Drop():
-                plane.drop(request, ids)
-            case Look(action="close"):
-                plane.close(request.stream)
-            case Look(action="schema"):
-                says["schema"] = schema_of(plane, request.stream)
-            case Look():
-                says |= plane.status(request.stream)
+                if lease := await plane.take(request, holder):
+                    return await self._grant(request.stream, lease)
+                says["lease"] = None
             case _:
-                raise WireError("a second greeting")
+                says = plane.answer(request, ids, tokens, holder)
         return await self.send(Kind.OK, says, found)
 
     async def _grant(self, stream: str, lease: Lease) -> None:
@@ -182,11 +164,7 @@ class _Connection:
                 says["columns"].append(list(cells.columns))
                 found |= {f".segments{place}": cells.segments, f".places{place}": cells.places}
             else:
-                segments = {
-                    number: mapped(self._plane.store.folder, number).arrays
-                    for number in np.unique(cells.segments).tolist()
-                }
-                found |= gathered(segments, cells.segments, cells.places, cells.columns)
+                found |= self._plane.gathered(cells)
         try:
             await self.send(Kind.OK, says, found)
         except WireError:
@@ -222,13 +200,11 @@ class Server:
                     raise
                 except RillflowError as error:
                     self._plane.store.give_up(connection.holder)
-                    await connection.send(
-                        Kind.ERROR, {"what": error.what, "why": error.why, "fix": error.fix}
-                    )
+                    await connection.send(Kind.ERROR, sentences(error))
         except RillflowError as error:
             _log.warning("a connection is closed: %s", error.what)
             with suppress(OSError):
-                await connection.send(Kind.ERROR, {"what": error.what, "why": error.why, "fix": error.fix})
+                await connection.send(Kind.ERROR, sentences(error))
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
         finally:
@@ -287,9 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("capacity_bytes", type=int)
     parser.add_argument("--home", type=Path, default=HOME, help="where folders are made: shared memory")
-    parser.add_argument(
-        "--host", default="", help="to listen on TCP besides; the token is asked for there too"
-    )
+    parser.add_argument("--host", default="", help="to listen on TCP besides, with the same token")
     parser.add_argument("--port", type=int, default=0)
     asked = parser.parse_args()
     with own_folder(asked.home) as folder:

@@ -22,32 +22,23 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rillflow import __version__
-from rillflow.data_plane.plane import Plane
-from rillflow.data_plane.requests import Begin, Create, Done, Drop, Look, Return, Take
-from rillflow.data_plane.server import EXPIRES_EVERY_S, IDS, ROWS, TOKENS, schema_of
-from rillflow.data_plane.store import gathered, mapped
+from rillflow.data_plane.plane import Plane, sentences
+from rillflow.data_plane.requests import MODELS, Begin, Hello, Reserve, Return, Take, checked_request
+from rillflow.data_plane.server import EXPIRES_EVERY_S, IDS, ROWS, TOKENS, ids_and_tokens
 from rillflow.data_plane.wire import MAX_BODY_BYTES, MAX_JSON_BYTES
 from rillflow.errors import RillflowError, StreamError
 from rillflow.service.tensors import decoded, encoded
 
-OPERATIONS: dict[str, type[BaseModel]] = {
-    "create": Create,
-    "begin": Begin,
-    "take": Take,
-    "done": Done,
-    "return": Return,
-    "drop": Drop,
-    "look": Look,
-}
+OPERATIONS = {model.__name__.lower(): model for model in MODELS if model not in (Hello, Reserve)}
+"""By path: every request but those of a connection, and of who shares memory with the store."""
 WITH_TENSORS = ("begin", "done", "drop")
 """Operations whose request comes in the metadata of tensors."""
 TENSORS = "application/x-safetensors"
@@ -99,11 +90,9 @@ class Service:
             says, arrays = decoded(body)
         else:
             says, arrays = _object(body), {}
-        asked = _checked(OPERATIONS[name], says)
+        asked = checked_request(OPERATIONS[name], says)
         client = request.headers.get(CLIENT, "client")[:64]
-        ids, tokens = arrays.pop(IDS, np.zeros(0, np.int64)), arrays.pop(TOKENS, None)
-        if ids.dtype != np.int64 or ids.ndim != 1:
-            raise StreamError(f"ids are {ids.dtype} {list(ids.shape)}", why="int64 [N] is expected")
+        ids, tokens = ids_and_tokens(arrays)
         holder = f"{client}#{next(self._numbers)}" if name == "begin" else client
         try:
             if arrays:
@@ -116,28 +105,12 @@ class Service:
     async def _answer(
         self, request: Request, asked: BaseModel, ids: NDArray[Any], tokens: NDArray[Any] | None, holder: str
     ) -> Response:
-        plane = self._plane
-        says: dict[str, Any] = {}
         match asked:
-            case Create():
-                plane.create(asked)
             case Begin():
-                says["ids"] = (await plane.begin(asked, tokens, holder)).tolist()
+                return JSONResponse({"ids": (await self._plane.begin(asked, tokens, holder)).tolist()})
             case Take():
                 return await self._grant(request, asked, holder)
-            case Done():
-                plane.done(asked, ids, tokens, holder)
-            case Return():
-                plane.give_back(asked, holder)
-            case Drop():
-                plane.drop(asked, ids)
-            case Look(action="close"):
-                plane.close(asked.stream)
-            case Look(action="schema"):
-                says = schema_of(plane, asked.stream)
-            case Look():
-                says = plane.status(asked.stream)
-        return JSONResponse(says)
+        return JSONResponse(self._plane.answer(asked, ids, tokens, holder))
 
     async def _grant(self, request: Request, asked: Take, holder: str) -> Response:
         lease = await self._plane.take(asked, holder)
@@ -149,9 +122,7 @@ class Service:
         found: dict[str, NDArray[Any]] = {IDS: lease.ids, ROWS: lease.rows, TOKENS: lease.tokens}
         halves: set[str] = set()
         for cells in self._plane.located(asked.stream, lease):
-            numbers = np.unique(cells.segments).tolist()
-            segments = {number: mapped(self._plane.store.folder, number).arrays for number in numbers}
-            found |= gathered(segments, cells.segments, cells.places, cells.columns)
+            found |= self._plane.gathered(cells)
             halves |= {name for name, column in cells.columns.items() if column.dtype == "bfloat16"}
         says = {"stream": asked.stream, "stage": asked.stage, "lease": lease.number}
         return Response(encoded(says, found, frozenset(halves)), media_type=TENSORS)
@@ -217,9 +188,7 @@ class Service:
                 return answer
             except RillflowError as error:
                 status = error.status if isinstance(error, Declined) else 422
-                return JSONResponse(
-                    {"what": error.what, "why": error.why, "fix": error.fix}, status_code=status
-                )
+                return JSONResponse(sentences(error), status_code=status)
 
         return guarded
 
@@ -289,15 +258,6 @@ def _object(body: bytearray) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise StreamError("a request is no object")
     return found
-
-
-def _checked(model: type[BaseModel], says: dict[str, Any]) -> BaseModel:
-    try:
-        return model.model_validate(says)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise StreamError(f"{place} is {str(first['input'])[:80]}", why=first["msg"]) from None
 
 
 def _number(request: Request, name: str, default: int | None = None) -> int:
