@@ -1,11 +1,13 @@
 """What running ahead gives: stages that sleep, two real pools, and what is learnt from older rows.
 
     ladder      one recipe in step, part by part, one and four versions ahead; every stage sleeps as long as
-                it would compute, so that one machine shows what pools side by side do
+                it would compute, so that one machine shows what pools side by side do; each rung is
+                simulated before it is run
     pools       the quickstart's model on two ranks of one core each: in step and one version ahead
     learning    the quickstart's task at several bounds: accuracy on held-out sums
 
     python benchmarks/ahead.py ladder
+    python benchmarks/ahead.py ladder --shape balanced --rungs "in sequence" "4 ahead, by parts"
     python benchmarks/ahead.py pools --rounds 3
     python benchmarks/ahead.py learning --seeds 0 1 2 --write results.md
 
@@ -15,12 +17,12 @@ All are whole runs by the command's own path; seconds are those of the run's own
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
@@ -32,28 +34,56 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
 from rillflow.assembly.launch import launch
+from rillflow.assembly.phases import phase_plans
+from rillflow.assembly.planning import state_problem
 from rillflow.assembly.recipe import load_recipe
+from rillflow.assembly.simulated import simulate_as_run
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.handle import Handle
 from rillflow.observe.reader import SpanRecord, read_evaluations, read_metrics, read_spans
+from rillflow.planner.hardware import read_hardware
+from rillflow.planner.workload import Lengths
 from rillflow.records.batch import Batch
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.engine import Capability
 from rillflow.rollout.native.engine import NativeEngine
 
+SHAPES = {"verl": (357.0, 108.0, 270.0), "balanced": (245.0, 245.0, 245.0), "none": (0.0, 0.0, 0.0)}
+"""Seconds that the longest row, scoring and update take. verl: Qwen2.5-Math-7B, DAPO, 32 GPUs in step (verl's
+documentation: generation, old log probabilities, update). balanced: the same in three equal ones; AsyncFlow's
+are not published, and stages whose sum is less than 2.74 times the longest cannot give its 2.74."""
 SCALE = 1 / 200
 """Seconds here for a second there."""
-GENERATE_S, SCORE_S, UPDATE_S = 357.0, 108.0, 270.0
-"""Qwen2.5-Math-7B, DAPO, 32 GPUs in step (verl's documentation): generation, old logprobs, update."""
+SHAPE = "AHEAD_SHAPE"
+"""The variable of the environment that says the shape to every process."""
 PROMPTS, SAMPLES, MINIBATCHES, SIGMA = 64, 4, 16, 0.9
 """Rows of a step, optimiser steps over them, and the tail of their lengths."""
+PARTS = f"rollout.parts={MINIBATCHES}"
 LADDER = {
-    "apart, one after another": (),
-    "and part by part": (f"rollout.parts={MINIBATCHES}",),
-    "one version ahead": ("algorithm.freshness=1",),
-    "one version ahead, part by part": (f"rollout.parts={MINIBATCHES}", "algorithm.freshness=1"),
-    "four versions ahead, part by part": (f"rollout.parts={MINIBATCHES}", "algorithm.freshness=4"),
+    "in sequence": (),
+    "by parts": (PARTS,),
+    "1 ahead": ("algorithm.freshness=1",),
+    "1 ahead, by parts": (PARTS, "algorithm.freshness=1"),
+    "4 ahead, by parts": (PARTS, "algorithm.freshness=4"),
 }
+"""The settings of each rung; sampler, scores and trainer have a pool each."""
+CLUSTER = {
+    "name": "pools that sleep",
+    "fleet": [{"name": "cores", "device": "sleeper", "devices": 3, "per_machine": 3}],
+    "device": {
+        "sleeper": {
+            "memory": "1 TiB",
+            "memory_bandwidth": "1000 TB/s",
+            "inside": "1000 TB/s",
+            "host": "1000 TB/s",
+            "flops": {"float32": "1000000 TFLOP/s"},
+        }
+    },
+    "factors": {"decode_launch_s": "1 ms", "decode_row_s": "0 s"},
+}
+"""What the ladder is simulated on: a token takes a millisecond whatever runs beside it; all else is given."""
+DRY_STEPS, COUNTED = 8, 5
+"""Steps of the run that does not sleep; steps of a rung that are measured, once it is under way."""
 SLEEPING = """
 [run]
 threads = 1
@@ -68,6 +98,7 @@ model.new = { hidden = 16, layers = 1, heads = 2, context = 16, alphabet = "0123
 [rollout]
 engine = "ahead:SleepingEngine"
 max_tokens = 2
+max_rows = 256
 [evaluate]
 problems = 0
 [algorithm]
@@ -116,11 +147,15 @@ APART = [
 ROOT = Path(__file__).parents[1]
 
 
-def row_seconds(step_rows: Sequence[tuple[int, int]]) -> list[float]:
-    """How long rows (prompt, sample) are sampled: log-normal, the longest of a step near GENERATE_S."""
-    longest = math.exp(SIGMA * statistics.NormalDist().inv_cdf(1 - 0.56 / (PROMPTS * SAMPLES)))
-    drawn = [Random(f"{prompt} {sample}").lognormvariate(0, SIGMA) for prompt, sample in step_rows]
-    return [GENERATE_S * SCALE * each / longest for each in drawn]
+def seconds_of(place: int) -> float:
+    """Seconds that generation (0), scoring (1) or update (2) of a step sleeps."""
+    return SCALE * SHAPES[os.environ[SHAPE]][place]
+
+
+def row_milliseconds() -> list[int]:
+    """How long each row of a step is sampled, in order: log-normal, the longest as long as generation."""
+    drawn = [Random(row).lognormvariate(0, SIGMA) for row in range(PROMPTS * SAMPLES)]
+    return [round(1000 * seconds_of(0) * each / max(drawn)) for each in drawn]
 
 
 class SleepingEngine(NativeEngine):
@@ -132,23 +167,23 @@ class SleepingEngine(NativeEngine):
         self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
     ) -> Iterator[Batch]:
         """See Engine."""
-        began = time.monotonic()
+        began, milliseconds, done = time.monotonic(), row_milliseconds(), 0
         for rollouts in super().generate_parts(parts, samples, sampling):
-            rows = [(row.prompt, row.sample) for row in rollouts.row_ids()]
-            time.sleep(max(0.0, began + max(row_seconds(rows)) - time.monotonic()))
+            done += len(rollouts)
+            time.sleep(max(0.0, began + max(milliseconds[:done]) / 1000 - time.monotonic()))
             yield rollouts
 
 
 def sleeping_reward(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
-    """A score that takes its share of SCORE_S."""
+    """A score that takes its share of a step's."""
     del columns
-    time.sleep(SCORE_S * SCALE * len(prompts) / (PROMPTS * SAMPLES))
+    time.sleep(seconds_of(1) * len(prompts) / (PROMPTS * SAMPLES))
     return [float(text < "5") for text in completions]
 
 
 def sleeping_loss(logprobs: Tensor, advantages: Tensor, row_lengths: Tensor) -> Tensor:
-    """A policy gradient that takes its share of UPDATE_S."""
-    time.sleep(UPDATE_S * SCALE * len(row_lengths) / (PROMPTS * SAMPLES))
+    """A policy gradient that takes its share of a step's."""
+    time.sleep(seconds_of(2) * len(row_lengths) / (PROMPTS * SAMPLES))
     return -advantages * logprobs
 
 
@@ -192,23 +227,86 @@ def stage_seconds(run: Path, stage: str, skipped: int) -> float:
     return statistics.fmean(each.duration_s for each in spans)
 
 
+def busy_seconds(run: Path, stage: str, skipped: int) -> float:
+    """The median seconds in which a stage's rank works, all parts of a step together."""
+    spans = [each for each in read_spans(run) if each.stage == stage and each.step > skipped]
+    return statistics.median(sum(rank.duration_s for rank in each.ranks) for each in spans)
+
+
+def overheads(recipe: Path, folder: Path, *settings: str) -> dict[str, float]:
+    """Seconds of a step beside its sleep, of one that does not sleep: of a stage's work, and of nobody's."""
+    shape, os.environ[SHAPE] = os.environ[SHAPE], "none"
+    run = run_of(recipe, folder, *settings, f"algorithm.steps={DRY_STEPS}")
+    os.environ[SHAPE] = shape
+    found = {stage: busy_seconds(run, stage, 2) for stage in ("reward.score", "policy.update")}
+    sampled = busy_seconds(run, "policy.generate", 2)
+    return found | {"": step_seconds(run, 2) - sampled - sum(found.values())}
+
+
+def simulated_seconds(recipe: Path, beside: Mapping[str, float], steps: int, *settings: str) -> list[float]:
+    """Seconds of a rung's steps as the simulator has them: the stages' sleep, and what is beside it."""
+    loaded = load_recipe(recipe, settings, [ALGORITHM])
+    cluster = CLUSTER | {"factors": {**CLUSTER["factors"], "step_s": f"{max(beside[''], 0.0)} s"}}
+    problem = state_problem(loaded, read_hardware(cluster, "the ladder")).problem
+    rows = row_milliseconds()
+    lengths = Lengths(kind="measured", limit=max(rows), values=tuple(sorted(rows)), in_order=tuple(rows))
+    problem = replace(problem, workload=replace(problem.workload, response=lengths))
+    stages = {"reward.score": seconds_of(1), "policy.update": seconds_of(2)}
+    given = {stage: spent + beside[stage] for stage, spent in stages.items()}
+    phase = phase_plans(loaded.recipe)[-1]
+    return list(simulate_as_run(loaded.recipe, phase, problem, given, steps=steps).step_s)
+
+
 def ladder(arguments: argparse.Namespace) -> list[str]:
-    """Every rung: seconds of a step, as ratios to the first."""
-    lines = ["| | seconds a step | times as fast | max(generation, update) is |", "|---|---|---|---|"]
-    first = 0.0
+    """Every rung: seconds of a step, simulated and then run; how many times as fast as the first."""
+    os.environ[SHAPE] = arguments.shape
+    longest = max(seconds_of(place) for place in range(3))
+    lines = [
+        f"{arguments.shape}: generation, scoring, update sleep "
+        f"{', '.join(f'{seconds_of(place):.2f}' for place in range(3))} s",
+        "",
+        "| | predicted, s a step | measured | predicted / measured | times as fast, predicted | measured |",
+        "|---|---|---|---|---|---|",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "run.toml"
-        text = SLEEPING.replace("MINIBATCHES", str(MINIBATCHES)).replace("STEPS", str(arguments.steps))
+        text = SLEEPING.replace("MINIBATCHES", str(MINIBATCHES)).replace("STEPS", "1")
         recipe.write_text(text.replace("PROMPTS", str(PROMPTS)).replace("SAMPLES", str(SAMPLES)))
         (Path(folder) / "ahead.py").write_text(Path(__file__).read_text("utf-8"))
+        beside = {
+            parts: overheads(recipe, Path(folder) / f"dry-{parts}", f"rollout.parts={parts}")
+            for parts in (1, MINIBATCHES)
+        }
+        for parts, each in beside.items():
+            told = ", ".join(f"{stage or 'no stage'} {1000 * spent:.0f} ms" for stage, spent in each.items())
+            print(f"without sleep, in {parts} parts: {told}", flush=True)
+        first = dict[str, float]()
         for index, (name, settings) in enumerate(LADDER.items()):
-            run = run_of(recipe, Path(folder) / str(index), *settings)
-            spent = step_seconds(run, 5)
-            first = first or spent
-            bound = max(stage_seconds(run, stage, 5) for stage in ("policy.generate", "policy.update"))
-            lines.append(f"| {name} | {spent:.2f} | {first / spent:.2f} | {bound:.2f} |")
+            bound = 4 if "4 ahead" in name else int("1 ahead" in name)
+            skipped = 2 + 2 * bound
+            counted = -(-COUNTED // (bound + 1)) * (bound + 1)
+            steps = skipped + counted
+            parts = MINIBATCHES if PARTS in settings else 1
+            told = simulated_seconds(recipe, beside[parts], steps, *settings)
+            predicted = statistics.fmean(told[skipped:])
+            first.setdefault("predicted", predicted)
+            if arguments.rungs and name not in arguments.rungs:
+                continue
+            print(f"{name}: {predicted:.3f} s a step predicted", flush=True)
+            run = run_of(recipe, Path(folder) / str(index), *settings, f"algorithm.steps={steps}")
+            spent = step_seconds(run, skipped)
+            first.setdefault("measured", spent)
+            lines.append(
+                f"| {name} | {predicted:.2f} | {spent:.2f} | {predicted / spent - 1:+.1%} "
+                f"| {first['predicted'] / predicted:.2f} | {first['measured'] / spent:.2f} |"
+            )
             print(lines[-1], flush=True)
-    return lines
+    return [
+        *lines,
+        "",
+        f"The longest stage sleeps {longest:.2f} s; all together are that times "
+        f"{sum(seconds_of(place) for place in range(3)) / longest:.2f}.",
+    ]
 
 
 def pools(arguments: argparse.Namespace) -> list[str]:
@@ -263,7 +361,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("ladder", "pools", "learning"))
-    parser.add_argument("--steps", type=int, default=15, help="of a rung")
+    parser.add_argument("--shape", choices=("verl", "balanced"), default="verl", help="of the ladder")
+    parser.add_argument("--rungs", nargs="+", choices=LADDER, help="those that are run; all if left out")
     parser.add_argument("--rounds", type=int, default=3, help="of the two pools")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--bounds", nargs="*", help="rows of the table; all if left out")

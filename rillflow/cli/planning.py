@@ -130,7 +130,12 @@ def simulate(arguments: argparse.Namespace) -> int:
     require_possible(plan)
     statement = _stated_recipe(load(arguments), arguments)
     share, factor = arguments.stragglers or (0.0, 1.0)
-    settings = Settings(straggler_share=share, straggler_factor=factor, interrupts=arguments.interrupts)
+    settings = Settings(
+        straggler_share=share,
+        straggler_factor=factor,
+        interrupts=arguments.interrupts,
+        parts=arguments.parts,
+    )
     steps, seed = arguments.steps, arguments.seed
     found = _simulated(statement.problem, plan, steps, seed=seed, settings=settings)
     title = f"{plan.name} on {statement.problem.hardware.name}, freshness {plan.freshness}, seed {seed}"
@@ -237,6 +242,7 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps": _word("N", "steps to simulate (20)", int, default=20),
         "--seed": _word("N", "of lengths and slow devices (0)", int, default=0),
         "--freshness": _word("K", "versions a trained token may be old, instead of the plan's", int),
+        "--parts": _word("N", "hand a step's rows on in N parts, in order, as a run does", int, default=0),
         "--oversample": _word(("PROMPTS", "SAMPLES"), more, float, nargs=2),
         "--stragglers": _word(("SHARE", "FACTOR"), slow, float, nargs=2),
         "--interrupts": {

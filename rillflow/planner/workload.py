@@ -42,6 +42,8 @@ class Lengths:
     """Of ``lognormal``: the standard deviation of the logarithm."""
     values: tuple[int, ...] = ()
     """Of ``measured``: lengths that were seen, ascending."""
+    in_order: tuple[int, ...] = ()
+    """Of ``measured``: those of rows one after another, again and again; they are drawn where it is empty."""
 
     def __post_init__(self) -> None:
         require_within("the longest length", self.limit, 1, MOST_TOKENS)

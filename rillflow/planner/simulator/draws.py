@@ -65,6 +65,11 @@ class Draws:
 
     def _tokens(self, stream: int, lengths: Lengths, first: int, count: int) -> list[int]:
         """So many lengths of a stream from place ``first`` on; whole blocks of them are made at once."""
+        if lengths.in_order:
+            return [
+                max(lengths.in_order[place % len(lengths.in_order)], 1)
+                for place in range(first, first + count)
+            ]
         found: list[int] = []
         while len(found) < count:
             block, place = divmod(first + len(found), _BLOCK)

@@ -41,12 +41,16 @@ class Settings:
     interrupts: bool | None = None
     """Whether new weights interrupt rows, which go on under them; else a replica ends what it runs first; as
     the engine of the cluster does where it is None."""
+    parts: int = 0
+    """In how many parts a step's rows are handed on, in order, every step sampled by one version, as runs do;
+    0: by groups as they end, where the plan lets rows flow."""
     straggler_share: float = 0.0
     """The share of devices that are slow; which ones follows from the seed."""
     straggler_factor: float = 1.0
     """How many times as long a slow device takes."""
 
     def __post_init__(self) -> None:
+        require_within("parts", self.parts, 0, 1_000_000)
         require_within("straggler_share", self.straggler_share, 0.0, 1.0)
         require_within("straggler_factor", self.straggler_factor, 1.0, 1e6)
 
@@ -117,9 +121,15 @@ class Layout:
         return tuple(found)
 
     @property
+    def parts(self) -> int:
+        """In how many parts a step's rows are handed on in order."""
+        return max(1, self.settings.parts)
+
+    @property
     def flows(self) -> bool:
-        """Whether rows flow from stage to stage; else each step ends before the next begins."""
-        return self.plan.freshness > 0 or self.plan.streams or self.plan.publish_every > 0
+        """Whether rows flow from stage to stage as they end; else in order, step by step."""
+        plan = self.plan
+        return not self.settings.parts and (plan.freshness > 0 or plan.streams or plan.publish_every > 0)
 
     @property
     def batches(self) -> int:

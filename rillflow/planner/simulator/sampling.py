@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from rillflow.freshness.admission import HardBound
 from rillflow.planner.simulator.draws import Row
@@ -152,6 +153,8 @@ class Round(_Sampling):
             self.live[group.prompt] = group
         self.seconds = 0.0
         """Until it ended."""
+        self.ended_s: dict[int, float] = {}
+        """By prompt, until it was complete."""
         self.complete = self._run(wanted)[:wanted]
         """The prompts whose wanted samples are there, in their order; no more than were wanted."""
         kept = {group.prompt for group in self.complete}
@@ -167,13 +170,20 @@ class Round(_Sampling):
         """Of each replica, the seconds until its last row had ended."""
         return [self.seconds if lane.replica.rows else lane.done_s for lane in self.lanes]
 
+    def handed_s(self, parts: int) -> list[float]:
+        """Of so many parts of the prompts, when each is handed on: when all up to its last are complete."""
+        ends = list(accumulate((self.ended_s[prompt] for prompt in sorted(self.ended_s)), max))
+        return [ends[max(len(ends) * part // parts, 1) - 1] for part in range(1, parts)] + [self.seconds]
+
     def _run(self, wanted: int) -> list[SampleGroup]:
         self._deal([row for group in self.live.values() for row in group.rows])
         heap = sorted(self.changes())
         complete: list[SampleGroup] = []
         while heap and len(complete) < wanted:
             self.seconds, place = heapq.heappop(heap)
-            complete += self.advance(place, self.seconds)
+            ended = self.advance(place, self.seconds)
+            self.ended_s.update(dict.fromkeys((group.prompt for group in ended), self.seconds))
+            complete += ended
             for change in self.changes():
                 heapq.heappush(heap, change)
         return complete

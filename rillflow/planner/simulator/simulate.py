@@ -1,6 +1,6 @@
-"""Simulate: a plan event by event; in step, or with rows that flow from stage to stage by groups.
+"""Simulate: a plan event by event; step by step, or with rows that flow from stage to stage by groups.
 
-in step    prompts ─> rounds ─> stages in turn ─> the next step, when all of it has ended
+in order   prompts ─> rounds ─ parts ─> stages in turn ─> step t + k + 1, when all of step t has ended
 
 flowing    prompts ─> stream ── groups ──> scoring ── groups ──> admission ── batch b ──> stages in turn ─┐
                         ^  ^                                         │                                     │
@@ -25,7 +25,6 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from enum import IntEnum
 from itertools import count
 
@@ -35,6 +34,7 @@ from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
 from rillflow.planner.schedule import BESIDE, StageTask, Timing, in_turn, last_s
+from rillflow.planner.simulator.asking import asked
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.layout import Layout, Settings, require_flow
 from rillflow.planner.simulator.result import WHOLE, Book, IdleCause, Simulation, pool_times
@@ -75,7 +75,7 @@ def simulate(
     layout = Layout(problem=problem, costs=costs, plan=plan, settings=settings or Settings(), seed=seed)
     if layout.flows:
         require_flow(layout)
-    return (_Flowing if layout.flows else _InStep)(layout).run(steps)
+    return (_Flowing if layout.flows else _InOrder)(layout).run(steps)
 
 
 def enough_steps(problem: Problem, plan: Plan) -> int:
@@ -138,51 +138,63 @@ class _Run:
         )
 
 
-class _InStep(_Run):
-    """Every step generates, scores and trains before the next one begins."""
+class _InOrder(_Run):
+    """Steps one after another, k + 1 of them open; a version samples whole steps, whose parts go on in order.
+
+    In step (k = 0) each generates, scores and trains before the next one begins.
+    """
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self._draws = layout.draws()
         self._aside: list[int] = []
         self._fresh = 0
+        self._free_s: dict[str, float] = {}
+        crossing = sum(task.seconds for task in layout.tasks if layout.is_publish(task.stage))
+        self._load_s = crossing if layout.plan.freshness and layout.plan.weights == "exposed" else 0.0
 
     def run(self, steps: int) -> Simulation:
         """Until so many steps have ended."""
         for step in range(1, steps + 1):
             self._step(step)
+        for pool in self.pools:
+            self.book.write(pool, WHOLE, IdleCause.NOTHING, steps, self.ends[-1])
         return self.found(0)
 
     def _step(self, step: int) -> None:
-        layout, rounds = self.layout, self._generated()
+        layout, ahead = self.layout, self.layout.plan.freshness
+        rounds, begin_s = self._generated(), self.ends[-1 - ahead] if step > ahead + 1 else 0.0
         self.generation.append(sum(one.seconds for one in rounds.values()))
-        tasks = [
-            replace(task, seconds=rounds[task.stage].seconds) if task.stage in rounds else task
-            for task in layout.tasks
-        ]
-        timings = in_turn(tasks, begin_s=self.ends[-1] if self.ends else 0.0)
-        for task, timing in zip(tasks, timings, strict=True):
-            if task.stage in rounds:
-                self._sample(task, timing, rounds[task.stage], step)
-            else:
-                self.work([task], [timing], step)
         samplers = {layout.pool_of(stage) for stage in layout.generating}
-        trainers = {task.pool for task in tasks if task.stage not in rounds}
-        end_s = last_s(timings)
+        for pool in samplers if step > ahead + 1 and self._load_s else ():
+            self._free_s[pool] = max(begin_s, self._free_s[pool]) + self._load_s
+        handed = {stage: one.handed_s(layout.parts) for stage, one in rounds.items()}
+        tasks = asked(layout, handed)
+        timings = in_turn([one.task for one in tasks], begin_s=begin_s, free_s=self._free_s)
+        for one, timing in zip(tasks, timings, strict=True):
+            if one.stage in rounds:
+                since_s = handed[one.stage][one.part - 1] if one.part else 0.0
+                self._sample(one.task, timing, rounds[one.stage], step, since_s)
+            else:
+                self.work([one.task], [timing], step)
+        trainers = {one.task.pool for one in tasks if one.stage not in rounds}
+        end_s = max(self.ends[-1] if self.ends else 0.0, last_s(timings))
         self.ends.append(end_s + layout.problem.overhead_s)
-        for pool in self.pools:
+        for pool in () if ahead else self.pools:
             cause = IdleCause.WEIGHTS if pool in samplers - trainers else IdleCause.NOTHING
             self.book.write(pool, WHOLE, cause, step, end_s)
             self.book.write(pool, WHOLE, IdleCause.OVERHEAD, step, self.ends[-1])
 
-    def _sample(self, task: StageTask, timing: Timing, one: Round, step: int) -> None:
-        """Write down what each replica did, and that it waited for the last one."""
-        self.book.write(task.pool, WHOLE, IdleCause.DATA, step, timing.start_s)
+    def _sample(self, task: StageTask, timing: Timing, one: Round, step: int, since_s: float) -> None:
+        """Write down what each replica did since the part before, and that it waited for the last one."""
+        cause = IdleCause.WEIGHTS if self.layout.plan.freshness and not since_s else IdleCause.DATA
+        self.book.write(task.pool, WHOLE, cause, step, timing.start_s)
         self.book.pass_over(task.pool, WHOLE, timing.end_s)
         idle = [0.0] * (self.layout.lanes[task.pool] - len(one.lanes))
         for lane, done_s in enumerate([*one.lanes_s, *idle], 1):
+            spent_s = min(max(done_s - since_s, 0.0), task.seconds)
             self.book.pass_over(task.pool, lane, timing.start_s)
-            self.book.write(task.pool, lane, task.name, step, timing.start_s + done_s)
+            self.book.write(task.pool, lane, task.name, step, timing.start_s + spent_s)
             self.book.write(task.pool, lane, IdleCause.TAIL, step, timing.end_s)
 
     def _generated(self) -> dict[int, Round]:

@@ -1,0 +1,70 @@
+"""Given: a cost model whose stages take the seconds that they are given: measured, or known.
+
+seconds by stage's name ─┬─ scoring, training, functions, publishing ─> as they are
+                         └─ generation ─> the pace of tokens, so that a step's rows take so long
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+from rillflow.graph.graph import Edge, Stage
+from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.cost_model.generation import Decoder
+from rillflow.planner.cost_model.transfers import Seat
+from rillflow.planner.grid import Grid, Option
+from rillflow.planner.problem import Problem, Unit
+
+
+class GivenCosts(CostModel):
+    """Seconds that are given, and formulas for what is not.
+
+    Args:
+        problem: the step.
+        stages_s: seconds of a step's stages by name; those of one name in sum. Results are there at once.
+    """
+
+    def __init__(self, problem: Problem, stages_s: Mapping[str, float]) -> None:
+        super().__init__(problem)
+        names = [stage.name for stage in problem.graph.stages]
+        self._given = {
+            stage.index: stages_s[stage.name] / names.count(stage.name)
+            for stage in problem.graph.stages
+            if stage.name in stages_s
+        }
+
+    def option(self, unit: Unit, fleet: str, devices: int, grid: Grid, generate_tp: int) -> Option:
+        """The unit on just this grid, its stages as they are given."""
+        found = super().option(unit, fleet, devices, grid, generate_tp)
+        return replace(
+            found, seconds={index: self._given.get(index, spent) for index, spent in found.seconds.items()}
+        )
+
+    def decoder(
+        self, unit: Unit, option: Option, fleet: str, devices: int, room_bytes: float
+    ) -> Decoder | None:
+        """A replica at whose pace the unit's stages take what they are given."""
+        found = super().decoder(unit, option, fleet, devices, room_bytes)
+        stages = [self._problem.graph.stages[index] for index in unit.stages if index in self._given]
+        stages = [stage for stage in stages if stage.index in self._problem.generating]
+        if found is None or not stages:
+            return found
+        found = replace(found, row_begin_s=0.0, begin_s=0.0)
+        given = sum(self._given[stage.index] for stage in stages)
+        pace = given / sum(self.generate_s(stage, found) for stage in stages)
+        seconds = [field.name for field in fields(Decoder) if field.name.endswith("_s")]
+        return replace(found, **{name: pace * vars(found)[name] for name in seconds})
+
+    def function_s(self, stage: Stage, devices: int) -> float:
+        """Seconds of a function, or of a formula, as it is given."""
+        return self._given.get(stage.index, super().function_s(stage, devices))
+
+    def transfer_s(self, edge: Edge, source: Seat, destination: Seat) -> float:  # noqa: ARG002
+        """Nothing: a stage's seconds were taken with what it reads on its way."""
+        return 0.0
+
+    def crossing_s(self, source: Seat, sampler: Seat) -> float:
+        """Seconds of the policy's weights to a sampler apart, as publishing is given."""
+        given = [self._given[index] for index in sorted(self._problem.publishing) if index in self._given]
+        return sum(given) if given else super().crossing_s(source, sampler)

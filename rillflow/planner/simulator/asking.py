@@ -1,0 +1,81 @@
+"""Asking: in which order ranks are asked for a step whose rows go on part by part, as the controller asks.
+
+generate 1 ─ score 1 ─ formula 1 ─ generate 2 ─ score 2 ─ formula 2 ─ ... update 1 ─ update 2 ... ─ publish
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rillflow.planner.problem import Work
+from rillflow.planner.schedule import Arrival, StageTask
+from rillflow.planner.simulator.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedTask:
+    """A stage, or its work on one part of a step's rows."""
+
+    stage: int
+    """Its index in the graph."""
+    part: int
+    """The part; 0 of a stage that takes all rows at once."""
+    task: StageTask
+    """Its pool and seconds, under a number of its own; what it reads under theirs."""
+
+
+def asked(layout: Layout, handed_s: Mapping[int, Sequence[float]]) -> list[AskedTask]:
+    """The stages of a step in the order of asking: every stage of the first part, then of the second, ...
+
+    Part by part go the policy's answers and what reads nothing but such parts: scores, formulas, and where
+    the plan streams an update, asked for after all that its role is asked for before.
+
+    Args:
+        layout: what is simulated.
+        handed_s: of each stage that generates, when each part is handed on.
+    """
+    stages, work = layout.problem.graph.stages, layout.problem.work
+    kinds = {Work.SCORE, Work.FUNCTION, Work.FORMULA} | ({Work.TRAIN} if layout.plan.streams else set())
+    apart, chains = set[int](), list[list[StageTask]]([[]])
+    for task in layout.tasks:
+        stage, reads = stages[task.stage], {edge.source for edge in task.inputs}
+        if task.stage in handed_s:
+            is_apart = not layout.is_greedy(task.stage)
+        else:
+            is_apart = work(stage) in kinds and bool(reads) and reads <= apart
+        roles = {stages[one.stage].role for one in chains[-1]}
+        if not is_apart or (work(stage) is Work.TRAIN and stage.role in roles):
+            chains.append([])
+        chains[-1].append(task)
+        if is_apart:
+            apart.add(task.stage)
+        else:
+            chains.append([])
+
+    def parts_of(stage: int) -> int:
+        return layout.parts if stage in apart else 1
+
+    def number(stage: int, part: int) -> int:
+        return stage + part * len(stages) if stage >= 0 else stage
+
+    def of_part(task: StageTask, part: int) -> AskedTask:
+        share = parts_of(task.stage)
+        handed = handed_s.get(task.stage, ())
+        seconds = task.seconds / share
+        if handed:
+            seconds = handed[part] - handed[part - 1] if part else handed[0 if share > 1 else -1]
+        inputs = tuple(
+            Arrival(source=number(edge.source, one), seconds=edge.seconds / share)
+            for edge in task.inputs
+            for one in ([part] if share > 1 else range(parts_of(edge.source)))
+        )
+        made = replace(task, stage=number(task.stage, part), seconds=seconds, inputs=inputs)
+        return AskedTask(stage=task.stage, part=part, task=made)
+
+    return [
+        of_part(task, part)
+        for chain in chains
+        for part in range(parts_of(chain[0].stage) if chain else 0)
+        for task in chain
+    ]
