@@ -4,22 +4,20 @@
         while (taken := client.take("rollouts", "score", 64)) is not None:
             client.done(taken, {"reward": rewards(taken.fields)})
 
-On the server's machine columns are copied into shared memory once, and read where they lie: what a ``Taken``
-shows is there until it is done, and is to be cloned by who wants it longer. Elsewhere, columns travel in the
-frames. Every wait has a limit, and ends in an error that says for whom it waited.
+On the server's machine, and in its process (``InProcess``), columns are copied into the store once, and read
+where they lie: what a ``Taken`` shows is there until it is done, and is to be cloned by who wants it longer.
+Elsewhere, columns travel in the frames. Every wait has a limit, and ends in an error that says for whom it
+waited.
 """
 
 from __future__ import annotations
 
 import select
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,19 +29,18 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from rillflow.data_plane.instructions import Ids
-from rillflow.data_plane.plane import SEGMENT
+from rillflow.data_plane.plane import DONE_WAITS_S, SEGMENT
 from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
-from rillflow.data_plane.server import HOME, IDS, ROWS, TOKENS, Kind
-from rillflow.data_plane.store import LENGTHS, STORED, gathered, mapped, opened
-from rillflow.data_plane.wire import HEAD_BYTES, Arrays, Message, head_of, message_of, packed
+from rillflow.data_plane.segments import LENGTHS, ROWS, STORED, gathered, mapped
+from rillflow.data_plane.server import HOME
+from rillflow.data_plane.session import IDS, TOKENS, Kind
+from rillflow.data_plane.transport import START_S, Direct, InProcess, Socket, Transport
+from rillflow.data_plane.wire import Arrays, Message, packed
 from rillflow.errors import StreamError
 from rillflow.records.batch import Field
 from rillflow.records.ragged import Ragged
 from rillflow.workers.values import balanced_shares
 
-START_S = 20.0
-SLACK_S = 30.0
-"""A server that says nothing for so long after a request's own limit is gone."""
 _MAPPINGS = 16
 
 
@@ -81,28 +78,23 @@ class Client:
     """A connection, for one thread at a time.
 
     Args:
-        folder: of a server on this machine.
+        plane: the folder of a server on this machine, or one of this process.
         address: ``host:port`` of a server elsewhere, with its ``token``.
         name: who this is, in stories and errors.
     """
 
-    def __init__(self, folder: Path | None = None, *, address: str = "", token: str = "", name: str) -> None:
-        self._lock = threading.Lock()
+    def __init__(
+        self, plane: Path | InProcess | None = None, *, address: str = "", token: str = "", name: str
+    ) -> None:
         self._schemas: dict[str, Schema] = {}
         self._mappings: dict[int, memoryview] = {}
-        self._sent, self._received = count(), count()
-        if folder is not None:
-            token = (folder / "token").read_text()
-            self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.connect(str(folder / "socket"))
+        self._transport: Transport
+        if isinstance(plane, InProcess):
+            self._transport = Direct(plane, name)
+        elif plane is not None:
+            self._transport = Socket(plane, (plane / "token").read_text(), name)
         else:
-            host, _, port = address.rpartition(":")
-            self._socket = socket.create_connection((host, int(port)), timeout=START_S)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._segments: Path | None = None
-        hello = self._ask(Kind.HELLO, {"token": token, "name": name, "is_local": folder is not None})
-        if folder is not None:
-            self._segments = Path(hello.says["segments"])
+            self._transport = Socket(address, token, name)
 
     def create(self, stream: str, schema: Schema, *, capacity: int) -> None:
         """Make a stream of at most ``capacity`` groups at once; the same one may be made by several."""
@@ -195,7 +187,7 @@ class Client:
             chosen = torch.as_tensor(index, dtype=torch.int64)
             ids, rows = ids[chosen], rows[chosen]
         arrays = self._written(taken.stream, taken.stage, columns, rows) if columns else {}
-        segment, arrays = self._put(arrays, 60.0)
+        segment, arrays = self._put(arrays, DONE_WAITS_S)
         request = {"stream": taken.stream, "lease": taken.lease, "version": version, "segment": segment}
         self._ask(Kind.DONE, request, arrays | _given(IDS, ids) | _given(TOKENS, tokens))
 
@@ -224,7 +216,7 @@ class Client:
 
     def close(self) -> None:
         """End the connection; what is not done goes back."""
-        self._socket.close()
+        self._transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -251,61 +243,31 @@ class Client:
         self, arrays: dict[str, NDArray[Any]], wait_s: float
     ) -> tuple[int | None, dict[str, NDArray[Any]]]:
         """Copy columns into shared memory, if it is shared: the segment, and what has to be sent."""
-        if self._segments is None or not arrays:
+        if (segments := self._transport.segments) is None or not arrays:
             return None, arrays
+        gone = [each for each in self._mappings if not segments.has(each)]
+        for each in gone or list(self._mappings)[: len(self._mappings) - _MAPPINGS]:
+            del self._mappings[each]
         frame = packed(SEGMENT, {}, arrays)
         reserve = {"nbytes": frame.nbytes, "wait_s": wait_s}
         number = int(self._ask(Kind.RESERVE, reserve, wait_s=wait_s).says["segment"])
-        gone = [each for each in self._mappings if not (self._segments / str(each)).exists()]
-        for each in gone or list(self._mappings)[: len(self._mappings) - _MAPPINGS]:
-            del self._mappings[each]
         if number not in self._mappings:
-            self._mappings[number] = opened(self._segments, number, is_shared=True)
+            self._mappings[number] = segments.opened(number, is_shared=True)
         frame.write_into(self._mappings[number])
         return number, {}
 
     def _located(
         self, schema: Schema, names: Sequence[str], segments: Ids, places: Ids
     ) -> dict[str, NDArray[Any]]:
-        assert self._segments is not None
-        found = {number: mapped(self._segments, number).arrays for number in np.unique(segments).tolist()}
+        assert self._transport.segments is not None
+        there = self._transport.segments
+        found = {number: mapped(there, number).arrays for number in np.unique(segments).tolist()}
         return gathered(found, segments, places, {name: schema.columns[name] for name in names})
 
     def _ask(
-        self, kind: Kind, request: dict[str, Any], arrays: Arrays | None = None, wait_s: float = 60.0
+        self, kind: Kind, request: Mapping[str, Any], arrays: Arrays | None = None, wait_s: float = 60.0
     ) -> Message:
-        frame = packed(kind, request, arrays, number=next(self._sent))
-        with self._lock:
-            try:
-                self._socket.settimeout(wait_s + SLACK_S)
-                self._socket.sendall(frame.front)
-                at = len(frame.front)
-                for place, array in frame.places:
-                    self._socket.sendall(bytes(place - at))
-                    self._socket.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-                    at = place + array.nbytes
-                self._socket.sendall(bytes(frame.nbytes - at))
-                head = head_of(self._receive(HEAD_BYTES), number=next(self._received))
-                text = bytes(self._receive(head.body_at - HEAD_BYTES)[: head.json_bytes])
-                answer = message_of(head, text, self._receive(head.body_bytes))
-            except OSError as error:
-                self._socket.close()
-                raise StreamError(
-                    f"the data plane does not answer {kind.name.lower()}", why=str(error)
-                ) from None
-        if answer.kind == Kind.ERROR:
-            raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])
-        return answer
-
-    def _receive(self, nbytes: int) -> memoryview:
-        data = memoryview(bytearray(nbytes))
-        at = 0
-        while at < nbytes:
-            got = self._socket.recv_into(data[at:])
-            if not got:
-                raise ConnectionError("the connection ended")
-            at += got
-        return data
+        return self._transport.ask(kind, request, arrays or {}, wait_s)
 
 
 def _given(name: str, numbers: Sequence[int] | Tensor | None) -> dict[str, NDArray[Any]]:

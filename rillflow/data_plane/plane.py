@@ -28,7 +28,8 @@ from pydantic import BaseModel, TypeAdapter
 from rillflow.data_plane.instructions import Begun, Delete, Finished, Ids, Instruction, Lease, Ready, Room
 from rillflow.data_plane.requests import Begin, Create, Done, Drop, Look, Reserve, Return, Take
 from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
-from rillflow.data_plane.store import ROWS, Store, checked, gathered, mapped
+from rillflow.data_plane.segments import ROWS, checked, gathered, mapped
+from rillflow.data_plane.store import Store
 from rillflow.data_plane.table import Table
 from rillflow.data_plane.wire import Arrays, packed
 from rillflow.errors import RillflowError, StreamError, nearest
@@ -36,6 +37,9 @@ from rillflow.errors import RillflowError, StreamError, nearest
 SEGMENT = 0
 """The kind of a frame that lies in a segment."""
 KEYS_REMEMBERED = 4_096
+EXPIRES_EVERY_S = 0.2
+DONE_WAITS_S = 60.0
+"""For bytes, where columns come with what is done."""
 Found = TypeVar("Found")
 _Bell = tuple[str, str]
 
@@ -140,12 +144,15 @@ class Plane:
             lambda: f"the store's {self.store.capacity_bytes} bytes are in use: " + self._oldest(),
         )
 
-    async def keep(self, arrays: Arrays, holder: str) -> int:
-        """The segment that columns were copied into, for a writer that has no part in the shared memory."""
+    async def keep(self, request: BaseModel, arrays: Arrays, holder: str) -> BaseModel:
+        """A request, with the segment that the columns which came with it were copied into."""
+        if not arrays or not isinstance(request, Begin | Done):
+            return request
         frame = packed(SEGMENT, {}, arrays)
-        number = await self.reserve(Reserve(nbytes=frame.nbytes), holder)
+        wait_s = request.wait_s if isinstance(request, Begin) else DONE_WAITS_S
+        number = await self.reserve(Reserve(nbytes=frame.nbytes, wait_s=wait_s), holder)
         self.store.write(number, frame)
-        return number
+        return request.model_copy(update={"segment": number})
 
     async def begin(self, request: Begin, tokens: Ids | None, holder: str) -> Ids:
         """The numbers of groups whose columns are in a segment; waits for room in the table."""
@@ -222,7 +229,7 @@ class Plane:
     def gathered(self, cells: Located) -> Arrays:
         """The columns of located cells, put together."""
         numbers = np.unique(cells.segments).tolist()
-        segments = {number: mapped(self.store.folder, number).arrays for number in numbers}
+        segments = {number: mapped(self.store.segments, number).arrays for number in numbers}
         return gathered(segments, cells.segments, cells.places, cells.columns)
 
     def done(self, request: Done, ids: Ids, tokens: Ids | None, holder: str) -> None:
@@ -287,10 +294,12 @@ class Plane:
         self.store.give_up(holder)
         self._ring(("", ""))
 
-    def expire(self) -> None:
-        """End the leases whose deadline has passed."""
-        for name, stream in self._streams.items():
-            self._obey(name, stream.table.expire(self._clock()))
+    async def expire(self) -> None:
+        """End the leases whose deadline has passed, for ever."""
+        while True:
+            await asyncio.sleep(EXPIRES_EVERY_S)
+            for name, stream in self._streams.items():
+                self._obey(name, stream.table.expire(self._clock()))
 
     def _stream(self, name: str) -> _Stream:
         if name not in self._streams:

@@ -21,109 +21,42 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from enum import IntEnum
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from pydantic import BaseModel
-
-from rillflow.data_plane.instructions import Lease
 from rillflow.data_plane.plane import Plane, sentences
-from rillflow.data_plane.requests import MODELS, Begin, Done, Hello, Reserve, Return, Take, checked_request
+from rillflow.data_plane.requests import Hello
+from rillflow.data_plane.segments import Files
+from rillflow.data_plane.session import Kind, Session, parsed
 from rillflow.data_plane.store import Store
-from rillflow.data_plane.wire import HEAD_BYTES, Arrays, Message, WireError, head_of, message_of, packed
-from rillflow.errors import RillflowError, StreamError
+from rillflow.data_plane.wire import HEAD_BYTES, Message, WireError, head_of, message_of, packed
+from rillflow.errors import RillflowError
 
 HOME = Path("/dev/shm")
-EXPIRES_EVERY_S = 0.2
 HELLO_WITHIN_S = 10.0
-IDS, ROWS, TOKENS = ".ids", ".rows", ".tokens"
-"""Arrays of a frame that are no columns."""
 _log = logging.getLogger(__name__)
 
 
-class Kind(IntEnum):
-    """What a frame is for."""
-
-    HELLO = 1
-    CREATE = 2
-    RESERVE = 3
-    BEGIN = 4
-    TAKE = 5
-    DONE = 6
-    RETURN = 7
-    DROP = 8
-    LOOK = 9
-    OK = 100
-    ERROR = 101
-
-
-REQUESTS = {int(Kind[model.__name__.upper()]): model for model in MODELS}
-
-
-def parsed(message: Message) -> BaseModel:
-    """The request in a frame.
-
-    Raises:
-        StreamError: there is no such request, or a value of it cannot be.
-    """
-    if message.kind not in REQUESTS:
-        raise WireError(
-            f"a frame of kind {message.kind}", why=f"requests are {', '.join(map(str, REQUESTS))}"
-        )
-    return checked_request(REQUESTS[message.kind], message.says)
-
-
-def ids_and_tokens(arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """The groups that a request is about, and their tokens; what is left in ``arrays`` are columns.
-
-    Raises:
-        StreamError: the groups are no numbers.
-    """
-    ids, tokens = arrays.pop(IDS, np.zeros(0, np.int64)), arrays.pop(TOKENS, None)
-    if ids.dtype != np.int64 or ids.ndim != 1:
-        raise StreamError(f"ids are {ids.dtype} {list(ids.shape)}", why="int64 [N] is expected")
-    return ids, tokens
-
-
 class _Connection:
-    """One client, and what it may ask."""
+    """Frames of one client, in both directions."""
 
-    def __init__(self, plane: Plane, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._plane = plane
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._received, self._sent = count(), count()
-        self._is_local = False
-        self.holder = ""
+        self._received, self._sent = count(), 0
 
-    async def greet(self, token: str, number: int) -> None:
-        """Let a client in that knows the token.
-
-        Raises:
-            WireError: it does not.
-        """
-        async with asyncio.timeout(HELLO_WITHIN_S):
-            hello = parsed(await self.read())
-        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), token.encode()):
-            raise WireError("the token is wrong", why="who may ask has read the server's token file")
-        self.holder, self._is_local = f"{hello.name}#{number}", hello.is_local
-        await self.send(Kind.OK, {"segments": str(self._plane.store.folder)})
-
-    async def read(self) -> Message:
+    async def read(self, *, is_greeted: bool = True) -> Message:
         """The next frame."""
         head = head_of(await self._reader.readexactly(HEAD_BYTES), number=next(self._received))
-        if not self.holder and head.body_bytes:
+        if not is_greeted and head.body_bytes:
             raise WireError("arrays came before the token")
         front = await self._reader.readexactly(head.body_at - HEAD_BYTES)
         return message_of(head, front[: head.json_bytes], await self._reader.readexactly(head.body_bytes))
 
-    async def send(self, kind: Kind, says: dict[str, Any], arrays: Arrays | None = None) -> None:
+    async def send(self, message: Message) -> None:
         """Write a frame."""
-        frame = packed(kind, says, arrays, number=next(self._sent))
+        frame = packed(message.kind, message.says, message.arrays, number=self._sent)
+        self._sent += 1
         self._writer.write(frame.front)
         at = len(frame.front)
         for place, array in frame.places:
@@ -131,45 +64,6 @@ class _Connection:
             at = place + array.nbytes
         self._writer.write(bytes(frame.nbytes - at))
         await self._writer.drain()
-
-    async def answer(self, message: Message) -> None:
-        """Carry a request out, and say what came of it."""
-        plane, holder, request = self._plane, self.holder, parsed(message)
-        arrays = dict(message.arrays)
-        ids, tokens = ids_and_tokens(arrays)
-        if arrays and isinstance(request, Begin | Done):
-            request = request.model_copy(update={"segment": await plane.keep(arrays, holder)})
-        says: dict[str, Any] = {}
-        found: dict[str, NDArray[Any]] = {}
-        match request:
-            case Hello():
-                raise WireError("a second greeting")
-            case Reserve():
-                says["segment"] = await plane.reserve(request, holder)
-            case Begin():
-                found[IDS] = await plane.begin(request, tokens, holder)
-            case Take():
-                if lease := await plane.take(request, holder):
-                    return await self._grant(request.stream, lease)
-                says["lease"] = None
-            case _:
-                says = plane.answer(request, ids, tokens, holder)
-        return await self.send(Kind.OK, says, found)
-
-    async def _grant(self, stream: str, lease: Lease) -> None:
-        found: dict[str, NDArray[Any]] = {IDS: lease.ids, ROWS: lease.rows, TOKENS: lease.tokens}
-        says: dict[str, Any] = {"lease": lease.number, "columns": []}
-        for place, cells in enumerate(self._plane.located(stream, lease)):
-            if self._is_local:
-                says["columns"].append(list(cells.columns))
-                found |= {f".segments{place}": cells.segments, f".places{place}": cells.places}
-            else:
-                found |= self._plane.gathered(cells)
-        try:
-            await self.send(Kind.OK, says, found)
-        except WireError:
-            self._plane.give_back(Return(stream=stream, lease=lease.number), self.holder)
-            raise
 
 
 class Server:
@@ -189,33 +83,39 @@ class Server:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its greeting to its end."""
-        connection = _Connection(self._plane, reader, writer)
+        connection, session = _Connection(reader, writer), None
         try:
-            await connection.greet(self._token, next(self._numbers))
+            session = await self._greeted(connection)
             while True:
                 message = await connection.read()
                 try:
-                    await connection.answer(message)
+                    answer = await session.answer(message)
                 except WireError:
                     raise
                 except RillflowError as error:
-                    self._plane.store.give_up(connection.holder)
-                    await connection.send(Kind.ERROR, sentences(error))
+                    answer = Message(kind=Kind.ERROR, says=sentences(error))
+                await connection.send(answer)
         except RillflowError as error:
             _log.warning("a connection is closed: %s", error.what)
             with suppress(OSError):
-                await connection.send(Kind.ERROR, sentences(error))
+                await connection.send(Message(kind=Kind.ERROR, says=sentences(error)))
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
         finally:
-            self._plane.died(connection.holder)
+            if session is not None:
+                session.end()
             writer.close()
 
-    async def expire(self) -> None:
-        """End leases in time, for ever."""
-        while True:
-            await asyncio.sleep(EXPIRES_EVERY_S)
-            self._plane.expire()
+    async def _greeted(self, connection: _Connection) -> Session:
+        """Let a client in that knows the token."""
+        async with asyncio.timeout(HELLO_WITHIN_S):
+            hello = parsed(await connection.read(is_greeted=False))
+        if not isinstance(hello, Hello) or not hmac.compare_digest(
+            hello.token.encode(), self._token.encode()
+        ):
+            raise WireError("the token is wrong", why="who may ask has read the server's token file")
+        await connection.send(Message(kind=Kind.OK, says={}))
+        return Session(self._plane, f"{hello.name}#{next(self._numbers)}", is_local=hello.is_local)
 
 
 async def _run(folder: Path, capacity_bytes: int, host: str, port: int) -> None:
@@ -223,14 +123,15 @@ async def _run(folder: Path, capacity_bytes: int, host: str, port: int) -> None:
     token = secrets.token_urlsafe(32)
     (folder / "token").touch(mode=0o600)
     (folder / "token").write_text(token)
-    server = Server(Plane(Store(folder / "segments", capacity_bytes=capacity_bytes)), token)
+    plane = Plane(Store(Files(folder / "segments"), capacity_bytes=capacity_bytes))
+    server = Server(plane, token)
     await asyncio.start_unix_server(server.accept, folder / "socket", limit=2**22)
     if host:
         listening = await asyncio.start_server(server.accept, host, port, limit=2**22)
         (folder / "address").write_text("{}:{}".format(*listening.sockets[0].getsockname()))
     sys.stdout.write(f"{folder}\n")
     sys.stdout.flush()
-    expiring = asyncio.ensure_future(server.expire())
+    expiring = asyncio.ensure_future(plane.expire())
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
     expiring.cancel()
 

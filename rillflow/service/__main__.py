@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 
 from rillflow.data_plane.plane import Plane
-from rillflow.data_plane.server import own_folder
+from rillflow.data_plane.segments import Memory
 from rillflow.data_plane.store import Store
 from rillflow.errors import StreamError
 from rillflow.service.app import Service
@@ -47,7 +47,7 @@ def main() -> None:
     """Serve streams over HTTP."""
     parser = argparse.ArgumentParser(prog="python -m rillflow.service", description=main.__doc__)
     parser.add_argument("folder", type=Path, help="gets the socket and the token")
-    parser.add_argument("--capacity-bytes", type=int, default=2**30, help="of shared memory, for all streams")
+    parser.add_argument("--capacity-bytes", type=int, default=2**30, help="of memory, for all streams")
     parser.add_argument("--host", default="", help="an address to listen on instead of the socket")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
@@ -56,14 +56,10 @@ def main() -> None:
     asked = parser.parse_args()
     token = listening(asked.folder, asked.host, asked.token_file)
     logging.basicConfig(level=logging.WARNING)
-    with own_folder() as home:
-        (home / "segments").mkdir(mode=0o700)
-        plane = Plane(Store(home / "segments", capacity_bytes=asked.capacity_bytes))
-        where = (
-            {"host": asked.host, "port": asked.port} if asked.host else {"uds": str(asked.folder / "socket")}
-        )
-        app = Service(plane, token=token).app()
-        uvicorn.run(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **where)
+    plane = Plane(Store(Memory(), capacity_bytes=asked.capacity_bytes))
+    where = {"host": asked.host, "port": asked.port} if asked.host else {"uds": str(asked.folder / "socket")}
+    app = Service(plane, token=token).app()
+    uvicorn.run(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **where)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from starlette.routing import Route
 from rillflow import __version__
 from rillflow.data_plane.plane import Plane, sentences
 from rillflow.data_plane.requests import MODELS, Begin, Hello, Reserve, Return, Take, checked_request
-from rillflow.data_plane.server import EXPIRES_EVERY_S, IDS, ROWS, TOKENS, ids_and_tokens
+from rillflow.data_plane.segments import ROWS
+from rillflow.data_plane.session import IDS, TOKENS, ids_and_tokens
 from rillflow.data_plane.wire import MAX_BODY_BYTES, MAX_JSON_BYTES
 from rillflow.errors import RillflowError, StreamError
 from rillflow.service.tensors import decoded, encoded
@@ -95,8 +96,7 @@ class Service:
         ids, tokens = ids_and_tokens(arrays)
         holder = f"{client}#{next(self._numbers)}" if name == "begin" else client
         try:
-            if arrays:
-                asked = asked.model_copy(update={"segment": await self._plane.keep(arrays, holder)})
+            asked = await self._plane.keep(asked, arrays, holder)
             return await self._answer(request, asked, ids, tokens, holder)
         except RillflowError:
             self._plane.store.give_up(holder)
@@ -167,14 +167,9 @@ class Service:
     @asynccontextmanager
     async def _living(self, app: Starlette) -> AsyncIterator[None]:
         del app
-        expiring = asyncio.ensure_future(self._expire())
+        expiring = asyncio.ensure_future(self._plane.expire())
         yield
         expiring.cancel()
-
-    async def _expire(self) -> None:
-        while True:
-            await asyncio.sleep(EXPIRES_EVERY_S)
-            self._plane.expire()
 
     def _guarded(self, operation: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def guarded(request: Request) -> Response:

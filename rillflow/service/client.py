@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rillflow.data_plane.server import IDS, ROWS, TOKENS
-from rillflow.data_plane.store import LENGTHS
+from rillflow.data_plane.segments import LENGTHS, ROWS
+from rillflow.data_plane.session import IDS, TOKENS
 from rillflow.errors import StreamError
 from rillflow.service.tensors import decoded, encoded
 

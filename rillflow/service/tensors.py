@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rillflow.data_plane.store import STORED
+from rillflow.data_plane.segments import STORED
 from rillflow.data_plane.wire import MAX_JSON_BYTES, WireError
 
 TYPES = {

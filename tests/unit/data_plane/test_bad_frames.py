@@ -170,7 +170,7 @@ def test_a_segment_with_garbage_is_refused(folder: Path, client: Client) -> None
         end.sendall(frame(Kind.RESERVE, {"nbytes": 4096}, 1))
         found = answer(end)
         assert found is not None
-        (Path(hello.says["segments"]) / str(found.says["segment"])).write_bytes(b"\xff" * 4096)
+        (Path(folder / "segments") / str(found.says["segment"])).write_bytes(b"\xff" * 4096)
         end.sendall(frame(Kind.BEGIN, {"stream": "s", "segment": found.says["segment"]}, 2))
         found = answer(end)
         assert found is not None and found.kind == Kind.ERROR and "begins with" in found.says["what"]

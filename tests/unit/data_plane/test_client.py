@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from rillflow.data_plane.client import Client, started
 from rillflow.data_plane.schema import ColumnType, Schema, StageColumns
+from rillflow.data_plane.transport import InProcess
 from rillflow.errors import StreamError
 from rillflow.records.batch import Field
 from rillflow.records.ragged import Ragged
@@ -28,12 +30,7 @@ ONE = Schema(
 )
 
 
-def local(folder: Path, name: str = "local") -> Client:
-    return Client(folder, name=name)
-
-
-def remote(folder: Path, name: str = "remote") -> Client:
-    return Client(address=(folder / "address").read_text(), token=(folder / "token").read_text(), name=name)
+Connect = Callable[..., Client]
 
 
 def stream(client: Client, schema: Schema, capacity: int = 64) -> str:
@@ -49,10 +46,7 @@ def same(found: Field, expected: Field) -> bool:
     return found.dtype == expected.dtype and torch.equal(torch.as_tensor(found), expected)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("connect", [local, remote])
-def test_columns_of_every_kind_arrive_as_they_were_written(
-    folder: Path, connect: Callable[[Path], Client]
-) -> None:
+def test_columns_of_every_kind_arrive_as_they_were_written(connect: Connect) -> None:
     kinds = {
         "flags": (torch.tensor([True, False, True]), ColumnType(dtype="bool")),
         "half": (torch.randn(3, 2, dtype=torch.bfloat16), ColumnType(dtype="bfloat16", shape=(2,))),
@@ -67,7 +61,7 @@ def test_columns_of_every_kind_arrive_as_they_were_written(
         columns={name: column for name, (_, column) in kinds.items()},
         stages=(StageColumns(name="train", reads=tuple(kinds)),),
     )
-    with connect(folder) as client:
+    with connect() as client:
         name = stream(client, schema)
         client.begin(name, {name: field for name, (field, _) in kinds.items()}, rows=[2, 1], tokens=[5, 1])
         taken = client.take(name, "train", 9)
@@ -77,11 +71,8 @@ def test_columns_of_every_kind_arrive_as_they_were_written(
         client.done(taken)
 
 
-@pytest.mark.parametrize("connect", [local, remote])
-def test_groups_from_many_writes_are_put_together_in_the_order_they_are_taken(
-    folder: Path, connect: Callable[[Path], Client]
-) -> None:
-    with local(folder) as writer, connect(folder) as client:
+def test_groups_from_many_writes_are_put_together_in_the_order_they_are_taken(connect: Connect) -> None:
+    with connect("writer") as writer, connect() as client:
         name = stream(writer, diamond())
         for group in range(6):
             writer.begin(name, {"prompt": Ragged.from_rows([[group] * group])}, rows=[1 + group % 2])
@@ -101,12 +92,12 @@ def test_groups_from_many_writes_are_put_together_in_the_order_they_are_taken(
         assert same(found.fields["tokens"], Ragged.from_rows([[group] * group for group in rows_of]))
 
 
-def test_a_reader_sees_shared_memory_and_what_it_changes_nobody_else_sees(folder: Path) -> None:
+def test_a_reader_sees_shared_memory_and_what_it_changes_nobody_else_sees(near: Connect) -> None:
     schema = Schema(
         columns=ONE.columns,
         stages=(StageColumns(name="a", reads=("x",)), StageColumns(name="b", reads=("x",))),
     )
-    with local(folder) as client:
+    with near() as client:
         name = stream(client, schema)
         x = torch.randn(8, 4)
         client.begin(name, {"x": x}, rows=[1] * 8)
@@ -126,7 +117,7 @@ def test_a_killed_worker_s_groups_go_to_another_at_once_and_its_cells_are_not_wr
         "client = Client(Path(sys.argv[1]), name='killed')\n"
         "taken = client.take(sys.argv[2], 'train', 2)\nprint(taken.ids.tolist(), flush=True)\ntime.sleep(60)"
     )
-    with local(folder, "heir") as client:
+    with Client(folder, name="heir") as client:
         name = stream(client, ONE)
         client.begin(name, {"x": torch.ones(3, 4)}, rows=[1] * 3)
         worker = subprocess.Popen(
@@ -142,8 +133,81 @@ def test_a_killed_worker_s_groups_go_to_another_at_once_and_its_cells_are_not_wr
         assert client.status(name)["used_bytes"] < used
 
 
-def test_a_worker_that_lets_its_deadline_pass_is_refused_with_the_story(folder: Path) -> None:
-    with local(folder, "slow") as slow, local(folder, "quick") as quick:
+def test_whoever_ends_gives_back_and_whoever_begins_with_what_is_not_there_leaves_nothing(
+    connect: Connect,
+) -> None:
+    with connect("heir") as heir:
+        name = stream(heir, ONE)
+        heir.begin(name, {"x": torch.ones(2, 4)}, rows=[1, 1])
+        with connect("ended") as ended:
+            taken = ended.take(name, "train", 1)
+            assert taken is not None and taken.ids.tolist() == [0]
+            with pytest.raises(StreamError, match="is float64"):
+                ended.begin(name, {"x": torch.ones(1, 4, dtype=torch.float64)}, rows=[1])
+        found = heir.take(name, "train", 2, least=2, wait_s=30.0)
+        assert found is not None and found.ids.tolist() == [0, 1]
+        found.ids.zero_()
+        assert taken.ids.tolist() == [0]
+        heir.drop(name, [1], "seen")
+        assert heir.status(name)["dropped"] == {"seen": 1}
+
+
+def test_a_plane_of_this_process_needs_no_file_and_tells_whoever_waits_that_it_ends(tmp_path: Path) -> None:
+    before = {*Path("/dev/shm").glob("rillflow-*")}
+    with InProcess(capacity_bytes=2**20) as home, Client(home, name="trainer") as client:
+        client.create("s", ONE, capacity=8)
+        client.begin("s", {"x": torch.ones(3, 4)}, rows=[1] * 3)
+        assert {*Path("/dev/shm").glob("rillflow-*")} <= before
+        taken = client.take("s", "train", 3)
+        began = time.monotonic()
+        with pytest.raises(StreamError, match=r"trainer#0 has had group 0 for train"):
+            client.take("s", "train", 1, wait_s=0.3)
+        assert 0.2 < time.monotonic() - began < 10.0
+        said: list[str] = []
+
+        def wait() -> None:
+            with pytest.raises(StreamError, match="does not answer take") as error:
+                client.take("s", "train", 1, wait_s=60.0)
+            said.append(str(error.value))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(0.1)
+        home.close()
+        waiting.join(10.0)
+        assert len(said) == 1 and not waiting.is_alive()
+        with pytest.raises(StreamError, match="does not answer look"):
+            client.status("s")
+    assert taken is not None and same(taken.fields["x"], torch.ones(3, 4))
+
+
+def test_memory_that_a_given_up_reader_sees_stays_as_it_was_and_is_freed_when_it_lets_go() -> None:
+    def reserved() -> int:
+        files = {
+            (found := fd.stat()).st_ino: found.st_blocks * 512
+            for fd in Path("/proc/self/fd").iterdir()
+            if fd.exists() and "memfd:rillflow" in str(fd.readlink())
+        }
+        return sum(files.values())
+
+    before, x = reserved(), torch.randn(2**18, 4)
+    with InProcess(capacity_bytes=2**24) as home, Client(home, name="slow") as slow:
+        slow.create("s", ONE, capacity=2)
+        slow.begin("s", {"x": x}, rows=[2**18])
+        late = slow.take("s", "train", 1, lease_s=0.0)
+        with Client(home, name="quick") as quick:
+            taken = quick.take("s", "train", 1, wait_s=30.0)
+            assert late is not None and taken is not None
+            quick.done(taken)
+        assert slow.status("s")["used_bytes"] == 0 and same(late.fields["x"], x)
+        assert reserved() - before >= x.nbytes
+        del late, taken
+        slow.begin("s", {"x": x[:1]}, rows=[1])
+        assert reserved() - before < 2**20
+
+
+def test_a_worker_that_lets_its_deadline_pass_is_refused_with_the_story(connect: Connect) -> None:
+    with connect("slow") as slow, connect("quick") as quick:
         name = stream(slow, ONE)
         slow.begin(name, {"x": torch.ones(1, 4)}, rows=[1])
         late = slow.take(name, "train", 1, lease_s=0.0)
@@ -155,8 +219,8 @@ def test_a_worker_that_lets_its_deadline_pass_is_refused_with_the_story(folder: 
         quick.done(taken)
 
 
-def test_who_begins_waits_for_slots_and_bytes_and_is_woken_by_who_is_done(folder: Path) -> None:
-    with local(folder, "task") as task, local(folder, "trainer") as trainer:
+def test_who_begins_waits_for_slots_and_bytes_and_is_woken_by_who_is_done(connect: Connect) -> None:
+    with connect("task") as task, connect("trainer") as trainer:
         slots = stream(task, ONE, capacity=2)
         task.begin(slots, {"x": torch.ones(2, 4)}, rows=[1, 1])
         with pytest.raises(StreamError, match=r"nobody ever took a group"):
@@ -179,9 +243,10 @@ def test_who_begins_waits_for_slots_and_bytes_and_is_woken_by_who_is_done(folder
             assert not waiting.is_alive() and trainer.status(name)["begun"] > 1
         with pytest.raises(StreamError, match="the store has 16777216"):
             task.begin(nbytes, {"x": big.select(torch.zeros(2, dtype=torch.int64))}, rows=[2])
+        for name in (slots, nbytes):
+            task.drop(name, [0, 1], "over")
 
 
-@pytest.mark.parametrize("connect", [local, remote])
 @pytest.mark.parametrize(
     ("columns", "rows", "said"),
     [
@@ -199,9 +264,9 @@ def test_who_begins_waits_for_slots_and_bytes_and_is_woken_by_who_is_done(folder
     ],
 )
 def test_columns_that_are_not_the_stream_s_are_refused_and_nothing_begins(
-    folder: Path, connect: Callable[[Path], Client], columns: dict[str, Field], rows: list[int], said: str
+    connect: Connect, columns: dict[str, Field], rows: list[int], said: str
 ) -> None:
-    with connect(folder) as client:
+    with connect() as client:
         name = stream(client, ONE)
         with pytest.raises(StreamError, match=said):
             client.begin(name, columns, rows=rows)
@@ -209,11 +274,8 @@ def test_columns_that_are_not_the_stream_s_are_refused_and_nothing_begins(
         client.begin(name, {"x": torch.ones(2, 4)}, rows=[1, 1])
 
 
-@pytest.mark.parametrize("connect", [local, remote])
-def test_rows_that_are_put_twice_with_one_key_begin_once(
-    folder: Path, connect: Callable[[Path], Client]
-) -> None:
-    with connect(folder) as client:
+def test_rows_that_are_put_twice_with_one_key_begin_once(connect: Connect) -> None:
+    with connect() as client:
         name = stream(client, ONE)
         ids = [
             client.begin(name, {"x": torch.full((2, 4), each)}, rows=[1, 1], key="step 7")
@@ -228,8 +290,8 @@ def test_rows_that_are_put_twice_with_one_key_begin_once(
         assert client.begin(name, {"x": torch.ones(1, 4)}, rows=[1], key="step 8").tolist() == [2]
 
 
-def test_what_is_not_there_is_named(folder: Path) -> None:
-    with local(folder) as client:
+def test_what_is_not_there_is_named(connect: Connect) -> None:
+    with connect() as client:
         name = stream(client, ONE)
         with pytest.raises(StreamError, match=f"did you mean '{name}'"):
             client.take(name + "0", "train", 1)

@@ -1,0 +1,203 @@
+"""Segments: ranges of memory that hold one frame each; what a reader changes in one, nobody else sees.
+
+``Files`` are for who shares a machine, ``Memory`` for who shares a process. Either way a frame is copied in
+once, and read where it lies: columns are views, copied page by page where they are written to.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rillflow.data_plane.instructions import Ids
+from rillflow.data_plane.schema import ColumnType
+from rillflow.data_plane.wire import HEAD_BYTES, Arrays, Message, head_of, message_of
+from rillflow.errors import StreamError
+
+LENGTHS = ".lengths"
+"""Of a ragged column ``x`` a segment holds the values ``x`` and ``x.lengths``."""
+ROWS = ".rows"
+"""Of every segment: how many rows each of its groups has."""
+STORED = {"bfloat16": "int16"}
+"""Types of columns that arrays do not have, and those that their bits are stored as."""
+
+
+class Files:
+    """A file of shared memory a segment; who has mapped one that is removed reads on what was there.
+
+    Args:
+        folder: an empty folder of its own, in shared memory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def create(self, number: int, size: int) -> None:
+        """Reserve the memory of a segment."""
+        descriptor = os.open(self.folder / str(number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            _reserve(descriptor, 0, size, str(self.folder))
+        except StreamError:
+            self.remove(number)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def opened(self, number: int, *, is_shared: bool) -> memoryview:
+        """A segment's bytes; what is changed in one that is not shared, nobody else sees."""
+        if not self.has(number):
+            raise _gone(number)
+        with (self.folder / str(number)).open("r+b") as file:
+            access = mmap.ACCESS_WRITE if is_shared else mmap.ACCESS_COPY
+            return memoryview(mmap.mmap(file.fileno(), 0, access=access))
+
+    def has(self, number: int) -> bool:
+        """Whether the segment is there."""
+        return (self.folder / str(number)).exists()
+
+    def remove(self, number: int) -> None:
+        """Free the memory once nobody has it mapped."""
+        (self.folder / str(number)).unlink()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Range:
+    at: int
+    size: int
+    views: weakref.WeakSet[mmap.mmap]
+
+
+class Memory:
+    """Ranges of one file without a name, which ends with this process."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("rillflow")
+        self._end = 0
+        self._ranges: dict[int, _Range] = {}
+        self._removed: list[_Range] = []
+        weakref.finalize(self, os.close, self._file)
+
+    def create(self, number: int, size: int) -> None:
+        """Reserve the memory of a segment."""
+        self._free_unread()
+        _reserve(self._file, self._end, size, "this machine's memory")
+        self._ranges[number] = _Range(at=self._end, size=size, views=weakref.WeakSet())
+        self._end += size
+
+    def opened(self, number: int, *, is_shared: bool) -> memoryview:
+        """A segment's bytes; what is changed in one that is not shared, nobody else sees."""
+        if (there := self._ranges.get(number)) is None:
+            raise _gone(number)
+        found = self._mapped(there, mmap.ACCESS_WRITE if is_shared else mmap.ACCESS_COPY)
+        there.views.add(found)
+        return memoryview(found)
+
+    def has(self, number: int) -> bool:
+        """Whether the segment is there."""
+        return number in self._ranges
+
+    def remove(self, number: int) -> None:
+        """Free the memory once nobody has it mapped."""
+        self._removed.append(self._ranges.pop(number))
+        self._free_unread()
+
+    def _free_unread(self) -> None:
+        for each in [each for each in self._removed if not each.views]:
+            self._removed.remove(each)
+            self._mapped(each, mmap.ACCESS_WRITE).madvise(mmap.MADV_REMOVE)
+
+    def _mapped(self, there: _Range, access: int) -> mmap.mmap:
+        return mmap.mmap(self._file, there.size, access=access, offset=there.at)
+
+
+def _gone(number: int) -> StreamError:
+    return StreamError(
+        f"segment {number} is not there any more", why="the lease of who reads it ended", fix="take again"
+    )
+
+
+def _reserve(descriptor: int, at: int, size: int, where: str) -> None:
+    try:
+        os.posix_fallocate(descriptor, at, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        raise StreamError(
+            f"{size} bytes of shared memory for a segment are not there",
+            why=f"{where} is full before the store is",
+            fix="give the store fewer, or the machine more (docker: --shm-size)",
+        ) from None
+
+
+def mapped(segments: Files | Memory, number: int) -> Message:
+    """The frame in a segment, without a copy."""
+    data = segments.opened(number, is_shared=False)
+    head = head_of(data)
+    body = data[head.body_at : head.body_at + head.body_bytes]
+    return message_of(head, bytes(data[HEAD_BYTES : HEAD_BYTES + head.json_bytes]), body)
+
+
+def checked(arrays: Arrays, columns: Mapping[str, ColumnType], rows: Ids) -> None:
+    """Refuse arrays that are not these columns of groups with ``rows`` [N] rows each.
+
+    Raises:
+        StreamError: a column is missing, not the writer's, of another type, shape or number of entries.
+    """
+    wanted = {ROWS, *columns, *(name + LENGTHS for name, column in columns.items() if column.ragged)}
+    if set(arrays) != wanted:
+        odd = sorted(set(arrays) ^ wanted)
+        raise StreamError(f"{odd[0]!r} is {'missing' if odd[0] in wanted else 'not for this writer'}")
+    if arrays[ROWS].dtype != np.int64 or not np.array_equal(arrays[ROWS], rows):
+        raise StreamError("groups are written with another number of rows than they have", why=f"{rows[:9]}")
+    for name, column in columns.items():
+        values, entries = arrays[name], len(rows) if column.per == "group" else int(rows.sum())
+        if column.ragged:
+            lengths = arrays[name + LENGTHS]
+            if lengths.dtype != np.int64 or lengths.shape != (entries,) or (lengths < 0).any():
+                raise StreamError(
+                    f"{name + LENGTHS} is {lengths.dtype} {list(lengths.shape)}, not int64 [{entries}]"
+                )
+            entries = int(lengths.sum())
+        expected = (STORED.get(column.dtype, column.dtype), (entries, *column.shape))
+        if (values.dtype.name, values.shape) != expected:
+            raise StreamError(
+                f"column {name!r} is {values.dtype.name} {list(values.shape)}",
+                why=f"it is {expected[0]} {list(expected[1])} by the schema, the rows and their lengths",
+            )
+
+
+def gathered(
+    segments: Mapping[int, Arrays], numbers: Ids, places: Ids, columns: Mapping[str, ColumnType]
+) -> dict[str, NDArray[Any]]:
+    """Columns of groups at ``places`` [N] of segments ``numbers`` [N]; views where they lie side by side."""
+    cuts = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(places) != 1)) + 1
+    runs = [
+        (segments[int(numbers[start])], int(places[start]), int(places[stop - 1]) + 1)
+        for start, stop in pairwise([0, *cuts.tolist(), len(numbers)])
+    ]
+    parts: dict[str, list[NDArray[Any]]] = {}
+    for arrays, start, stop in runs:
+        rows = _ends(arrays[ROWS])
+        for name, column in columns.items():
+            first, last = (start, stop) if column.per == "group" else (int(rows[start]), int(rows[stop]))
+            if column.ragged:
+                lengths = arrays[name + LENGTHS]
+                parts.setdefault(name + LENGTHS, []).append(lengths[first:last])
+                skipped = int(lengths[:first].sum())
+                first, last = skipped, skipped + int(lengths[first:last].sum())
+            parts.setdefault(name, []).append(arrays[name][first:last])
+    return {name: found[0] if len(found) == 1 else np.concatenate(found) for name, found in parts.items()}
+
+
+def _ends(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])

@@ -1,0 +1,197 @@
+"""Transport: how a client's requests come to a plane: over a socket, or by a call in the same process.
+
+    Client ── ask(kind, request, arrays) ──> Socket ── frames ──> server ──> Session ──> Plane
+                                         └─> Direct ─ the plane's thread ──> Session ──> Plane
+
+A request that cannot be carried out raises the same error either way. A socket that ends, and a call that is
+closed, is a holder that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Mapping
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from rillflow.data_plane.plane import Plane
+from rillflow.data_plane.requests import Hello, checked_request
+from rillflow.data_plane.segments import Files, Memory
+from rillflow.data_plane.session import Kind, Session
+from rillflow.data_plane.store import Store
+from rillflow.data_plane.wire import HEAD_BYTES, Arrays, Message, head_of, message_of, packed
+from rillflow.errors import StreamError
+
+START_S = 20.0
+SLACK_S = 30.0
+"""A server that says nothing for so long after a request's own limit is gone."""
+
+
+class Transport(Protocol):
+    """The way to a plane, for one holder."""
+
+    segments: Files | Memory | None
+    """Where columns are read and written; None where they travel with the requests."""
+
+    def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
+        """The answer to a request that waits for so long at most.
+
+        Raises:
+            StreamError: it cannot be carried out, or nothing answers.
+        """
+
+    def close(self) -> None:
+        """End; what the holder has goes back."""
+
+
+class Socket:
+    """Frames to a server's process.
+
+    Args:
+        where: of a server on this machine the folder, of one elsewhere ``host:port``.
+        token: the secret of the server.
+        name: who asks.
+    """
+
+    def __init__(self, where: Path | str, token: str, name: str) -> None:
+        self.segments: Files | Memory | None = None
+        self._lock = threading.Lock()
+        self._sent, self._received = count(), count()
+        if isinstance(where, Path):
+            self.segments = Files(where / "segments")
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(str(where / "socket"))
+        else:
+            host, _, port = where.rpartition(":")
+            self._socket = socket.create_connection((host, int(port)), timeout=START_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = {"token": token, "name": name, "is_local": self.segments is not None}
+        self.ask(Kind.HELLO, hello, {}, START_S)
+
+    def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
+        """Send a frame, and wait for the one that answers."""
+        with self._lock:
+            try:
+                frame = packed(kind, request, arrays, number=next(self._sent))
+                self._socket.settimeout(wait_s + SLACK_S)
+                self._socket.sendall(frame.front)
+                at = len(frame.front)
+                for place, array in frame.places:
+                    self._socket.sendall(bytes(place - at))
+                    self._socket.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                    at = place + array.nbytes
+                self._socket.sendall(bytes(frame.nbytes - at))
+                head = head_of(self._receive(HEAD_BYTES), number=next(self._received))
+                text = bytes(self._receive(head.body_at - HEAD_BYTES)[: head.json_bytes])
+                answer = message_of(head, text, self._receive(head.body_bytes))
+            except OSError as error:
+                self._socket.close()
+                raise StreamError(
+                    f"the data plane does not answer {kind.name.lower()}", why=str(error)
+                ) from None
+        if answer.kind == Kind.ERROR:
+            raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])
+        return answer
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+    def _receive(self, nbytes: int) -> memoryview:
+        data = memoryview(bytearray(nbytes))
+        at = 0
+        while at < nbytes:
+            got = self._socket.recv_into(data[at:])
+            if not got:
+                raise ConnectionError("the connection ended")
+            at += got
+        return data
+
+
+class InProcess:
+    """A plane in a thread of this process, whose segments are memory without a name; nothing listens.
+
+    Args:
+        capacity_bytes: of all columns together.
+    """
+
+    def __init__(self, *, capacity_bytes: int) -> None:
+        self.plane = Plane(Store(Memory(), capacity_bytes=capacity_bytes))
+        """The streams; the thread's alone to change."""
+        self.loop = asyncio.new_event_loop()
+        """What runs in the thread."""
+        self._numbers = count()
+        self._thread = threading.Thread(target=self._run, name="data plane", daemon=True)
+        self._thread.start()
+
+    def holder(self, name: str) -> str:
+        """A name that nobody else has."""
+        checked_request(Hello, {"token": "", "name": name})
+        return f"{name}#{next(self._numbers)}"
+
+    def close(self) -> None:
+        """End; whoever waits is told."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        expiring = self.loop.create_task(self.plane.expire())
+        self.loop.run_forever()
+        left = asyncio.all_tasks(self.loop) | {expiring}
+        for task in left:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self.loop.close()
+
+
+class Direct:
+    """A session of a plane in this process; the calling thread waits for the plane's.
+
+    Args:
+        home: the plane.
+        name: who asks.
+    """
+
+    def __init__(self, home: InProcess, name: str) -> None:
+        self.segments: Files | Memory | None = home.plane.store.segments
+        self._loop = home.loop
+        self._session = Session(home.plane, home.holder(name), is_local=True)
+
+    def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
+        """Have the plane's thread answer; what it keeps is not handed out."""
+        asked = self._session.answer(Message(kind=kind, says=dict(request), arrays=arrays))
+        ended = StreamError(
+            f"the data plane does not answer {kind.name.lower()}", why="its thread has ended, or hangs"
+        )
+        try:
+            found = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        except RuntimeError:
+            asked.close()
+            raise ended from None
+        try:
+            answer = found.result(wait_s + SLACK_S)
+        except (CancelledError, TimeoutError):
+            found.cancel()
+            raise ended from None
+        return replace(answer, arrays={name: array.copy() for name, array in answer.arrays.items()})
+
+    def close(self) -> None:
+        """The holder is gone."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._session.end)
