@@ -37,11 +37,10 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.planning import state_problem
 from rillflow.assembly.recipe import load_recipe
-from rillflow.assembly.simulated import simulate_as_run
+from rillflow.assembly.simulated import endless, simulate_as_run
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.handle import Handle
 from rillflow.observe.reader import SpanRecord, read_evaluations, read_metrics, read_spans
-from rillflow.planner.hardware import read_hardware
 from rillflow.planner.workload import Lengths
 from rillflow.records.batch import Batch
 from rillflow.rollout.config import SamplingConfig
@@ -67,21 +66,6 @@ LADDER = {
     "4 ahead, by parts": (PARTS, "algorithm.freshness=4"),
 }
 """The settings of each rung; sampler, scores and trainer have a pool each."""
-CLUSTER = {
-    "name": "pools that sleep",
-    "fleet": [{"name": "cores", "device": "sleeper", "devices": 3, "per_machine": 3}],
-    "device": {
-        "sleeper": {
-            "memory": "1 TiB",
-            "memory_bandwidth": "1000 TB/s",
-            "inside": "1000 TB/s",
-            "host": "1000 TB/s",
-            "flops": {"float32": "1000000 TFLOP/s"},
-        }
-    },
-    "factors": {"decode_launch_s": "1 ms", "decode_row_s": "0 s"},
-}
-"""What the ladder is simulated on: a token takes a millisecond whatever runs beside it; all else is given."""
 DRY_STEPS, COUNTED = 8, 5
 """Steps of the run that does not sleep; steps of a rung that are measured, once it is under way."""
 SLEEPING = """
@@ -246,8 +230,11 @@ def overheads(recipe: Path, folder: Path, *settings: str) -> dict[str, float]:
 def simulated_seconds(recipe: Path, beside: Mapping[str, float], steps: int, *settings: str) -> list[float]:
     """Seconds of a rung's steps as the simulator has them: the stages' sleep, and what is beside it."""
     loaded = load_recipe(recipe, settings, [ALGORITHM])
-    cluster = CLUSTER | {"factors": {**CLUSTER["factors"], "step_s": f"{max(beside[''], 0.0)} s"}}
-    problem = state_problem(loaded, read_hardware(cluster, "the ladder")).problem
+    paced = {
+        "decode_launch_s": 1e-3,
+        "decode_row_s": 0.0,
+    }  # a token takes a millisecond, whatever runs beside
+    problem = state_problem(loaded, endless(3, step_s=max(beside[""], 0.0), **paced)).problem
     rows = row_milliseconds()
     lengths = Lengths(kind="measured", limit=max(rows), values=tuple(sorted(rows)), in_order=tuple(rows))
     problem = replace(problem, workload=replace(problem.workload, response=lengths))
@@ -283,7 +270,7 @@ def ladder(arguments: argparse.Namespace) -> list[str]:
         first = dict[str, float]()
         for index, (name, settings) in enumerate(LADDER.items()):
             bound = 4 if "4 ahead" in name else int("1 ahead" in name)
-            skipped = 2 + 2 * bound
+            skipped = 2 + 4 * bound
             counted = -(-COUNTED // (bound + 1)) * (bound + 1)
             steps = skipped + counted
             parts = MINIBATCHES if PARTS in settings else 1

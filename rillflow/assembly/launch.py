@@ -10,12 +10,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rillflow.assembly.looks import Report, require_sound
 from rillflow.assembly.planned import keep_plan
 from rillflow.assembly.preflight import NOTHING, Given
-from rillflow.assembly.recipe import Recipe
+from rillflow.assembly.recipe import LoadedRecipe, Recipe
 from rillflow.assembly.resume import (
     MAY_CHANGE,
     after,
@@ -92,10 +93,10 @@ def launch(
                     asked.say = progress.note
                     _train(recipe, base, sound, run, progress, stack, plan, command, asked)
             except Exception:
-                _leave_report(run, progress)
+                _leave_report(run, recipe, base, progress)
                 raise
         try:
-            _write_report(run)
+            _write_report(run, recipe, base)
         except RunDirectoryError as error:  # the run is whole without
             progress.note(f"the run is finished, and its report is not; the same command writes it: {error}")
         summary = summarise(path)
@@ -112,20 +113,23 @@ def _say(summary: Summary, path: Path) -> None:
         Progress.say(render_comparison(compared))
 
 
-def _leave_report(run: RunDirectory, progress: Progress) -> None:
+def _leave_report(run: RunDirectory, recipe: Recipe, base: Path, progress: Progress) -> None:
     """Write what there is to see of a run that an error or the user ended; nothing of it hides why."""
     if not holds_step(run.path):
         return
     try:
-        progress.note(f"what there is so far: {_write_report(run)}")
+        progress.note(f"what there is so far: {_write_report(run, recipe, base)}")
     except Exception as second:  # noqa: BLE001  what ended the run is the first error
         progress.note(f"its report could not be written: {second}")
 
 
-def _write_report(run: RunDirectory) -> Path:
+def _write_report(run: RunDirectory, recipe: Recipe, base: Path) -> Path:
     """Write the summary and the report; where the latter is."""
+    from rillflow.assembly.simulated import foretell
+
     run.write_json(layout.SUMMARY, summarise(run.path).as_json())
-    return write_report(run.path)
+    loaded = LoadedRecipe(recipe=recipe, path=run.path, base=base, given={})
+    return write_report(run.path, partial(foretell, loaded=loaded))
 
 
 def _steps(recipe: Recipe) -> dict[str, int]:

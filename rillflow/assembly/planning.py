@@ -38,7 +38,7 @@ from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Fleet, Hardware, read_hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import Problem, Statement
+from rillflow.planner.problem import ENDPOINTS, Problem, Statement, Work
 from rillflow.planner.request import open_shape
 from rillflow.view.predicted import stage_medians, usual_step_s
 from rillflow.view.run_data import RunData, load
@@ -140,7 +140,8 @@ def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
         )
         for role in roles
     }
-    if placement.samples_apart:
+    works = {ENDPOINTS.get(stage.endpoint) for stage in graph.stages if stage.role == "policy"}
+    if placement.samples_apart and Work.GENERATE in works:
         pool = placement.pool_of(SAMPLER)
         grid = Grid(dp=placement.pools[pool])
         units[SAMPLER] = PlannedUnit(pool=pool, grid=grid, generate_tp=placement.generate_tp)

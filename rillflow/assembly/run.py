@@ -126,7 +126,9 @@ class Run:
 
     def report(self) -> Path:
         """Write ``report.html``; where it is."""
-        return write_report(self.path)
+        from rillflow.assembly.simulated import foretell
+
+        return write_report(self.path, foretell)
 
     def stop(self) -> None:
         """Let the present step end, with a checkpoint, and the run with it; for callbacks and other threads.

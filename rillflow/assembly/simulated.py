@@ -1,22 +1,86 @@
-"""Simulated: a step as a run takes it, its stages' seconds measured or known.
+"""Simulated: steps as a run takes them, their stages' seconds measured or known.
 
-problem, placement ─┐
-seconds of stages ──┴─ k + 1 steps open, parts in order ─ simulate ─> Simulation
+run ─┬─ recipe ─> graph, placement, bound, parts ──────┐
+     ├─ rollouts ─> rows of its steps, in order ───────┼─ simulate ─> Foretold: beside what was measured
+     └─ spans ─> seconds in which ranks worked ────────┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rillflow.assembly.phases import PhasePlan
-from rillflow.assembly.planning import plan_of
-from rillflow.assembly.recipe import Recipe
+from rillflow.algorithms.algorithm import Algorithm
+from rillflow.algorithms.config import OnlineConfig
+from rillflow.assembly.phases import PhasePlan, phase_plans
+from rillflow.assembly.planning import plan_of, recipe_of, shapes_of
+from rillflow.assembly.recipe import LoadedRecipe, Recipe
+from rillflow.errors import PlanError, RillflowError
+from rillflow.observe import layout
+from rillflow.observe.reader import SpanRecord, read_rollouts
 from rillflow.planner.cost_model.given import GivenCosts
+from rillflow.planner.factors import Factors
+from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.problem import Problem
 from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.simulator.result import Simulation
 from rillflow.planner.simulator.simulate import simulate
+from rillflow.planner.workload import Lengths, Workload
+from rillflow.view.foretold import MOST_FORETOLD, Foretold
+from rillflow.view.run_data import RunData
+
+PUBLISHING = ("policy.digest", "policy.send", "sampler.receive", "policy.publish")
+"""The spans of a version on its way; the last is that of the step's own stage."""
+_ENDLESS = 1e18
+"""Bytes, bytes a second and FLOP/s of a device that limits nothing."""
+
+
+def foretell(
+    data: RunData,
+    first: int,
+    last: int,
+    *,
+    loaded: LoadedRecipe | None = None,
+    algorithms: Sequence[Algorithm] = (),
+) -> Foretold | str:
+    """The last of some steps of a run as the simulator has them; or why it cannot.
+
+    Args:
+        data: the run.
+        first, last: the steps, which one phase made.
+        loaded: the run's recipe; read from its directory if None.
+        algorithms: what that may name beside those that are shipped.
+    """
+    try:
+        recipe = recipe_of(data, algorithms) if loaded is None else loaded
+        return _foretold(recipe, data, max(first, last - MOST_FORETOLD + 1), last)
+    except RillflowError as error:
+        return str(error)
+
+
+def _foretold(loaded: LoadedRecipe, data: RunData, first: int, last: int) -> Foretold:
+    from rillflow.assembly.drawing import graphs
+
+    made = next((phase.name for phase in data.phases if phase.first <= first and last <= phase.last), "")
+    phases = {
+        phase.name: (phase, graph)
+        for phase, graph in zip(phase_plans(loaded.recipe), graphs(loaded.recipe), strict=True)
+    }
+    if made not in phases:
+        raise PlanError(f"steps {first} to {last} are of no one phase", why="each has steps of another kind")
+    phase, graph = phases[made]
+    spans = [span for span in data.spans if first <= span.step <= last]
+    problem = Problem(
+        graph=graph,
+        shapes=shapes_of(loaded, graph),
+        workload=_rows(loaded.recipe, phase, data, first, last),
+        hardware=endless(sum(loaded.recipe.placement.pools.values())),
+    )
+    count = last - first + 1
+    before = phase.freshness + 1 if phase.freshness else 0
+    found = simulate_as_run(loaded.recipe, phase, problem, worked_s(spans, count), steps=before + count)
+    return Foretold(first=first, steps_s=found.step_s[before:], simulation=found, before=before)
 
 
 def simulate_as_run(
@@ -31,12 +95,77 @@ def simulate_as_run(
         stages_s: seconds of its stages by name; formulas give what is not among them.
         steps: how many, from the first one on.
     """
-    parts = recipe.rollout.parts
+    parts, placement = recipe.rollout.parts, recipe.placement
     plan = replace(
         plan_of(recipe, problem.graph, problem.hardware.fleets[0]),
         freshness=phase.freshness,
-        streams=recipe.placement.samples_apart and parts > 1 and phase.config.goes_by(parts),
+        streams=placement.samples_apart and parts > 1 and phase.config.goes_by(parts),
     )
     planned = problem.of_plan(plan)
-    costs = GivenCosts(planned, stages_s)
-    return simulate(planned, costs, plan, steps=steps, settings=Settings(parts=parts))
+    functions = {role: placement.pool_of(role) for role in problem.graph.roles if role not in problem.shapes}
+    settings = Settings(parts=parts, functions=functions)
+    return simulate(planned, GivenCosts(planned, stages_s), plan, steps=steps, settings=settings)
+
+
+def worked_s(spans: Sequence[SpanRecord], steps: int) -> dict[str, float]:
+    """Seconds of a step, on average, in which the busiest rank of each stage worked, all parts together.
+
+    Those of publishing are all that a version takes on its way.
+    """
+    worked: dict[tuple[int, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
+        for each in span.ranks:
+            worked[span.step, span.stage][each.rank] += each.duration_s
+        if not span.ranks:
+            worked[span.step, span.stage][0] += span.duration_s
+    found: dict[str, float] = defaultdict(float)
+    for (_, stage), ranks in worked.items():
+        found[PUBLISHING[-1] if stage in PUBLISHING else stage] += max(ranks.values()) / steps
+    return dict(found)
+
+
+def endless(devices: int, **factors: float) -> Hardware:
+    """A machine that limits nothing, for steps whose stages' seconds are known; with some of the factors."""
+    device = Device(
+        name="endless",
+        memory_bytes=_ENDLESS,
+        flops=dict.fromkeys(("float8", "bfloat16", "float32"), _ENDLESS),
+        memory_bandwidth=_ENDLESS,
+        inside_bandwidth=_ENDLESS,
+        host_bandwidth=_ENDLESS,
+    )
+    fleet = Fleet(
+        name="here", device=device, devices=devices, per_machine=devices, between_bandwidth=_ENDLESS
+    )
+    return Hardware(name="here", fleets=(fleet,), factors=Factors(**factors))
+
+
+def _rows(recipe: Recipe, phase: PhasePlan, data: RunData, first: int, last: int) -> Workload:
+    """The rows of some steps: those that were sampled as they were; of others their number alone."""
+    config = phase.config
+    files = layout.rollout_files(data.path)
+    found = [read_rollouts(data.path, step) for step in range(first, last + 1) if step in files]
+    records = [record for step in found for record in step]
+    prompts, responses = [
+        Lengths(
+            kind="measured", limit=max(1, *lengths), values=tuple(sorted(lengths)), in_order=tuple(lengths)
+        )
+        if lengths
+        else Lengths(kind="fixed", limit=1)
+        for lengths in (
+            [len(record.tokens) - len(record.sampled) for record in records],
+            [len(record.sampled) for record in records],
+        )
+    ]
+    samples = config.samples_per_prompt if isinstance(config, OnlineConfig) else 1
+    if any(len(step) != config.prompts_per_step * samples for step in found):
+        responses = replace(responses, in_order=())
+    return Workload(
+        prompts=config.prompts_per_step,
+        samples=samples,
+        prompt=replace(prompts, in_order=()),
+        response=responses,
+        epochs=config.epochs,
+        minibatches=min(config.minibatches, config.prompts_per_step * samples),
+        rows_at_once=recipe.rollout.max_rows,
+    )

@@ -121,16 +121,21 @@ def ask(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> int:
     """``rillflow report``: write the report of a run again."""
+    from functools import partial
+
+    from rillflow.assembly.simulated import foretell
     from rillflow.view.report import write_report
 
-    print(write_report(arguments.run))
+    print(write_report(arguments.run, partial(foretell, algorithms=arguments.algorithms)))
     return DONE
 
 
 def timeline(arguments: argparse.Namespace) -> int:
     """``rillflow timeline``: where the ranks of a run waited, and for whom; the trace of its steps."""
+    from rillflow.assembly.simulated import foretell
     from rillflow.observe.durable import replace
     from rillflow.observe.json_lines import encode
+    from rillflow.view.foretold import foretold_lines
     from rillflow.view.measured import measured, measured_lines, trace_of
     from rillflow.view.predicted import compare, render_comparison
     from rillflow.view.run_data import load
@@ -144,7 +149,8 @@ def timeline(arguments: argparse.Namespace) -> int:
         )
     data = load(arguments.run)
     found = measured(data, *(arguments.steps or ()))
-    print("\n".join(measured_lines(found)))
+    foretold = foretell(data, found.first, found.last, algorithms=arguments.algorithms)
+    print("\n".join([*measured_lines(found), "", *foretold_lines(data, foretold)]))
     compared = compare(data)
     if compared is not None:
         print(f"\n{render_comparison(compared)}")

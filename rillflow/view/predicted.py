@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from rillflow.observe import layout
 from rillflow.planner.plan import open_plan
@@ -94,12 +94,21 @@ def stage_medians(data: RunData, first: int, last: int) -> Mapping[str, float]:
 
 def usual_step_s(data: RunData, first: int, last: int) -> float:
     """Seconds of a usual step, the median of steps ``first`` to ``last``; 0 where none was recorded."""
-    taken = []
-    for record in data.steps:
-        one = record.metrics.get("run/step_seconds/mean")
-        if isinstance(one, Mean) and one.count and first <= record.step <= last:
-            taken.append(one.total / one.count)
+    taken = _steps_s(data, first, last)
     return median(taken) if taken else 0.0
+
+
+def mean_step_s(data: RunData, first: int, last: int) -> float:
+    """Seconds of a step, the mean of steps ``first`` to ``last``; 0 where none was recorded."""
+    taken = _steps_s(data, first, last)
+    return fmean(taken) if taken else 0.0
+
+
+def _steps_s(data: RunData, first: int, last: int) -> list[float]:
+    found = [
+        record.metrics.get("run/step_seconds/mean") for record in data.steps if first <= record.step <= last
+    ]
+    return [one.total / one.count for one in found if isinstance(one, Mean) and one.count]
 
 
 def render_comparison(found: Comparison) -> str:

@@ -20,6 +20,7 @@ from rillflow.observe.json_lines import JSON
 from rillflow.observe.reader import EvaluationRecord
 from rillflow.observe.wording import duration
 from rillflow.view import curves
+from rillflow.view.foretold import Foretell, bars_beside, foretold_lines
 from rillflow.view.histograms import histogram_cards
 from rillflow.view.html import Html, cut, el, table
 from rillflow.view.measured import last_steps, measured_bars, rank_rows
@@ -33,25 +34,29 @@ from rillflow.view.summary import Summary, summary_of, verdict
 from rillflow.view.timeline import SHOWN_STEPS, draw_timeline
 
 
-def write_report(run: Path) -> Path:
+def write_report(run: Path, foretell: Foretell | None = None) -> Path:
     """Write report.html into a run directory, finished or not, and return its path.
+
+    Args:
+        run: the directory.
+        foretell: simulates steps of it; None: measured ones stand alone.
 
     Raises:
         RunDirectoryError: it is not a run directory, one of its files is damaged, or it cannot be written.
     """
     file = run / layout.REPORT
-    durable.replace(file, [render(load(run)).encode("utf-8", "replace")])
+    durable.replace(file, [render(load(run), foretell).encode("utf-8", "replace")])
     return file
 
 
-def render(data: RunData) -> str:
+def render(data: RunData, foretell: Foretell | None = None) -> str:
     """The whole page."""
     read = read_samples(data.path)
     shown = [*curves.cards(data), *histogram_cards(data)]
     body = [
         _hero(data, summary_of(data)),
         *section("Curves", [el("div", shown, class_="grid-cards")] if data.steps else []),
-        *section("Where the time went", _times(data) if data.spans else []),
+        *section("Where the time went", _times(data, foretell) if data.spans else []),
         *section("What the reward said", draw_outcomes(data)),
         *section("Then and now", draw_comparison(read)),
         *section("Samples", [shade_key(), el("div", draw_groups(read), class_="pair")] if read else []),
@@ -64,13 +69,16 @@ def render(data: RunData) -> str:
     return page(data.path.resolve().name, body)
 
 
-def _times(data: RunData) -> list[Html]:
-    """Where it went by phase, and the last steps rank by rank."""
+def _times(data: RunData, foretell: Foretell | None) -> list[Html]:
+    """Where it went by phase, and the last steps rank by rank, measured and foretold."""
     found = last_steps(data, SHOWN_STEPS)
+    foretold = None if foretell is None else foretell(data, found.first, found.last)
     title = el("h3", f"{found.steps.capitalize()}, rank by rank")
-    drawn = el(
-        "section", title, draw_timeline(measured_bars(found)), table(rank_rows(found)), class_="card wide"
+    bars = measured_bars(found) if foretold is None else bars_beside(found, foretold)
+    told = (
+        [] if foretold is None else [el("p", line, class_="hint") for line in foretold_lines(data, foretold)]
     )
+    drawn = el("section", title, draw_timeline(bars), told, table(rank_rows(found)), class_="card wide")
     return [el("div", [*draw_comparison_card(data), *draw_stages(data), drawn], class_="stack")]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from rillflow.errors import PlanError
@@ -44,6 +44,8 @@ class Settings:
     parts: int = 0
     """In how many parts a step's rows are handed on, in order, every step sampled by one version, as runs do;
     0: by groups as they end, where the plan lets rows flow."""
+    functions: Mapping[str, str] = field(default_factory=dict)
+    """By role that is a function, the pool whose ranks compute it; others run beside all devices."""
     straggler_share: float = 0.0
     """The share of devices that are slow; which ones follows from the seed."""
     straggler_factor: float = 1.0
@@ -179,7 +181,8 @@ class Layout:
 
     def pool_of(self, stage: int) -> str:
         """Whose devices a stage holds; of one beside them a name of its own, which no pool has."""
-        return self.evaluation.timings[stage].pool or f"beside: {stage}"
+        role = self.problem.graph.stages[stage].role
+        return self.evaluation.timings[stage].pool or self.settings.functions.get(role, f"beside: {stage}")
 
     def decoder(self, stage: int) -> Decoder:
         """The replicas of a stage that generates."""
