@@ -30,7 +30,8 @@ from rillflow.assembly.planning import shape_of_new, this_machine
 from rillflow.graph.graph import Graph, Stage
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
-from rillflow.parallel.packed import attended_tokens, pack
+from rillflow.parallel.buckets import attended_tokens
+from rillflow.parallel.packed import pack
 from rillflow.planner.calibration import Calibration, Observation, calibrate
 from rillflow.planner.grid import Grid
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit

@@ -1,4 +1,4 @@
-"""Draw the graphs of docs/algorithms and of the planner anew; ``make docs`` runs this.
+"""Draw the graphs of docs/algorithms and of the planner anew, by today's roles; ``make docs`` runs this.
 
 page ─ `rillflow graph RECIPE ...` draws it: ─> the command ─> the mermaid block below
 """
@@ -10,11 +10,15 @@ import json
 import re
 import shlex
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 
+from rillflow.assembly.drawing import ENDPOINTS, signatures_of
+from rillflow.assembly.role_table import ROLES
 from rillflow.cli.main import main
 
 PAGES = Path(__file__).parent / "algorithms"
+GRAPHS = PAGES.parents[1] / "rillflow/planner/graphs.json"
 BLOCK = re.compile(r"^`rillflow ([^`]+)` draws it:\n\n```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -45,13 +49,21 @@ def graphs_of_recipes() -> dict[str, object]:
     return found
 
 
-def write_graphs() -> None:
-    """Those, as the planner's data."""
-    text = json.dumps(graphs_of_recipes(), separators=(",", ":"))
-    (PAGES.parents[1] / "rillflow/planner/graphs.json").write_text(text + "\n", "utf-8")
+def endpoints_of_roles() -> dict[str, object]:
+    """The endpoints of every shipped role, by the factory that makes it."""
+    kinds = [kind for row in ROLES.values() for kind in (row, row.of_model) if kind is not None]
+    marked = {str(kind.factory): signatures_of(str(kind.factory), kind) for kind in kinds}
+    return {role: {name: asdict(each) for name, each in own.items()} for role, own in marked.items()}
+
+
+def as_file(found: dict[str, object]) -> str:
+    """The text of a file that holds it, a key a line."""
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":
+    ENDPOINTS.write_text(as_file(endpoints_of_roles()), "utf-8")
     for path in sorted(PAGES.glob("*.md")):
         path.write_text(redrawn(path.read_text("utf-8")), "utf-8")
-    write_graphs()
+    GRAPHS.write_text(as_file(graphs_of_recipes()), "utf-8")

@@ -1,25 +1,30 @@
 """Drawing: the graphs of a recipe's phases, from the algorithms' own text.
 
-recipe ─> phases ─ step on symbols, with the endpoints of the real roles ─> Graph
+recipe ─> phases ─ step on symbols, with the endpoints of its roles ─> Graph
+
+Shipped roles' endpoints are read from ``endpoints.json``, which docs/draw_graphs.py writes from the roles
+themselves: so a graph waits neither for torch nor for models. Those of a role that is brought its class says.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.phases import phase_plans
 from rillflow.assembly.recipe import Recipe
-from rillflow.assembly.role_factories import role_class
-from rillflow.assembly.role_table import table_of
+from rillflow.assembly.role_table import RoleKind, table_of
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.graph import Graph
 from rillflow.graph.trace import Signature, Symbol, Tracer, trace
-from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.transfer import TRAIN
 
+ENDPOINTS = Path(__file__).parent / "endpoints.json"
+"""The signatures of every shipped role's endpoints, by the factory that makes the role."""
 DATA_FIELDS = {
     Data.PROMPTS: ("tokens", "columns"),
     Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
@@ -65,9 +70,25 @@ def unpublished(graph: Graph) -> str:
 
 def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
     """The endpoints of every role a recipe may have."""
-    found: dict[str, dict[str, Signature]] = {}
+    shipped, found = json.loads(ENDPOINTS.read_bytes()), dict[str, dict[str, Signature]]()
     for name, kind in table_of(recipe).items():
-        endpoints = endpoints_of(role_class(name, kind))
-        own = {each: marked.signature for each, marked in endpoints.items()}
+        marked = shipped.get(str(kind.factory))
+        own = {each: _signature(**marked[each]) for each in marked} if marked else signatures_of(name, kind)
         found.setdefault("policy" if name == SAMPLER else name, {}).update(own)
     return found
+
+
+def signatures_of(role: str, kind: RoleKind) -> dict[str, Signature]:
+    """The endpoints of a role, as its class marks them; this loads torch.
+
+    Raises:
+        ConfigError: the class that an algorithm brings has no endpoint.
+    """
+    from rillflow.assembly.role_factories import role_class
+    from rillflow.workers.endpoint import endpoints_of
+
+    return {name: marked.signature for name, marked in endpoints_of(role_class(role, kind)).items()}
+
+
+def _signature(transfer: str, **fields: list[str]) -> Signature:
+    return Signature(transfer=transfer, **{name: tuple(some) for name, some in fields.items()})

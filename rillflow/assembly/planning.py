@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.assembly.drawing import graphs
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.planned import grid_of
 from rillflow.assembly.preflight import model_source, scorer_sources
@@ -75,8 +76,6 @@ def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | Non
         PlanError: a model without the needed sizes, or a run that measured nothing.
         ModelError: a model that is not there.
     """
-    from rillflow.assembly.drawing import graphs
-
     recipe = loaded.recipe
     problem = _problem(loaded, phase_plans(recipe)[-1], graphs(recipe)[-1], hardware, measured)
     assumptions = _assumptions(problem, characters_per_token(recipe) if measured is None else 1)
@@ -218,8 +217,6 @@ def observe(
         RunDirectoryError: it is no run directory.
         PlanError: it made too few steps, or ran on something unknown.
     """
-    from rillflow.assembly.drawing import graphs
-
     data = load(run)
     loaded = recipe_of(data, algorithms)
     recipe = loaded.recipe

@@ -23,6 +23,7 @@ from rillflow.assembly.recipe import LoadedRecipe, Recipe
 from rillflow.errors import PlanError
 from rillflow.observe import layout
 from rillflow.observe.reader import read_rollouts, read_spans, require_run
+from rillflow.parallel.buckets import attended_tokens
 from rillflow.planner.workload import Lengths, Packing, Workload
 from rillflow.tasks.example import Example
 from rillflow.tasks.preference import Preference
@@ -143,8 +144,6 @@ def _packing(
 
     Nothing reads a row's last token.
     """
-    from rillflow.parallel.packed import attended_tokens
-
     whole = [[texts(step[place::minibatches]) for place in range(minibatches)] for step in steps]
     read = [[[row[:-1] for row in part] for part in step] for step in whole]
     tokens = sum(len(row) for step in whole for part in step for row in part)

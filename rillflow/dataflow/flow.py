@@ -28,7 +28,6 @@ from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import Handle
 from rillflow.graph.loss import laid_flat
 from rillflow.records.metrics import Mean, Metric, Sum
-from rillflow.workers.pending import wait_for
 
 REFILLED = f"{CONTROLLER}.refill"
 """The stage that lays the rows of several rounds end to end."""
@@ -218,6 +217,8 @@ class Flow:
 
     def _groups(self, kept: Sequence[Any], samples: int) -> int:
         """The groups that a round kept."""
+        from rillflow.workers.pending import wait_for
+
         supply = self.journal.supply
         assert supply is not None
         wait_for([entry.result for entry in self.journal.stages], supply.deadline_s)

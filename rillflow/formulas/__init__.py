@@ -5,8 +5,8 @@
     logits [N, V] ──> log probabilities [N] ──> log ratios [N] ──> token losses [N] ──> (sum, denominator)
 
 T are the tokens of all rows laid end to end, N their loss tokens alone; nothing is padded. Names are
-loaded at their first use, so an algorithm file can say ``formulas.group_advantages`` without waiting for
-torch.
+loaded at their first use, and torch where one computes: a step that says ``formulas.group_advantages`` is
+read and traced without waiting for torch.
 """
 
 from __future__ import annotations

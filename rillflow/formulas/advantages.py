@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from rillflow.errors import FormulaError, nearest
 from rillflow.formulas.shapes import aligned, same_length
-from rillflow.records.batch import Batch
-from rillflow.records.ragged import Ragged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rillflow.records.batch import Batch
+    from rillflow.records.ragged import Ragged
 
 EPSILON = 1e-6
 """Added to a deviation before it divides."""
@@ -68,7 +69,7 @@ def penalised_group_advantages(
     if scale == "off":
         return found.rewards
     deviation = _deviation(_centred(rewards, groups, valid))
-    return found.rewards / torch.where(deviation > 0, deviation + EPSILON, 1)
+    return found.rewards / (deviation + EPSILON).where(deviation > 0, 1)
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
@@ -126,6 +127,8 @@ def over_greedy(rewards: Tensor, valid: Tensor, ids: Tensor, *, greedy: Batch) -
     Raises:
         FormulaError: a prompt has not exactly one greedy answer.
     """
+    import torch
+
     prompts = torch.cat([greedy.ids[:, :2], ids[:, :2]])
     names, number = torch.unique(prompts, dim=0, return_inverse=True)
     answer, asked = number[: len(greedy)], number[len(greedy) :]
@@ -155,9 +158,9 @@ def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
         FormulaError: shapes differ.
     """
     same_length("varied_groups", rewards=rewards, valid=valid, groups=groups)
-    names, group = torch.unique(groups, return_inverse=True)
-    most = rewards.new_full((len(names),), -torch.inf)
-    most = most.scatter_reduce(0, group, rewards.masked_fill(~valid, -torch.inf), "amax")
+    names, group = groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    most = rewards.new_full((len(names),), -math.inf)
+    most = most.scatter_reduce(0, group, rewards.masked_fill(~valid, -math.inf), "amax")
     return (most > _least(rewards, valid, group, len(names)))[group]
 
 
@@ -177,6 +180,8 @@ def lagrangian_advantages(
         FormulaError: one is of rows and the other of tokens, shapes differ, or lambda is negative or not
             finite.
     """
+    from rillflow.records.ragged import Ragged
+
     if not 0 <= multiplier < math.inf:
         raise FormulaError(
             f"lagrangian_advantages: multiplier is {multiplier}", why="a price is finite and not negative"
@@ -211,7 +216,7 @@ class _Centred:
 
 def _centred(rewards: Tensor, groups: Tensor, valid: Tensor) -> _Centred:
     """Measured from the least of their group, equal rewards are exactly 0 whatever their mean rounds to."""
-    names, group = torch.unique(groups, return_inverse=True)
+    names, group = groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     zeros = rewards.new_zeros(len(names))
     size = zeros.index_add(0, group, valid.to(rewards.dtype)).clamp_min(1)
     rise = (rewards - _least(rewards, valid, group, len(names))[group]).masked_fill(~valid, 0)
@@ -221,11 +226,11 @@ def _centred(rewards: Tensor, groups: Tensor, valid: Tensor) -> _Centred:
 
 def _deviation(found: _Centred) -> Tensor:
     """[B] the deviation, that of a sample, of each row's group."""
-    squares = torch.zeros_like(found.size).index_add(0, found.group, found.rewards.square())
+    squares = found.size.new_zeros(found.size.shape).index_add(0, found.group, found.rewards.square())
     return (squares / (found.size - 1).clamp_min(1)).sqrt()[found.group]
 
 
 def _least(rewards: Tensor, valid: Tensor, group: Tensor, num_groups: int) -> Tensor:
     """[G] the smallest reward of each group's scored rows; infinity where there is none."""
-    highest = rewards.new_full((num_groups,), torch.inf)
-    return highest.scatter_reduce(0, group, rewards.masked_fill(~valid, torch.inf), "amin")
+    highest = rewards.new_full((num_groups,), math.inf)
+    return highest.scatter_reduce(0, group, rewards.masked_fill(~valid, math.inf), "amin")

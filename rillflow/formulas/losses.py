@@ -21,19 +21,18 @@ r = pi / old the probability ratio, A the advantage, sg[] no gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
-
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING, Literal
 
 from rillflow.errors import FormulaError, nearest
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.ratios import LARGEST_LOG_RATIO, correction_weights, held, sequence_log_ratio
 from rillflow.formulas.shapes import same_length
-from rillflow.records.ragged import Ragged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +78,8 @@ def policy_loss(
         versions_behind: [N] how old tokens are, where one may be; log old - log mu is then shown by token.
         is_kept: [N] bool, the tokens that m2po keeps of the minibatch; None: all.
     """
+    from rillflow.records.ragged import Ragged
+
     log_ratio, mismatch = logprobs - old_logprobs, sampler_logprobs - old_logprobs
     if config.ratio == "sequence":
         log_ratio = sequence_log_ratio(Ragged(values=log_ratio, lengths=row_lengths))
@@ -148,10 +149,10 @@ def clipped_policy_loss(
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     if surrogate == "weight":
         return -bounded.detach() * advantages * log_ratio
-    objective = torch.minimum(ratio * advantages, bounded * advantages)
+    objective = (ratio * advantages).minimum(bounded * advantages)
     if dual_clip:
-        floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
-        objective = torch.maximum(objective, floor)
+        floor = (dual_clip * advantages).where(advantages < 0, -math.inf)
+        objective = objective.maximum(floor)
     return -objective
 
 
@@ -190,7 +191,7 @@ def value_loss(
     losses = (values - returns).square()
     if clip:
         bounded = old + (values - old).clamp(-clip, clip)
-        losses = torch.maximum(losses, (bounded - returns).square())
+        losses = losses.maximum((bounded - returns).square())
     losses, errors = losses / 2, (values.detach() - returns).square()
     means = {
         "critic/value/mean": values.detach(),
@@ -215,6 +216,8 @@ def preference_loss(chosen: Tensor, rejected: Tensor) -> TokenLosses:
     Raises:
         FormulaError: shapes differ.
     """
+    from torch.nn.functional import logsigmoid
+
     same_length("preference_loss", chosen=chosen, rejected=rejected)
     margin = chosen - rejected
     means = {"preference/accuracy/mean": chosen > rejected, "preference/margin/mean": margin.detach()}
@@ -270,7 +273,7 @@ def divergence(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tenso
             return log_ratio.square() / 2
         case "k3":
             held = log_ratio.clamp_min(-LARGEST_LOG_RATIO)
-            return torch.expm1(-held) + held
+            return (-held).expm1() + held
         case _:
             raise FormulaError(
                 f"divergence: estimator is {estimator!r}", fix=nearest(estimator, ("k1", "k2", "k3"))

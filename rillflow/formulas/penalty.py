@@ -15,16 +15,16 @@ Legend: B rows, T tokens.
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.losses import divergence
 from rillflow.formulas.shapes import aligned, same_length
-from rillflow.records.ragged import Ragged
-from rillflow.records.rollout import Finish
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rillflow.records.ragged import Ragged
 
 
 def penalised_rewards(
@@ -71,7 +71,7 @@ def token_rewards(rewards: Tensor, loss_mask: Ragged) -> Ragged:
     aligned("token_rewards", loss_mask=loss_mask, rewards=rewards)
     places = loss_mask.values.nonzero().squeeze(1)
     rows = loss_mask.row_of[places]
-    last = torch.diff(rows, append=rows.new_full((1,), -1)) != 0
+    last = rows.diff(append=rows.new_full((1,), -1)) != 0
     paid = rewards.new_zeros(loss_mask.values.shape)
     paid[places[last]] = rewards[rows[last]]
     return loss_mask.with_values(paid)
@@ -133,10 +133,8 @@ def penalised_token_rewards(
         FormulaError: rows differ in length, or the estimator is unknown.
     """
     earned = token_rewards(rewards, loss_mask)
-    spent = _divergences(
-        "penalised_token_rewards", sampler_logprobs, reference_logprobs, loss_mask, estimator
-    )
-    return earned.with_values(earned.values - share * weight * spent.values.to(rewards.dtype))
+    paid = _divergences("penalised_token_rewards", sampler_logprobs, reference_logprobs, loss_mask, estimator)
+    return earned.with_values(earned.values - share * weight * paid.values.to(rewards.dtype))
 
 
 def penalised_token_costs(
@@ -201,7 +199,7 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int | Tensor, buffer: int) 
         FormulaError: the buffer is not between 1 and ``max_tokens``.
     """
     least = max_tokens
-    if isinstance(max_tokens, Tensor):
+    if not isinstance(max_tokens, int):
         least = int(max_tokens.min()) if len(max_tokens) else buffer
     if not 1 <= buffer <= least:
         raise FormulaError(
@@ -237,6 +235,8 @@ def ended(finish: Tensor) -> Tensor:
     Args:
         finish: [B] why each row ended (``records.rollout.Finish``).
     """
+    from rillflow.records.rollout import Finish
+
     return finish != Finish.LENGTH
 
 

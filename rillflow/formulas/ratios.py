@@ -23,11 +23,14 @@ Legend: N loss tokens of one micro-batch, B its rows, A the advantage.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.records.ragged import Ragged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rillflow.records.ragged import Ragged
 
 LARGEST_LOG_RATIO = 20.0
 """Nats beyond which a log ratio is held before its exponential, which overflows float32 above 88."""
@@ -103,7 +106,7 @@ def m2po_limit(log_weights: Tensor, *, bound: float) -> float:
         bound: what the mean of the squares is to stay below.
     """
     squares = log_weights.double().square().sort().values
-    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    means = squares.cumsum(0) / squares.new_ones(squares.shape).cumsum(0)
     over = (means >= bound).nonzero()
     return float(squares[over[0]]) if len(over) else float("inf")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rillflow.errors import FormulaError
-from rillflow.records.ragged import Ragged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rillflow.records.ragged import Ragged
 
 
 def same_length(formula: str, **tensors: Tensor) -> None:
@@ -31,14 +34,14 @@ def aligned(formula: str, **fields: Tensor | Ragged) -> None:
     Raises:
         FormulaError: it names the formula, the field and the first row that differs.
     """
-    same_length(
-        formula,
-        **{name: field.lengths if isinstance(field, Ragged) else field for name, field in fields.items()},
-    )
+    from rillflow.records.ragged import Ragged
+
     ragged = {name: field.lengths for name, field in fields.items() if isinstance(field, Ragged)}
+    flat: dict[str, Any] = {**fields, **ragged}
+    same_length(formula, **flat)
     first, expected = next(iter(ragged.items()))
     for name, lengths in ragged.items():
-        if not torch.equal(lengths, expected):
+        if not lengths.equal(expected):
             row = int((lengths != expected).nonzero()[0])
             raise FormulaError(
                 f"{formula}: row {row} has {int(lengths[row])} entries of {name} "

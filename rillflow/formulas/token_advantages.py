@@ -15,14 +15,18 @@ Legend: B rows, T tokens, N loss tokens of scored rows, L the most of them in on
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.advantages import EPSILON
 from rillflow.formulas.penalty import ended
 from rillflow.formulas.penalty import token_rewards as at_the_last
 from rillflow.formulas.shapes import aligned
-from rillflow.records.ragged import Ragged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rillflow.records.ragged import Ragged
 
 
 def gae(
@@ -183,6 +187,8 @@ def _counted(loss_mask: Ragged, valid: Tensor) -> Ragged:
 
 def _chosen(field: Ragged, counted: Ragged) -> Ragged:
     """The counted tokens' entries alone."""
+    from rillflow.records.ragged import Ragged
+
     return Ragged(values=field.values[counted.values], lengths=counted.sums())
 
 

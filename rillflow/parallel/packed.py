@@ -19,9 +19,9 @@ Legend: B rows, T tokens of all rows, U packed tokens, N loss tokens, L longest 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,13 +30,9 @@ from torch.nn.functional import pad
 
 from rillflow.errors import TrainingError
 from rillflow.models.attention import causal
+from rillflow.parallel.buckets import bucket_bounds
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
-
-_FILL = 0.75
-"""A row joins a bucket when it is at least this share of the bucket's longest row."""
-_SHORT = 32
-"""A bucket whose longest row is this short takes all the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,14 +92,15 @@ class PackedAttention:
         self._buckets: list[_Bucket] = []
         home = torch.empty_like(rows.tokens)
         size = 0
-        for members in _like_length(rows.places.lengths):
-            bucket = rows.places.select(members)
+        order = torch.argsort(rows.places.lengths, descending=True, stable=True)
+        for start, end in pairwise(bucket_bounds(rows.places.lengths[order].tolist())):
+            bucket = rows.places.select(order[start:end])
             longest = int(bucket.lengths.max())
             places = size + bucket.row_of * longest + bucket.positions
             home[bucket.values] = places  # any row's copy of a packed token has the same result
             index = bucket.padded(0)
             pick = _Pick.of(index.flatten(), real=places - size, sources=len(rows.tokens), device=device)
-            self._buckets.append(_Bucket(pick=pick, rows=len(members), longest=longest))
+            self._buckets.append(_Bucket(pick=pick, rows=end - start, longest=longest))
             size += index.numel()
         self._home = _Pick.of(home, real=torch.arange(len(home)), sources=size, device=device)
 
@@ -111,9 +108,7 @@ class PackedAttention:
         """The plan with packed tokens that no row sees, up to ``size``; what it gives those is any row's."""
         found = copy(self)
         found.layers = set()
-        found._buckets = [
-            replace(bucket, pick=bucket.pick.with_more(sources=size)) for bucket in self._buckets
-        ]
+        found._buckets = [replace(one, pick=one.pick.with_more(sources=size)) for one in self._buckets]
         found._home = self._home.with_more(results=size)
         return found
 
@@ -129,24 +124,6 @@ class PackedAttention:
             found.append(seen.transpose(1, 2).flatten(0, 1).flatten(1))
         everything = found[0] if len(found) == 1 else torch.cat(found)
         return _gather(everything, self._home).view(1, query.shape[2], query.shape[1], -1)
-
-
-def attended_tokens(lengths: Sequence[int]) -> int:
-    """Tokens that attention over rows of these lengths computes, those that fill rows up included."""
-    known = torch.tensor(lengths, dtype=torch.int64)
-    return sum(len(members) * int(known[members].max()) for members in _like_length(known))
-
-
-def _like_length(lengths: Tensor) -> list[Tensor]:
-    """Indices of the rows that are not empty, cut where lengths fall by a quarter: little padding."""
-    order = torch.argsort(lengths, descending=True, stable=True)
-    cuts, bound = [0], 0.0
-    for place, length in enumerate(lengths[order].tolist()):
-        if place == 0 or length < bound:
-            cuts += [place] if place else []
-            bound = length * _FILL if length > _SHORT else 0.0
-    filled = int((lengths > 0).sum())
-    return [order[a:b] for a, b in zip(cuts, [*cuts[1:], filled], strict=True) if b > a]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,11 +188,8 @@ def lay_out(part: Batch, device: torch.device, *, back: int) -> Reading:
 
 def empty_reading(device: torch.device) -> Reading:
     """A pass over one token of no row, for a rank that has none while others have."""
-    rows = Ragged.from_rows([[0]])
-    part = Batch(
-        ids=torch.zeros(1, 3, dtype=torch.int64),
-        fields={"tokens": rows, "loss_mask": rows.with_values(torch.ones(1, dtype=torch.bool))},
-    )
+    rows, mask = Ragged.from_rows([[0]]), Ragged.from_rows([[1]], torch.bool)
+    part = Batch(ids=torch.zeros(1, 3, dtype=torch.int64), fields={"tokens": rows, "loss_mask": mask})
     return lay_out(part, device, back=0)
 
 
@@ -260,10 +234,8 @@ class _Pick:
     def with_more(self, *, sources: int = 0, results: int = 0) -> _Pick:
         """The pick with sources that nobody chooses, and results that are padding, up to so many."""
         unchosen = self.offsets.new_full((max(0, sources - len(self.offsets)),), len(self.order))
-        padding = self.index.new_zeros(max(0, results - len(self.index)))
-        return replace(
-            self, index=torch.cat([self.index, padding]), offsets=torch.cat([self.offsets, unchosen])
-        )
+        more = self.index.new_zeros(max(0, results - len(self.index)))
+        return replace(self, index=torch.cat([self.index, more]), offsets=torch.cat([self.offsets, unchosen]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -295,7 +267,5 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         pick: _Pick = ctx.pick
-        summed = torch.nn.functional.embedding_bag(
-            pick.order, gradients[0].contiguous(), pick.offsets, mode="sum"
-        )
-        return summed, None
+        given = gradients[0].contiguous()
+        return nn.functional.embedding_bag(pick.order, given, pick.offsets, mode="sum"), None

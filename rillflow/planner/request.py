@@ -107,11 +107,8 @@ def graph_of(algorithm: str) -> Graph:
     """
     known = json.loads(_GRAPHS.read_text("utf-8"))
     if algorithm not in known:
-        raise PlanError(
-            f"--algorithm is {algorithm!r}",
-            why=f"shipped are {', '.join(known)}",
-            fix=nearest(algorithm, known),
-        )
+        why = f"shipped are {', '.join(known)}"
+        raise PlanError(f"--algorithm is {algorithm!r}", why=why, fix=nearest(algorithm, known))
     stages = tuple(
         Stage(index=index, role=role, endpoint=endpoint, reads=(), writes=())
         for index, (role, endpoint) in enumerate(known[algorithm]["stages"])

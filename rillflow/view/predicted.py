@@ -105,9 +105,7 @@ def mean_step_s(data: RunData, first: int, last: int) -> float:
 
 
 def _steps_s(data: RunData, first: int, last: int) -> list[float]:
-    found = [
-        record.metrics.get("run/step_seconds/mean") for record in data.steps if first <= record.step <= last
-    ]
+    found = [one.metrics.get("run/step_seconds/mean") for one in data.steps if first <= one.step <= last]
     return [one.total / one.count for one in found if isinstance(one, Mean) and one.count]
 
 

@@ -48,7 +48,7 @@ PLANNER = [
     "rillflow/cli/planning.py",
 ]
 """What plans, with what feeds and shows it."""
-PLANNER_LINES = 5_171
+PLANNER_LINES = 5_165
 """Code lines of it at most; lowered whenever something goes."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 _NO_CODE = (

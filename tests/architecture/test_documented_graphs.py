@@ -1,8 +1,9 @@
-"""Every algorithm's page shows the graph of its step as the command above it draws it."""
+"""Every algorithm's page shows the graph of its step as its command draws it; so do the data of plans."""
 
 from __future__ import annotations
 
 import importlib.util
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +32,23 @@ def test_a_page_shows_the_graph_of_today(
     page = (PAGES / f"{name}.md").read_text("utf-8")
     assert script.BLOCK.search(page), f"docs/algorithms/{name}.md shows no graph"
     assert page == script.redrawn(page), "make docs draws it anew"
+
+
+def test_the_data_of_plans_are_those_of_today(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are traced by the endpoints of the first file; short forms have graphs of the second."""
+    monkeypatch.chdir(ROOT)
+    for file, today in (
+        (script.ENDPOINTS, script.endpoints_of_roles()),
+        (script.GRAPHS, script.graphs_of_recipes()),
+    ):
+        assert file.read_text("utf-8") == script.as_file(today), f"make docs writes {file.name} anew"
+
+
+def test_what_is_read_beside_the_code_is_installed_with_it() -> None:
+    packed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-data"]
+    named = {file for pattern in packed["rillflow"] for file in (ROOT / "rillflow").glob(pattern)}
+    beside = [file for file in (ROOT / "rillflow").rglob("*.*") if file.suffix not in (".py", ".pyc")]
+    assert len(beside) > 3 and {file for file in beside if file.is_file()} == named
 
 
 def test_a_stale_graph_is_found(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from rillflow.assembly.rows import distinct_prompts, workload_of
 from rillflow.errors import PlanError
 from rillflow.observe.reader import SpanRecord
 from rillflow.observe.run_directory import RunDirectory, write_rollouts
-from rillflow.parallel.packed import PackedAttention, attended_tokens, pack
+from rillflow.parallel.buckets import attended_tokens
+from rillflow.parallel.packed import PackedAttention, pack
 from rillflow.planner.workload import Workload
 from rillflow.records.ragged import Ragged
 
