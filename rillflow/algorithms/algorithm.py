@@ -11,6 +11,7 @@ from rillflow.graph.handle import Handle
 
 if TYPE_CHECKING:
     from rillflow.algorithms.config import AlgorithmConfig
+    from rillflow.graph.trace import Listener
 
 
 class Data(StrEnum):
@@ -48,19 +49,31 @@ class Algorithm:
     brings: Mapping[str, type | str] = field(default_factory=dict)
     """Roles of its own by name: classes with endpoints (see ``assembly.role_factories.RoleSetting``), or
     ``"critic"``, ``"reference"`` for one more of a shipped kind."""
-    _heard: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _heard: dict[str, Listener] = field(default_factory=dict, repr=False, compare=False)
 
     def called(self, config: AlgorithmConfig) -> tuple[str, ...]:
         """The roles a step calls under these settings, in order: as it says, or as heard from the step."""
         if self.roles is not None:
             return self.roles(config)
+        return tuple(self.listened(config).heard)
+
+    def answers(self, config: AlgorithmConfig) -> Mapping[str, Any] | None:
+        """How a step has its data answered: ``samples`` and ``sampling``; None where not in one way."""
+        calls = self.listened(config).calls.get("policy.generate", [])
+        if len(calls) != 1 or calls[0][0][0].stage != "data":
+            return None
+        args, options = calls[0]
+        return {**dict(zip(("samples", "sampling"), args[1:], strict=False)), **options}
+
+    def listened(self, config: AlgorithmConfig) -> Listener:
+        """What a step calls under these settings, and with which options."""
         key = config.model_dump_json()
         if key not in self._heard:
             from rillflow.dataflow.flow import Flow
             from rillflow.graph.trace import Listener
 
-            listener, data = Listener(), [Handle("data")]
+            self._heard[key] = listener = Listener()
+            data = [Handle("data")]
             data += [Handle("data beside")] if self.beside(config) is not None else []
             self.step(Flow(listener), data[0], config, *data[1:])
-            self._heard[key] = tuple(listener.heard)
         return self._heard[key]

@@ -65,6 +65,11 @@ class OnlineConfig(AlgorithmConfig, UpdateConfig):
         return self
 
 
+def is_ready_first(config: AlgorithmConfig) -> bool:
+    """Whether a step trains whichever groups are ready."""
+    return isinstance(config, OnlineConfig) and config.freshness > 0 and config.order == "ready_first"
+
+
 class GroupConfig(OnlineConfig):
     """Algorithms that compare the answers to one prompt with each other."""
 

@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.algorithm import Data
+from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.encoding import EncodedTask, encode_task
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.preflight import cost_functions, reward_functions
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.role_table import EVAL_REWARD
 from rillflow.assembly.roles import RoleGroups
+from rillflow.cluster.config import SAMPLER
 from rillflow.cluster.start import start_backend
 from rillflow.config.problems import together
 from rillflow.dataflow.checkpoint import Checkpoint
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
+from rillflow.dataflow.ready_first import GroupInFlight, ReadyFirst
+from rillflow.freshness.admission import HardBound, MeanBound
 from rillflow.models.language_model import choose_device
 from rillflow.observe.progress import Progress
 from rillflow.observe.reader import Evaluation
@@ -37,6 +41,7 @@ from rillflow.pipeline.open_step import DataStream, Phase
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean
 from rillflow.records.row import HELD_OUT_EPOCH
+from rillflow.records.stored import load_batch
 from rillflow.rollout.config import SamplingConfig
 from rillflow.tasks.encoded import Encoded
 from rillflow.tasks.example import Example
@@ -112,21 +117,46 @@ class Build:
 
     def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
         executor, kept = self._roles.executor, self._checkpoint if resumed is not None else None
+        trained = self._roles.begin(plan, kept)
+        stream = self._stream(plan.algorithm.data, resumed["stream"] if resumed else None)
         return Phase(
             name=plan.name,
             steps=plan.config.steps,
             rows=plan.config.prompts_per_step,
             step=plan.algorithm.step,
             config=plan.config,
-            trained=self._roles.begin(plan, kept),
+            trained=trained,
             flow=Flow(executor, resumed["numbers"] if resumed else None),
             executor=executor,
-            stream=self._stream(plan.algorithm.data, resumed["stream"] if resumed else None),
+            stream=stream,
             beside=self._beside(plan, resumed),
             evaluated=plan.evaluated,
             freshness=plan.freshness,
             delivery=self._roles.delivery,
+            ready=self._ready(plan, stream, kept) if is_ready_first(plan.config) else None,
             sampled=kept.sampled if kept is not None else lambda _: (),
+        )
+
+    def _ready(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> ReadyFirst:
+        """What samples where a step of the phase is made of the groups that are ready."""
+        config, executor, delivery = plan.config, self._roles.executor, self._roles.delivery
+        asked = plan.algorithm.answers(config)
+        assert isinstance(config, OnlineConfig) and delivery is not None and asked is not None  # was checked
+        rule: type[HardBound[GroupInFlight]] = MeanBound if config.late == "drop" else HardBound
+        done = kept.state["done"] if kept is not None else 0
+        return ReadyFirst(
+            executor,
+            delivery,
+            stream.take,
+            rule=rule(freshness=config.freshness, prompts=config.prompts_per_step),
+            groups=(config.steps - done) * config.prompts_per_step,
+            step_groups=config.prompts_per_step,
+            samples=asked.get("samples", 1),
+            sampling=asked.get("sampling"),
+            replicas=executor.groups[SAMPLER].mesh.groups("tp"),
+            most_rows=self._recipe.rollout.max_rows,
+            again=load_batch(kept.prompts) if kept is not None and kept.prompts.is_file() else None,
+            deadline_s=self._recipe.placement.deadline_s,
         )
 
     def _beside(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> DataStream | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.arithmetic import batch_lines
 from rillflow.assembly.looks import Report, look
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, leaves
@@ -84,6 +84,9 @@ def unread_settings(recipe: Recipe) -> list[str]:
             "algorithm.old_logprobs": not config.is_off_policy,
             "algorithm.shuffle": config.minibatches == 1,
             "algorithm.freshness": not recipe.placement.samples_apart,
+            "algorithm.order": config.freshness == 0,
+            "algorithm.late": not is_ready_first(config),
+            "rollout.keep_cache": not is_ready_first(config),
             "rollout.parts": len(recipe.placement.pools) == 1,
             "algorithm.loss.constant": config.loss.aggregation != "constant",
             "algorithm.loss.correction_bounds": config.loss.correction == "none",

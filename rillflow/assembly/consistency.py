@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.arithmetic import step_rows
 from rillflow.assembly.meshes import impossible, unfit
 from rillflow.assembly.role_table import model_roles, roles_of
@@ -60,6 +60,18 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
             f'algorithm.loss.correction is "{correction}", and algorithm.old_logprobs is "sampler"',
             why="a correction weighs trainer over sampler, and these are then the same numbers",
             fix='algorithm.old_logprobs = "trainer", or algorithm.loss.correction = "none"',
+        )
+    if is_ready_first(config) and parts > 1:
+        yield ConfigError(
+            f'rollout.parts is {parts}, and algorithm.order is "ready_first"',
+            why="parts come in the order of the data; ready first, the next step's rows run on meanwhile",
+            fix='rollout.parts = 1, or algorithm.order = "in_order"',
+        )
+    if is_ready_first(config) and recipe.chosen.answers(config) is None:
+        yield ConfigError(
+            f'algorithm.order is "ready_first", and {config.name} does not sample its step\'s prompts once',
+            why="a step is made of groups that were sampled before it began, in one way",
+            fix='algorithm.order = "in_order"',
         )
     if config.freshness and not placement.samples_apart:
         yield ConfigError(

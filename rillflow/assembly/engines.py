@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, cast
 
+from rillflow.algorithms.config import is_ready_first
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import ConfigError, nearest
 from rillflow.rollout.config import NATIVE
@@ -60,6 +61,7 @@ def require_engine(recipe: Recipe) -> None:
         (Capability.STOP, bool(rollout.stop), "rollout.stop names tokens"),
         (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.generate has tp above 1"),
         (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
+        (Capability.ROWS, is_ready_first(recipe.algorithm), 'algorithm.order is "ready_first"'),
         (Capability.PARTS, rollout.parts > 1, f"rollout.parts is {rollout.parts}"),
     ):
         if is_needed and capability not in can:

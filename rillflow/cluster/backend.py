@@ -123,6 +123,9 @@ class Backend(Protocol):
     def is_ready(self, reference: Any) -> bool:
         """Whether reading would not wait."""
 
+    def wait_for_any(self, references: Sequence[Any], deadline_s: float) -> bool:
+        """Wait until reading one of several references would not wait; whether that was in time."""
+
     def mend(self, pools: Collection[str], deadline_s: float) -> None:
         """After a call that failed: let the ranks of these pools meet again, once none of them is at work."""
 

@@ -15,7 +15,7 @@ Loop of a rank's thread
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from rillflow.cluster.backend import Place, Pool, RankCall, Site, Traffic, places
@@ -88,6 +88,11 @@ class InlineBackend:
     def is_ready(self, reference: Any) -> bool:
         """See Backend."""
         return bool(reference.done())
+
+    def wait_for_any(self, references: Sequence[Any], deadline_s: float) -> bool:
+        """See Backend."""
+        whole = {each.whole if isinstance(each, _Part) else each for each in references}
+        return bool(wait(whole, timeout=deadline_s, return_when=FIRST_COMPLETED).done)
 
     def mend(self, pools: Collection[str], deadline_s: float) -> None:
         """See Backend."""

@@ -150,6 +150,10 @@ class RayBackend:
         """See Backend."""
         return bool(ray.wait([reference], timeout=0)[0])
 
+    def wait_for_any(self, references: Sequence[Any], deadline_s: float) -> bool:
+        """See Backend."""
+        return bool(ray.wait(list(references), num_returns=1, timeout=deadline_s)[0])
+
     def mend(self, pools: Collection[str], deadline_s: float) -> None:
         """See Backend; processes meet as before, and not without one that has died."""
 

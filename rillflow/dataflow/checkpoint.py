@@ -32,7 +32,8 @@ from rillflow.observe.durable import flush, write_error
 
 FORMAT = 2
 AHEAD = "ahead"
-"""The folder of rows that were sampled ahead."""
+"""The folder of rows that were sampled ahead, or of prompts that were drawn."""
+PROMPTS = "prompts.safetensors"
 _NAME = re.compile(r"step-(\d{6,})(\.replaced)?")
 _log = logging.getLogger(__name__)
 
@@ -59,6 +60,11 @@ class Checkpoint:
     def sampled(self, step: int) -> list[Path]:
         """The files of rows that were sampled ahead for a step of the run, in the order they were made in."""
         return sorted(self.path.glob(f"{AHEAD}/step-{step:06d}-*.safetensors"))
+
+    @property
+    def prompts(self) -> Path:
+        """The file of the prompts that were drawn and that no step was made of, if there were any."""
+        return self.path / AHEAD / PROMPTS
 
 
 def save_checkpoint(

@@ -90,13 +90,22 @@ class Delivery:
         parcel, self._parcel = self._parcel, None
         return parcel
 
-    def install(self, parcel: Parcel) -> list[Pending]:
-        """Have the sampler receive a parcel after what it was given before; what is to be waited for."""
+    def install(self, parcel: Parcel, ranks: Sequence[int] | None = None) -> list[Pending]:
+        """Have the sampler, or one of its replicas, receive a parcel after what it was given before.
+
+        Returns:
+            What is to be waited for.
+        """
+        ranks = range(len(self._executor.groups["sampler"].places)) if ranks is None else ranks
         moved = [
-            each for bucket, packed in enumerate(parcel.buckets) for each in self._received(bucket, packed)
+            each
+            for bucket, packed in enumerate(parcel.buckets)
+            for each in self._received(
+                bucket, {rank: parts for rank, parts in packed.items() if rank - self._first in ranks}
+            )
         ]
         serve = (weights_of, ReceivedWeights.serve, parcel.digests)
-        return [self._executor.on_all_ranks("sampler", *serve), *moved]
+        return [self._executor.on_ranks("sampler", ranks, *serve), *moved]
 
     def arrived(self, moved: Sequence[Pending]) -> None:
         """Wait for what crosses, and keep what is known of it alone: its bytes may go."""

@@ -55,6 +55,8 @@ class GroupExecutor:
         self._chain_parts = 0
         self.sampled = deque[Path]()
         """Files of rows that the sampler made for the present step before the run was interrupted."""
+        self.ready: tuple[Batch, Pending] | None = None
+        """Prompts whose rows have been sampled before a step asks for them, and the rows."""
 
     @property
     def endpoints(self) -> Mapping[str, Collection[str]]:
@@ -70,6 +72,9 @@ class GroupExecutor:
         if self.sampled and group.role == SAMPLER:
             file = self.sampled.popleft()
             return self._at(group.places[:1], f"{role}.{endpoint}", (program.apply, load_batch), [file], {})
+        if self.ready is not None and endpoint == "generate" and args and args[0] is self.ready[0]:
+            (_, made), self.ready = self.ready, None
+            return made
         if any(isinstance(each, Parted) for each in options.values()):
             self._submit()  # an option is the same for every part
         prompts = args[0] if args and self.parts > 1 else None
@@ -247,8 +252,15 @@ class GroupExecutor:
 
     def on_rank(self, role: str, rank: int, function: Callable[..., Any], *arguments: Any) -> Pending:
         """The same remote call at one rank of the role."""
-        name, place = f"{role}.{function.__name__}", self.groups[role].places[rank]
-        return self._at([place], name, (program.look, role, function), arguments, {})
+        return self.on_ranks(role, [rank], function, *arguments)
+
+    def on_ranks(
+        self, role: str, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any
+    ) -> Pending:
+        """The same remote call at some ranks of the role; the result is the first one's."""
+        places = [self.groups[role].places[rank] for rank in ranks]
+        name, work = f"{role}.{function.__name__}", (program.look, role, function)
+        return self._at(places, name, work, arguments, {})
 
     def on_first_rank(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
         """A remote call of a module's function with a role's object, at the role's first rank."""
@@ -256,8 +268,7 @@ class GroupExecutor:
 
     def on_all_ranks(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
         """The same remote call at all ranks of the role; the result is the first rank's."""
-        name, work = f"{role}.{function.__name__}", (program.look, role, function)
-        return self._at(self.groups[role].places, name, work, arguments, {})
+        return self.on_ranks(role, range(len(self.groups[role].places)), function, *arguments)
 
     def mend(self, roles: Sequence[str], deadline_s: float) -> None:
         """Let the ranks of these roles meet again after a call that failed; see Backend."""

@@ -4,6 +4,8 @@ least_version(newest)   asked before a group begins: the least version that it m
 begin(group)            told as it begins; its version stays from then on
 complete(group)         told when all its rows have ended and are scored, in any order of groups
 take()                  asked for the next batch: its groups, or none yet
+more(count)             asked for further groups beside the batch taken last, or none yet
+give_up(group)          told that a group on its way will not be completed
 
 may a group begin under version v? ── yes ─> it is *due*: with batch (v + k + 1) c - 1 at the latest
 complete groups ─ the earliest due first ─> batch b, trained by version b // c of the policy
@@ -20,6 +22,7 @@ begun, not trained and due at d or earlier, b for the next batch, P for the grou
 - Forming batch b keeps it: it is formed only if what stays behind fits into the batches after it,
   u(d) <= (d - b) P for every d >= b. Of the complete groups the earliest due are taken, which leaves the
   least behind for every d at once: if this choice does not do, none does, and the batch waits.
+- Giving up a group and taking more beside a batch make u(d) smaller.
 - d = b after forming says u(b) = 0: nothing due at b is left, so whatever is trained later is due later.
   Hence no group is trained in a batch after its due, of version v + k: its age is at most k.  (The bound.)
 - It never stalls: if nothing may begin under the newest weights, u(d) >= (d + 1 - b) P >= P for some d >= b,
@@ -32,6 +35,7 @@ begun, not trained and due at d or earlier, b for the next batch, P for the grou
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 
@@ -91,6 +95,25 @@ class HardBound(Generic[GroupT]):
         """Note a group that is complete and scored."""
         self._ready[self._due(group)].append(group)
 
+    def give_up(self, group: GroupT) -> None:
+        """Note that a group which has begun will never be complete."""
+        self._begun[self._due(group)] -= 1
+
+    def overdue(self, groups: Iterable[GroupT]) -> list[GroupT]:  # noqa: ARG002
+        """Those on their way that no batch will take; none ever."""
+        return []
+
+    def more(self, count: int) -> list[GroupT]:
+        """Further groups beside the batch taken last, the earliest due first; none until all are there."""
+        if sum(map(len, self._ready.values())) < count:
+            return []
+        taken: list[GroupT] = []
+        for due in self._dues():
+            while self._ready[due] and len(taken) < count:
+                taken.append(self._ready[due].popleft())
+                self._begun[due] -= 1
+        return taken
+
     def take(self) -> list[GroupT]:
         """The next batch: the earliest due, if what stays behind fits into later ones; else none."""
         taken, behind, left = Counter[int](), 0, self._prompts
@@ -137,17 +160,29 @@ class MeanBound(HardBound[GroupT]):
         """Note a group that is complete and scored."""
         self._queue.append(group)
 
+    def give_up(self, group: GroupT) -> None:  # noqa: ARG002
+        """Note that a group which has begun will never be complete."""
+        self._alive -= 1
+
+    def overdue(self, groups: Iterable[GroupT]) -> list[GroupT]:
+        """Those on their way that no batch will take: they are too old already."""
+        return [group for group in groups if group.version < self.version - self._freshness]
+
     def take(self) -> list[GroupT]:
         """Those that were complete first, of an age within the bound."""
-        least = self.version - self._freshness
-        late = [group for group in self._queue if group.version < least]
+        late = self.overdue(self._queue)
         if late:
             self.dropped += late
             self._alive -= len(late)
+            least = self.version - self._freshness
             self._queue = deque(group for group in self._queue if group.version >= least)
-        if len(self._queue) < self._prompts:
-            return []
-        taken = [self._queue.popleft() for _ in range(self._prompts)]
-        self._alive -= len(taken)
-        self.batch += 1
+        taken = self.more(self._prompts)
+        self.batch += bool(taken)
         return taken
+
+    def more(self, count: int) -> list[GroupT]:
+        """Further groups beside the batch that was taken last; none until all are there."""
+        if len(self._queue) < count:
+            return []
+        self._alive -= count
+        return [self._queue.popleft() for _ in range(count)]

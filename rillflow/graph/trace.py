@@ -139,11 +139,14 @@ class Listener:
     def __init__(self) -> None:
         self.heard: dict[str, None] = {}
         """The roles that were called, in order."""
+        self.calls: dict[str, list[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
+        """By stage, the arguments and options of every call."""
         self.endpoints: Mapping[str, Collection[str]] = _Anything()
 
-    def call(self, role: str, endpoint: str, *_: Any) -> Handle:
+    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Handle:
         """A role's stage."""
         self.heard.setdefault(role)
+        self.calls.setdefault(f"{role}.{endpoint}", []).append((args, options))
         return Handle(f"{role}.{endpoint}")
 
     def compute(self, *_: Any) -> Handle:

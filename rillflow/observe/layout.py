@@ -9,6 +9,7 @@ RUN/
   checkpoints/         written by another package     summary.json, report.html
   reference/           the policy as the last phase found it, where one is asked for
   skips.jsonl          one line an update left out    bundles/           what each was, a folder a step
+  given_up.jsonl       one line a group that was sampled and not trained
   sources/             the files of the recipe's functions, each version that was used
   plan.toml            what a planned run was launched by
 """
@@ -33,13 +34,14 @@ CHECKPOINTS = "checkpoints"
 REFERENCE = "reference"
 SOURCES = "sources"
 SKIPS = "skips.jsonl"
+GIVEN_UP = "given_up.jsonl"
 BUNDLES = "bundles"
 DRAFT = "draft"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FINISHED = "finished.json"
 PLAN = "plan.toml"
-LINE_FILES = (METRICS, SPANS, EVALUATIONS, SKIPS)
+LINE_FILES = (METRICS, SPANS, EVALUATIONS, SKIPS, GIVEN_UP)
 
 _ROLLOUT_FILE = re.compile(r"step-(\d{6,})\.jsonl")
 

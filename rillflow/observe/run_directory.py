@@ -141,6 +141,11 @@ class RunDirectory(ExitStack):
         line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6), "role": role}
         self._append(layout.SKIPS, {**line, "reason": reason, "rows": rows})
 
+    def log_given_up(self, step: int, group: Sequence[int], reason: str) -> None:
+        """Add one group (epoch, prompt) that was sampled and not trained to given_up.jsonl."""
+        line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6)}
+        self._append(layout.GIVEN_UP, {**line, "group": list(group), "reason": reason})
+
     def keep_bundle(self, step: int) -> None:
         """Give the draft of a step's bundle, if the disk had room for it, its name."""
         kept = self.path / layout.BUNDLES / f"step-{step:06d}"

@@ -16,7 +16,9 @@ shutdown      healthy: after the last step, with a checkpoint. First signal: aft
 Ahead (k > 0) the sampler has ranks of its own and is given a version when the step that published it is
 closed: step t samples with version max(0, t - k) of the phase, whatever takes how long, since ranks do what
 they are asked in order. A checkpoint is what trained roles write between their step and the next, with the
-rows that the k steps after it have sampled: resumed, they are not sampled again.
+rows that the k steps after it have sampled: resumed, they are not sampled again. Where a step is made of
+the groups that are ready (dataflow.ready_first), rows run whenever the loop has to wait, and the
+checkpoint has the prompts of those that no step was made of.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from rillflow.dataflow.checkpoint import AHEAD, save_checkpoint, updates_of, write_role
-from rillflow.dataflow.executor import GroupExecutor
+from rillflow.dataflow.checkpoint import AHEAD, PROMPTS, save_checkpoint, updates_of, write_role
+from rillflow.dataflow.executor import GroupExecutor, write_rows
 from rillflow.errors import Interrupted, TrainingError
 from rillflow.observe import layout
 from rillflow.observe.durable import write_error
@@ -74,7 +77,7 @@ class Loop:
         run: where everything is recorded.
         progress: what the user sees.
         cadence: how often to evaluate and to checkpoint.
-        judge: evaluates what is trained; None where nothing is held out.
+        evaluator: says how good what is trained is; None where nothing is held out.
         deadline_s: longest wait for any stage.
         interruption: the user's wish to stop.
         total_steps: steps of all phases; after the last one there is nothing left to interrupt.
@@ -86,7 +89,7 @@ class Loop:
         run: RunDirectory,
         progress: Progress,
         cadence: Cadence,
-        judge: Callable[[GroupExecutor], Evaluation] | None,
+        evaluator: Callable[[GroupExecutor], Evaluation] | None,
         interruption: Interruption,
         total_steps: int,
         deadline_s: float,
@@ -95,7 +98,7 @@ class Loop:
         self._run = run
         self._progress = progress
         self._cadence = cadence
-        self._judge = judge
+        self._evaluator = evaluator
         self._interruption = interruption
         self._total_steps = total_steps
         self._deadline_s = deadline_s
@@ -103,7 +106,7 @@ class Loop:
         self._saved_at, self._saving_s, self._saved_step = clock(), 0.0, 0
         self._finished_at = 0.0
         self._arriving: list[Pending] = []
-        self._judged = {record.step for record in read_evaluations(run.path)}
+        self._evaluated = {record.step for record in read_evaluations(run.path)}
         self._best = best_checkpoint(run.path)
         self.version = 0
         """The policy version published last."""
@@ -120,11 +123,26 @@ class Loop:
             if start in (0, phase.steps) or _due(start, self._cadence.evaluate_every):
                 self._evaluate(phase, first + start)
             opened = deque[OpenStep]()
-            for done in range(start + 1, phase.steps + phase.freshness + 1):
-                if done <= phase.steps:
-                    opened.append(self._open(phase, index, first + done, done))
-                if done - phase.freshness > start:
-                    self._close(phase, opened.popleft(), opened)
+            if phase.ready is not None:
+                phase.ready.idle = partial(self._close_done, phase, opened)
+            for done in range(start + 1, phase.steps + 1):
+                self._close_until(phase, opened, phase.freshness)
+                opened.append(self._open(phase, index, first + done, done))
+            self._close_until(phase, opened, 0)
+
+    def _close_until(self, phase: Phase, opened: deque[OpenStep], most: int) -> None:
+        """Finish open steps, the oldest first, until at most so many are left."""
+        if phase.ready is not None:
+            phase.ready.until(lambda: len(opened) <= most)
+        while len(opened) > most:
+            self._close(phase, opened.popleft(), opened)
+
+    def _close_done(self, phase: Phase, opened: deque[OpenStep]) -> Sequence[Pending]:
+        """Finish open steps that are done, the oldest first; what the next one waits for."""
+        late: Sequence[Pending] = ()
+        while opened and not (late := opened[0].late):
+            self._close(phase, opened.popleft(), opened)
+        return late
 
     def _require_few_skipped(self, step: int) -> None:
         lines = read_lines(self._run.path / layout.SKIPS).lines
@@ -169,11 +187,11 @@ class Loop:
         return self._place.step > self._saved_step and not phase.freshness
 
     def _open(self, phase: Phase, index: int, number: int, done: int) -> OpenStep:
-        """Submit a step; one that will be judged, or after which a checkpoint is due, is saved beside it."""
+        """Submit a step; one that is evaluated, or after which a checkpoint is due, is saved beside it."""
         arriving, self._arriving = self._arriving, []
         step = OpenStep(phase, index, number, done, arriving, self._run, self._deadline_s)
-        judged = phase.evaluated and _due(done, self._cadence.evaluate_every)
-        if phase.freshness and (done == phase.steps or judged or self._is_due(done)):
+        looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
+        if phase.freshness and (done == phase.steps or looked_at or self._is_due(done)):
             self._begin_saving(phase, step)
         return step
 
@@ -189,9 +207,7 @@ class Loop:
         last, best = step.done == phase.steps, False
         if self._interruption.requested and step.number < self._total_steps:
             self._stop_after(phase, step, later)
-        if phase.delivery is not None and step.parcel is not None:
-            self._arriving += phase.delivery.install(step.parcel)
-            step.parcel = None
+        self._hand_over(phase, step)
         if last or (not step.is_last and _due(step.done, self._cadence.evaluate_every)):
             best = self._evaluate(phase, step.number)
         if step.saving or (not phase.freshness and (last or step.is_last or best or self._is_due(step.done))):
@@ -202,6 +218,14 @@ class Loop:
                     why=f"everything up to it is in {path}",
                     fix="give the same command to go on from there",
                 )
+
+    def _hand_over(self, phase: Phase, step: OpenStep) -> None:
+        """Have the sampler given the version that a step has published ahead of those that sample with it."""
+        parcel, step.parcel = step.parcel, None
+        if parcel is not None and phase.ready is not None:
+            phase.ready.deliver(parcel)
+        elif parcel is not None and phase.delivery is not None:
+            self._arriving += phase.delivery.install(parcel)
 
     def _stop_after(self, phase: Phase, step: OpenStep, later: Sequence[OpenStep]) -> None:
         """Let the run end after the newest step that is open; those after it are begun for their rows."""
@@ -228,13 +252,15 @@ class Loop:
         return metrics
 
     def _evaluate(self, phase: Phase, step: int) -> bool:
-        """Judge what is trained, where that is wanted and not yet done; whether it is the best so far."""
-        if self._judge is None or not phase.evaluated or step in self._judged:
+        """Evaluate what is trained, where that is wanted and not yet done; whether it is the best so far."""
+        if self._evaluator is None or not phase.evaluated or step in self._evaluated:
             return False
-        found = self._judge(phase.executor)
+        if phase.ready is not None:
+            phase.ready.settle()
+        found = self._evaluator(phase.executor)
         self._run.log_evaluation(step, found)
         self._progress.note(f"after step {step}: {found.text}")
-        self._judged.add(step)
+        self._evaluated.add(step)
         best = self._best
         return bool(found.mean_reward > (best.mean_reward if best is not None else -math.inf))
 
@@ -259,9 +285,13 @@ class Loop:
         step.saving = folder = self._run.checkpoints.absolute() / f".step-{step.number:06d}.begun"
         try:
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            (folder / AHEAD).mkdir(parents=True)
         except OSError as error:
             raise write_error(folder, error) from error
+        step.place = {"stream": dict(phase.stream.state())}
+        left = phase.ready.outstanding() if phase.ready is not None else None
+        if left is not None:
+            write_rows(str(folder / AHEAD / PROMPTS), left)
         step.written = [phase.executor.on_all_ranks(role, write_role, folder) for role in phase.trained]
         self._saved_at = self._clock()
 
@@ -278,8 +308,7 @@ class Loop:
                     phase.executor.on_all_ranks(role, write_role, folder.absolute()).read(wait_s)
                 return
             wait_for(of.written, wait_s)
-            (begun / AHEAD).mkdir()
-            for each in later:
+            for each in later if phase.ready is None else ():
                 name = str(begun / AHEAD / f"step-{each.number:06d}")
                 wait_for(phase.executor.keep_sampled(each.journal.stages, name), wait_s)
             for part in begun.iterdir():
@@ -287,8 +316,9 @@ class Loop:
             begun.rmdir()
 
         kept, spared = self._cadence.keep_checkpoints, self._best.step if self._best is not None else None
+        state = {**self._place.state, **(of.place if of is not None else {})}
         path = save_checkpoint(
-            self._run.checkpoints, step, write, self._place.state, kept, run=self._run.id, spare=spared
+            self._run.checkpoints, step, write, state, kept, run=self._run.id, spare=spared
         )
         self._saved_step, self._saved_at = step, self._clock()
         self._saving_s = self._saved_at - began

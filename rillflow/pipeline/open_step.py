@@ -20,6 +20,7 @@ from rillflow.dataflow.checkpoint import updates_of
 from rillflow.dataflow.delivery import Delivery, Parcel
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow, Journal, Supply
+from rillflow.dataflow.ready_first import ReadyFirst
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import reports_of
 from rillflow.observe.reader import RankSpan, SpanRecord
@@ -69,11 +70,13 @@ class Phase:
     beside: DataStream | None
     """What its step is given beside them, as many rows; None where that is nothing."""
     evaluated: bool
-    """Whether what is trained is judged before, after and during this phase."""
+    """Whether what is trained is evaluated before, after and during this phase."""
     freshness: int = 0
     """k: a step is sampled by the version that was published k steps before the one it trains."""
     delivery: Delivery | None = None
     """How versions get to a sampler on ranks of its own."""
+    ready: ReadyFirst | None = None
+    """What samples where a step is made of the groups that are ready; None where prompts are in order."""
     sampled: Callable[[int], Sequence[Path]] = lambda _: ()
     """By step of the run, files of rows that it had sampled before the run was interrupted."""
 
@@ -122,6 +125,8 @@ class OpenStep:
         self.number, self.done = number, done
         self.saving: Path | None = None
         """Where the ranks write its checkpoint meanwhile; None where it has none."""
+        self.place: Mapping[str, Any] = {}
+        """The place in the data when that was begun."""
         self.written: list[Pending] = []
         """What tells when they have."""
         self.is_last = False
@@ -132,17 +137,32 @@ class OpenStep:
         self._phase, self._arriving, self._run, self._deadline_s = phase, arriving, run, deadline_s
         flow, executor = phase.flow, phase.executor
         executor.sampled.extend(phase.sampled(number))
-        flow.begin(Supply(take=phase.stream.take, gather=executor.gather, deadline_s=deadline_s))
+        source, ready = phase.stream, phase.ready
+        take, more = (source.take, source.take) if ready is None else (ready.take, ready.more)
+        flow.begin(Supply(take=more, gather=executor.gather, deadline_s=deadline_s))
         self.journal: Journal = flow.journal
-        data, *beside = (each.take(phase.rows) for each in (phase.stream, phase.beside) if each is not None)
+        data = take(phase.rows)
+        beside = [] if phase.beside is None else [phase.beside.take(phase.rows)]
         self._reports: tuple[Any, ...] = reports_of(phase.step(flow, data, phase.config, *beside))
         flow.begin()  # nothing but this object keeps its batches
+        self._given_up: list[tuple[tuple[int, int], str]] = []
+        if ready is not None:
+            self.journal.measured |= ready.measured
+            self._given_up = ready.opened()
         self._recorded = self._record()
         self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}
         self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
         self.parcel: Parcel | None = phase.delivery.take() if phase.delivery is not None else None
         """The version that it published and that no sampler has been given yet."""
         self._state = {"phase": index, "done": done, **phase.place}
+
+    @property
+    def late(self) -> list[Pending]:
+        """What has not been done of it."""
+        asked = [*self._updates.values(), *self._left_out.values(), self._recorded, *self._reports]
+        return [
+            each for each in (*(made.result for made in self.journal.stages), *asked) if not each.is_ready
+        ]
 
     def _record(self) -> Pending:
         """Have the sampled rows written down and measured where the first trained role is."""
@@ -187,6 +207,8 @@ class OpenStep:
                 self._run.log_skip(self.number, role, skip.reason, skip.rows)
                 told = f"an update of the {role} in step {self.number} was left out: {skip.reason}"
                 self.skips.append(told)
+        for group, reason in self._given_up:
+            self._run.log_given_up(self.number, group, reason)
         updates = {role: each.read(wait_s) for role, each in self._updates.items()}
         state = {**self._state, "numbers": numbers, "version": version}
         self.journal, self._reports = Journal(), ()  # the store wants the room of its batches
@@ -200,7 +222,7 @@ class OpenStep:
         names = {part.stage: stage for stage, made in results for part in (made, *made.parts)}
         for stage, made in results:
             after = list(dict.fromkeys(names.get(source, source) for source in made.after))
-            facts = made.facts(wait_s)
+            facts = [*made.worked, *made.facts(wait_s)]
             self._run.log_span(span_of(stage, self.number, facts, ahead_s, made.beside, after))
         moved, executor.moved = executor.moved, {}
         for stage, facts in moved.items():

@@ -92,6 +92,16 @@ class Rollout:
         )
 
 
+def starts(prompts: Batch, samples: int) -> list[Rollout]:
+    """``samples`` trajectories of every prompt [B] that hold it alone, ordered by prompt and sample."""
+    texts = prompts.ragged("columns").to_text()
+    rows = zip(prompts.row_ids(), prompts.ragged("tokens").lists(), texts, strict=True)
+    begun = [Rollout.start(row, tokens, columns) for row, tokens, columns in rows]
+    return [
+        replace(each, row=each.row._replace(sample=sample)) for each in begun for sample in range(samples)
+    ]
+
+
 def rollout_batch(rollouts: Sequence[Rollout]) -> Batch:
     """The rollouts as a batch with the fields of this module's table."""
     return Batch(

@@ -7,7 +7,9 @@ An algorithm calls its endpoints as the policy's. Its ranks are the trainer's, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +17,8 @@ from rillflow.cluster.ranks import Stranded
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Metric, Sum, mean_of
-from rillflow.records.rollout import Finish
+from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
+from rillflow.records.row import RowId
 from rillflow.roles.publishing import SampledWeights
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Engine
@@ -41,6 +44,36 @@ def rollout_metrics(rollouts: Batch) -> dict[str, Metric]:
         "rollout/tokens/sum": Sum(value=float(lengths.sum())),
         "rollout/rows/sum": Sum(value=float(len(rollouts))),
     }
+
+
+GroupId = tuple[int, int]
+"""A sample group: the epoch and the prompt of its rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advanced:
+    """What came of letting rows run for a while."""
+
+    complete: tuple[GroupId, ...]
+    """Groups all of whose rows have ended since, ready to be collected."""
+    ended: int
+    """Rows that have, or were taken out."""
+    passes: int
+    """Tokens that a running row went on by."""
+    seconds: float
+    """How long it took."""
+
+
+@dataclass(kw_only=True)
+class _Running:
+    """A group whose rows run, or wait to be collected."""
+
+    sampling: SamplingConfig | None
+    """How its tokens are drawn."""
+    left: set[RowId]
+    """The rows that have not ended."""
+    ended: list[Rollout] = field(default_factory=list)
+    """Those that have."""
 
 
 class Sampler:
@@ -77,6 +110,7 @@ class Sampler:
         )
         self._loaded = -1
         self._later: Iterator[Batch] = iter(())
+        self._running: dict[GroupId, _Running] = {}
 
     @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS, measures=rollout_metrics)
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
@@ -107,9 +141,61 @@ class Sampler:
             return rollouts
         raise Stranded("no part is on its way", why="what ran failed, or was taken")
 
-    def _generated(self, prompts: Batch, samples: int, sampling: SamplingConfig | None) -> Batch:
+    def advance(
+        self,
+        prompts: Batch | None,
+        given_up: Sequence[GroupId],
+        passes: int,
+        samples: int,
+        sampling: SamplingConfig | None,
+    ) -> Advanced:
+        """Let the rows that run go on, with the weights that are here now; every rank of a replica is asked.
+
+        Args:
+            prompts: what begins to run; None for nothing.
+            given_up: groups whose rows are taken out and forgotten.
+            passes: the most tokens that a row goes on by.
+            samples: rows of each prompt.
+            sampling: how their tokens are drawn; None as the recipe says.
+        """
+        began, complete, ended, made = time.monotonic(), list[GroupId](), 0, 0
         self._turn()
-        return self._limited(self.engine.generate(prompts, samples, sampling), sampling)
+        for group in given_up:
+            for row in self._running.pop(group).left:
+                self.engine.abort(row)
+                ended += 1
+        for start in starts(prompts, samples) if prompts is not None else ():
+            fresh = _Running(sampling=sampling, left=set())
+            self._running.setdefault(_group(start.row), fresh).left.add(start.row)
+            self.engine.add(start, sampling)
+        while made < passes and self.engine.has_work:
+            made += 1
+            for rollout in self.engine.step():
+                running, ended = self._running[_group(rollout.row)], ended + 1
+                running.left.remove(rollout.row)
+                running.ended.append(rollout)
+                complete += [] if running.left else [_group(rollout.row)]
+        seconds = time.monotonic() - began
+        return Advanced(complete=tuple(complete), ended=ended, passes=made, seconds=seconds)
+
+    def collect(self, groups: Sequence[GroupId]) -> Batch:
+        """The rows of groups that are complete, ordered by group as given and by sample."""
+        taken = [self._running.pop(group) for group in groups]
+        rollouts = [row for each in taken for row in sorted(each.ended, key=lambda ended: ended.row)]
+        return self._limited(rollout_batch(rollouts), taken[0].sampling)
+
+    def _generated(self, prompts: Batch, samples: int, sampling: SamplingConfig | None) -> Batch:
+        """The answers; rows that run are set aside meanwhile, their tokens kept."""
+        self._turn()
+        aside = [
+            (self.engine.abort(row), group.sampling)
+            for group in self._running.values()
+            for row in sorted(group.left)
+        ]
+        rollouts = self._limited(self.engine.generate(prompts, samples, sampling), sampling)
+        for rollout, how in aside:
+            self.engine.add(rollout, how)
+        return rollouts
 
     def _limited(self, rollouts: Batch, sampling: SamplingConfig | None) -> Batch:
         """The rows, with the most tokens that each could have sampled."""
@@ -126,3 +212,7 @@ class Sampler:
         if self._loaded != self.weights.version:
             self._loaded = self.weights.version
             self.engine.load(self._loaded, dict(self.weights.module.named_parameters()))
+
+
+def _group(row: RowId) -> GroupId:
+    return row.epoch, row.prompt

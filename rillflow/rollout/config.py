@@ -35,6 +35,11 @@ class RolloutConfig(SamplingConfig):
         gt=0,
         description="Parts of a step's prompts; the rows of one go on to other ranks once they have ended.",
     )
+    keep_cache: bool = Field(
+        False,
+        description="A row that goes on with new weights keeps keys and values of the old ones, which is "
+        "faster and inexact; else it is read again.",
+    )
     deterministic: bool = Field(
         False, description="Fixed shapes: a row's bits are the same whatever runs beside it. Slower."
     )

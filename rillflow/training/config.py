@@ -78,6 +78,14 @@ class UpdateConfig(PassesConfig):
         ge=0,
         description="Policy versions that a trained token may be old; above 0 a sampler apart runs ahead.",
     )
+    order: Literal["in_order", "ready_first"] = Field(
+        "in_order",
+        description="What a step ahead trains: prompts in the data's order, or whichever groups are ready.",
+    )
+    late: Literal["wait", "drop"] = Field(
+        "wait",
+        description="Ready first, what would become too old: waited for, or dropped and sampled again.",
+    )
     ratio_tolerance: float = Field(
         1e-3,
         gt=0,

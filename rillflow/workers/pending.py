@@ -57,6 +57,8 @@ class Pending(Handle):
         self._facts: list[Facts] = []
         self.parts: Sequence[Pending] = ()
         """The same in several, one after the other, where they come one by one."""
+        self.worked: Sequence[Facts] = ()
+        """When ranks were at work for it before they were asked for it."""
 
     def rows(self, index: int, count: int, unit: int = 1, by: Pending | None = None) -> Rows:
         """The description of one rank's rows; see ``values.Rows``."""
@@ -156,20 +158,7 @@ class Parted(Pending):
 
     def complete(self) -> None:
         """All parts are there."""
-        parts = self.parts
-        taken = [place for each in parts for place in each.places[: len(each._references)]]
-        watched = [place for each in parts for place in each.places[len(each._references) :]]
-        super().__init__(
-            self.stage,
-            given=parts[0]._given,
-            places=[*taken, *watched],
-            references=[made for each in parts for made in each._references],
-            others=[made for each in parts for made in each._others],
-            is_partial=self._are_shares,
-            sources=[source for each in parts for source in each._sources],
-            backend=parts[0]._backend,
-        )
-        self.parts = parts
+        self.__dict__ |= joined(self.stage, self.parts, is_partial=self._are_shares).__dict__
 
     if not TYPE_CHECKING:
 
@@ -178,6 +167,38 @@ class Parted(Pending):
                 return super().__getattr__(name)
             self._submit()
             return self.__dict__[name]
+
+
+def joined(
+    stage: str, parts: Sequence[Pending], *, is_partial: bool = False, worked: Sequence[Facts] = ()
+) -> Pending:
+    """Several results as one, laid end to end, or shares to be added; ``worked``, see Pending."""
+    taken = [place for each in parts for place in each.places[: len(each._references)]]
+    watched = [place for each in parts for place in each.places[len(each._references) :]]
+    made = Pending(
+        stage,
+        given=parts[0]._given,
+        places=[*taken, *watched],
+        references=[made for each in parts for made in each._references],
+        others=[made for each in parts for made in each._others],
+        is_partial=is_partial,
+        sources=[source for each in parts for source in each._sources],
+        backend=parts[0]._backend,
+    )
+    made.parts, made.worked = parts, worked
+    return made
+
+
+def wait_for_any(stages: Sequence[Pending], deadline_s: float) -> None:
+    """Wait until a rank that has not answered for some of several stages does; not if all have.
+
+    Raises:
+        ClusterError: none has by the deadline; it says who waits for whom, for what, since when.
+    """
+    made = {each.value for stage in stages for each in (*stage._references, *stage._others)}
+    late = [each for each in made if not stages[0]._backend.is_ready(each)]
+    if late and not stages[0]._backend.wait_for_any(late, deadline_s):
+        raise stages[0]._silent(deadline_s)
 
 
 def wait_for(stages: Sequence[Pending], deadline_s: float) -> None:

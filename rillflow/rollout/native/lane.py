@@ -269,15 +269,16 @@ class Lane:
         return self._runner
 
     def _follow_version(self) -> None:
-        """Rows that run under other weights are read again: their keys and values are void."""
+        """Rows that run under other weights are read again: their keys and values are void, unless kept."""
         if self.version == self._sampled_version:
             return
         running = self._scheduler.running
         self._slots.collect(self._scheduler.clock, running, self._sampled_version)
-        self._scheduler.requeue()
-        self._release()
-        for row in running:
-            row.prefix = self._prefix(row.rollout)
+        if not self._config.keep_cache:
+            self._scheduler.requeue()
+            self._release()
+            for row in running:
+                row.prefix = self._prefix(row.rollout)
         self._sampled_version = self.version
 
     def _settings_of(self, step: Step, rows: int) -> DrawSettings:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GPT2Config, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 
 from rillflow.errors import RolloutError
 from rillflow.formulas.counter import uniform
@@ -295,6 +296,36 @@ def test_every_token_carries_the_version_it_was_sampled_under(
         wanted = replayed(module, rollout)
         count = sum(version == 5 for version in rollout.versions)
         assert sampled_logprobs(rollout)[-count:] == pytest.approx(wanted[-count:], abs=1e-5)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_row_may_keep_what_old_weights_read_of_it(
+    build: Build, engine: Engines, prompts: Prompts, keep: bool
+) -> None:
+    """Its next token follows from transformers' cache that the old weights filled, or from a new one."""
+    module, start = build(), prompts(9, 1)
+    plain = AutoModelForCausalLM.from_config(deepcopy(module.config), attn_implementation="eager").eval()
+    plain.load_state_dict(module.state_dict())
+    running = engine(module, version=4, keep_cache=keep)
+    running.add(Rollout.start(start.row_ids()[0], start.ragged("tokens").lists()[0]))
+    for _ in range(5):
+        running.step()
+    before = running._lanes[0]._scheduler.running[0]
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.mul_(1.1)
+        running.version = 5
+        running.step()
+        rollout = running.abort(before.rollout.row)
+        read = torch.tensor([rollout.tokens[:-1]])
+        old = plain(read[:, :-1], use_cache=True).past_key_values
+        plain.load_state_dict(module.state_dict())
+        kept = plain(read[:, -1:], past_key_values=old).logits[0, -1].log_softmax(-1)
+    told, kept_says = rollout.logprobs[-1], float(kept[rollout.tokens[-1]])
+    again = replayed(module, rollout)[-1]
+    assert abs(kept_says - again) > 1e-3
+    assert told == pytest.approx(kept_says if keep else again, abs=1e-5)
+    assert [version for version in rollout.versions if version >= 0] == [4] * 5 + [5]
 
 
 def test_nothing_made_from_old_weights_outlives_a_call(

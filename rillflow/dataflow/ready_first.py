@@ -1,0 +1,337 @@
+"""Ready first: groups are sampled without a pause, and a step is made of those that are ready.
+
+stream ─> prompts ─ begin ─> replicas: advance, advance, ... ─ complete ─> rule ─ take ─> the step's data
+             ^                   ^ between two of them: receive, serve      │
+             └───── again ───────┼────────────── given up ──────────────────┘
+                                 └─ new weights, one replica after the other
+
+A replica is asked to let its rows run in short calls, two of which are on their way. What it begins and the
+weights it takes come between them, so the controller knows which version it samples with, and begins a group
+where the rule of the bound (freshness.admission) lets it. Rows that run when new weights come go on with
+those.
+
+loop          ``until``, in the thread of the pipeline's loop: whenever that has to wait
+consumes      what replicas say of a call; parcels of steps that are finished; prompts of the stream
+waits for     the first answer of a replica, or of the oldest open step
+unblocked by  those ranks; each wait ends at the deadline
+produces      calls to replicas, complete groups for the rule
+shutdown      healthy: the phase's last step was made of the last groups. Saved, stopped or after an error:
+              prompts of groups that no whole step was made of are sampled again
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from rillflow.cluster.config import SAMPLER
+from rillflow.dataflow.delivery import Delivery, Parcel
+from rillflow.dataflow.executor import GroupExecutor
+from rillflow.errors import RolloutError
+from rillflow.freshness.admission import HardBound
+from rillflow.records.batch import Batch, concatenate
+from rillflow.records.metrics import Max, Mean, Metric, Sum
+from rillflow.roles.sampler import Advanced, GroupId, Sampler
+from rillflow.rollout.config import SamplingConfig
+from rillflow.workers.pending import Pending, joined, wait_for_any
+from rillflow.workers.values import Facts
+
+ADVANCE_S = 0.1
+"""How long a call lets rows run: new weights, and whoever wants rows, wait for about two of them."""
+ASKED = 2
+"""Calls of a replica that are on their way, so that it never waits for the next."""
+MOST_PASSES = 256
+"""Tokens that a row goes on by in a call at most."""
+PAUSE_S = 0.02
+"""Two calls with less between them are one span."""
+
+
+@dataclass(kw_only=True, eq=False)
+class SamplerReplica:
+    """The ranks that hold one copy of the sampled weights."""
+
+    ranks: Sequence[int]
+    """Of the sampler."""
+    version: int = 0
+    """Publishes of the phase that it has, once it comes to what it is asked next."""
+    rows: int = 0
+    """Rows that have begun there and have not been heard to have ended."""
+    passes: int = 8
+    """Tokens by which rows go on in about ``ADVANCE_S``."""
+    heard: int = 0
+    """Its calls that have been answered."""
+    asked: deque[Pending] = field(default_factory=deque)
+    """Its calls that are on their way."""
+    arriving: Sequence[Pending] = ()
+    """Weights that are."""
+    begun: list[GroupInFlight] = field(default_factory=list)
+    """Groups that begin with the next call."""
+    given_up: list[GroupId] = field(default_factory=list)
+    """Groups that it is to forget then."""
+    worked: list[Facts] = field(default_factory=list)
+    """When it let rows run, since a step was made last."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupInFlight:
+    """A prompt whose rows have begun."""
+
+    id: GroupId
+    """The epoch and the prompt."""
+    prompt: Batch
+    """The prompt [1]."""
+    version: int
+    """Publishes of the phase before its first token."""
+    replica: SamplerReplica
+    """Where it runs."""
+    call: int
+    """The replica's call that it begins with: what an earlier one says of the prompt is of rows given up."""
+
+
+class ReadyFirst:
+    """The sampler's rows in flight, through one phase.
+
+    Args:
+        executor: has the groups of ranks.
+        delivery: brings versions to the sampler.
+        take: the next prompts of the stream.
+        rule: of the bound; nothing has begun.
+        groups: that the phase is still to train.
+        step_groups: of a step.
+        samples: rows of a group.
+        sampling: how their tokens are drawn; None as the recipe says.
+        replicas: the sampler's ranks, replica by replica.
+        most_rows: of a replica at once.
+        again: prompts that had begun when the run was interrupted, or not even that; they are first.
+        deadline_s: longest wait for any rank.
+    """
+
+    def __init__(
+        self,
+        executor: GroupExecutor,
+        delivery: Delivery,
+        take: Callable[[int], Batch],
+        *,
+        rule: HardBound[GroupInFlight],
+        groups: int,
+        step_groups: int,
+        samples: int,
+        sampling: SamplingConfig | None,
+        replicas: Sequence[Sequence[int]],
+        most_rows: int,
+        again: Batch | None,
+        deadline_s: float,
+    ) -> None:
+        self._executor, self._delivery, self._take, self._rule = executor, delivery, take, rule
+        self._wanted, self._step_groups = groups, step_groups
+        self._samples, self._sampling, self._most_rows = samples, sampling, most_rows
+        self._replicas = [SamplerReplica(ranks=ranks) for ranks in replicas]
+        self._prompts = deque(_one_by_one(again) if again is not None else ())
+        self._deadline_s = deadline_s
+        self._newest, self._waited_s = 0, 0.0
+        self._parcel: Parcel | None = None
+        self._running: dict[GroupId, GroupInFlight] = {}
+        self._complete: dict[GroupId, GroupInFlight] = {}
+        self._taken: list[GroupInFlight] = []
+        self._dropped: list[tuple[GroupId, str]] = []
+        self.idle: Callable[[], Sequence[Pending]] = tuple
+        """Called between two events: does what else can be done, and says what that waits for next."""
+
+    def take(self, groups: int) -> Batch:
+        """The prompts of a step: those of the groups that are ready. The executor then has their rows."""
+        data = self._ready(self._rule.take)
+        self._wanted -= groups
+        return data
+
+    def more(self, groups: int) -> Batch:
+        """The prompts of further groups for the same step."""
+        self._wanted += groups
+        data = self._ready(lambda: self._rule.more(groups))
+        self._wanted -= groups
+        return data
+
+    @property
+    def measured(self) -> dict[str, Metric]:
+        """What is known of rows in flight as a step has been made of some."""
+        steps = (len(self._running) + len(self._complete)) / self._step_groups
+        return {
+            "flight/steps/mean": Mean(total=steps, count=1),
+            "flight/waited_seconds/mean": Mean(total=self._waited_s, count=1),
+            "flight/given_up/sum": Sum(value=len(self._dropped)),
+            "flight/lag/max": Max(value=self._newest - min(each.version for each in self._replicas)),
+        }
+
+    def deliver(self, parcel: Parcel) -> None:
+        """Have the replicas go on with a version, one after the other."""
+        self._newest, self._parcel = self._newest + 1, parcel
+
+    def settle(self) -> None:
+        """Wait until every replica has the version that was delivered last."""
+        self.until(lambda: all(self._is_settled(each) for each in self._replicas), tuple)
+
+    def outstanding(self) -> Batch | None:
+        """The prompts that were drawn and that no step was made of; None where there is none."""
+        begun = [*self._taken, *self._complete.values(), *self._running.values()]
+        left = [*(each.prompt for each in begun), *self._prompts]
+        return concatenate(left) if left else None
+
+    def opened(self) -> list[tuple[GroupId, str]]:
+        """Note that the step that took groups last has been submitted whole; what was given up, and why."""
+        self._taken.clear()
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def until(self, done: Callable[[], bool], idle: Callable[[], Sequence[Pending]] | None = None) -> None:
+        """Let rows run until something is so.
+
+        Raises:
+            RolloutError: nothing runs, nothing may begin, and nobody is about to change that.
+            ClusterError, RillflowError: see ``Pending.read``.
+        """
+        while True:
+            self._hear()
+            others = (idle or self.idle)()
+            if done():
+                return
+            self._ask()
+            asked = [list(each.asked)[:1] for each in self._replicas]
+            events = [each for each in (*asked, *(one.arriving for one in self._replicas), others) if each]
+            if not events:
+                raise self._stalled()
+            if not any(all(part.is_ready for part in each) for each in events):
+                wait_for_any([part for each in events for part in each], self._deadline_s)
+
+    def _ready(self, form: Callable[[], list[GroupInFlight]]) -> Batch:
+        """The prompts of the groups that ``form`` makes a batch of, once it does."""
+        began, taken = time.monotonic(), list[GroupInFlight]()
+
+        def is_formed() -> bool:
+            taken.extend(form())
+            for group in self._rule.dropped:
+                self._again(group)
+            self._rule.dropped.clear()
+            return bool(taken)
+
+        self.until(is_formed)
+        self._waited_s = time.monotonic() - began
+        parts, prompts, worked = [], [], []
+        for replica in self._replicas:
+            groups = [each for each in taken if each.replica is replica]
+            prompts += [each.prompt for each in groups]
+            if groups:
+                ids = [each.id for each in groups]
+                parts.append(self._executor.on_ranks(SAMPLER, replica.ranks, Sampler.collect, ids))
+            worked += replica.worked
+            replica.worked = []
+        for each in taken:
+            del self._complete[each.id]
+        self._taken += taken
+        data = concatenate(prompts)
+        self._executor.ready = data, joined("policy.generate", parts, worked=worked)
+        return data
+
+    def _hear(self) -> None:
+        """Take note of what replicas have answered."""
+        for replica in self._replicas:
+            while replica.asked and replica.asked[0].is_ready:
+                call = replica.asked.popleft()
+                made: Advanced = call.read(self._deadline_s)
+                replica.rows -= made.ended
+                if made.passes:
+                    replica.passes = max(1, min(MOST_PASSES, round(ADVANCE_S * made.passes / made.seconds)))
+                for each in made.complete:
+                    group = self._running.get(each)
+                    if group and group.replica is replica and group.call <= replica.heard:
+                        self._complete[each] = self._running.pop(each)
+                        self._rule.complete(group)
+                replica.heard += 1
+                _add(replica.worked, [*call.facts(self._deadline_s), *call.beside])
+            if replica.arriving and all(each.is_ready for each in replica.arriving):
+                self._delivery.arrived(replica.arriving)
+                replica.arriving = ()
+
+    def _ask(self) -> None:
+        """Ask replicas for whatever they may do."""
+        for group in self._rule.overdue(self._running.values()):
+            self._rule.give_up(group)
+            self._again(group)
+        if not any(each.arriving for each in self._replicas):
+            behind = [each for each in self._replicas if each.version < self._newest]
+            if behind and self._parcel is not None:
+                behind[0].arriving = self._delivery.install(self._parcel, behind[0].ranks)
+                behind[0].version = self._newest
+        while self._begin():
+            pass
+        for replica in self._replicas:
+            while len(replica.asked) < ASKED and (replica.rows or replica.given_up):
+                prompts = concatenate([each.prompt for each in replica.begun]) if replica.begun else None
+                how = (prompts, replica.given_up, replica.passes, self._samples, self._sampling)
+                replica.asked.append(self._executor.on_ranks(SAMPLER, replica.ranks, Sampler.advance, *how))
+                replica.begun, replica.given_up = [], []
+
+    def _begin(self) -> bool:
+        """Begin a group on the replica with most room; whether one could."""
+        if len(self._running) + len(self._complete) >= self._wanted:
+            return False
+        least, most = self._rule.least_version(self._newest), self._most_rows - self._samples
+        able = [
+            each
+            for each in self._replicas
+            if each.version >= least and len(each.asked) < ASKED and (not each.rows or each.rows <= most)
+        ]
+        if not able:
+            return False
+        if not self._prompts:
+            self._prompts.extend(_one_by_one(self._take(self._step_groups)))
+        prompt, replica = self._prompts.popleft(), min(able, key=lambda each: each.rows)
+        row = prompt.row_ids()[0]
+        group = GroupInFlight(
+            id=(row.epoch, row.prompt),
+            prompt=prompt,
+            version=replica.version,
+            replica=replica,
+            call=replica.heard + len(replica.asked),
+        )
+        self._running[group.id] = group
+        self._rule.begin(group)
+        replica.begun.append(group)
+        replica.rows += self._samples
+        return True
+
+    def _again(self, group: GroupInFlight) -> None:
+        """Have the rows of a group forgotten, and its prompt sampled again."""
+        group.replica.given_up.append(group.id)
+        self._running.pop(group.id, None)
+        self._complete.pop(group.id, None)
+        self._prompts.appendleft(group.prompt)
+        behind = self._rule.version - group.version
+        self._dropped.append((group.id, f"begun {behind} versions before the weights that would be trained"))
+
+    def _is_settled(self, replica: SamplerReplica) -> bool:
+        return replica.version == self._newest and not replica.arriving
+
+    def _stalled(self) -> RolloutError:
+        least = self._rule.least_version(self._newest)
+        return RolloutError(
+            f"no row runs, and none may begin before version {least} of the phase is published",
+            why=f"the newest is {self._newest}, and no step is at work that could publish another: rows that "
+            "begin now would become older than algorithm.freshness allows",
+            fix="call flow.publish(flow.policy) in every step, or sample in order",
+        )
+
+
+def _one_by_one(prompts: Batch) -> Iterable[Batch]:
+    return (prompts.slice(place, place + 1) for place in range(len(prompts)))
+
+
+def _add(worked: list[Facts], more: Sequence[Facts]) -> None:
+    """Add the times of a call to those of the calls before it."""
+    for each in more:
+        for place, before in enumerate(worked):
+            if before.place == each.place and 0 <= each.began - before.ended < PAUSE_S:
+                worked[place] = replace(before, ended=each.ended)
+                break
+        else:
+            worked.append(replace(each, rows=0))

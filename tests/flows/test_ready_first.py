@@ -1,0 +1,181 @@
+"""Steps of whichever groups are ready: rows run through publishes, none is too old, lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rillflow.errors import ConfigError, Interrupted
+from rillflow.observe import layout
+from rillflow.observe.reader import RolloutRecord, read_metrics, read_rollouts, read_spans
+from rillflow.pipeline.interrupt import Interruption
+from rillflow.records.rollout import Rollout
+from rillflow.records.row import RowId
+from rillflow.rollout.native.engine import NativeEngine
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_ahead import APART, INLINE, RAY, STEPS, ran
+
+READY = 'algorithm.order="ready_first"'
+TWO = ('placement.backend="inline"', "placement.pools={ main = 1, answers = 2 }", APART)
+LONG = ("rollout.max_tokens=12", "rollout.max_rows=24")
+
+
+class Halting(NativeEngine):
+    """The native engine; every fifth prompt's rows stand still after a token until there are new weights."""
+
+    publishes = 1
+
+    def __init__(self, *given: Any, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self._stand: dict[RowId, tuple[Rollout, int, float]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._stand) or super().has_work
+
+    def abort(self, row: RowId) -> Rollout:
+        return self._stand.pop(row)[0] if row in self._stand else super().abort(row)
+
+    def step(self) -> list[Rollout]:
+        time.sleep(0.002)
+        for row, (rollout, version, since) in list(self._stand.items()):
+            if self.version >= version + self.publishes or time.monotonic() > since + 1:
+                del self._stand[row]
+                self.add(rollout)
+        ended = super().step()
+        for lane in self._lanes:
+            for row in [
+                each.rollout.row for each in lane._scheduler.running if each.rollout.row.prompt % 5 == 0
+            ]:
+                kept = super().abort(row)
+                if sum(kept.loss_mask) == 1:
+                    self._stand[row] = kept, self.version, time.monotonic()
+                else:
+                    self.add(kept)
+        return ended
+
+
+class Overtaken(Halting):
+    """The same until weights are two versions newer."""
+
+    publishes = 2
+
+
+HALTING = f'rollout.engine="{__name__}:Halting"'
+
+
+def trained(run: Path) -> dict[int, list[RolloutRecord]]:
+    """The rows of every step that trained sampled ones."""
+    return {step: read_rollouts(run, step) for step in sorted(layout.rollout_files(run)) if step > 3}
+
+
+def once(run: Path) -> Counter[tuple[int, int]]:
+    """How many rows of every group were trained."""
+    return Counter((row.row.epoch, row.row.prompt) for rows in trained(run).values() for row in rows)
+
+
+@pytest.mark.parametrize("late", ["wait", "drop"])
+def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(tmp_path: Path, late: str) -> None:
+    """A row's log probabilities follow from the checkpoints of the versions that its tokens name."""
+    bound = 1 if late == "drop" else 2
+    kept = ("run.checkpoint_every=1", "run.keep_checkpoints=20")
+    engine = HALTING if late == "wait" else HALTING.replace("Halting", "Overtaken")
+    ran(tmp_path, bound, *TWO, READY, engine, *LONG, *kept, f'algorithm.late="{late}"')
+    run, steps = tmp_path / "run", trained(tmp_path / "run")
+    rows = [row for each in steps.values() for row in each]
+    assert {len(each) for each in steps.values()} == {15} and set(once(run).values()) == {3}
+    first, models = min(steps), dict[int, Any]()
+    start = min(version for row in steps[first] for version in row.versions if version >= 0)
+    for step, each in steps.items():
+        trains = start + step - first
+        seen = {version for row in each for version in row.versions if version >= 0}
+        assert trains - bound <= min(seen) and max(seen) <= trains
+    interrupted = [row for row in rows if len({v for v in row.versions if v >= 0}) > 1]
+    assert interrupted or late == "drop"
+    for row in interrupted[:6]:
+        for version in {v for v in row.versions if v > start}:
+            folder = run / layout.CHECKPOINTS / f"step-{first - 1 + version - start:06d}" / "policy"
+            models[version] = models.get(version) or AutoModelForCausalLM.from_pretrained(folder)
+            with torch.no_grad():
+                wanted = models[version](torch.tensor([row.tokens])).logits[0].log_softmax(-1)
+            places = [place for place, v in enumerate(row.versions) if v == version]
+            said = [float(wanted[place - 1, row.tokens[place]]) for place in places]
+            assert [row.logprobs[place] for place in places] == pytest.approx(said, abs=1e-4)
+    given_up = run / layout.GIVEN_UP
+    lines = [json.loads(line) for line in given_up.read_text().splitlines()] if given_up.exists() else []
+    assert bool(lines) == (late == "drop")
+    assert all("versions before the weights that would be trained" in each["reason"] for each in lines)
+    told = [each.metrics for each in read_metrics(run)][-STEPS:]
+    assert sum(each["flight/given_up/sum"].value for each in told) == len(lines)
+    work = [span for span in read_spans(run) if span.stage == "policy.generate" and span.step > first]
+    assert all(sum(rank.rows for rank in span.ranks) == 15 for span in work)
+
+
+def test_a_run_that_was_cut_trains_every_group_once(tmp_path: Path) -> None:
+    """Prompts in flight at a checkpoint are sampled again after it, those of whole steps never."""
+    settings = (
+        *TWO,
+        READY,
+        HALTING,
+        *LONG,
+        "run.checkpoint_every=1",
+        "run.keep_checkpoints=9",
+        "evaluate=none",
+    )
+    ran(tmp_path, 3, *settings)
+    run = tmp_path / "run"
+    (run / layout.FINISHED).unlink()
+    for checkpoint in sorted((run / layout.CHECKPOINTS).iterdir())[-3:]:
+        shutil.rmtree(checkpoint)
+    before = {step: [row.tokens for row in rows] for step, rows in trained(run).items() if step <= 5}
+    ran(tmp_path, 3, *settings)
+    assert {step: [row.tokens for row in rows] for step, rows in trained(run).items() if step <= 5} == before
+    assert set(once(run).values()) == {3} and len(once(run)) == STEPS * 5
+
+
+def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path: Path) -> None:
+    asked = Interruption()
+    settings = (*INLINE, APART, READY, HALTING, *LONG, "evaluate=none")
+
+    def stop(phase: str, step: int, metrics: object) -> None:
+        asked.requested = asked.requested or (phase == "grpo" and step == 5)
+
+    with pytest.raises(Interrupted, match="stopped after step"):
+        ran(tmp_path, 2, *settings, told=stop, interruption=asked)
+    ran(tmp_path, 2, *settings)
+    assert set(once(tmp_path / "run").values()) == {3} and len(once(tmp_path / "run")) == STEPS * 5
+
+
+def test_a_step_that_draws_again_gets_groups_that_are_ready(tmp_path: Path) -> None:
+    """DAPO's refill asks for more groups in the middle of a step."""
+    ran(tmp_path, 2, *TWO, READY, HALTING, *LONG, "evaluate=none", name="dapo")
+    last = read_metrics(tmp_path / "run")[-1].metrics
+    assert last["refill/rounds/mean"].value >= 1 and last["staleness/versions/max"].value <= 2
+
+
+def test_what_is_asked_beside_rows_in_flight_takes_its_turn(tmp_path: Path) -> None:
+    """ReMax has its prompts answered greedily, which sets running rows aside and lets them go on."""
+    ran(tmp_path, 2, *TWO, READY, HALTING, *LONG, "evaluate=none", name="remax")
+    assert set(once(tmp_path / "run").values()) == {3} and len(once(tmp_path / "run")) == STEPS * 5
+
+
+def test_parts_of_steps_that_are_made_of_what_is_ready_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'rollout\.parts is 5, and algorithm\.order is "ready_first"'):
+        ran(tmp_path, 1, *INLINE, APART, READY, "rollout.parts=5")
+
+
+@RAY
+def test_processes_of_their_own_sample_what_is_ready(tmp_path: Path) -> None:
+    settings: list[Any] = ['placement.backend="ray"', *TWO[1:], READY, *LONG, "rollout.keep_cache=true"]
+    found = ran(tmp_path, 2, *settings)
+    assert set(once(tmp_path / "run").values()) == {3} and len(found["judged"]) == 4
