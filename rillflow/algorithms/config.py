@@ -55,6 +55,11 @@ class OnlineConfig(AlgorithmConfig, UpdateConfig):
         """Rows one iteration trains on."""
         return self.prompts_per_step * self.samples_per_prompt
 
+    @property
+    def draws_again(self) -> bool:
+        """Whether a step may sample further prompts."""
+        return False
+
     @model_validator(mode="after")
     def _expected(self) -> OnlineConfig:
         if self.truncated == "bootstrap" and not self.has_critic:

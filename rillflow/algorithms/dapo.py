@@ -42,6 +42,11 @@ class DAPOConfig(GroupScaleConfig):
         """The priced tokens."""
         return {"overlong_buffer": self.overlong_buffer}
 
+    @property
+    def draws_again(self) -> bool:
+        """See OnlineConfig."""
+        return self.max_rounds > 1
+
 
 def step(flow: Flow, prompts: Batch, config: DAPOConfig) -> Handle:
     """One iteration: sample groups until enough of them differ, price their length, learn from them."""

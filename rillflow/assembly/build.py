@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +145,19 @@ class Build:
         assert isinstance(config, OnlineConfig) and delivery is not None and asked is not None  # was checked
         rule: type[HardBound[GroupInFlight]] = MeanBound if config.late == "drop" else HardBound
         done = kept.state["done"] if kept is not None else 0
+        executor.ready_parts = config.publishes
         return ReadyFirst(
             executor,
             delivery,
             stream.take,
-            rule=rule(freshness=config.freshness, prompts=config.prompts_per_step),
+            rule=rule(
+                freshness=config.freshness,
+                prompts=config.prompts_per_step,
+                published=Fraction(1, config.publishes),
+            ),
             groups=(config.steps - done) * config.prompts_per_step,
             step_groups=config.prompts_per_step,
+            parts=config.publishes,
             samples=asked.get("samples", 1),
             sampling=asked.get("sampling"),
             replicas=executor.groups[SAMPLER].mesh.groups("tp"),

@@ -86,6 +86,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
             "algorithm.freshness": not recipe.placement.samples_apart,
             "algorithm.order": config.freshness == 0,
             "algorithm.late": not is_ready_first(config),
+            "algorithm.publishes": not is_ready_first(config),
             "rollout.keep_cache": not is_ready_first(config),
             "rollout.parts": len(recipe.placement.pools) == 1,
             "algorithm.loss.constant": config.loss.aggregation != "constant",

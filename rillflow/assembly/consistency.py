@@ -73,12 +73,38 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
             why="a step is made of groups that were sampled before it began, in one way",
             fix='algorithm.order = "in_order"',
         )
+    if is_ready_first(config):
+        yield from _publishes(recipe, config)
     if config.freshness and not placement.samples_apart:
         yield ConfigError(
             f"algorithm.freshness is {config.freshness}, and the sampler shares its ranks with the policy",
             why="ranks that train cannot sample ahead meanwhile: the two take turns there",
             fix="give it a pool: placement.pools = { main = 1, answers = 1 }, placement.roles = { sampler = "
             '"answers" }; or algorithm.freshness = 0',
+        )
+
+
+def _publishes(recipe: Recipe, config: OnlineConfig) -> Iterator[ConfigError]:
+    """Several publishes a step, where its update cannot be taken apart."""
+    count, updates = config.publishes, recipe.chosen.listened(config).calls.get("policy.update", [])
+    reasons = {
+        "algorithm.shuffle = false: its parts are trained one after the other": config.shuffle,
+        "algorithm.epochs = 1": config.epochs > 1,
+        f"algorithm.minibatches a multiple of it, not {config.minibatches}": config.minibatches % count,
+        f"algorithm.prompts_per_step a multiple of it, not {config.prompts_per_step}": config.prompts_per_step
+        % count,
+        f"algorithm.freshness = {count - 1} at least: the step's last rows are so many versions old": (
+            config.freshness < count - 1
+        ),
+        "a step that draws its prompts once: algorithm.max_rounds = 1": config.draws_again,
+        "an algorithm that calls policy.update once": len(updates) != 1,
+    }
+    lacking = [reason for reason, is_lacking in reasons.items() if count > 1 and is_lacking]
+    if lacking:
+        yield ConfigError(
+            f"algorithm.publishes is {count}",
+            why="weights are published between equal parts of a step's minibatches",
+            fix=f"it takes {'; '.join(lacking)}",
         )
 
 

@@ -40,6 +40,12 @@ class Parcel:
     buckets: Sequence[Mapping[int, Sequence[Pending]]]
     """Of every bucket, what each receiver gets."""
 
+    @property
+    def late(self) -> list[Pending]:
+        """What has not been packed of it."""
+        packed = (each for bucket in self.buckets for parts in bucket.values() for each in parts)
+        return [each for each in (self.digests, *packed) if not each.is_ready]
+
 
 class Delivery:
     """The weights of one policy, on their way to one sampler.
@@ -59,7 +65,7 @@ class Delivery:
         self._links: Links = made[0].read(deadline_s)
         self._first = len(executor.groups["policy"].places)
         self._is_ahead = False
-        self._parcel: Parcel | None = None
+        self._parcels: list[Parcel] = []
 
     def begin(self, *, is_ahead: bool) -> None:
         """Publish what the policy has, under the version it has; what follows is in step, or ahead of it."""
@@ -74,7 +80,7 @@ class Delivery:
         digests = executor.on_first_rank("policy", weights_of, SentWeights.what_was_published)
         if self._is_ahead:
             buckets = [self._sent(bucket) for bucket in range(len(self._links))]
-            self._parcel = Parcel(digests=digests, buckets=buckets)
+            self._parcels.append(Parcel(digests=digests, buckets=buckets))
             return published
         for bucket in range(len(self._links)):
             on_their_way.append(self._received(bucket, self._sent(bucket)))
@@ -85,10 +91,10 @@ class Delivery:
         executor.moved["policy.digest"] = [*published.facts(self._deadline_s), *published.beside]
         return executor.on_all_ranks("sampler", weights_of, ReceivedWeights.serve, digests)
 
-    def take(self) -> Parcel | None:
-        """What was published last, ahead of the step that samples with it; None where nothing was since."""
-        parcel, self._parcel = self._parcel, None
-        return parcel
+    def take(self) -> list[Parcel]:
+        """What was published ahead of the steps that sample with it, and not taken yet."""
+        parcels, self._parcels = self._parcels, []
+        return parcels
 
     def install(self, parcel: Parcel, ranks: Sequence[int] | None = None) -> list[Pending]:
         """Have the sampler, or one of its replicas, receive a parcel after what it was given before.

@@ -55,6 +55,8 @@ class GroupExecutor:
         self._chain_parts = 0
         self.sampled = deque[Path]()
         """Files of rows that the sampler made for the present step before the run was interrupted."""
+        self.ready_parts = 1
+        """In how many parts such rows come; the policy publishes after it has trained each."""
         self.ready: tuple[Batch, Pending] | None = None
         """Prompts whose rows have been sampled before a step asks for them, and the rows."""
 
@@ -113,7 +115,10 @@ class GroupExecutor:
             self._submit()  # what it is asked before the first of its weights changes
 
         def train(index: int) -> Pending:
-            return group.call(endpoint, *_part(args, index), **options, part=(index, parts))
+            made = group.call(endpoint, *_part(args, index), **options, part=(index, parts))
+            if group.of == "policy" and self.ready_parts > 1 and index < parts - 1:
+                self.follows["policy.publish"](group.call("publish"))
+            return made
 
         return self._later(stage, parts, train, is_partial=True)
 

@@ -35,7 +35,7 @@ from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum
 from rillflow.roles.sampler import Advanced, GroupId, Sampler
 from rillflow.rollout.config import SamplingConfig
-from rillflow.workers.pending import Pending, joined, wait_for_any
+from rillflow.workers.pending import Parted, Pending, joined, wait_for_any
 from rillflow.workers.values import Facts
 
 ADVANCE_S = 0.1
@@ -100,6 +100,7 @@ class ReadyFirst:
         rule: of the bound; nothing has begun.
         groups: that the phase is still to train.
         step_groups: of a step.
+        parts: of a step, each of which is trained before the next version is published.
         samples: rows of a group.
         sampling: how their tokens are drawn; None as the recipe says.
         replicas: the sampler's ranks, replica by replica.
@@ -117,6 +118,7 @@ class ReadyFirst:
         rule: HardBound[GroupInFlight],
         groups: int,
         step_groups: int,
+        parts: int,
         samples: int,
         sampling: SamplingConfig | None,
         replicas: Sequence[Sequence[int]],
@@ -125,7 +127,7 @@ class ReadyFirst:
         deadline_s: float,
     ) -> None:
         self._executor, self._delivery, self._take, self._rule = executor, delivery, take, rule
-        self._wanted, self._step_groups = groups, step_groups
+        self._wanted, self._step_groups, self._parts = groups, step_groups, parts
         self._samples, self._sampling, self._most_rows = samples, sampling, most_rows
         self._replicas = [SamplerReplica(ranks=ranks) for ranks in replicas]
         self._prompts = deque(_one_by_one(again) if again is not None else ())
@@ -216,21 +218,29 @@ class ReadyFirst:
 
         self.until(is_formed)
         self._waited_s = time.monotonic() - began
-        parts, prompts, worked = [], [], []
-        for replica in self._replicas:
-            groups = [each for each in taken if each.replica is replica]
-            prompts += [each.prompt for each in groups]
-            if groups:
-                ids = [each.id for each in groups]
-                parts.append(self._executor.on_ranks(SAMPLER, replica.ranks, Sampler.collect, ids))
-            worked += replica.worked
-            replica.worked = []
         for each in taken:
             del self._complete[each.id]
         self._taken += taken
-        data = concatenate(prompts)
-        self._executor.ready = data, joined("policy.generate", parts, worked=worked)
-        return data
+        size = -(-len(taken) // self._parts)
+        data = [self._collected(taken[first : first + size]) for first in range(0, len(taken), size)]
+        prompts = concatenate([each for part, _ in data for each in part])
+        worked = [each for replica in self._replicas for each in replica.worked]
+        rows = joined("policy.generate", [rows for _, rows in data], worked=worked)
+        for replica in self._replicas:
+            replica.worked = []
+        self._executor.ready = prompts, rows if len(data) == 1 else Parted.of(rows)
+        return prompts
+
+    def _collected(self, groups: Sequence[GroupInFlight]) -> tuple[list[Batch], Pending]:
+        """The prompts of complete groups, replica by replica, and their rows."""
+        prompts, parts = [], []
+        for replica in self._replicas:
+            here = [each for each in groups if each.replica is replica]
+            prompts += [each.prompt for each in here]
+            if here:
+                ids = [each.id for each in here]
+                parts.append(self._executor.on_ranks(SAMPLER, replica.ranks, Sampler.collect, ids))
+        return prompts, joined("policy.generate", parts)
 
     def _hear(self) -> None:
         """Take note of what replicas have answered."""

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Generic, Protocol, TypeVar
 
 
@@ -56,10 +57,10 @@ class HardBound(Generic[GroupT]):
     Args:
         freshness: k, the bound.
         prompts: P, groups of a batch.
-        published: c, batches after which weights are published.
+        published: c, batches after which weights are published; 1 / n for n publishes within each.
     """
 
-    def __init__(self, *, freshness: int, prompts: int, published: int = 1) -> None:
+    def __init__(self, *, freshness: int, prompts: int, published: int | Fraction = 1) -> None:
         self.batch = 0
         """The number of the next batch, from 0."""
         self.dropped: list[GroupT] = []
@@ -72,8 +73,8 @@ class HardBound(Generic[GroupT]):
 
     @property
     def version(self) -> int:
-        """Of the policy that trains the next batch."""
-        return self.batch // self._published
+        """Of the policy that trains the next batch, or the last rows of it."""
+        return -(-(self.batch + 1) // self._published) - 1
 
     def least_version(self, newest: int) -> int:  # noqa: ARG002
         """The least version under which a group may begin now, where ``newest`` is the newest there is.
@@ -134,20 +135,20 @@ class HardBound(Generic[GroupT]):
         return range(self.batch, max(self._begun, default=0) + 1)
 
     def _due(self, group: GroupT) -> int:
-        return (group.version + self._freshness + 1) * self._published - 1
+        return int((group.version + self._freshness + 1) * self._published) - 1
 
 
 class MeanBound(HardBound[GroupT]):
     """Groups begin by their number alone; those that have become too old are dropped whole."""
 
-    def __init__(self, *, freshness: int, prompts: int, published: int = 1) -> None:
+    def __init__(self, *, freshness: int, prompts: int, published: int | Fraction = 1) -> None:
         super().__init__(freshness=freshness, prompts=prompts, published=published)
         self._alive = 0
         self._queue: deque[GroupT] = deque()
 
     def least_version(self, newest: int) -> int:
         """Anything that is not too old already, while fewer than (k + v + 1) c P live or were trained."""
-        most = (self._freshness + newest + 1) * self._published * self._prompts
+        most = int((self._freshness + newest + 1) * self._published) * self._prompts
         if self._alive + self.batch * self._prompts >= most:
             return newest + 1
         return self.version - self._freshness

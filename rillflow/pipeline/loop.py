@@ -140,8 +140,11 @@ class Loop:
     def _close_done(self, phase: Phase, opened: deque[OpenStep]) -> Sequence[Pending]:
         """Finish open steps that are done, the oldest first; what the next one waits for."""
         late: Sequence[Pending] = ()
-        while opened and not (late := opened[0].late):
-            self._close(phase, opened.popleft(), opened)
+        while opened and not late:
+            while opened[0].parcels and not (late := opened[0].parcels[0].late):
+                self._hand_over(phase, opened[0])
+            if not (late := [*late, *opened[0].late]):
+                self._close(phase, opened.popleft(), opened)
         return late
 
     def _require_few_skipped(self, step: int) -> None:
@@ -207,7 +210,8 @@ class Loop:
         last, best = step.done == phase.steps, False
         if self._interruption.requested and step.number < self._total_steps:
             self._stop_after(phase, step, later)
-        self._hand_over(phase, step)
+        while step.parcels:
+            self._hand_over(phase, step)
         if last or (not step.is_last and _due(step.done, self._cadence.evaluate_every)):
             best = self._evaluate(phase, step.number)
         if step.saving or (not phase.freshness and (last or step.is_last or best or self._is_due(step.done))):
@@ -220,11 +224,11 @@ class Loop:
                 )
 
     def _hand_over(self, phase: Phase, step: OpenStep) -> None:
-        """Have the sampler given the version that a step has published ahead of those that sample with it."""
-        parcel, step.parcel = step.parcel, None
-        if parcel is not None and phase.ready is not None:
+        """Have the sampler given a version that a step has published ahead of those that sample with it."""
+        parcel = step.parcels.popleft()
+        if phase.ready is not None:
             phase.ready.deliver(parcel)
-        elif parcel is not None and phase.delivery is not None:
+        elif phase.delivery is not None:
             self._arriving += phase.delivery.install(parcel)
 
     def _stop_after(self, phase: Phase, step: OpenStep, later: Sequence[OpenStep]) -> None:

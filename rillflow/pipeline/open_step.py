@@ -11,6 +11,7 @@ ask of the same ranks, however many of them are open.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,8 +153,8 @@ class OpenStep:
         self._recorded = self._record()
         self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}
         self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
-        self.parcel: Parcel | None = phase.delivery.take() if phase.delivery is not None else None
-        """The version that it published and that no sampler has been given yet."""
+        self.parcels = deque[Parcel](phase.delivery.take() if phase.delivery is not None else ())
+        """The versions that it publishes and that no sampler has been given yet."""
         self._state = {"phase": index, "done": done, **phase.place}
 
     @property

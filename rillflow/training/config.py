@@ -86,6 +86,11 @@ class UpdateConfig(PassesConfig):
         "wait",
         description="Ready first, what would become too old: waited for, or dropped and sampled again.",
     )
+    publishes: int = Field(
+        1,
+        gt=0,
+        description="Publishes of a step, ready first: one after each of so many parts of its minibatches.",
+    )
     ratio_tolerance: float = Field(
         1e-3,
         gt=0,

@@ -156,6 +156,13 @@ class Parted(Pending):
         self.parts: list[Pending] = []
         self._submit, self._are_shares = submit, is_partial
 
+    @classmethod
+    def of(cls, whole: Pending) -> Parted:
+        """What has been joined of parts, as one that comes in those."""
+        made = cls(whole.stage, len(whole.parts), lambda: None, is_partial=False)
+        made.__dict__ |= whole.__dict__
+        return made
+
     def complete(self) -> None:
         """All parts are there."""
         self.__dict__ |= joined(self.stage, self.parts, is_partial=self._are_shares).__dict__

@@ -169,6 +169,28 @@ def test_what_is_asked_beside_rows_in_flight_takes_its_turn(tmp_path: Path) -> N
     assert set(once(tmp_path / "run").values()) == {3} and len(once(tmp_path / "run")) == STEPS * 5
 
 
+def test_weights_are_published_between_parts_of_a_step(tmp_path: Path) -> None:
+    """Every fifth of a step's minibatches makes a version, and rows begin with those, too."""
+    fifths = ("algorithm.publishes=5", "algorithm.shuffle=false", "algorithm.minibatches=5")
+    settings = (*TWO, READY, HALTING, *LONG, *fifths, "evaluate=none", 'algorithm.old_logprobs="sampler"')
+    ran(tmp_path, 8, *settings)
+    steps = trained(tmp_path / "run")
+    start = min(v for row in steps[min(steps)] for v in row.versions if v >= 0)
+    told = [each.metrics for each in read_metrics(tmp_path / "run")][-STEPS:]
+    published = [each["policy/version/max"].value for each in told]
+    assert published == [start + 5 * (step + 1) for step in range(STEPS)]
+    assert max(each["staleness/versions/max"].value for each in told) <= 8
+    seen = {version for rows in steps.values() for row in rows for version in row.versions if version >= 0}
+    assert {(version - start) % 5 for version in seen} - {0}
+    assert set(once(tmp_path / "run").values()) == {3}
+
+
+def test_publishes_that_an_update_has_no_room_for_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.publishes is 2") as told:
+        ran(tmp_path, 1, *INLINE, APART, READY, "algorithm.publishes=2")
+    assert "algorithm.shuffle = false" in str(told.value) and "not 5" in str(told.value)
+
+
 def test_parts_of_steps_that_are_made_of_what_is_ready_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'rollout\.parts is 5, and algorithm\.order is "ready_first"'):
         ran(tmp_path, 1, *INLINE, APART, READY, "rollout.parts=5")

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from fractions import Fraction
 from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -181,6 +182,7 @@ class Scene:
         steps: int = 12,
         drops: bool = False,
         again: Batch | None = None,
+        publishes: int = 1,
         rows: int = 6,
     ) -> None:
         self.chance, self.steps, self.groups, self.drawn = Random(seed), steps, groups, 0
@@ -200,9 +202,10 @@ class Scene:
             self.executor,
             cast(Delivery, Numbered(self.executor)),
             self._take,
-            rule=rule(freshness=k, prompts=groups),
+            rule=rule(freshness=k, prompts=groups, published=Fraction(1, publishes)),
             groups=steps * groups,
             step_groups=groups,
+            parts=publishes,
             samples=SAMPLES,
             sampling=None,
             replicas=mesh.groups("tp"),
@@ -210,6 +213,7 @@ class Scene:
             again=again,
             deadline_s=5,
         )
+        self._times = publishes
         self.trained: deque[Pending] = deque()
         self.published = 0
         self.ready.idle = self._idle
@@ -219,11 +223,11 @@ class Scene:
         found, given_up = [], []
         self._publishes = publishes
         for _ in range(self.steps):
-            self.ready.until(lambda: len(self.trained) < 3)
+            self.ready.until(lambda: len(self.trained) < 3 * self._times)
             data = self.ready.take(self.groups)
             assert self.executor.ready is not None and self.executor.ready[0] is data
             rows: Batch = self.executor.ready[1].read()
-            self.trained.append(self.executor.on_first_rank("policy", train))
+            self.trained += [self.executor.on_first_rank("policy", train) for _ in range(self._times)]
             given_up += [group[1] for group, _ in self.ready.opened()]
             assert rows.ids[:, 1].tolist() == [row for row in data.ids[:, 1].tolist() for _ in range(SAMPLES)]
             versions = rows.ragged("versions").lists()
@@ -303,6 +307,23 @@ def test_bounded_staleness_in_random_schedules() -> None:
 @pytest.mark.slow
 def test_bounded_staleness_in_a_thousand_random_schedules() -> None:
     schedules(1000)
+
+
+@pytest.mark.parametrize("publishes", [2, 3])
+def test_bounded_staleness_where_a_step_publishes_several_times(publishes: int) -> None:
+    """The last rows of a step are trained by the version before its last publish."""
+    newer = 0
+    for seed in range(10):
+        k = 2 * publishes
+        scene = Scene(seed, k, 2 * publishes, 2, publishes=publishes)
+        found = scene.run()
+        for step, rows in enumerate(found.trained):
+            part = len(rows) // publishes
+            for place, (_, versions) in enumerate(rows):
+                trains = step * publishes + place // part
+                assert trains - k <= versions[0] and versions[-1] <= step * publishes + publishes - 1
+                newer += versions[0] % publishes > 0
+    assert newer
 
 
 def test_the_ranks_of_a_replica_are_asked_the_same() -> None:
