@@ -30,7 +30,7 @@ from rillflow.planner.workload import Lengths, Workload
 from rillflow.view.foretold import MOST_FORETOLD, Foretold
 from rillflow.view.run_data import RunData
 
-PUBLISHING = ("policy.digest", "policy.send", "sampler.receive", "policy.publish")
+PUBLISHING = ("policy.digest", "policy.send", "sampler.receive", "sampler.serve", "policy.publish")
 """The spans of a version on its way; the last is that of the step's own stage."""
 _ENDLESS = 1e18
 """Bytes, bytes a second and FLOP/s of a device that limits nothing."""

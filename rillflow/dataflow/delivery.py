@@ -85,11 +85,11 @@ class Delivery:
         for bucket in range(len(self._links)):
             on_their_way.append(self._received(bucket, self._sent(bucket)))
             if len(on_their_way) == BUCKETS:
-                self.arrived([published, *on_their_way.popleft()])
+                self.arrived(on_their_way.popleft(), [published])
         while on_their_way:
-            self.arrived([published, *on_their_way.popleft()])
+            self.arrived(on_their_way.popleft(), [published])
         executor.moved["policy.digest"] = [*published.facts(self._deadline_s), *published.beside]
-        return executor.on_all_ranks("sampler", weights_of, ReceivedWeights.serve, digests)
+        return executor.on_all_ranks("sampler", serve, digests)
 
     def take(self) -> list[Parcel]:
         """What was published ahead of the steps that sample with it, and not taken yet."""
@@ -103,20 +103,16 @@ class Delivery:
             What is to be waited for.
         """
         ranks = range(len(self._executor.groups["sampler"].places)) if ranks is None else ranks
-        moved = [
-            each
-            for bucket, packed in enumerate(parcel.buckets)
-            for each in self._received(
-                bucket, {rank: parts for rank, parts in packed.items() if rank - self._first in ranks}
-            )
-        ]
-        serve = (weights_of, ReceivedWeights.serve, parcel.digests)
-        return [self._executor.on_ranks("sampler", ranks, *serve), *moved]
+        moved = list[Pending]()
+        for bucket, packed in enumerate(parcel.buckets):
+            own = {rank: parts for rank, parts in packed.items() if rank - self._first in ranks}
+            moved += self._received(bucket, own)
+        return [self._executor.on_ranks("sampler", ranks, serve, parcel.digests), *moved]
 
-    def arrived(self, moved: Sequence[Pending]) -> None:
-        """Wait for what crosses, and keep what is known of it alone: its bytes may go."""
-        wait_for(moved, self._deadline_s)
-        for each in moved[1:]:
+    def arrived(self, moved: Sequence[Pending], beside: Sequence[Pending] = ()) -> None:
+        """Wait for what crosses, and for more; keep what is known of the former alone: its bytes may go."""
+        wait_for([*beside, *moved], self._deadline_s)
+        for each in moved:
             self._executor.moved.setdefault(each.stage, []).extend(each.facts(self._deadline_s))
 
     def _sent(self, bucket: int) -> dict[int, list[Pending]]:
@@ -155,3 +151,8 @@ def send(policy: Policy, bucket: int) -> Any:
 def receive(sampler: Sampler, bucket: int, *packed: Any) -> None:
     """Put packed tensors where they belong."""
     weights_of(sampler, ReceivedWeights.receive, bucket, *packed)
+
+
+def serve(sampler: Sampler, digests: Any) -> Any:
+    """Let what was received be sampled with, once its digests match; the version."""
+    return weights_of(sampler, ReceivedWeights.serve, digests)

@@ -218,7 +218,8 @@ class OpenStep:
     def _log_spans(self) -> None:
         """Write down the stages, and what moved meanwhile."""
         wait_s, executor = self._deadline_s, self._phase.executor
-        ahead_s = self._run.elapsed_s() - time.time()
+        # Whatever holds this process up between the two clocks makes it less.
+        ahead_s = max(self._run.elapsed_s() - time.time() for _ in range(3))
         results = [(each.stage, each.result) for each in self.journal.stages]
         names = {part.stage: stage for stage, made in results for part in (made, *made.parts)}
         for stage, made in results:

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections import defaultdict
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,6 +36,8 @@ THREE = (
     "algorithm.freshness=1",
     "rollout.parts=2",
 )
+ANSWERED = ("policy.generate", "sampler.receive", "sampler.serve")
+"""What the ranks that answer do."""
 MICROSECONDS = 2e-6
 """What rounding takes from the sum of two times."""
 
@@ -58,6 +61,14 @@ def in_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One rank trains, one answers in two parts, one scores them; freshness 1."""
     return ran(tmp_path_factory.mktemp("ahead"), *THREE)
+
+
+@pytest.fixture(scope="module")
+def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes train, one answers in two parts; freshness 1."""
+    apart = ("placement.pools={ main = 2, answers = 1 }", 'placement.roles={ sampler = "answers" }')
+    more = ("algorithm.freshness=1", "rollout.parts=2", 'placement.backend="ray"')
+    return ran(tmp_path_factory.mktemp("on ray"), *apart, *more)
 
 
 def stages_of(run: Path, step: int) -> dict[str, SpanRecord]:
@@ -88,7 +99,10 @@ def test_parts_of_a_stage_are_written_one_by_one(ahead: Path) -> None:
     assert step["policy.generate"].rows == 15
 
 
-@pytest.mark.parametrize("name", ["in_step", "ahead"])
+RAY = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
+
+
+@pytest.mark.parametrize("name", ["in_step", "ahead", pytest.param("on_ray", marks=RAY)])
 def test_a_rank_does_one_thing_at_a_time_and_only_what_it_was_given(
     name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -146,6 +160,44 @@ def test_ahead_the_rank_that_answers_does_not_wait_for_the_step_it_is_ahead_of(a
     assert "policy.generate on answers" in {wait.whom for wait in scored}
     page = write_report(ahead).read_text("utf-8")
     assert "waits for policy.generate on answers" in page and "scores 0" in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_processes_share_one_axis_of_time_and_waits_are_those_of_the_right_one(
+    on_ray: Path, tmp_path: Path
+) -> None:
+    """The clock of each is its own: a step's spans lie between what the controller saw of it."""
+    data = load(on_ray)
+    ends = {record.step: record.time_s for record in data.steps}
+    for span in data.spans:
+        assert span.start_s > 0 and span.start_s + span.duration_s <= ends[span.step] + MICROSECONDS
+        open_since = ends.get(span.step - (3 if span.stage == "policy.send" else 2), 0.0)
+        assert span.start_s > open_since - MICROSECONDS, (
+            "two steps are open; packed is what the next will have"
+        )
+        assert span.pool == ("answers" if span.stage in ANSWERED else "main")
+    found = measured(data, 1, STEPS)
+    times = {one.on: one for one in rank_times(found.works, found.waits, found.start_s, found.end_s)}
+    assert [f"{on.pool} {on.rank}" for on in times] == ["answers 0", "main 0", "main 1"]
+    for one in times.values():
+        whole = one.busy_s + sum(one.waited_s.values()) + one.else_s
+        assert whole == pytest.approx(found.end_s - found.start_s, abs=1e-4)
+    first = stages_of(on_ray, 1)["policy.generate"]
+    for rank in (0, 1):
+        waits = [wait for wait in found.waits if wait.on == RankName("main", rank) and wait.cause is not None]
+        answered = sum(
+            wait.end_s - wait.start_s for wait in waits if wait.step == 1 and wait.cause.on.pool == "answers"
+        )
+        assert answered >= first.ranks[0].duration_s - 1e-4, "step 1 trains on what was not there before"
+    file = tmp_path / "trace.json"
+    assert main(["timeline", str(on_ray), "--out", str(file)]) == 0
+    events = json.loads(file.read_text("utf-8"))["traceEvents"]
+    names = {(one["pid"], one["args"]["name"]) for one in events if one["name"] == "process_name"}
+    assert {name for _, name in names} == {"answers", "main"} and len({pid for pid, _ in names}) == 2
+    found_s = foretell(data, 1, STEPS)
+    assert isinstance(found_s, Foretold)
+    assert 0.9 * worked(on_ray, "main") < sum(found_s.steps_s[1:]) < 1.1 * worked(on_ray)
 
 
 def worked(run: Path, pool: str = "") -> float:
