@@ -126,7 +126,7 @@ class Case:
                 )
                 self._engine.generate(prompts, self.size.samples)
             case "logprobs":
-                self._trainer.logprobs(self._rows)
+                self._trainer.scorer.logprobs(self._rows)
             case _:
                 self._trainer.update(self._rows, SupervisedLoss())
 

@@ -41,7 +41,8 @@ def main() -> None:
     trainer = make_trainer()
     loss = PolicyLoss(PolicyLossConfig(), max_tokens=ANSWER)
     batches = {samples: make_rows(samples, arguments.prompt) for samples in SAMPLES}
-    batches = {k: rows.with_fields(sampler_logprobs=trainer.logprobs(rows)) for k, rows in batches.items()}
+    said = {samples: trainer.scorer.logprobs(rows) for samples, rows in batches.items()}
+    batches = {k: rows.with_fields(sampler_logprobs=said[k]) for k, rows in batches.items()}
     seconds: dict[int, list[float]] = {samples: [] for samples in SAMPLES}
     for _ in range(arguments.steps + 1):
         for samples, rows in batches.items():

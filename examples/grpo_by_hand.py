@@ -64,7 +64,7 @@ def main() -> list[dict[str, float]]:
         advantages = group_advantages(
             rewards, groups, torch.ones(len(rewards), dtype=torch.bool), scale="std"
         )
-        rows = rollouts.with_fields(advantages=advantages, old_logprobs=trainer.logprobs(rollouts))
+        rows = rollouts.with_fields(advantages=advantages, old_logprobs=trainer.scorer.logprobs(rollouts))
         report = merge_metrics(
             trainer.update(part, loss) for part in minibatches(rows, 1, MINIBATCHES, SEED, step)
         )

@@ -24,6 +24,7 @@ from rillflow.errors import ConfigError
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import (
     LanguageModel,
+    Model,
     ScalarModel,
     choose_device,
     load_model,
@@ -40,7 +41,7 @@ from rillflow.roles.publishing import ReceivedWeights, SampledWeights, SentWeigh
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.sampler import Sampler
 from rillflow.roles.scalar_roles import Critic, RewardModel, SafetyCostModel
-from rillflow.roles.share import Model, Share
+from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import TrainConfig
 from rillflow.workers.endpoint import endpoints_of

@@ -9,7 +9,7 @@ What the trial cannot show, a long context would: attention in chunks is refused
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rillflow.errors import ModelError
 from rillflow.models.attention import ATTENTION, causal
-
-Output = Literal["logits", "last_hidden_state"]
-"""What is compared: the module's logits, or where the head says little, the body's last hidden states."""
 
 _TRIAL_TOKENS = 8
 """How many tokens a module is tried on."""
@@ -93,24 +90,19 @@ def scalar_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-def check_attention(module: PreTrainedModel, output: Output = "logits") -> None:
+def check_attention(module: PreTrainedModel) -> None:
     """Show that the module, built with Rillflow's attention, computes what it computes with its own.
 
     Raises:
         ModelError: it does not, or a layer computes its attention elsewhere.
     """
-    module = module if output == "logits" else module.base_model
     layers = module.config.get_text_config().num_hidden_layers
-    ids, positions = trial_tokens(module)
     name, witness = type(module).__name__, Witness()
     try:
-        with torch.no_grad():
-            ours = module(input_ids=ids, position_ids=positions, use_cache=False, attention_plan=witness)[
-                output
-            ]
-            module.set_attn_implementation("eager")
-            own = module(input_ids=ids, use_cache=False)[output]
-            module.set_attn_implementation(ATTENTION)
+        ours = trial(module, attention_plan=witness)
+        module.set_attn_implementation("eager")
+        own = trial(module, position_ids=None)
+        module.set_attn_implementation(ATTENTION)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise _not_replaceable(name, f"a trial ended in {type(error).__name__}: {error}") from error
     if sorted(witness.layers) != list(range(layers)):
@@ -119,16 +111,34 @@ def check_attention(module: PreTrainedModel, output: Output = "logits") -> None:
     difference = relative_difference(ours, own)
     if not difference <= _TOLERANCE[module.dtype]:
         raise ModelError(
-            f"{name} computes other {output} with Rillflow's attention, by {difference:.2g} of the largest",
+            f"{name} computes other {_output(module)} with Rillflow's attention, "
+            f"by {difference:.2g} of the largest",
             why="its own attention is not causal, adds a bias to the scores, or its weights are not finite",
             fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
         )
 
 
-def trial_tokens(module: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """[1, T] a few tokens to try a module on, and their positions."""
-    positions = torch.arange(min(_TRIAL_TOKENS, context_of(module)), device=module.device)[None]
-    return positions % module.config.get_text_config().vocab_size, positions
+def trial(module: Any, *, is_last: bool = True, graph: bool = False, **given: Any) -> Tensor:
+    """[1, T, ...] what a module says to a few tokens: logits, or hidden states where it has a scalar head.
+
+    Args:
+        module: a decoder or what is left of it.
+        is_last: whether its head is its own, and not another pipeline stage's.
+        graph: whether the pass is made as one that a backward pass follows.
+        given: the module's arguments in the place of tokens at positions from 0 on.
+    """
+    positions = trial_positions(module)
+    tokens = positions % module.config.get_text_config().vocab_size
+    inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False, **given}
+    output = _output(module) if is_last else "last_hidden_state"
+    with torch.set_grad_enabled(graph):
+        found: Tensor = (module if output == "logits" else module.base_model)(**inputs)[output]
+        return found.detach()
+
+
+def trial_positions(module: Any) -> Tensor:
+    """[1, T] the positions of the tokens that a module is tried on."""
+    return torch.arange(min(_TRIAL_TOKENS, context_of(module)), device=module.device)[None]
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
@@ -157,6 +167,11 @@ def vocabulary_of(module: nn.Module) -> int:
     """How many tokens a module knows, wherever their embeddings lie."""
     embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[operator]
     return embedding.num_embeddings
+
+
+def _output(module: Any) -> str:
+    """What is compared: the module's logits, or where the head says little, the body's last hidden states."""
+    return "last_hidden_state" if module.get_output_embeddings() is None else "logits"
 
 
 def _not_replaceable(name: str, why: str) -> ModelError:

@@ -11,28 +11,27 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rillflow.errors import ConfigError, ModelError, nearest
-from rillflow.models.architecture import Output, check_attention, context_of
+from rillflow.models.architecture import check_attention, context_of
 from rillflow.models.attention import register
-from rillflow.models.bare import BareTokenizer, character_tokenizer
+from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.locate import locate
-from rillflow.models.new_model import new_module, new_scalar_module
+from rillflow.models.new_model import new_module
 from rillflow.models.positions import settle_positions
 from rillflow.models.pretrained import load_module, load_scalar_module
-from rillflow.models.scalar_head import HeadStart
-from rillflow.models.tokenizer import Tokenizer, load_tokenizer
+from rillflow.models.tokenizer import Tokenizer, listed, load_tokenizer
 from rillflow.observe.durable import flush, publish_folder
 
 _LOADING = threading.Lock()
@@ -60,6 +59,9 @@ class ScalarModel(LoadedModel):
     """A decoder with a scalar head, ready to score with and to train."""
 
 
+Model = TypeVar("Model", bound=LoadedModel)
+
+
 def load_model(config: ModelConfig, *, seed: int, device: torch.device, base: Path) -> LanguageModel:
     """A model from a directory, the hub, or made anew.
 
@@ -73,53 +75,26 @@ def load_model(config: ModelConfig, *, seed: int, device: torch.device, base: Pa
         ConfigError: both or none of ``path`` and ``new`` are given.
         ModelError: the model is not there, or is none that Rillflow can drive.
     """
-    module, inner = module_and_tokenizer(
-        config,
-        device=device,
-        base=base,
-        section="policy.model",
-        new=partial(new_module, seed=seed),
-        read=load_module,
-        output="logits",
-    )
-    tokenizer = wrapped(module, inner, listed(module.generation_config.eos_token_id))
-    return LanguageModel(module=module, tokenizer=tokenizer, context=context_of(module))
+    return _loaded(LanguageModel, config, seed, device, base, "policy.model")
 
 
 def load_scalar_model(
-    config: ModelConfig,
-    *,
-    seed: int,
-    device: torch.device,
-    base: Path,
-    head: HeadStart = "zero",
-    section: str = "critic.model",
+    config: ModelConfig, *, seed: int, device: torch.device, base: Path, section: str = "critic.model"
 ) -> ScalarModel:
-    """A model with a scalar head from a directory, the hub, or made anew.
+    """A model with a scalar head: a directory's own, else a new one; otherwise as ``load_model``.
 
     Args:
         config: exactly one of ``path`` and ``new``.
-        seed: decides a new model's weights and a new random head; the same on every device.
+        seed: as of ``load_model``.
         device: where the module goes.
         base: what a relative ``path`` is relative to.
-        head: how a new head starts; one that a directory has is kept.
         section: what a recipe calls the config, for errors.
 
     Raises:
         ConfigError: both or none of ``path`` and ``new`` are given.
         ModelError: the model is not there, is none that Rillflow can drive, or has a head of several numbers.
     """
-    module, inner = module_and_tokenizer(
-        config,
-        device=device,
-        base=base,
-        section=section,
-        new=partial(new_scalar_module, seed=seed, start=head),
-        read=partial(load_scalar_module, seed=seed, start=head),
-        output="last_hidden_state",
-    )
-    tokenizer = wrapped(module, inner, listed(module.config.get_text_config().eos_token_id))
-    return ScalarModel(module=module, tokenizer=tokenizer, context=context_of(module))
+    return _loaded(ScalarModel, config, seed, device, base, section)
 
 
 def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -151,31 +126,10 @@ def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor
         raise
 
 
-def module_and_tokenizer(
-    config: ModelConfig,
-    *,
-    device: torch.device,
-    base: Path,
-    section: str,
-    new: Callable[..., PreTrainedModel],
-    read: Callable[[str, torch.dtype], PreTrainedModel],
-    output: Output,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | BareTokenizer]:
-    """A module on its device, its attention tried, and its tokeniser.
-
-    Args:
-        config: exactly one of ``path`` and ``new``.
-        device: where the module goes.
-        base: what a relative ``path`` is relative to.
-        section: what a recipe calls the config, for errors.
-        new: makes a module of a ``NewModel``, ``vocabulary`` and ``dtype``.
-        read: reads a module from where ``locate`` found it, in a type.
-        output: what the trial of the attention compares.
-
-    Raises:
-        ConfigError: both or none of ``path`` and ``new`` are given.
-        ModelError: see ``load_model``.
-    """
+def _loaded(
+    kind: type[Model], config: ModelConfig, seed: int, device: torch.device, base: Path, section: str
+) -> Model:
+    """A module on its device, its attention tried, and a tokeniser whose tokens its embedding has."""
     if (config.path is None) == (config.new is None):
         raise ConfigError(
             f"{section} has both path and new" if config.new else f"{section} has neither path nor new",
@@ -183,17 +137,30 @@ def module_and_tokenizer(
             fix='write path = "a/directory", or new = {}',
         )
     register()
-    dtype = _DTYPES[config.dtype]
+    dtype, is_scalar = _DTYPES[config.dtype], kind is ScalarModel
     with _LOADING, quiet():
         if config.new is not None:
             inner = character_tokenizer(config.new.alphabet, config.new.context)
-            return new(config.new, vocabulary=len(inner.get_vocab()), dtype=dtype).to(device), inner
-        assert config.path is not None  # exactly one of the two is there
-        source = locate(config.path, base)
-        module = read(source, dtype).to(device).eval()
-        check_attention(module, output)
-        settle_positions(module, output)
-        return module, load_tokenizer(source)
+            count = len(inner.get_vocab())
+            module = new_module(config.new, vocabulary=count, seed=seed, dtype=dtype, is_scalar=is_scalar)
+            module.to(device)
+        else:
+            assert config.path is not None  # exactly one of the two is there
+            source = locate(config.path, base)
+            module = (load_scalar_module if is_scalar else load_module)(source, dtype).to(device).eval()
+            check_attention(module)
+            settle_positions(module)
+            inner = load_tokenizer(source)
+    names_ends = module.config.get_text_config() if is_scalar else module.generation_config
+    tokenizer = Tokenizer(inner, stop_tokens=listed(names_ends.eos_token_id))
+    rows = module.get_input_embeddings().weight.shape[0]
+    if tokenizer.vocabulary_size > rows:
+        raise ModelError(
+            f"the tokeniser has {tokenizer.vocabulary_size} tokens and the model's embedding {rows} rows",
+            why="a text with a token beyond the embedding could not be read",
+            fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
+        )
+    return kind(module=module, tokenizer=tokenizer, context=context_of(module))
 
 
 @contextmanager
@@ -228,32 +195,6 @@ def choose_device(name: str) -> torch.device:
             fix=nearest(name, ["auto", *there]),
         )
     return torch.device(name)
-
-
-def wrapped(
-    module: PreTrainedModel, inner: PreTrainedTokenizerBase | BareTokenizer, stop_tokens: Sequence[int]
-) -> Tokenizer:
-    """The tokeniser, checked against the module's embedding.
-
-    Raises:
-        ModelError: it has more tokens than the embedding has rows.
-    """
-    tokenizer = Tokenizer(inner, stop_tokens=stop_tokens)
-    rows = module.get_input_embeddings().weight.shape[0]
-    if tokenizer.vocabulary_size > rows:
-        raise ModelError(
-            f"the tokeniser has {tokenizer.vocabulary_size} tokens and the model's embedding {rows} rows",
-            why="a text with a token beyond the embedding could not be read",
-            fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
-        )
-    return tokenizer
-
-
-def listed(tokens: int | Sequence[int] | None) -> list[int]:
-    """End tokens as configs have them, one, several or none, as a list."""
-    if tokens is None:
-        return []
-    return [tokens] if isinstance(tokens, int) else list(tokens)
 
 
 def require_same_tokens(model: ScalarModel, tokenizer: Tokenizer, name: str) -> None:

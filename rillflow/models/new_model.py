@@ -18,49 +18,44 @@ from transformers import (
 )
 
 from rillflow.errors import ModelError, nearest
-from rillflow.models.architecture import Output, causal_class, check_attention, scalar_class
+from rillflow.models.architecture import causal_class, check_attention, scalar_class
 from rillflow.models.attention import ATTENTION
 from rillflow.models.config import NewModel, misfits
 from rillflow.models.positions import settle_positions
-from rillflow.models.scalar_head import HeadStart, require_one_number, start_head
+from rillflow.models.scalar_head import require_one_number, start_head
 
 _FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """What the types call the feed-forward size; the first that a type knows is used."""
 
 
-def new_module(new: NewModel, *, vocabulary: int, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+def new_module(
+    new: NewModel, *, vocabulary: int, seed: int, dtype: torch.dtype, is_scalar: bool
+) -> PreTrainedModel:
     """A module on the CPU whose weights depend on settings, vocabulary and seed alone, rounded to the type.
+
+    Args:
+        new: its sizes.
+        vocabulary: how many tokens it knows.
+        seed: of its weights.
+        dtype: of its weights.
+        is_scalar: whether it has a scalar head in the place of logits.
 
     Raises:
         ModelError: the type is unknown or no decoder we can drive, or its sizes do not fit together.
     """
-    config = _config(new, vocabulary)
+    config, kind = _config(new, vocabulary), AutoModelForCausalLM
     causal_class(config)
-    return _rounded(_seeded(AutoModelForCausalLM, config, seed, "logits"), dtype)
-
-
-def new_scalar_module(
-    new: NewModel, *, vocabulary: int, seed: int, dtype: torch.dtype, start: HeadStart
-) -> PreTrainedModel:
-    """A module with a scalar head; otherwise as ``new_module``."""
-    config = _config(new, vocabulary)
-    scalar_class(config)
-    require_one_number(config)
-    module = _seeded(AutoModelForSequenceClassification, config, seed, "last_hidden_state")
-    start_head(module, start, seed)
-    return _rounded(module, dtype)
-
-
-def _seeded(kind: Any, config: PreTrainedConfig, seed: int, output: Output) -> PreTrainedModel:
+    if is_scalar:
+        scalar_class(config)
+        require_one_number(config)
+        kind = AutoModelForSequenceClassification
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        module = kind.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
-    check_attention(module.eval(), output)
-    settle_positions(module, output)
-    return module
-
-
-def _rounded(module: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+        module: PreTrainedModel = kind.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+    check_attention(module.eval())
+    settle_positions(module)
+    if is_scalar:
+        start_head(module)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)  # buffers, such as rotary frequencies, stay exact
     return module

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rillflow.errors import ModelError
-from rillflow.models.architecture import Output, context_of, relative_difference, trial_tokens
+from rillflow.models.architecture import context_of, relative_difference, trial, trial_positions
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Largest difference of the outputs, over their largest: company turns the last bits at most."""
@@ -44,20 +44,20 @@ class AtContext(nn.Module):
         return tuple(part[..., :-1, :] for part in found)
 
 
-def settle_positions(module: PreTrainedModel, output: Output = "logits") -> None:
+def settle_positions(module: PreTrainedModel) -> None:
     """Give a row the same outputs beside any others, as one that fills the context has them.
 
     Raises:
         ModelError: the module looks at the longest row elsewhere than in its rotary embeddings.
     """
-    if _difference(module, output) == 0:
+    if _difference(module) == 0:
         return
     for name in [name for name, part in module.named_modules() if _is_rotary(part)]:
         module.set_submodule(name, AtContext(module.get_submodule(name), context_of(module)))
-    difference = _difference(module, output)
+    difference = _difference(module)
     if not difference <= _TOLERANCE[module.dtype]:
         raise ModelError(
-            f"{type(module).__name__} computes other {output} of a row beside a longer row, "
+            f"{type(module).__name__} computes other outputs of a row beside a longer row, "
             f"by {difference:.2g} of the largest",
             why="sampler and trainer put other rows side by side, and would run two models",
             fix="choose a model whose position embeddings do not look at the longest row",
@@ -71,17 +71,11 @@ def settle_alike(module: nn.Module, like: nn.Module) -> None:
             module.set_submodule(name, AtContext(module.get_submodule(name), part.context))
 
 
-@torch.no_grad()
-def _difference(module: PreTrainedModel, output: Output) -> float:
+def _difference(module: PreTrainedModel) -> float:
     """How far a row's outputs move, over their largest, when the pass ends at the context's last position."""
-    module = module if output == "logits" else module.base_model
-    tokens, positions = trial_tokens(module)
-    last = torch.full_like(positions[:, -1:], context_of(module) - 1)
-    near, far = (
-        module(input_ids=tokens, position_ids=places, use_cache=False)[output][:, :-1]
-        for places in (positions, torch.cat([positions[:, :-1], last], -1))
-    )
-    return relative_difference(far, near)
+    far = trial_positions(module)
+    far[:, -1] = context_of(module) - 1
+    return relative_difference(trial(module, position_ids=far)[:, :-1], trial(module)[:, :-1])
 
 
 def _is_rotary(part: nn.Module) -> bool:

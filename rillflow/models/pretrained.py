@@ -25,7 +25,7 @@ from transformers import (
 from rillflow.errors import ModelError
 from rillflow.models.architecture import causal_class, scalar_class
 from rillflow.models.attention import ATTENTION
-from rillflow.models.scalar_head import HeadStart, head_weights, require_one_number, settle_head, start_head
+from rillflow.models.scalar_head import head_weights, require_one_number, settle_head, start_head
 from rillflow.models.tokenizer import end_tokens
 from rillflow.models.weight_files import LIBRARY_ERRORS, check_weight_files, unusable
 
@@ -50,7 +50,7 @@ def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
     return module
 
 
-def load_scalar_module(source: str, dtype: torch.dtype, *, start: HeadStart, seed: int) -> PreTrainedModel:
+def load_scalar_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
     """A decoder with a scalar head and Rillflow's attention, on the CPU.
 
     A causal language model gets a new head in the place of its logits. A directory that has a head keeps it,
@@ -85,7 +85,7 @@ def load_scalar_module(source: str, dtype: torch.dtype, *, start: HeadStart, see
     new = head_weights(module) if declared == causal else frozenset()
     _refuse_missing(source, module, missing - new)
     if missing & new:
-        start_head(module, start, seed)
+        start_head(module)
     settle_head(source, module)
     if ends := end_tokens(source):
         config.get_text_config().eos_token_id = ends  # no generation config is saved with a head

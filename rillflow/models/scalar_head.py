@@ -9,18 +9,13 @@ Legend: U tokens of all rows, laid end to end; D hidden size.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rillflow.errors import ModelError
-
-HeadStart = Literal["zero", "normal"]
-"""A new head's weights: all 0, so that every number begins at 0; or small and random, by the seed."""
-_DEVIATION = 0.02
-"""Of a random head's weights, as transformers starts its linear layers."""
 
 
 def head_of(module: Any) -> nn.Linear:
@@ -47,15 +42,10 @@ def head_weights(module: PreTrainedModel) -> frozenset[str]:
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in own)
 
 
-def start_head(module: PreTrainedModel, start: HeadStart, seed: int) -> None:
-    """Give a new head, on the CPU, its first weights; its bias, if it has one, is 0."""
-    head = head_of(module)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.zero_()
-        if start == "normal":
-            generator = torch.Generator().manual_seed(seed)
-            head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * _DEVIATION)
+def start_head(module: PreTrainedModel) -> None:
+    """Let a new head give 0 for every token."""
+    for parameter in head_of(module).parameters():
+        nn.init.zeros_(parameter)
 
 
 def settle_head(source: str, module: PreTrainedModel) -> None:

@@ -368,8 +368,15 @@ def end_tokens(source: str) -> list[int]:
             raise unusable(source, name, error) from error
         ends = found.get("eos_token_id", found.get("text_config", {}).get("eos_token_id"))
         if ends is not None:
-            return [ends] if isinstance(ends, int) else list(ends)
+            return listed(ends)
     return []
+
+
+def listed(tokens: int | Sequence[int] | None) -> list[int]:
+    """End tokens as configs have them, one, several or none, as a list."""
+    if tokens is None:
+        return []
+    return [tokens] if isinstance(tokens, int) else list(tokens)
 
 
 def _declared_class(source: str) -> str | None:

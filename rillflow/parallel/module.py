@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import ModelError, NotFiniteError, RillflowError, TrainingError
+from rillflow.models.architecture import trial
 from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.parallel.gradients import Gradients
@@ -37,7 +38,6 @@ from rillflow.parallel.stages import (
     cut_stage,
     layers_of,
     require_same,
-    trial,
     weight_stages,
 )
 from rillflow.parallel.tensor import cut_tensors, own

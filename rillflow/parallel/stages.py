@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.errors import ModelError
-from rillflow.models.architecture import relative_difference, trial_tokens
+from rillflow.models.architecture import relative_difference, trial
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Largest difference of two ways to run a module, over the largest output."""
@@ -138,36 +138,13 @@ def check_cut(module: Any, parts: Anatomy, stages: int, expected: Tensor) -> Non
     for stage in range(stages):
         with _as_stage(module, parts, stage, stages):
             try:
-                state = trial(module, state, last=stage == stages - 1)
+                given: dict[str, Any] = {} if state is None else {"input_ids": None, "inputs_embeds": state}
+                state = trial(module, is_last=stage == stages - 1, **given)
             except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
                 raise _not_cut(module, f"stage {stage} ended in {type(error).__name__}: {error}") from error
     assert state is not None  # there is at least one stage
     why = "it treats embeddings given to it otherwise than its own; as stages it would be another model"
     require_same(module, state, expected, f"{stages} stages", why, "leave pp at 1")
-
-
-def trial(module: Any, state: Tensor | None = None, *, last: bool = True, graph: bool = False) -> Tensor:
-    """What the module says to a few tokens: logits, or hidden states where it has a scalar head.
-
-    Args:
-        module: a decoder or what is left of it.
-        state: what the stage before said; None for the first.
-        last: whether it is the last stage.
-        graph: whether the pass is made as one that a backward pass follows.
-    """
-    with torch.set_grad_enabled(graph):
-        return _said(module, state, last).detach()
-
-
-def _said(module: Any, state: Tensor | None, last: bool) -> Tensor:
-    tokens, positions = trial_tokens(module)
-    given = {"input_ids": tokens} if state is None else {"inputs_embeds": state}
-    inputs: dict[str, Any] = {**given, "position_ids": positions, "use_cache": False}
-    if last and module.get_output_embeddings() is not None:
-        found: Tensor = module(**inputs).logits
-        return found
-    hidden: Tensor = module.base_model(**inputs).last_hidden_state
-    return hidden
 
 
 def require_same(module: Any, found: Tensor, expected: Tensor, way: str, why: str, fix: str) -> None:

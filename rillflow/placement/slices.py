@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise, product
+from itertools import chain, product
 from math import prod
 
 from rillflow.errors import PlacementError
@@ -64,19 +64,23 @@ class Slice:
         pairs = zip(self.bounds, other.bounds, strict=True)
         return Slice(tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in pairs))
 
-    def pieces(self, count: int) -> list[Slice]:
-        """At most ``count`` boxes that make it up, none empty, as equal as one cut allows.
+    def piece(self, place: int, count: int) -> Slice:
+        """The ``place``-th of ``count`` boxes that make it up, as equal as one cut allows; it may be empty.
 
         The cut goes through the first dim that is long enough, or else through the longest.
         """
-        if not self.bounds or count == 1:
-            return [] if self.is_empty else [self]
-        lengths = [stop - start for start, stop in self.bounds]
+        if count == 1:
+            return self
+        lengths = self.shape
         longest = lengths.index(max(lengths))
         dim = next((dim for dim, length in enumerate(lengths) if length >= count), longest)
         start, length = self.bounds[dim][0], lengths[dim]
-        edges = [start + length * place // count for place in range(count + 1)]
-        boxes = (Slice((*self.bounds[:dim], (a, b), *self.bounds[dim + 1 :])) for a, b in pairwise(edges))
+        first, last = (start + length * edge // count for edge in (place, place + 1))
+        return Slice((*self.bounds[:dim], (first, last), *self.bounds[dim + 1 :]))
+
+    def pieces(self, count: int) -> list[Slice]:
+        """At most ``count`` boxes that make it up, none empty; see ``piece``."""
+        boxes = [self.piece(place, count) for place in range(count)] if self.bounds else [self]
         return [box for box in boxes if not box.is_empty]
 
     def __str__(self) -> str:

@@ -27,7 +27,6 @@ from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.training.guards import check_freshness
 from rillflow.training.loss import SAMPLED, are_sampled, loss_of
-from rillflow.training.minibatches import minibatches
 from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Aim
 from rillflow.workers.endpoint import endpoint
@@ -72,7 +71,7 @@ class Policy(TrainedRole[LanguageModel]):
     def logprobs(self, rollouts: Batch) -> Batch:
         """The field ``old_logprobs``: what the present weights give every sampled token."""
         self.weights.turn_to_training()
-        found = self.trainer.logprobs(rollouts, temperature=self._rollout.temperature)
+        found = self.trainer.scorer.logprobs(rollouts, temperature=self._rollout.temperature)
         return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
 
     @endpoint(TRAIN, reads=("tokens", "loss_mask"), says=SAYS, by_parts=True)
@@ -148,16 +147,7 @@ class Policy(TrainedRole[LanguageModel]):
             if passes.is_off_policy and passes.old_logprobs == "sampler":
                 rows = rows.with_fields(old_logprobs=rows.ragged(SAMPLED))
         how: dict[str, Any] = {"weight": term.weight, "ratio_tolerance": ratio, "gap_tolerance": gap}
-        cut = minibatches(
-            rows,
-            passes.epochs,
-            passes.minibatches // part[1],
-            self._seed,
-            self.version,
-            ranks=self._share.rows,
-            shuffle=passes.shuffle,
-        )
-        for minibatch in cut:
+        for minibatch in self._minibatches(rows, passes, part):
             yield self.trainer.aim(minibatch, objective, temperature, **how)
             how = {"weight": term.weight}
 

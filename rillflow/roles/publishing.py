@@ -184,8 +184,8 @@ class SentWeights(_End):
 
     def send(self, bucket: int) -> tuple[Tensor, ...]:
         """The bytes [N] of one bucket for each of its receivers, in the order of the links."""
-        rank, parts = self._share.everyone.rank, self._buckets[bucket].parts
-        held = self._share.parameters
+        rank, parts = self._share.groups.everyone.rank, self._buckets[bucket].parts
+        held = self._share.parallel.parameters
         return tuple(pack(self._plan, rank, to, held, parts) for to in self._links[bucket][rank])
 
 
@@ -267,8 +267,7 @@ def links_of(plan: ReshardPlan) -> Links:
         pairs = {
             (rank, crossed.peer)
             for rank in plan.ranks
-            for part in bucket.parts
-            for crossed in plan.outgoing(part, rank)
+            for crossed in plan.crossing("sent", bucket.parts, rank)
         }
         senders = sorted({rank for rank, _ in pairs})
         found.append({rank: sorted(to for sender, to in pairs if sender == rank) for rank in senders})
@@ -296,7 +295,7 @@ def lay_out(
     module = sampling_module(model.module, plan, tp)
     share = Share.of(model, mesh=mesh, is_sharded=is_sharded, ranks=ranks)
     wanted = generation_layout(share.weights, parts, generate)
-    switch = WeightSwitch(reshard_plan(share.weights, share.layout, wanted), ranks, share.parameters)
+    switch = WeightSwitch(reshard_plan(share.weights, share.layout, wanted), ranks, share.parallel.parameters)
     assign(module, switch.generation)
     members = next(group for group in generate.groups("tp") if ranks.rank in group)
     return share, ReshardedWeights(module, share, switch, tp, members, version)
@@ -304,5 +303,5 @@ def lay_out(
 
 def _announced(share: Share[LanguageModel], version: int) -> Digests:
     """The digests of what a trainer's ranks hold together; every one of them calls it."""
-    found = digests(share.weights, share.layout, share.parameters, share.everyone)
+    found = digests(share.weights, share.layout, share.parallel.parameters, share.groups.everyone)
     return Digests(version=version, of=found)

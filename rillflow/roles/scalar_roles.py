@@ -29,7 +29,7 @@ from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.training.loss import Loss, PairLoss, loss_of
-from rillflow.training.minibatches import minibatches, prompt_units
+from rillflow.training.minibatches import prompt_units
 from rillflow.training.scorer import Scorer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TRAIN, TRAIN_PAIRS
@@ -80,19 +80,9 @@ class ScalarRole(TrainedRole[ScalarModel]):
         part: tuple[int, int] = (0, 1),
     ) -> dict[str, Metric]:
         """Optimiser steps over rows, those of one unit together; see ``Policy.update`` for ``part``."""
-        index, count = part
-        cut = minibatches(
-            rows,
-            passes.epochs,
-            passes.minibatches // count,
-            self._seed,
-            self.version,
-            units,
-            self._share.rows,
-            shuffle=passes.shuffle,
-        )
+        cut = self._minibatches(rows, passes, part, units)
         metrics = merge_metrics([self.trainer.update(minibatch, loss) for minibatch in cut])
-        self.version += index + 1 == count
+        self.version += part[0] + 1 == part[1]
         return metrics
 
 

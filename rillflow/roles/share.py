@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from rillflow.cluster.ranks import Ranks, SingleRank
-from rillflow.models.language_model import LoadedModel, save_model
-from rillflow.parallel.mesh import rank_groups
+from rillflow.models.language_model import Model, save_model
+from rillflow.parallel.mesh import RankGroups, rank_groups
 from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
@@ -29,8 +29,6 @@ from rillflow.weights.sharded_file import listed_weights, load_sharded, save_sha
 
 _COUNTER = "counter"
 """The kind of numbers in a training state that belong to no weight."""
-
-Model = TypeVar("Model", bound=LoadedModel)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,12 +41,8 @@ class Share(Generic[Model]):
 
     model: Model
     """The module, or what is left of it here; its tokeniser and context."""
-    everyone: Ranks
-    """All ranks of the role."""
-    rows: Ranks
-    """Those that hold the other rows of every batch."""
-    parallel: Parallel | None
-    """How the passes over a part are made; None where the module is whole."""
+    parallel: Parallel
+    """What the rank runs of it, and the ranks that have the rest."""
     weights: Mapping[str, Weight]
     """The tensors of the whole model."""
     layout: Layout
@@ -57,9 +51,9 @@ class Share(Generic[Model]):
     @staticmethod
     def whole(model: Model, ranks: Ranks | None = None) -> Share[Model]:
         """A whole model, and the ranks that have other rows."""
-        rows, weights = ranks or SingleRank(), logical_weights(model.module)
-        layout = dict.fromkeys(weights, Placement(Mesh.of(dp=rows.size)))
-        return Share(model=model, everyone=rows, rows=rows, parallel=None, weights=weights, layout=layout)
+        ranks = ranks or SingleRank()
+        mesh = Mesh.of(dp=ranks.size, pp=1, tp=1)
+        return Share.of(model, mesh=mesh, is_sharded=False, ranks=ranks)
 
     @staticmethod
     def of(model: Model, *, mesh: Mesh, is_sharded: bool, ranks: Ranks) -> Share[Model]:
@@ -74,20 +68,17 @@ class Share(Generic[Model]):
         Raises:
             ModelError: the model cannot be cut so.
         """
-        if ranks.size == mesh.axis("dp").size and not is_sharded:
-            return Share.whole(model, ranks)
-        weights, place = logical_weights(model.module), rank_groups(mesh, ranks)
-        parallel = Parallel(model.module, place, shard=is_sharded)
+        is_whole = ranks.size == mesh.axis("dp").size and not is_sharded
+        weights = logical_weights(model.module)
+        groups = RankGroups.whole(ranks) if is_whole else rank_groups(mesh, ranks)
+        parallel = Parallel(model.module, groups, shard=is_sharded)
         layout = training_layout(weights, parallel.parts, parallel.stages, mesh, shard=parallel.sharded)
-        return Share(
-            model=model, everyone=ranks, rows=place.dp, parallel=parallel, weights=weights, layout=layout
-        )
+        return Share(model=model, parallel=parallel, weights=weights, layout=layout)
 
     @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        """What this rank has of every weight, by its name in the whole model."""
-        whole = self.model.module.named_parameters()
-        return dict(whole) if self.parallel is None else self.parallel.parameters
+    def groups(self) -> RankGroups:
+        """All ranks of the role, and those that hold the other rows of every batch."""
+        return self.parallel.groups
 
     @property
     def saved_bytes(self) -> int:
@@ -100,14 +91,11 @@ class Share(Generic[Model]):
         Raises:
             OSError: the directory cannot be written; what was there before still is.
         """
-        if self.parallel is None:
-            if self.rows.rank == 0:
-                save_model(self.model, folder)
-            return
-        held = self.parallel.local_weights()
-        whole = dict(gathered(self.weights, self.layout, held, self.everyone))
-        if self.everyone.rank == 0:
-            save_model(self.model, folder, whole)
+        weights, everyone = None, self.groups.everyone
+        if not self.parallel.is_whole:
+            weights = dict(gathered(self.weights, self.layout, self.parallel.parameters, everyone))
+        if everyone.rank == 0:
+            save_model(self.model, folder, weights)
 
     def save_state(self, trainer: Trainer, folder: Path) -> None:
         """Write a trainer's state by logical tensor; every rank calls it and writes its own slices.
@@ -115,11 +103,11 @@ class Share(Generic[Model]):
         Raises:
             RunDirectoryError: a rank could not write.
         """
-        state = trainer.state()
+        state = trainer.optimizer.state()
         tensors = {f"{_COUNTER}/{name}": torch.tensor(count) for name, count in state.counters.items()}
         tensors |= state.tensors
         listed = self._listed(tensors)
-        save_sharded(folder, listed, self._laid(listed), tensors, self.everyone)
+        save_sharded(folder, listed, self._laid(listed), tensors, self.groups.everyone)
 
     def load_state(self, trainer: Trainer, folder: Path) -> None:
         """Let a trainer go on from what ``save_state`` wrote, under whatever mesh that was.
@@ -129,20 +117,20 @@ class Share(Generic[Model]):
             TrainingError: it is another module's.
         """
         listed = listed_weights(folder)
-        layout, rank = self._laid(listed), self.everyone.rank
+        layout, everyone = self._laid(listed), self.groups.everyone
         tensors = {
-            name: torch.empty(local_shape(layout[name], weight.shape, rank), dtype=weight.dtype)
+            name: torch.empty(local_shape(layout[name], weight.shape, everyone.rank), dtype=weight.dtype)
             for name, weight in listed.items()
-            if rank in layout[name].mesh.ranks
+            if everyone.rank in layout[name].mesh.ranks
         }
-        load_sharded(folder, listed, layout, tensors, self.everyone)
+        load_sharded(folder, listed, layout, tensors, everyone)
         counters = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_COUNTER}/")}
         counts = {name.partition("/")[2]: int(count) for name, count in counters.items()}
-        trainer.load_state(tensors, counts)
+        trainer.optimizer.load_state(tensors, counts)
 
     def _listed(self, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
         """The logical tensors of a training state, of which this rank has some."""
-        if self.parallel is None:
+        if self.parallel.is_whole:
             return {
                 name: Weight(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
                 for name, tensor in tensors.items()
@@ -158,7 +146,7 @@ class Share(Generic[Model]):
 
     def _laid(self, listed: Mapping[str, Weight]) -> dict[str, Placement]:
         """Where the tensors of a training state lie: as their weights, what is one number everywhere."""
-        everywhere = Placement(Mesh.of(dp=self.everyone.size))
+        everywhere = Placement(Mesh.of(dp=self.groups.everyone.size))
         found = {}
         for name, weight in listed.items():
             laid = self.layout.get(name.partition("/")[2], everywhere)

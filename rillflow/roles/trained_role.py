@@ -5,11 +5,17 @@ begin, save: a phase of training, and what it goes on from
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic
 
-from rillflow.roles.share import Model, Share
-from rillflow.training.config import TrainConfig
+from torch import Tensor
+
+from rillflow.models.language_model import Model
+from rillflow.records.batch import Batch
+from rillflow.roles.share import Share
+from rillflow.training.config import PassesConfig, TrainConfig
+from rillflow.training.minibatches import minibatches
 from rillflow.training.trainer import Trainer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import TOGETHER
@@ -43,13 +49,8 @@ class TrainedRole(Generic[Model]):
     def trainer(self) -> Trainer:
         """Made when it is first asked for: a model that only scores needs no optimiser's memory."""
         if self._trainer is None:
-            share = self._share
             self._trainer = Trainer(
-                self.model.module,
-                self._train,
-                total_steps=self._updates,
-                ranks=share.rows,
-                parallel=share.parallel,
+                self.model.module, self._train, total_steps=self._updates, parallel=self._share.parallel
             )
         return self._trainer
 
@@ -70,14 +71,28 @@ class TrainedRole(Generic[Model]):
     @property
     def saved_bytes(self) -> int:
         """Bytes of what ``save`` writes, headers aside."""
-        return self._share.saved_bytes + sum(
-            tensor.nbytes for tensor in self.trainer.state().tensors.values()
-        )
+        state = self.trainer.optimizer.state().tensors.values()
+        return self._share.saved_bytes + sum(tensor.nbytes for tensor in state)
 
     @property
     def updates(self) -> int:
         """Optimiser steps made in this phase."""
-        return self.trainer.updates
+        return self.trainer.optimizer.steps
+
+    def _minibatches(
+        self, rows: Batch, passes: PassesConfig, part: tuple[int, int], units: Tensor | None = None
+    ) -> Iterator[Batch]:
+        """Minibatches of rows, which are one part of the iteration's: which, of how many."""
+        return minibatches(
+            rows,
+            passes.epochs,
+            passes.minibatches // part[1],
+            self._seed,
+            self.version,
+            units,
+            self._share.groups.dp,
+            shuffle=passes.shuffle,
+        )
 
     def save(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory of the role's name, the optimiser beside it."""

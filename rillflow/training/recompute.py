@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from rillflow.errors import ModelError
-from rillflow.models.architecture import recomputing_layers
-from rillflow.parallel.stages import require_same, trial
+from rillflow.models.architecture import recomputing_layers, trial
+from rillflow.parallel.stages import require_same
 
 
 class Recompute:

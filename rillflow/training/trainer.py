@@ -28,16 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import NotFiniteError
 from rillflow.parallel.module import Parallel, first_said
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
-from rillflow.records.ragged import Ragged
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import describe_token, loss_tokens
 from rillflow.training.loss import Loss, about, settled
-from rillflow.training.optimizer import Optimizer, TrainerState
+from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
 from rillflow.training.scorer import LogprobReader, OutputReader, ScalarReader, Scorer, micro_batches
 from rillflow.training.skipping import Skip, Skipped
@@ -67,8 +65,7 @@ class Trainer:
             parameters are changed in place, and it is put in evaluation mode.
         config: the optimiser, and how a minibatch is cut.
         total_steps: optimiser steps of the whole phase, for the schedule.
-        ranks: those that hold the other parts of every minibatch, each with the whole module.
-        parallel: where the module is a rank's part of one, that part.
+        parallel: this rank's part of the module, where it is not one rank's alone.
 
     Example:
         trainer = Trainer(module, TrainConfig(lr=1e-4), total_steps=100)
@@ -81,26 +78,22 @@ class Trainer:
         config: TrainConfig,
         *,
         total_steps: int,
-        ranks: Ranks | None = None,
         parallel: Parallel | None = None,
     ) -> None:
-        self._parallel = parallel or Parallel.whole(module, ranks)
+        self._parallel = parallel or Parallel.whole(module)
         self._ranks = self._parallel.groups.dp
         self._budget = config.tokens_per_micro_batch
         self.skipped: Skipped | None = None
         """What is done with a step that is not finite; None: it is an error."""
         self.scorer = Scorer(module, config, parallel=self._parallel)
         """What the present weights say."""
-        self._optimizer = Optimizer(
+        self.optimizer = Optimizer(
             module, config, total_steps=total_steps, gradients=self._parallel.gradients
         )
+        """Its steps, and what a resumed one needs besides the weights."""
         self._recompute: AbstractContextManager[None] = nullcontext()
         if config.gradient_checkpointing:
             self._recompute = Recompute(module, whole=self._parallel.is_whole)
-
-    def logprobs(self, batch: Batch, temperature: float = 1.0) -> Ragged:
-        """Log probabilities of the loss tokens, 0 elsewhere; see ``Scorer.logprobs``."""
-        return self.scorer.logprobs(batch, temperature)
 
     def update(
         self, minibatch: Batch, loss: Loss, temperature: float = 1.0, *, ratio_tolerance: float | None = None
@@ -160,7 +153,7 @@ class Trainer:
                 raise
             metrics = self._skip(self.skipped, aims, error)
         finally:
-            self._optimizer.discard()
+            self.optimizer.discard()
         return metrics if self._parallel.groups.speaks else {}
 
     def _attempt(self, aims: Sequence[Aim]) -> dict[str, Metric]:
@@ -182,9 +175,9 @@ class Trainer:
                 metrics |= self._gather(aim, rows, denominator)
         except NotFiniteError as error:
             problem = problem or error
-        if not self._optimizer.sum_over_ranks(is_sound=problem is None):
+        if not self.optimizer.sum_over_ranks(is_sound=problem is None):
             raise problem or NotFiniteError(_ELSEWHERE, why="all ranks take the same step, or none does")
-        lr, norm = self._optimizer.lr, self._optimizer.step()
+        lr, norm = self.optimizer.lr, self.optimizer.step()
         return {
             **metrics,
             "train/grad_norm/mean": Mean(total=norm, count=1),
@@ -201,19 +194,6 @@ class Trainer:
         rank = self._ranks.rank if groups.speaks else -1
         skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], told, rank)
         return {"train/skipped/sum": Sum(value=1 / self._ranks.size)}
-
-    @property
-    def updates(self) -> int:
-        """Optimiser steps made."""
-        return self._optimizer.steps
-
-    def state(self) -> TrainerState:
-        """What a resumed trainer needs besides the weights."""
-        return self._optimizer.state()
-
-    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
-        """Go on from a state, bit for bit; see ``Optimizer.load_state``."""
-        self._optimizer.load_state(tensors, counters)
 
     def _denominator(self, rows: Batch | None) -> float:
         """What the sum of all terms is divided by, those of other ranks included."""
@@ -249,7 +229,7 @@ class Trainer:
         parts = list(self._parts(rows)) if rows is not None else []
         learning = [part for part in parts if bool(part.dense("loss_active")[0])]
         with self._recompute:
-            self._parallel.run(learning, aim.reader.back, finish, self._optimizer.collect)
+            self._parallel.run(learning, aim.reader.back, finish, self.optimizer.collect)
         self._parallel.run(parts[len(learning) :], aim.reader.back, finish)
         self._parallel.agree()
         mean = Mean(total=total, count=1 / self._ranks.size)

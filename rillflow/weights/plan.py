@@ -14,10 +14,10 @@ Pure: nothing is allocated. Every rank makes the whole plan, so all agree on the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Literal
 
 import torch
 
@@ -27,8 +27,8 @@ from rillflow.placement.sbp import Placement
 from rillflow.placement.slices import Slice, slices
 from rillflow.weights.layout import Layout, Weights
 
-K = TypeVar("K")
-V = TypeVar("V")
+Way = Literal["sent", "received"]
+"""How something crosses, as one rank sees it."""
 _Kind = tuple[torch.dtype, bool]
 """What the parts of a bucket have in common: their type, and whether anything is on the wire."""
 MOST_BYTES = 64 * 2**20
@@ -50,17 +50,6 @@ class Portion:
     def is_last(self) -> bool:
         """Whether the weight has crossed when this part has."""
         return self.piece == self.pieces - 1
-
-    def of(self, box: Slice) -> Slice | None:
-        """What of a move's box is in this part, cut through its first long enough dim; it may be none."""
-        if self.pieces == 1:
-            return box
-        lengths = box.shape
-        longest = lengths.index(max(lengths))
-        dim = next((dim for dim, length in enumerate(lengths) if length >= self.pieces), longest)
-        start, length = box.bounds[dim][0], lengths[dim]
-        first, last = (start + length * place // self.pieces for place in (self.piece, self.piece + 1))
-        return Slice((*box.bounds[:dim], (first, last), *box.bounds[dim + 1 :])) if first < last else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,25 +88,20 @@ class WeightMoves:
     """Elements that a rank has afterwards."""
 
     @cached_property
-    def kept(self) -> dict[int, int]:
-        """Elements that a rank has before and afterwards."""
-        return _elements(self.kept_by)
+    def of_rank(self) -> dict[tuple[int, Way | Literal["kept"]], list[Move]]:
+        """The moves that a rank sends, those that it receives, and what it has before and afterwards."""
+        found: dict[tuple[int, Way | Literal["kept"]], list[Move]] = defaultdict(list)
+        for move in self.boxing.moves:
+            found[move.source, "sent"].append(move)
+            found[move.destination, "received"].append(move)
+        for move in self.boxing.kept:
+            found[move.source, "kept"].append(move)
+        return dict(found)
 
     @cached_property
-    def received(self) -> dict[int, int]:
-        """Elements that come to a rank."""
-        return _elements(self.to_rank)
-
-    @cached_property
-    def sent(self) -> dict[int, int]:
-        """Elements that leave a rank."""
-        return _elements(self.from_rank)
-
-    @cached_property
-    def loads(self) -> dict[tuple[int, str], int]:
+    def loads(self) -> dict[tuple[int, Way | Literal["kept"]], int]:
         """Elements that a rank sends, receives and keeps."""
-        kinds = {"sent": self.sent, "received": self.received, "kept": self.kept}
-        return {(rank, kind): count for kind, counts in kinds.items() for rank, count in counts.items()}
+        return {key: sum(move.slice.size for move in moves) for key, moves in self.of_rank.items()}
 
     @cached_property
     def load(self) -> int:
@@ -128,21 +112,6 @@ class WeightMoves:
     def longest(self) -> int:
         """The longest side of a box that moves: it cannot be cut into more pieces."""
         return max((length for move in self.boxing.moves for length in move.slice.shape), default=1)
-
-    @cached_property
-    def from_rank(self) -> dict[int, list[Move]]:
-        """The moves by who sends."""
-        return _grouped((move.source, move) for move in self.boxing.moves)
-
-    @cached_property
-    def to_rank(self) -> dict[int, list[Move]]:
-        """The moves by who receives."""
-        return _grouped((move.destination, move) for move in self.boxing.moves)
-
-    @cached_property
-    def kept_by(self) -> dict[int, list[Move]]:
-        """What stays, by rank."""
-        return _grouped((move.destination, move) for move in self.boxing.kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,19 +142,19 @@ class ReshardPlan:
     @property
     def moves(self) -> bool:
         """Whether anything has to cross at all."""
-        return any(moves.received for moves in self.by_weight.values())
+        return any(moves.boxing.moves for moves in self.by_weight.values())
 
     def received(self, rank: int) -> int:
         """Bytes that a rank receives."""
-        return self._bytes(lambda moves: moves.received.get(rank, 0))
+        return self._bytes(lambda moves: moves.loads.get((rank, "received"), 0))
 
     def sent(self, rank: int) -> int:
         """Bytes that a rank sends."""
-        return self._bytes(lambda moves: moves.sent.get(rank, 0))
+        return self._bytes(lambda moves: moves.loads.get((rank, "sent"), 0))
 
     def kept(self, rank: int) -> int:
         """Bytes of the destination that a rank has already."""
-        return self._bytes(lambda moves: moves.kept.get(rank, 0))
+        return self._bytes(lambda moves: moves.loads.get((rank, "kept"), 0))
 
     def held(self, rank: int) -> int:
         """Bytes that a rank has of the source."""
@@ -206,24 +175,21 @@ class ReshardPlan:
     def is_within(self, name: str, rank: int) -> bool:
         """Whether all that a rank has of a weight is in what it is to have."""
         moves = self.by_weight[name]
-        return moves.held.get(rank, 0) == moves.kept.get(rank, 0)
+        return moves.held.get(rank, 0) == moves.loads.get((rank, "kept"), 0)
 
     def is_same(self, name: str, rank: int) -> bool:
         """Whether a rank is to have of a weight just what it has."""
         moves = self.by_weight[name]
         return self.is_within(name, rank) and moves.wanted.get(rank, 0) == moves.held.get(rank, 0)
 
-    def outgoing(self, part: Portion, rank: int) -> Iterator[Crossed]:
-        """What a rank sends of a part."""
-        for move in self.by_weight[part.name].from_rank.get(rank, ()):
-            if (box := part.of(move.slice)) is not None:
-                yield Crossed(name=part.name, slice=box, peer=move.destination)
-
-    def incoming(self, part: Portion, rank: int) -> Iterator[Crossed]:
-        """What a rank receives of a part."""
-        for move in self.by_weight[part.name].to_rank.get(rank, ()):
-            if (box := part.of(move.slice)) is not None:
-                yield Crossed(name=part.name, slice=box, peer=move.source)
+    def crossing(self, way: Way, parts: Iterable[Portion], rank: int) -> Iterator[Crossed]:
+        """What a rank sends, or receives, of some parts."""
+        for part in parts:
+            for move in self.by_weight[part.name].of_rank.get((rank, way), ()):
+                box = move.slice.piece(part.piece, part.pieces)
+                peer = move.destination if way == "sent" else move.source
+                if not box.is_empty:
+                    yield Crossed(name=part.name, slice=box, peer=peer)
 
     def buckets(self, most_bytes: int = MOST_BYTES) -> tuple[Bucket, ...]:
         """All weights in portions of which no rank sends, receives or keeps more than ``most_bytes``.
@@ -241,9 +207,9 @@ class ReshardPlan:
         loads: dict[_Kind, dict[tuple[int, str], int]] = defaultdict(lambda: defaultdict(int))
         for name in self._in_turn():
             moves, dtype = self.by_weight[name], self.weights[name].dtype
-            kind = (dtype, bool(moves.received))
+            kind = (dtype, bool(moves.boxing.moves))
             most = most_bytes // dtype.itemsize
-            pieces = min(-(-moves.load // max(most, 1)), moves.longest) if moves.received else 1
+            pieces = min(-(-moves.load // max(most, 1)), moves.longest) if kind[1] else 1
             each = {key: load // pieces for key, load in moves.loads.items()}
             for piece in range(pieces):
                 if parts[kind] and any(loads[kind][key] + load > most for key, load in each.items()):
@@ -257,7 +223,9 @@ class ReshardPlan:
 
     def _in_turn(self) -> list[str]:
         """Weights of the same ranks in their order, those of different ranks side by side."""
-        alike = _grouped((self.source[name].mesh.ranks, name) for name in self.weights)
+        alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name in self.weights:
+            alike[self.source[name].mesh.ranks].append(name)
         turns = {
             name: (place / len(names), queue)
             for queue, names in enumerate(alike.values())
@@ -313,14 +281,3 @@ def _of(layout: Layout, name: str, side: str) -> Placement:
 
 def _sizes(placement: Placement, shape: tuple[int, ...]) -> dict[int, int]:
     return {rank: sum(box.size for box in held) for rank, held in slices(placement, shape).items()}
-
-
-def _elements(moves: Mapping[int, Sequence[Move]]) -> dict[int, int]:
-    return {rank: sum(move.slice.size for move in own) for rank, own in moves.items()}
-
-
-def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    found: dict[K, list[V]] = defaultdict(list)
-    for key, value in pairs:
-        found[key].append(value)
-    return dict(found)

@@ -14,10 +14,9 @@ that share no process group the same bytes travel by other means: ``pack`` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from rillflow.parallel.tensor import device_of, own
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
 from rillflow.weights.layout import Box, Layout, Weights, intervals, local_index, local_shape
-from rillflow.weights.plan import MOST_BYTES, Crossed, Portion, ReshardPlan, reshard_plan
+from rillflow.weights.plan import MOST_BYTES, Portion, ReshardPlan, Way, reshard_plan
 
 DEADLINE_S = 600.0
 """How long a rank waits for the others in one bucket."""
@@ -119,12 +118,10 @@ class Resharding:
     def _packed_of(self, place: int) -> tuple[_Packed, _Packed]:
         """What this rank sends and receives in a bucket; laid out once."""
         if place not in self._packed:
-            plan, bucket = self.plan, self.buckets[place]
-            outgoing = _all(plan.outgoing, bucket.parts, self.rank)
-            incoming = _all(plan.incoming, bucket.parts, self.rank)
+            parts, peers = self.buckets[place].parts, range(self._ranks.size)
             self._packed[place] = (
-                _Packed.of(plan, plan.source, self.rank, self._ranks.size, outgoing),
-                _Packed.of(plan, plan.destination, self.rank, self._ranks.size, incoming),
+                _Packed.of(self.plan, "sent", self.rank, parts, peers),
+                _Packed.of(self.plan, "received", self.rank, parts, peers),
             )
         return self._packed[place]
 
@@ -137,12 +134,12 @@ class Resharding:
         return self._buffers[use][:size]
 
     def _stopped(self, place: int, error: RuntimeError) -> ClusterError:
-        plan, parts = self.plan, self.buckets[place].parts
-        peers = {crossed.peer for part in parts for crossed in plan.incoming(part, self.rank)}
-        peers |= {crossed.peer for part in parts for crossed in plan.outgoing(part, self.rank)}
+        parts, crossing = self.buckets[place].parts, self.plan.crossing
+        crossed = [*crossing("sent", parts, self.rank), *crossing("received", parts, self.rank)]
+        peers = sorted({each.peer for each in crossed})
         return ClusterError(
             f"rank {self.rank} got no further than bucket {place + 1} of {len(self.buckets)} "
-            f"({parts[0].name}) while weights crossed between it and ranks {sorted(peers)}",
+            f"({parts[0].name}) while weights crossed between it and ranks {peers}",
             why=f"one of them died, or did not come within {self._deadline_s:g} s: {_first_line(error)}",
             fix="what arrived is not used; start the ranks again from the last checkpoint",
         )
@@ -202,7 +199,7 @@ def pack(
     plan: ReshardPlan, rank: int, destination: int, source: Mapping[str, Tensor], parts: Sequence[Portion]
 ) -> Tensor:
     """What a rank sends to another of a bucket's parts, as bytes [N]; N is 0 where it sends nothing."""
-    packing = _between(plan, plan.source, plan.outgoing, rank, destination, parts)
+    packing = _Packed.of(plan, "sent", rank, parts, (destination,))
     packed = torch.empty(sum(packing.sizes), dtype=torch.uint8, device=device_of(source))
     packing.load(packed, source)
     return packed
@@ -221,7 +218,7 @@ def unpack(
     Raises:
         WeightError: there are more or fewer bytes than the plan says.
     """
-    packing = _between(plan, plan.destination, plan.incoming, rank, source, parts)
+    packing = _Packed.of(plan, "received", rank, parts, (source,))
     if packed.numel() != sum(packing.sizes):
         raise WeightError(
             f"rank {source} packed {packed.numel():,} bytes for rank {rank}",
@@ -244,7 +241,7 @@ def keep(
 
     Nothing is copied where both are the same memory.
     """
-    moves = plan.by_weight[name].kept_by.get(rank, ())
+    moves = plan.by_weight[name].of_rank.get((rank, "kept"), ())
     if not moves:
         return
     before, after = own(source[name]), own(destination[name])
@@ -301,11 +298,11 @@ class _Packed:
     sizes: list[int]
 
     @staticmethod
-    def of(plan: ReshardPlan, layout: Layout, rank: int, size: int, crossed: Iterable[Crossed]) -> _Packed:
-        """The boxes of every one of ``size`` peers, in the order given."""
-        boxes: list[_Box] = []
-        sizes = [0] * size
-        start = 0
+    def of(plan: ReshardPlan, way: Way, rank: int, parts: Sequence[Portion], peers: Sequence[int]) -> _Packed:
+        """The boxes of some parts that cross between a rank and these peers, in ascending order."""
+        layout = plan.source if way == "sent" else plan.destination
+        boxes, sizes, start = list[_Box](), dict.fromkeys(peers, 0), 0
+        crossed = (item for item in plan.crossing(way, parts, rank) if item.peer in sizes)
         for item in sorted(crossed, key=lambda item: item.peer):
             weight = plan.weights[item.name]
             stop = start + item.slice.size * weight.dtype.itemsize
@@ -321,7 +318,7 @@ class _Packed:
             )
             sizes[item.peer] += stop - start
             start = stop
-        return _Packed(boxes=boxes, sizes=sizes)
+        return _Packed(boxes=boxes, sizes=list(sizes.values()))
 
     def load(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
         for box in self.boxes:
@@ -330,21 +327,6 @@ class _Packed:
     def unload(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
         for box in self.boxes:
             own(tensors[box.name])[box.index].copy_(box.within(buffer))
-
-
-_Listing = Callable[[Portion, int], Iterator[Crossed]]
-
-
-def _all(listing: _Listing, parts: Iterable[Portion], rank: int) -> Iterator[Crossed]:
-    return chain.from_iterable(listing(part, rank) for part in parts)
-
-
-def _between(
-    plan: ReshardPlan, layout: Layout, listing: _Listing, rank: int, peer: int, parts: Sequence[Portion]
-) -> _Packed:
-    """What crosses between two ranks of parts whose elements are of one type."""
-    crossed = [item for item in _all(listing, parts, rank) if item.peer == peer]
-    return _Packed.of(plan, layout, rank, peer + 1, crossed)
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -64,7 +64,7 @@ def sampled(model: LanguageModel, *, temperature: float = 1.0) -> Batch:
 def largest_difference(model: LanguageModel, rollouts: Batch) -> float:
     """Between the trainer's log probabilities and the sampler's, over the sampled tokens."""
     trainer = Trainer(model.module, TrainConfig(tokens_per_micro_batch=64), total_steps=1)
-    ours = trainer.logprobs(rollouts).values.cpu()
+    ours = trainer.scorer.logprobs(rollouts).values.cpu()
     mask = rollouts.ragged("loss_mask").values.cpu()
     return float((ours - rollouts.ragged("sampler_logprobs").values.cpu())[mask].abs().max())
 
@@ -82,9 +82,9 @@ def test_an_update_raises_what_was_rewarded(device: str) -> None:
     mask = rollouts.ragged("loss_mask").values
     rows = rollouts.with_fields(advantages=torch.ones(len(rollouts)))
     trainer = Trainer(model.module, TrainConfig(lr=1e-3), total_steps=1)
-    before = trainer.logprobs(rollouts).values[mask].mean()
+    before = trainer.scorer.logprobs(rollouts).values[mask].mean()
     metrics = trainer.update(rows, PolicyLoss(PolicyLossConfig(), max_tokens=12))
-    assert float(trainer.logprobs(rollouts).values[mask].mean()) > float(before)
+    assert float(trainer.scorer.logprobs(rollouts).values[mask].mean()) > float(before)
     assert metrics["train/grad_norm/mean"].value > 0
 
 

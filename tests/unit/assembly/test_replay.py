@@ -58,7 +58,7 @@ def bundled(model: LanguageModel, folder: Path, batch: Batch, loss: TokenLoss | 
 
 def test_the_module_the_row_and_the_token_are_named(model: LanguageModel, tmp_path: Path) -> None:
     trainer = Trainer(model.module, TrainConfig(), total_steps=2)
-    batch = rows().with_fields(sampler_logprobs=trainer.logprobs(rows()))
+    batch = rows().with_fields(sampler_logprobs=trainer.scorer.logprobs(rows()))
     first = model.module.model.layers[0]
     with torch.no_grad():  # token 11 alone has a last dimension, and that overflows where two factors meet
         model.module.get_input_embeddings().weight[:, 15] = torch.arange(model.module.config.vocab_size) == 11
@@ -74,7 +74,7 @@ def test_the_module_the_row_and_the_token_are_named(model: LanguageModel, tmp_pa
 
 def test_a_weight_that_is_not_finite_is_named(model: LanguageModel, tmp_path: Path) -> None:
     trainer = Trainer(model.module, TrainConfig(), total_steps=2)
-    batch = rows().with_fields(sampler_logprobs=trainer.logprobs(rows()))
+    batch = rows().with_fields(sampler_logprobs=trainer.scorer.logprobs(rows()))
     with torch.no_grad():
         model.module.get_input_embeddings().weight[11, 5] = torch.nan
     bundled(model, tmp_path, batch)
@@ -85,7 +85,9 @@ def test_a_weight_that_is_not_finite_is_named(model: LanguageModel, tmp_path: Pa
 def test_a_field_that_is_not_finite_is_named(model: LanguageModel, tmp_path: Path) -> None:
     trainer = Trainer(model.module, TrainConfig(), total_steps=2)
     odd = torch.tensor([1.0, float("inf"), 0.5])
-    bundled(model, tmp_path, rows().with_fields(sampler_logprobs=trainer.logprobs(rows()), advantages=odd))
+    bundled(
+        model, tmp_path, rows().with_fields(sampler_logprobs=trainer.scorer.logprobs(rows()), advantages=odd)
+    )
     (found,) = replay(tmp_path)
     where = "row (epoch 0 prompt 1 sample 0)"
     assert found.first == f"{where}: advantages is inf at {where}"
@@ -133,7 +135,7 @@ def test_a_loss_of_ones_own_is_replayed_by_the_file_that_has_it(model: LanguageM
 
 def test_an_update_that_is_finite_here_says_so(model: LanguageModel, tmp_path: Path) -> None:
     trainer = Trainer(model.module, TrainConfig(), total_steps=2)
-    batch = rows().with_fields(sampler_logprobs=trainer.logprobs(rows()))
+    batch = rows().with_fields(sampler_logprobs=trainer.scorer.logprobs(rows()))
     hook = model.module.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     bundled(model, tmp_path, batch)
     hook.remove()

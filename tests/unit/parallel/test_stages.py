@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rillflow.errors import ModelError
+from rillflow.models.architecture import trial
 from rillflow.models.attention import ATTENTION, register
 from rillflow.parallel.stages import (
     anatomy,
@@ -16,7 +17,6 @@ from rillflow.parallel.stages import (
     cut_stage,
     layers_of,
     require_same,
-    trial,
     weight_stages,
 )
 

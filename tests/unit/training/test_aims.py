@@ -12,9 +12,11 @@ from transformers import PreTrainedModel
 
 from rillflow.cluster.ranks import Ranks, ThreadGroup, ThreadRanks
 from rillflow.formulas.config import PolicyLossConfig
+from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, SupervisedLoss
+from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Trainer
 from rillflow.workers.values import piece
 
@@ -26,9 +28,7 @@ POLICY = PolicyLoss(PolicyLossConfig(), max_tokens=16)
 @pytest.fixture
 def rollouts(make_module: MakeModule, make_rows: MakeRows) -> Batch:
     rows = make_rows(prompts=(5, 3, 4), samples=3)
-    return rows.with_fields(
-        sampler_logprobs=Trainer(make_module(), TrainConfig(), total_steps=1).logprobs(rows)
-    )
+    return rows.with_fields(sampler_logprobs=Scorer(make_module(), TrainConfig()).logprobs(rows))
 
 
 @pytest.fixture
@@ -47,11 +47,12 @@ def gradient(
 ) -> Tensor:
     """What the first step's moments say the gradient was: of the policy's loss, of the demonstrations'."""
     config = TrainConfig(max_grad_norm=1e9, tokens_per_micro_batch=budget)
-    trainer = Trainer(make_module(), config, total_steps=1, ranks=ranks)
+    parallel = Parallel.whole(make_module(), ranks)
+    trainer = Trainer(parallel.module, config, total_steps=1, parallel=parallel)
     aims = [trainer.aim(known, POLICY, ratio_tolerance=1e-4, weight=weights[0])] if weights[0] else []
     aims += [trainer.aim(shown, SupervisedLoss(), weight=weights[1])] if weights[1] else []
     trainer.step(*aims)
-    moments = trainer.state().tensors
+    moments = trainer.optimizer.state().tensors
     found = [each.flatten() for name, each in sorted(moments.items()) if name.startswith("exp_avg/")]
     return torch.cat(found) / (1 - config.beta1)
 
@@ -115,7 +116,7 @@ def test_one_clip_and_one_step_for_both(
     metrics = trainer.step(
         trainer.aim(rollouts, POLICY), trainer.aim(demonstrations, SupervisedLoss(), weight=0.3)
     )
-    assert trainer.state().counters == {"step": 1}
+    assert trainer.optimizer.state().counters == {"step": 1}
     both = gradient(make_module, rollouts, demonstrations, (1, 0.3))
     assert metrics["train/grad_norm/mean"].value == pytest.approx(float(both.norm()), rel=1e-4)
     alone = Trainer(make_module(), TrainConfig(lr=1e-3), total_steps=3).update(

@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.attention import ATTENTION, register
+from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Histogram
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, settled
+from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Trainer
 from rillflow.workers.values import piece
 
@@ -36,7 +38,7 @@ def module() -> torch.nn.Module:
 def stale(make_rows: Callable[..., Batch]) -> Batch:
     """Rows whose sampler, old and present policy are three."""
     rows = make_rows(prompts=(5, 3, 4), samples=3)
-    found = Trainer(module(), TrainConfig(), total_steps=1).logprobs(rows)
+    found = Scorer(module(), TrainConfig()).logprobs(rows)
     generator = torch.Generator().manual_seed(5)
 
     def near() -> Tensor:
@@ -57,9 +59,10 @@ def stepped(
 ) -> tuple[Tensor, Histogram]:
     """The gradient of one step, and how log(old / sampler) lies."""
     config = TrainConfig(max_grad_norm=1e9, tokens_per_micro_batch=budget)
-    trainer = Trainer(made or module(), config, total_steps=1, ranks=ranks)
+    parallel = Parallel.whole(made or module(), ranks)
+    trainer = Trainer(parallel.module, config, total_steps=1, parallel=parallel)
     metrics = trainer.update(rows, PolicyLoss(PolicyLossConfig(correction=correction)))  # type: ignore[arg-type]
-    moments = trainer.state().tensors
+    moments = trainer.optimizer.state().tensors
     found = [each.flatten() for name, each in sorted(moments.items()) if name.startswith("exp_avg/")]
     lies = metrics["mismatch/log_ratio/histogram"]
     assert isinstance(lies, Histogram)

@@ -77,7 +77,7 @@ def test_rows_that_are_only_measured_are_measured_without_noise(noise: str, make
     trainer = Trainer(module, TrainConfig(gradient_checkpointing=True), total_steps=1)
     rows = make_rows()
     rows = rows.with_fields(
-        sampler_logprobs=trainer.logprobs(rows), advantages=torch.where(torch.arange(6) < 3, 0.0, 1.0)
+        sampler_logprobs=trainer.scorer.logprobs(rows), advantages=torch.where(torch.arange(6) < 3, 0.0, 1.0)
     )
     trainer.update(rows, PolicyLoss(PolicyLossConfig()), ratio_tolerance=1e-5)
     assert not any(part.training for part in module.modules())

@@ -17,6 +17,7 @@ from rillflow.assembly.replay import bundled_rows
 from rillflow.cluster.ranks import Ranks, ThreadGroup, ThreadRanks
 from rillflow.errors import NotFiniteError, TrainingError
 from rillflow.formulas.config import PolicyLossConfig
+from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, Sum, merge_metrics
 from rillflow.records.ragged import Ragged
@@ -31,7 +32,7 @@ POLICY = PolicyLoss(PolicyLossConfig(), max_tokens=16)
 
 
 def made(module: PreTrainedModel, folder: Path, ranks: Ranks | None = None) -> Trainer:
-    trainer = Trainer(module, TrainConfig(lr=1e-2), total_steps=4, ranks=ranks)
+    trainer = Trainer(module, TrainConfig(lr=1e-2), total_steps=4, parallel=Parallel.whole(module, ranks))
     trainer.skipped = Skipped(folder, lambda _: None)
     return trainer
 
@@ -40,7 +41,7 @@ def known(trainer: Trainer, rows: Batch, odd: int | None = None) -> Batch:
     advantages = torch.tensor([1.0, -1.0] * (len(rows) // 2))
     if odd is not None:
         advantages[odd] = math.nan
-    return rows.with_fields(sampler_logprobs=trainer.logprobs(rows), advantages=advantages)
+    return rows.with_fields(sampler_logprobs=trainer.scorer.logprobs(rows), advantages=advantages)
 
 
 def test_training_goes_on_as_if_its_rows_had_never_come(
@@ -53,9 +54,9 @@ def test_training_goes_on_as_if_its_rows_had_never_come(
         if trainer is with_it:
             metrics = trainer.update(known(trainer, rows, odd=2), POLICY)
             assert metrics == {"train/skipped/sum": Sum(value=1.0)}
-            assert trainer.updates == 1
+            assert trainer.optimizer.steps == 1
         trainer.update(known(trainer, rows), POLICY)
-    one, other = with_it.state(), without.state()
+    one, other = with_it.optimizer.state(), without.optimizer.state()
     assert one.counters == other.counters == {"step": 2}
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in other.tensors)
     assert with_it.skipped is not None
@@ -97,7 +98,7 @@ def test_whatever_is_not_finite_is_left_out_and_its_reason_kept(
     assert trainer.skipped is not None
     (skip,) = trainer.skipped.take()
     assert ("gradient" if kind == "gradient" else "the loss is nan: token") in skip.reason
-    assert trainer.updates == 0
+    assert trainer.optimizer.steps == 0
 
 
 @pytest.mark.parametrize("odd", [0, 5])
@@ -120,7 +121,7 @@ def test_all_ranks_leave_it_out_together_wherever_the_number_is(
         found = list(threads.map(work, range(2)))
     assert merge_metrics([metrics for metrics, _ in found]) == {"train/skipped/sum": Sum(value=1.0)}
     for _, trainer in found:
-        assert trainer.updates == 1
+        assert trainer.optimizer.steps == 1
         assert trainer.skipped is not None
         (skip,) = trainer.skipped.take()
         assert "advantages is nan at row" in skip.reason

@@ -17,7 +17,7 @@ from rillflow.weights.layout import (
     generation_mesh,
     training_layout,
 )
-from rillflow.weights.plan import ReshardPlan, reshard_plan
+from rillflow.weights.plan import ReshardPlan, Way, reshard_plan
 from tests.unit.weights.merging import merged_stages
 
 
@@ -259,12 +259,10 @@ def test_buckets_hold_everything_once_and_no_rank_more_than_they_may(most_bytes:
     plan, buckets = buckets_of(most_bytes)
     row = 1680 * 2  # a row is not cut
     for rank in plan.ranks:
+        ways: tuple[Way, Way] = ("received", "sent")
         loads = [
-            [
-                2 * sum(c.slice.size for part in bucket.parts for c in resharding(part, rank))
-                for bucket in buckets
-            ]
-            for resharding in (plan.incoming, plan.outgoing)
+            [2 * sum(c.slice.size for c in plan.crossing(way, bucket.parts, rank)) for bucket in buckets]
+            for way in ways
         ]
         assert sum(loads[0]) == plan.received(rank)
         assert sum(loads[1]) == plan.sent(rank)
@@ -286,8 +284,8 @@ def test_a_single_number_crosses_whole() -> None:
     parts, train = {"scale": Broadcast()}, Mesh.of(dp=1, pp=2, tp=1)
     source = training_layout(weights, parts, {"scale": (1,)}, train, shard=False)
     plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
-    ((part,),) = (bucket.parts for bucket in plan.buckets(1))
-    assert [(move.peer, move.slice.size) for move in plan.incoming(part, 0)] == [(1, 1)]
+    (bucket,) = plan.buckets(1)
+    assert [(move.peer, move.slice.size) for move in plan.crossing("received", bucket.parts, 0)] == [(1, 1)]
 
 
 def test_weights_of_two_types_have_their_own_buckets() -> None:
