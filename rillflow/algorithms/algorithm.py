@@ -60,7 +60,7 @@ class Algorithm:
     def answers(self, config: AlgorithmConfig) -> Mapping[str, Any] | None:
         """How a step has its data answered: ``samples`` and ``sampling``; None where not in one way."""
         calls = self.listened(config).calls.get("policy.generate", [])
-        if len(calls) != 1 or calls[0][0][0].stage != "data":
+        if len(calls) != 1 or calls[0][0][0] != "data":
             return None
         args, options = calls[0]
         return {**dict(zip(("samples", "sampling"), args[1:], strict=False)), **options}

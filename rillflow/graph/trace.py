@@ -140,13 +140,15 @@ class Listener:
         self.heard: dict[str, None] = {}
         """The roles that were called, in order."""
         self.calls: dict[str, list[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
-        """By stage, the arguments and options of every call."""
+        """By stage, the arguments and options of every call; of a result, its stage."""
         self.endpoints: Mapping[str, Collection[str]] = _Anything()
 
     def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Handle:
         """A role's stage."""
         self.heard.setdefault(role)
-        self.calls.setdefault(f"{role}.{endpoint}", []).append((args, options))
+        given = [each.stage if isinstance(each, Handle) else each for each in args]
+        named = {name: None if isinstance(each, Handle) else each for name, each in options.items()}
+        self.calls.setdefault(f"{role}.{endpoint}", []).append((given, named))
         return Handle(f"{role}.{endpoint}")
 
     def compute(self, *_: Any) -> Handle:

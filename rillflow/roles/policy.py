@@ -26,7 +26,7 @@ from rillflow.roles.trained_role import TrainedRole
 from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.training.guards import check_freshness
-from rillflow.training.loss import SAMPLED, are_sampled, loss_of
+from rillflow.training.loss import SAMPLED, TokenLoss, are_sampled, loss_of
 from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Aim
 from rillflow.workers.endpoint import endpoint
@@ -146,6 +146,14 @@ class Policy(TrainedRole[LanguageModel]):
                 ratio, gap = (passes.ratio_tolerance, None) if self._exact else (None, passes.gap_tolerance)
             if passes.is_off_policy and passes.old_logprobs == "sampler":
                 rows = rows.with_fields(old_logprobs=rows.ragged(SAMPLED))
+            reads = objective.reads if isinstance(objective, TokenLoss) else ()
+            if passes.is_off_policy and "old_logprobs" in reads and "old_logprobs" not in rows.fields:
+                raise TrainingError(
+                    "the policy's loss reads old_logprobs, and no batch of the update has them",
+                    why="a step is on rows of other weights (freshness, minibatches or epochs); against the "
+                    "present ones every ratio is 1",
+                    fix='add flow.policy.logprobs(rollouts) to the batches, or set old_logprobs = "sampler"',
+                )
         how: dict[str, Any] = {"weight": term.weight, "ratio_tolerance": ratio, "gap_tolerance": gap}
         for minibatch in self._minibatches(rows, passes, part):
             yield self.trainer.aim(minibatch, objective, temperature, **how)

@@ -86,7 +86,8 @@ class TokenLoss:
     ) -> None:
         self.name, self.function = name, function
         self.options = dict(options or {})
-        self._given = (*field_parameters(function, self.options), *also)
+        self.reads = (*field_parameters(function, self.options), *also)
+        """Fields, and what the model says."""
         self.says, self.is_scalar, self._resting = says, "values" in says, resting
         self._aggregation, self._constant = aggregation, constant
 
@@ -102,7 +103,7 @@ class TokenLoss:
         """
         there = minibatch.fields
         old = {f"old_{name}" for name in self.says} - there.keys()
-        names = [each for each in self._given if each not in {*self.says, *old, LENGTHS}]
+        names = [each for each in self.reads if each not in {*self.says, *old, LENGTHS}]
         names += [each for each in (SAMPLED, BEHIND) if each in there and each not in names]
         missing = [each for each in names if each not in there]
         if missing:
@@ -130,11 +131,11 @@ class TokenLoss:
         weights = part.ragged("loss_weights")
         dtype = says[next(iter(says))].dtype
         known: dict[str, Tensor] = {**says, LENGTHS: weights.lengths}
-        for name in self._given:
+        for name in self.reads:
             if name not in known:
                 field = part.fields.get(name)
                 known[name] = says[name[4:]].detach() if field is None else _of_tokens(field, weights, dtype)
-        given = {name: known[name] for name in self._given}
+        given = {name: known[name] for name in self.reads}
         given |= {name: part.ragged(name).values for name in self.where_there if name in part.fields}
         found = _checked(self.function(**given, **self.options), self.function, len(weights.values))
         return LossPart(terms=found.losses * weights.values.to(dtype), metrics=_measured(found))

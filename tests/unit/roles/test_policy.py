@@ -81,6 +81,14 @@ def test_a_single_token_that_rounding_sends_astray_stops_no_bfloat16_run() -> No
     policy.update(astray, loss=PolicyLossConfig(), passes=UpdateConfig())
 
 
+def test_a_ratio_against_nobody_is_refused_where_rows_are_of_other_weights() -> None:
+    policy, sampler, prompts = policy_of("float32", RolloutConfig(max_tokens=3, max_rows=8))
+    rows = sampler.generate(prompts, samples=4).with_fields(advantages=torch.linspace(-1, 1, 4))
+    with pytest.raises(TrainingError, match="reads old_logprobs, and no batch of the update has them"):
+        policy.update(rows, loss=PolicyLossConfig(), passes=UpdateConfig(minibatches=2))
+    policy.update(rows, policy.logprobs(rows), loss=PolicyLossConfig(), passes=UpdateConfig(minibatches=2))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_of_rows_of_two_versions_those_of_the_present_one_are_checked(dtype: str) -> None:
     policy, sampler, prompts = policy_of(dtype, RolloutConfig(max_tokens=3, max_rows=8))
@@ -97,8 +105,8 @@ def test_of_rows_of_two_versions_those_of_the_present_one_are_checked(dtype: str
         return rows.with_fields(sampler_logprobs=column.with_values(moved))
 
     with pytest.raises(TrainingError, match=r"not on-policy.*row \(epoch 1 prompt 1"):
-        policy.update(astray(1), loss=PolicyLossConfig(), passes=passes)
-    found = policy.update(astray(0), loss=PolicyLossConfig(), passes=passes)
+        policy.update(astray(1), policy.logprobs(rows), loss=PolicyLossConfig(), passes=passes)
+    found = policy.update(astray(0), policy.logprobs(rows), loss=PolicyLossConfig(), passes=passes)
     tokens = [int(part.ragged("loss_mask").values.sum()) for part in (fresh, stale)]
     assert found["staleness/versions/histogram"] == Histogram(edges=(0,), counts=(tokens[0], tokens[1]))
     lies = found["mismatch/log_ratio/histogram"]
