@@ -16,7 +16,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from rillflow.data_plane.instructions import Ids
 from rillflow.data_plane.plane import DONE_WAITS_S, SEGMENT
+from rillflow.data_plane.requests import Kind
 from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
 from rillflow.data_plane.segments import LENGTHS, ROWS, STORED, gathered, mapped
 from rillflow.data_plane.server import HOME
-from rillflow.data_plane.session import IDS, TOKENS, Kind
+from rillflow.data_plane.session import CELLS, IDS, TOKENS
 from rillflow.data_plane.transport import START_S, Direct, InProcess, Socket, Transport
 from rillflow.data_plane.wire import Arrays, Message, packed
 from rillflow.errors import StreamError
@@ -41,6 +41,7 @@ from rillflow.records.batch import Field
 from rillflow.records.ragged import Ragged
 from rillflow.workers.values import balanced_shares
 
+FETCH_WITHIN_S = 60.0
 _MAPPINGS = 16
 
 
@@ -88,13 +89,24 @@ class Client:
     ) -> None:
         self._schemas: dict[str, Schema] = {}
         self._mappings: dict[int, memoryview] = {}
-        self._transport: Transport
+        self._token, self._name = token, name
+        self._fetching: dict[str, Transport] = {}
+        self._tables: Transport
+        """Where requests go."""
+        self._near: Transport
+        """Where columns are written; the same, unless the machine's store has joined tables elsewhere."""
+        self._own: str | None = ""
+        """Where others fetch what is read here without a request."""
         if isinstance(plane, InProcess):
-            self._transport = Direct(plane, name)
+            self._near = self._tables = Direct(plane, name)
         elif plane is not None:
-            self._transport = Socket(plane, (plane / "token").read_text(), name)
+            self._token = (plane / "token").read_text()
+            self._near = self._tables = near = Socket(plane, self._token, name)
+            if near.tables:
+                self._own, self._tables = near.address, Socket(near.tables, self._token, name, near)
         else:
-            self._transport = Socket(address, token, name)
+            self._own = None
+            self._near = self._tables = Socket(address, token, name)
 
     def create(self, stream: str, schema: Schema, *, capacity: int) -> None:
         """Make a stream of at most ``capacity`` groups at once; the same one may be made by several."""
@@ -155,9 +167,12 @@ class Client:
         if found.says["lease"] is None:
             return None
         schema = self.schema(stream)
-        arrays = dict(found.arrays)
-        for place, names in enumerate(found.says["columns"]):
-            arrays |= self._located(schema, names, arrays[f".segments{place}"], arrays[f".places{place}"])
+        try:
+            arrays = {**found.arrays, **self._read(schema, found)}
+        except StreamError:
+            with suppress(StreamError):
+                self._ask(Kind.RETURN, {"stream": stream, "lease": found.says["lease"]})
+            raise
         return Taken(
             stream=stream,
             stage=stage,
@@ -216,7 +231,8 @@ class Client:
 
     def close(self) -> None:
         """End the connection; what is not done goes back."""
-        self._transport.close()
+        for each in {self._tables, self._near, *self._fetching.values()}:
+            each.close()
 
     def __enter__(self) -> Self:
         return self
@@ -243,31 +259,56 @@ class Client:
         self, arrays: dict[str, NDArray[Any]], wait_s: float
     ) -> tuple[int | None, dict[str, NDArray[Any]]]:
         """Copy columns into shared memory, if it is shared: the segment, and what has to be sent."""
-        if (segments := self._transport.segments) is None or not arrays:
+        if (segments := self._near.segments) is None or not arrays:
             return None, arrays
         gone = [each for each in self._mappings if not segments.has(each)]
         for each in gone or list(self._mappings)[: len(self._mappings) - _MAPPINGS]:
             del self._mappings[each]
         frame = packed(SEGMENT, {}, arrays)
         reserve = {"nbytes": frame.nbytes, "wait_s": wait_s}
-        number = int(self._ask(Kind.RESERVE, reserve, wait_s=wait_s).says["segment"])
+        number = int(self._near.ask(Kind.RESERVE, reserve, {}, wait_s).says["segment"])
         if number not in self._mappings:
             self._mappings[number] = segments.opened(number, is_shared=True)
         frame.write_into(self._mappings[number])
         return number, {}
 
-    def _located(
-        self, schema: Schema, names: Sequence[str], segments: Ids, places: Ids
-    ) -> dict[str, NDArray[Any]]:
-        assert self._transport.segments is not None
-        there = self._transport.segments
-        found = {number: mapped(there, number).arrays for number in np.unique(segments).tolist()}
-        return gathered(found, segments, places, {name: schema.columns[name] for name in names})
+    def _read(self, schema: Schema, found: Message) -> Arrays:
+        """The columns of a lease: seen where they lie, or fetched from the stores that have them."""
+        names: list[list[str]] = found.says["columns"]
+        cells = [found.arrays[f"{CELLS}{writer}"].T.copy() for writer in range(len(names))]
+        frames: list[dict[int, Arrays]] = [{} for _ in names]
+        for store, address in found.says["stores"]:
+            mine = {writer: at for writer, each in enumerate(cells) if (at := each[0] == store).any()}
+            if address == self._own and (segments := self._near.segments) is not None:
+                for writer, at in mine.items():
+                    numbers = np.unique(cells[writer][1, at]).tolist()
+                    frames[writer] |= {number: mapped(segments, number).arrays for number in numbers}
+                continue
+            arrays = {
+                f"{CELLS}{place}": cells[writer][1:, at].T for place, (writer, at) in enumerate(mine.items())
+            }
+            fetched = self._at(address).ask(
+                Kind.FETCH, {"columns": [names[writer] for writer in mine]}, arrays, FETCH_WITHIN_S
+            )
+            for place, (writer, at) in enumerate(mine.items()):
+                frames[writer][-1 - store] = {**fetched.arrays, ROWS: fetched.arrays[f"{ROWS}{place}"]}
+                cells[writer][1:, at] = np.stack([np.full(at.sum(), -1 - store), np.arange(at.sum())])
+        read: dict[str, NDArray[Any]] = {}
+        for its, (_, numbers, places), there in zip(names, cells, frames, strict=True):
+            read |= gathered(there, numbers, places, {name: schema.columns[name] for name in its})
+        return read
+
+    def _at(self, address: str) -> Transport:
+        if not address:
+            return self._tables
+        if address not in self._fetching:
+            self._fetching[address] = Socket(address, self._token, self._name)
+        return self._fetching[address]
 
     def _ask(
         self, kind: Kind, request: Mapping[str, Any], arrays: Arrays | None = None, wait_s: float = 60.0
     ) -> Message:
-        return self._transport.ask(kind, request, arrays or {}, wait_s)
+        return self._tables.ask(kind, request, arrays or {}, wait_s)
 
 
 def _given(name: str, numbers: Sequence[int] | Tensor | None) -> dict[str, NDArray[Any]]:
@@ -283,11 +324,27 @@ def _field(arrays: Arrays, name: str, column: ColumnType) -> Field:
 
 
 @contextmanager
-def started(*, capacity_bytes: int, home: Path = HOME, listen: str = "") -> Iterator[Path]:
-    """A server on this machine, and the folder where clients find it; it listens on ``host:port`` besides."""
+def started(
+    *,
+    capacity_bytes: int,
+    home: Path = HOME,
+    listen: str = "",
+    joins: str = "",
+    token_file: Path | None = None,
+) -> Iterator[Path]:
+    """A server on this machine, and the folder where clients find it.
+
+    Args:
+        capacity_bytes: of shared memory.
+        home: where the folder is made.
+        listen: ``host:port`` for who is elsewhere.
+        joins: ``host:port`` of tables elsewhere, whose columns of this machine's workers are then here.
+        token_file: the secret of those tables.
+    """
     host, _, port = listen.rpartition(":")
     command = [sys.executable, "-m", "rillflow.data_plane.server", str(capacity_bytes), "--home", str(home)]
-    command += ["--host", host, "--port", port or "0"]
+    command += ["--host", host, "--port", port or "0", "--join", joins]
+    command += ["--token-file", str(token_file)] if token_file else []
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -18,17 +18,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, TypeAdapter
 
+from rillflow.data_plane.elsewhere import Elsewhere
 from rillflow.data_plane.instructions import Begun, Delete, Finished, Ids, Instruction, Lease, Ready, Room
-from rillflow.data_plane.requests import Begin, Create, Done, Drop, Look, Reserve, Return, Take
+from rillflow.data_plane.requests import Begin, Clear, Create, Done, Drop, Look, Reserve, Return, Take
 from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
-from rillflow.data_plane.segments import ROWS, checked, gathered, mapped
 from rillflow.data_plane.store import Store
 from rillflow.data_plane.table import Table
 from rillflow.data_plane.wire import Arrays, packed
@@ -50,10 +52,8 @@ class _Stream:
 
     table: Table
     """Who may read what."""
-    segments: dict[str, Ids]
-    """By writer, by slot: the segment that has the cells."""
-    places: dict[str, Ids]
-    """By writer, by slot: the group's place in it."""
+    cells: dict[str, Ids]
+    """By writer, by slot: the store and the segment that have the cells, and the group's place in it."""
     keys: dict[str, Ids]
     """Groups begun, by the key that their beginner gave; the newest KEYS_REMEMBERED."""
 
@@ -65,14 +65,56 @@ class _Stream:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Located:
-    """Groups of a lease as they lie in segments of one writer."""
+    """Where cells of one writer lie, of the groups of a lease."""
 
     columns: Mapping[str, ColumnType]
     """That the stage reads of them."""
-    segments: Ids
-    """[N] the segment of each group."""
-    places: Ids
-    """[N] the group's place in it."""
+    cells: Ids
+    """[N, 3] store, segment and place of each group; store 0 is the plane's own."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Home:
+    """The store that a holder writes into."""
+
+    store: int = 0
+    """Its number; 0 is the plane's own."""
+    there: str = ""
+    """Who the holder is to it."""
+
+
+_OWN = _Home()
+
+
+class _Claim:
+    """Columns of groups that a store keeps, and that no table knows yet."""
+
+    def __init__(
+        self,
+        stream: _Stream,
+        writer: str,
+        store: int,
+        segment: int | None,
+        elsewhere: Mapping[int, Elsewhere],
+    ) -> None:
+        self._cells, self._capacity = stream.cells[writer], stream.table.capacity
+        self._store, self._segment, self._elsewhere = store, segment, elsewhere
+        self.rows = np.zeros(0, np.int64)
+        """[N] of the groups."""
+        self.is_placed = False
+        """Whether the table has them."""
+
+    def check(self) -> None:
+        """Refuse columns whose store is gone."""
+        if self._store and self._store not in self._elsewhere:
+            raise StreamError("the store that has the columns is gone", fix="start again beside another one")
+
+    def place(self, ids: Ids) -> None:
+        """The table has groups of these numbers, and their columns are here."""
+        if self._segment is not None:
+            slots = ids % self._capacity
+            self._cells[slots, :2], self._cells[slots, 2] = (self._store, self._segment), np.arange(len(ids))
+        self.is_placed = True
 
 
 class Plane:
@@ -88,6 +130,14 @@ class Plane:
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
         self._bells: dict[_Bell, asyncio.Future[None]] = {}
+        self._elsewhere: dict[int, Elsewhere] = {}
+        self._numbers = count(1)
+        self._homes: dict[str, _Home] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.carried_bytes = 0
+        """That came and went in frames of this process."""
+        self.table_address = ""
+        """Of the tables whose columns are here, where they are another process's."""
 
     def create(self, request: Create) -> None:
         """Make a stream.
@@ -102,12 +152,10 @@ class Plane:
                     f"there is another stream {request.stream!r}", fix="give this one another name"
                 )
             return
-        empty = [np.zeros(request.capacity, np.int64) for _ in range(2 * (1 + len(schema.stages)))]
         writers = [SOURCE, *(stage.name for stage in schema.stages)]
         self._streams[request.stream] = _Stream(
             table=Table(schema, capacity=request.capacity, now=self._clock()),
-            segments=dict(zip(writers, empty[::2], strict=True)),
-            places=dict(zip(writers, empty[1::2], strict=True)),
+            cells={writer: np.zeros((request.capacity, 3), np.int64) for writer in writers},
             keys={},
         )
 
@@ -115,13 +163,13 @@ class Plane:
         """The table of a stream."""
         return self._stream(stream).table
 
-    def answer(self, request: BaseModel, ids: Ids, tokens: Ids | None, holder: str) -> dict[str, Any]:
-        """Carry out a request that waits for nobody, whichever way it came; what there is to say of it."""
+    async def answer(self, request: BaseModel, ids: Ids, tokens: Ids | None, holder: str) -> dict[str, Any]:
+        """Carry out a request of a stream that gives no groups; what there is to say of it."""
         match request:
             case Create():
                 self.create(request)
             case Done():
-                self.done(request, ids, tokens, holder)
+                await self.done(request, ids, tokens, holder)
             case Return():
                 self.give_back(request, holder)
             case Drop():
@@ -141,13 +189,15 @@ class Plane:
             ("", ""),
             lambda: self.store.reserve(request.nbytes, holder),
             request.wait_s,
-            lambda: f"the store's {self.store.capacity_bytes} bytes are in use: " + self._oldest(),
+            lambda: f"the store's {self.store.capacity_bytes} bytes are in use: {self._oldest()}",
         )
 
     async def keep(self, request: BaseModel, arrays: Arrays, holder: str) -> BaseModel:
         """A request, with the segment that the columns which came with it were copied into."""
         if not arrays or not isinstance(request, Begin | Done):
             return request
+        if self._homes.get(holder, _OWN).store:
+            raise StreamError(f"{holder} sends columns", why="it writes into a store of its own machine")
         frame = packed(SEGMENT, {}, arrays)
         wait_s = request.wait_s if isinstance(request, Begin) else DONE_WAITS_S
         number = await self.reserve(Reserve(nbytes=frame.nbytes, wait_s=wait_s), holder)
@@ -157,37 +207,38 @@ class Plane:
     async def begin(self, request: Begin, tokens: Ids | None, holder: str) -> Ids:
         """The numbers of groups whose columns are in a segment; waits for room in the table."""
         stream, table = self._stream(request.stream), self.table(request.stream)
-        arrays = self._written(request.segment, holder)
-        rows = arrays[ROWS] if ROWS in arrays else np.zeros(0, np.int64)
-        if rows.ndim != 1 or (rows < 1).any():
-            raise StreamError(
-                f"{holder} begins groups of {rows[:9].tolist()} rows", why="a group has 1 at least"
-            )
-        checked(arrays, stream.columns_of(SOURCE), rows)
-        counted = _counted(tokens, len(rows))
-
-        def attempt() -> list[Instruction] | None:
-            now = self._clock()
-            if request.key in stream.keys:
-                return [Begun(ids=stream.keys[request.key])]
-            return (
-                table.begin(
-                    len(rows), holder=holder, now=now, rows=rows, tokens=counted, version=request.version
-                )
-                or None
-            )
-
-        bell = (request.stream, SOURCE)
-        out = await self._until(bell, attempt, request.wait_s, lambda: table.waits(None, self._clock()))
-        ids = next(each.ids for each in out if isinstance(each, Begun))
         if request.key in stream.keys:
-            self.store.give_up(holder)
-            return ids
+            await self.give_up(holder)
+            return stream.keys[request.key]
+        async with self._claimed(stream, SOURCE, request.segment, holder, None) as claim:
+            counted = _counted(tokens, len(claim.rows))
+
+            def attempt() -> list[Instruction] | None:
+                claim.check()
+                if request.key in stream.keys:
+                    return [Begun(ids=stream.keys[request.key])]
+                return (
+                    table.begin(
+                        len(claim.rows),
+                        holder=holder,
+                        now=self._clock(),
+                        rows=claim.rows,
+                        tokens=counted,
+                        version=request.version,
+                    )
+                    or None
+                )
+
+            bell = (request.stream, SOURCE)
+            out = await self._until(bell, attempt, request.wait_s, lambda: table.waits(None, self._clock()))
+            ids = next(each.ids for each in out if isinstance(each, Begun))
+            if request.key in stream.keys:
+                return ids
+            claim.place(ids)
         if request.key:
             stream.keys[request.key] = ids
             for key in [*stream.keys][:-KEYS_REMEMBERED]:
                 del stream.keys[key]
-        self._place(stream, SOURCE, request.segment, ids)
         self._obey(request.stream, out)
         return ids
 
@@ -221,18 +272,16 @@ class Plane:
         its, table = self._stream(stream), self.table(stream)
         slots, reads = lease.ids % table.capacity, table.schema.stage(lease.stage).reads
         return [
-            Located(columns=columns, segments=its.segments[writer][slots], places=its.places[writer][slots])
-            for writer in its.segments
+            Located(columns=columns, cells=cells[slots])
+            for writer, cells in its.cells.items()
             if (columns := {name: kind for name, kind in its.columns_of(writer).items() if name in reads})
         ]
 
-    def gathered(self, cells: Located) -> Arrays:
-        """The columns of located cells, put together."""
-        numbers = np.unique(cells.segments).tolist()
-        segments = {number: mapped(self.store.segments, number).arrays for number in numbers}
-        return gathered(segments, cells.segments, cells.places, cells.columns)
+    def address_of(self, store: int) -> str:
+        """Where columns of a store are fetched; of the plane's own, where they are asked for."""
+        return self._elsewhere[store].address if store in self._elsewhere else ""
 
-    def done(self, request: Done, ids: Ids, tokens: Ids | None, holder: str) -> None:
+    async def done(self, request: Done, ids: Ids, tokens: Ids | None, holder: str) -> None:
         """Groups are read, and the stage's columns of them are in a segment."""
         stream, table = self._stream(request.stream), self.table(request.stream)
         lease = table.lease(request.lease, ids)
@@ -240,18 +289,16 @@ class Plane:
             raise StreamError(f"{holder} ends lease {request.lease}", why=f"it is {lease.holder}'s")
         if not len(ids):
             raise StreamError(f"{holder} is done with no group of lease {request.lease}")
-        columns = stream.columns_of(lease.stage)
-        if columns or request.segment is not None:
-            checked(self._written(request.segment, holder), columns, table.rows(ids))
-        out = table.done(
-            request.lease,
-            ids,
-            now=self._clock(),
-            tokens=None if tokens is None else _counted(tokens, len(ids)),
-            version=request.version,
-        )
-        if columns:
-            self._place(stream, lease.stage, request.segment, ids)
+        async with self._claimed(stream, lease.stage, request.segment, holder, table.rows(ids)) as claim:
+            claim.check()
+            out = table.done(
+                request.lease,
+                ids,
+                now=self._clock(),
+                tokens=None if tokens is None else _counted(tokens, len(ids)),
+                version=request.version,
+            )
+            claim.place(ids)
         self._obey(request.stream, out)
 
     def give_back(self, request: Return, holder: str) -> None:
@@ -277,6 +324,8 @@ class Plane:
             "waits": {stage: table.waits(stage, self._clock()) for stage in table.counts()},
             "used_bytes": self.store.used_bytes,
             "capacity_bytes": self.store.capacity_bytes,
+            "stores": [each.address for each in self._elsewhere.values()],
+            "carried_bytes": self.carried_bytes,
         }
 
     def drop(self, request: Drop, ids: Ids) -> None:
@@ -287,11 +336,54 @@ class Plane:
         """No more groups begin."""
         self._obey(stream, self.table(stream).close(self._clock()))
 
+    async def give_up(self, holder: str) -> None:
+        """A put has failed: what its writer has reserved is free again."""
+        home = self._homes.get(holder, _OWN)
+        if not home.store:
+            self.store.give_up(holder)
+        elif home.store in self._elsewhere:
+            with suppress(StreamError):
+                await self._elsewhere[home.store].give_up(home.there)
+
     def died(self, holder: str) -> None:
         """A holder is gone: what it had leased goes back, what it had reserved is removed."""
         for name, stream in self._streams.items():
             self._obey(name, stream.table.died(holder, self._clock()))
+        self._homes.pop(holder, None)
         self.store.give_up(holder)
+        self._ring(("", ""))
+
+    def join(self, store: Elsewhere) -> int:
+        """A store of another machine is here; its number."""
+        if store.address in [each.address for each in self._elsewhere.values()]:
+            raise StreamError(f"there is another store {store.address}")
+        self._elsewhere[number := next(self._numbers)] = store
+        return number
+
+    def settle(self, holder: str, address: str, there: str) -> None:
+        """A holder writes into a joined store, to which it is ``there``."""
+        stores = {each.address: number for number, each in self._elsewhere.items()}
+        if address not in stores:
+            raise StreamError(f"{holder} writes into store {address}", why="none of that address has joined")
+        self._homes[holder] = _Home(store=stores[address], there=there)
+
+    def lost(self, number: int) -> None:
+        """A joined store is gone: groups whose cells somebody has yet to read there are dropped."""
+        gone = self._elsewhere.pop(number)
+        for name, stream in self._streams.items():
+            ids = [
+                ids[stream.cells[writer][ids % stream.table.capacity, 0] == number]
+                for writer in stream.cells
+                for ids in [stream.table.unread(writer)]
+            ]
+            reason = f"store {gone.address} is gone, and with it columns of the group"
+            self._obey(name, stream.table.drop(np.concatenate(ids), reason, self._clock()))
+
+    def clear(self, request: Clear, segments: Ids) -> None:
+        """Tables elsewhere say of this store which cells are deleted, or whose put has failed."""
+        self.store.delete(segments, is_unread=request.is_unread)
+        if request.holder:
+            self.store.give_up(request.holder)
         self._ring(("", ""))
 
     async def expire(self) -> None:
@@ -306,27 +398,61 @@ class Plane:
             raise StreamError(f"there is no stream {name!r}", fix=nearest(name, self._streams))
         return self._streams[name]
 
-    def _written(self, segment: int | None, holder: str) -> Arrays:
-        return {} if segment is None else self.store.read(segment, holder)
-
-    def _place(self, stream: _Stream, writer: str, segment: int | None, ids: Ids) -> None:
-        assert segment is not None
-        slots = ids % stream.table.capacity
-        stream.segments[writer][slots], stream.places[writer][slots] = segment, np.arange(len(ids))
-        self.store.keep(segment, len(ids))
+    @asynccontextmanager
+    async def _claimed(
+        self, stream: _Stream, writer: str, segment: int | None, holder: str, rows: Ids | None
+    ) -> AsyncIterator[_Claim]:
+        """Columns that are where they should be; free again unless they are placed."""
+        home, columns = self._homes.get(holder, _OWN), stream.columns_of(writer)
+        is_empty = rows is not None and segment is None and not columns
+        claim = _Claim(stream, writer, 0 if is_empty else home.store, segment, self._elsewhere)
+        claim.check()
+        if is_empty:
+            pass
+        elif home.store:
+            claim.rows = await self._elsewhere[home.store].keep(segment, home.there, columns, rows)
+        else:
+            claim.rows = self.store.claim(segment, holder, columns, rows)
+        try:
+            yield claim
+        finally:
+            if segment is not None and not claim.is_placed:
+                unused = np.full(len(claim.rows), segment)
+                if home.store in self._elsewhere:
+                    with suppress(StreamError):
+                        await self._elsewhere[home.store].delete(unused, is_unread=True)
+                elif not home.store:
+                    self.clear(Clear(), unused)
 
     def _obey(self, name: str, instructions: list[Instruction]) -> None:
-        stream = self._stream(name)
         for each in instructions:
             if isinstance(each, Ready):
                 self._ring((name, each.stage))
             elif isinstance(each, Room):
                 self._ring((name, SOURCE))
             elif isinstance(each, Delete):
-                numbers = stream.segments[each.writer][each.ids % stream.table.capacity]
-                self.store.delete(numbers, is_unread=each.is_unread)
+                self._delete(name, each)
+
+    def _delete(self, name: str, what: Delete) -> None:
+        stream = self._stream(name)
+        cells = stream.cells[what.writer][what.ids % stream.table.capacity]
+        for store in np.unique(cells[:, 0]).tolist():
+            mine = cells[:, 0] == store
+            segments, part = cells[mine, 1], replace(what, ids=what.ids[mine])
+            if there := self._elsewhere.get(store):
+                task = asyncio.ensure_future(self._delete_there(name, part, there, segments))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                continue
+            if not store:
+                self.store.delete(segments, is_unread=what.is_unread)
                 self._ring(("", ""))
-                self._obey(name, stream.table.cleared(each.writer, each.ids))
+            self._obey(name, stream.table.cleared(part.writer, part.ids))
+
+    async def _delete_there(self, name: str, what: Delete, store: Elsewhere, segments: Ids) -> None:
+        with suppress(StreamError):
+            await store.delete(segments, is_unread=what.is_unread)
+        self._obey(name, self.table(name).cleared(what.writer, what.ids))
 
     def _ring(self, bell: _Bell) -> None:
         if bell in self._bells and not (future := self._bells.pop(bell)).done():
@@ -344,6 +470,8 @@ class Plane:
         return found
 
     def _oldest(self) -> str:
+        if self.table_address:
+            return f"what is in them, the tables at {self.table_address} know"
         now = self._clock()
         held = [
             f"{name}: {stream.table.holds(now)}"

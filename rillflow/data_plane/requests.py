@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rillflow.data_plane.schema import ColumnType, StageColumns
+from rillflow.data_plane.schema import MAX_COLUMNS, ColumnType, StageColumns
 from rillflow.errors import StreamError
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -24,7 +25,8 @@ class Hello(_Request):
 
     token: str = Field(max_length=200, description="the secret of the data plane")
     name: Name = Field(description="who is connected, for stories and errors")
-    is_local: bool = Field(default=False, description="whether segments are mapped instead of sent")
+    store: str = Field(default="", max_length=64, description="the joined store that it writes into")
+    there: str = Field(default="", max_length=100, description="who it is to that store")
 
 
 class Create(_Request):
@@ -96,8 +98,60 @@ class Look(_Request):
     action: Literal["status", "close", "schema"] = Field(default="status", description="close: no more begin")
 
 
-MODELS: tuple[type[BaseModel], ...] = (Hello, Create, Reserve, Begin, Take, Done, Return, Drop, Look)
-"""Every request."""
+class Fetch(_Request):
+    """Columns of cells that lie in this process's store."""
+
+    columns: list[list[str]] = Field(max_length=MAX_COLUMNS, description="by writer; its cells are an array")
+
+
+class Join(_Request):
+    """A store of another machine joins this one's tables: from here on they ask, and it answers."""
+
+    address: str = Field(max_length=64, description="host:port where readers fetch from it")
+
+
+class Keep(_Request):
+    """From a table: groups in a segment have begun, or are done."""
+
+    segment: int | None = Field(description="that the columns were written into")
+    holder: str = Field(max_length=100, description="by whom")
+    columns: dict[str, ColumnType] = Field(description="that have to be there")
+
+
+class Clear(_Request):
+    """From a table: cells are deleted, or what a holder has reserved is given up."""
+
+    is_unread: bool = Field(default=True, description="whether nobody can be reading them")
+    holder: str = Field(default="", max_length=100, description="whose reservations are given up")
+
+
+OF_STREAMS: tuple[type[BaseModel], ...] = (Create, Begin, Take, Done, Return, Drop, Look)
+"""What is asked of a stream, over HTTP as well."""
+OF_STORES: tuple[type[BaseModel], ...] = (Hello, Reserve, Fetch, Join, Keep, Clear)
+"""What is asked of a connection, and of the store behind it."""
+
+
+class Kind(IntEnum):
+    """What a message is for."""
+
+    HELLO = 1
+    CREATE = 2
+    RESERVE = 3
+    BEGIN = 4
+    TAKE = 5
+    DONE = 6
+    RETURN = 7
+    DROP = 8
+    LOOK = 9
+    FETCH = 10
+    JOIN = 11
+    KEEP = 12
+    CLEAR = 13
+    OK = 100
+    ERROR = 101
+
+
+REQUESTS = {int(Kind[model.__name__.upper()]): model for model in (*OF_STREAMS, *OF_STORES)}
 
 
 def checked_request(kind: type[BaseModel], says: Mapping[str, Any]) -> BaseModel:

@@ -187,9 +187,9 @@ def gathered(
     ]
     parts: dict[str, list[NDArray[Any]]] = {}
     for arrays, start, stop in runs:
-        rows = _ends(arrays[ROWS])
+        before, rows = int(arrays[ROWS][:start].sum()), int(arrays[ROWS][start:stop].sum())
         for name, column in columns.items():
-            first, last = (start, stop) if column.per == "group" else (int(rows[start]), int(rows[stop]))
+            first, last = (start, stop) if column.per == "group" else (before, before + rows)
             if column.ragged:
                 lengths = arrays[name + LENGTHS]
                 parts.setdefault(name + LENGTHS, []).append(lengths[first:last])
@@ -197,7 +197,3 @@ def gathered(
                 first, last = skipped, skipped + int(lengths[first:last].sum())
             parts.setdefault(name, []).append(arrays[name][first:last])
     return {name: found[0] if len(found) == 1 else np.concatenate(found) for name, found in parts.items()}
-
-
-def _ends(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])

@@ -2,11 +2,13 @@
 
     client ── Hello(token) ── request ──> one task a connection: read, carry out, answer ──> Plane
            <── ok, or an error's three sentences ──┘
+    store of another machine ── Hello(token) ── Join ──> from here on the tables ask, and the store answers
 
 The folder, 0700, has ``socket``, ``token`` (0600), ``segments``, and where it listens on TCP, ``address``.
 A connection that ends is a holder that died. A frame that cannot be read is answered with its error, and the
 connection is closed: what follows on it cannot be trusted. Shutdown: the input ends, as it does when whoever
-started the server dies; then the folder is removed. A folder whose server was killed is removed by the next.
+started the server dies, or the tables end that this store has joined; then the folder is removed. A folder
+whose server was killed is removed by the next.
 """
 
 from __future__ import annotations
@@ -16,21 +18,26 @@ import asyncio
 import fcntl
 import hmac
 import logging
+import os
 import secrets
 import shutil
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+from rillflow.data_plane.elsewhere import Elsewhere
 from rillflow.data_plane.plane import Plane, sentences
-from rillflow.data_plane.requests import Hello
+from rillflow.data_plane.requests import Hello, Join, Kind
 from rillflow.data_plane.segments import Files
-from rillflow.data_plane.session import Kind, Session, parsed
+from rillflow.data_plane.session import Session, parsed
 from rillflow.data_plane.store import Store
 from rillflow.data_plane.wire import HEAD_BYTES, Message, WireError, head_of, message_of, packed
-from rillflow.errors import RillflowError
+from rillflow.errors import RillflowError, StreamError
 
 HOME = Path("/dev/shm")
 HELLO_WITHIN_S = 10.0
@@ -38,9 +45,10 @@ _log = logging.getLogger(__name__)
 
 
 class _Connection:
-    """Frames of one client, in both directions."""
+    """Frames in both directions."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, plane: Plane, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._plane = plane
         self._reader = reader
         self._writer = writer
         self._received, self._sent = count(), 0
@@ -51,12 +59,15 @@ class _Connection:
         if not is_greeted and head.body_bytes:
             raise WireError("arrays came before the token")
         front = await self._reader.readexactly(head.body_at - HEAD_BYTES)
-        return message_of(head, front[: head.json_bytes], await self._reader.readexactly(head.body_bytes))
+        body = await self._reader.readexactly(head.body_bytes)
+        self._plane.carried_bytes += head.body_at + head.body_bytes
+        return message_of(head, front[: head.json_bytes], body)
 
     async def send(self, message: Message) -> None:
         """Write a frame."""
         frame = packed(message.kind, message.says, message.arrays, number=self._sent)
         self._sent += 1
+        self._plane.carried_bytes += frame.nbytes
         self._writer.write(frame.front)
         at = len(frame.front)
         for place, array in frame.places:
@@ -65,36 +76,47 @@ class _Connection:
         self._writer.write(bytes(frame.nbytes - at))
         await self._writer.drain()
 
+    async def ask(self, kind: Kind, says: dict[str, Any]) -> dict[str, Any]:
+        """What the other side says to a request without arrays."""
+        await self.send(Message(kind=kind, says=says))
+        answer = await self.read()
+        if answer.kind == Kind.ERROR:
+            raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])
+        return answer.says
+
+    def close(self) -> None:
+        """End the connection."""
+        self._writer.close()
+
 
 class Server:
-    """Listens, and gives every connection its task."""
+    """Listens, and gives every connection its task.
 
-    def __init__(self, plane: Plane, token: str) -> None:
+    Args:
+        plane: the streams, or the store of other tables.
+        token: that who connects has to know.
+        address: where columns are fetched from the store, if anywhere.
+    """
+
+    def __init__(self, plane: Plane, token: str, address: str = "") -> None:
         self._plane = plane
         self._token = token
+        self._address = address
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Give a connection its task."""
-        task = asyncio.ensure_future(self.serve(reader, writer))
+        task = asyncio.ensure_future(self.serve(_Connection(self._plane, reader, writer)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, connection: _Connection) -> None:
         """One connection, from its greeting to its end."""
-        connection, session = _Connection(reader, writer), None
+        session = None
         try:
             session = await self._greeted(connection)
-            while True:
-                message = await connection.read()
-                try:
-                    answer = await session.answer(message)
-                except WireError:
-                    raise
-                except RillflowError as error:
-                    answer = Message(kind=Kind.ERROR, says=sentences(error))
-                await connection.send(answer)
+            await self._answer(connection, session)
         except RillflowError as error:
             _log.warning("a connection is closed: %s", error.what)
             with suppress(OSError):
@@ -104,7 +126,44 @@ class Server:
         finally:
             if session is not None:
                 session.end()
-            writer.close()
+            connection.close()
+
+    async def join(self, address: str) -> asyncio.Task[None]:
+        """Have the tables of another process keep columns in this store; the task ends with them."""
+        host, _, port = address.rpartition(":")
+        connection = _Connection(self._plane, *await asyncio.open_connection(host, int(port), limit=2**22))
+        await connection.ask(Kind.HELLO, {"token": self._token, "name": "store"})
+        await connection.ask(Kind.JOIN, {"address": self._address})
+        self._plane.table_address = address
+        session = Session(self._plane, "tables", is_table=True)
+        return asyncio.ensure_future(self._answer(connection, session))
+
+    async def _answer(self, connection: _Connection, session: Session) -> None:
+        while True:
+            message = await connection.read()
+            if message.kind == Kind.JOIN:
+                return await self._joined(connection, message)
+            try:
+                answer = await session.answer(message)
+            except WireError:
+                raise
+            except RillflowError as error:
+                answer = Message(kind=Kind.ERROR, says=sentences(error))
+            await connection.send(answer)
+
+    async def _joined(self, connection: _Connection, message: Message) -> None:
+        """The connection of a store elsewhere: from here on it answers, until it ends."""
+        request = parsed(message)
+        assert isinstance(request, Join)
+        store = Elsewhere(request.address, connection.send, connection.close)
+        number = self._plane.join(store)
+        try:
+            await connection.send(Message(kind=Kind.OK, says={}))
+            while True:
+                store.answered(await connection.read())
+        finally:
+            store.end()
+            self._plane.lost(number)
 
     async def _greeted(self, connection: _Connection) -> Session:
         """Let a client in that knows the token."""
@@ -114,25 +173,42 @@ class Server:
             hello.token.encode(), self._token.encode()
         ):
             raise WireError("the token is wrong", why="who may ask has read the server's token file")
-        await connection.send(Message(kind=Kind.OK, says={}))
-        return Session(self._plane, f"{hello.name}#{next(self._numbers)}", is_local=hello.is_local)
+        holder = f"{hello.name}#{next(self._numbers)}"
+        if hello.store:
+            self._plane.settle(holder, hello.store, hello.there)
+        says = {"holder": holder, "address": self._address, "tables": self._plane.table_address}
+        await connection.send(Message(kind=Kind.OK, says=says))
+        return Session(self._plane, holder)
 
 
-async def _run(folder: Path, capacity_bytes: int, host: str, port: int) -> None:
+async def _run(folder: Path, asked: argparse.Namespace) -> None:
     (folder / "segments").mkdir(mode=0o700)
-    token = secrets.token_urlsafe(32)
+    token = asked.token_file.read_text().strip() if asked.token_file else secrets.token_urlsafe(32)
     (folder / "token").touch(mode=0o600)
     (folder / "token").write_text(token)
-    plane = Plane(Store(Files(folder / "segments"), capacity_bytes=capacity_bytes))
-    server = Server(plane, token)
+    plane = Plane(Store(Files(folder / "segments"), capacity_bytes=asked.capacity_bytes))
+    tcp = socket.create_server((asked.host, asked.port)) if asked.host else None
+    server = Server(plane, token, "{}:{}".format(*tcp.getsockname()[:2]) if tcp else "")
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def read_input() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        loop.call_soon_threadsafe(ended.set)
+
+    if asked.join:
+        async with asyncio.timeout(HELLO_WITHIN_S):
+            tables = await server.join(asked.join)
+        tables.add_done_callback(lambda _: ended.set())
+    if tcp:
+        await asyncio.start_server(server.accept, sock=tcp, limit=2**22)
+        (folder / "address").write_text("{}:{}".format(*tcp.getsockname()[:2]))
     await asyncio.start_unix_server(server.accept, folder / "socket", limit=2**22)
-    if host:
-        listening = await asyncio.start_server(server.accept, host, port, limit=2**22)
-        (folder / "address").write_text("{}:{}".format(*listening.sockets[0].getsockname()))
     sys.stdout.write(f"{folder}\n")
     sys.stdout.flush()
     expiring = asyncio.ensure_future(plane.expire())
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
+    threading.Thread(target=read_input, daemon=True).start()
+    await ended.wait()
     expiring.cancel()
 
 
@@ -166,9 +242,20 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=HOME, help="where folders are made: shared memory")
     parser.add_argument("--host", default="", help="to listen on TCP besides, with the same token")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--token-file", type=Path, help="a token that is there; made anew if left out")
+    parser.add_argument("--join", default="", help="HOST:PORT of the tables whose columns this store has")
     asked = parser.parse_args()
-    with own_folder(asked.home) as folder:
-        asyncio.run(_run(folder, asked.capacity_bytes, asked.host, asked.port))
+    try:
+        if asked.join and not (asked.host and asked.token_file):
+            raise StreamError(
+                f"a store that joins {asked.join}",
+                why="readers of other machines fetch from it, with the tables' token",
+                fix="add --host ADDRESS --token-file FILE",
+            )
+        with own_folder(asked.home) as folder:
+            asyncio.run(_run(folder, asked))
+    except (RillflowError, OSError, TimeoutError) as error:
+        raise SystemExit(f"the data plane's server does not start: {error}") from None
 
 
 if __name__ == "__main__":

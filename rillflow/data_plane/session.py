@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from rillflow.data_plane.elsewhere import SEGMENTS
 from rillflow.data_plane.instructions import Lease
 from rillflow.data_plane.plane import Plane
-from rillflow.data_plane.requests import MODELS, Begin, Hello, Reserve, Take, checked_request
+from rillflow.data_plane.requests import (
+    REQUESTS,
+    Begin,
+    Clear,
+    Fetch,
+    Hello,
+    Join,
+    Keep,
+    Kind,
+    Reserve,
+    Take,
+    checked_request,
+)
 from rillflow.data_plane.segments import ROWS
-from rillflow.data_plane.wire import Message, WireError
+from rillflow.data_plane.wire import Arrays, Message, WireError
 from rillflow.errors import RillflowError, StreamError
 
 IDS, TOKENS = ".ids", ".tokens"
 """Arrays of a message that are no columns."""
-
-
-class Kind(IntEnum):
-    """What a message is for."""
-
-    HELLO = 1
-    CREATE = 2
-    RESERVE = 3
-    BEGIN = 4
-    TAKE = 5
-    DONE = 6
-    RETURN = 7
-    DROP = 8
-    LOOK = 9
-    OK = 100
-    ERROR = 101
-
-
-REQUESTS = {int(Kind[model.__name__.upper()]): model for model in MODELS}
+CELLS = ".cells"
+"""With a number, where the columns of a writer lie: [N, 3] store, segment and place; to a store [N, 2]."""
 
 
 def parsed(message: Message) -> BaseModel:
@@ -46,9 +41,7 @@ def parsed(message: Message) -> BaseModel:
         StreamError: there is no such request, or a value of it cannot be.
     """
     if message.kind not in REQUESTS:
-        raise WireError(
-            f"a frame of kind {message.kind}", why=f"requests are {', '.join(map(str, REQUESTS))}"
-        )
+        raise WireError(f"a frame of kind {message.kind}", why=f"requests are {[*REQUESTS]}")
     return checked_request(REQUESTS[message.kind], message.says)
 
 
@@ -70,13 +63,13 @@ class Session:
     Args:
         plane: the streams.
         holder: who asks, in stories; no other session has the name.
-        is_local: whether segments are opened here, or columns have to be sent.
+        is_table: whether the plane's store belongs to its tables.
     """
 
-    def __init__(self, plane: Plane, holder: str, *, is_local: bool) -> None:
+    def __init__(self, plane: Plane, holder: str, *, is_table: bool = False) -> None:
         self._plane = plane
         self._holder = holder
-        self._is_local = is_local
+        self._is_table = is_table
 
     async def answer(self, message: Message) -> Message:
         """Carry a request out; what came of it.
@@ -87,7 +80,7 @@ class Session:
         try:
             return await self._answer(message)
         except RillflowError:
-            self._plane.store.give_up(self._holder)
+            await self._plane.give_up(self._holder)
             raise
 
     def end(self) -> None:
@@ -97,32 +90,55 @@ class Session:
     async def _answer(self, message: Message) -> Message:
         plane, holder, request = self._plane, self._holder, parsed(message)
         arrays = dict(message.arrays)
-        ids, tokens = ids_and_tokens(arrays)
-        request = await plane.keep(request, arrays, holder)
+        if isinstance(request, Keep | Clear) and not self._is_table:
+            raise StreamError(f"{holder} says what a store keeps", why="the tables that it joined say that")
         says: dict[str, Any] = {}
         found: dict[str, NDArray[Any]] = {}
         match request:
-            case Hello():
+            case Hello() | Join():
                 raise WireError("a second greeting")
             case Reserve():
                 says["segment"] = await plane.reserve(request, holder)
-            case Begin():
-                found[IDS] = await plane.begin(request, tokens, holder)
+            case Fetch():
+                found = self._fetched(request, arrays)
+            case Keep():
+                rows = arrays.get(ROWS)
+                found[ROWS] = plane.store.claim(request.segment, request.holder, request.columns, rows)
+            case Clear():
+                plane.clear(request, arrays.get(SEGMENTS, np.zeros(0, np.int64)))
             case Take():
                 return self._granted(request.stream, await plane.take(request, holder))
             case _:
-                says = plane.answer(request, ids, tokens, holder)
+                ids, tokens = ids_and_tokens(arrays)
+                request = await plane.keep(request, arrays, holder)
+                if isinstance(request, Begin):
+                    found[IDS] = await plane.begin(request, tokens, holder)
+                else:
+                    says = await plane.answer(request, ids, tokens, holder)
         return Message(kind=Kind.OK, says=says, arrays=found)
 
     def _granted(self, stream: str, lease: Lease | None) -> Message:
         if lease is None:
             return Message(kind=Kind.OK, says={"lease": None})
+        located = self._plane.located(stream, lease)
+        stores = {store for each in located for store in np.unique(each.cells[:, 0]).tolist()}
+        says = {
+            "lease": lease.number,
+            "columns": [list(each.columns) for each in located],
+            "stores": [[store, self._plane.address_of(store)] for store in sorted(stores)],
+        }
         found: dict[str, NDArray[Any]] = {IDS: lease.ids, ROWS: lease.rows, TOKENS: lease.tokens}
-        says: dict[str, Any] = {"lease": lease.number, "columns": []}
-        for place, cells in enumerate(self._plane.located(stream, lease)):
-            if self._is_local:
-                says["columns"].append(list(cells.columns))
-                found |= {f".segments{place}": cells.segments, f".places{place}": cells.places}
-            else:
-                found |= self._plane.gathered(cells)
+        found |= {f"{CELLS}{place}": each.cells for place, each in enumerate(located)}
         return Message(kind=Kind.OK, says=says, arrays=found)
+
+    def _fetched(self, request: Fetch, arrays: Arrays) -> dict[str, NDArray[Any]]:
+        found: dict[str, NDArray[Any]] = {}
+        for place, names in enumerate(request.columns):
+            cells = arrays.get(f"{CELLS}{place}", np.zeros(0, np.int64))
+            if cells.dtype != np.int64 or cells.ndim != 2 or cells.shape[1] != 2 or not len(cells):
+                raise StreamError(
+                    f"cells are {cells.dtype} {list(cells.shape)}", why="int64 [N, 2] is expected"
+                )
+            its = dict(self._plane.store.gathered(names, cells[:, 0], cells[:, 1]))
+            found |= {f"{ROWS}{place}": its.pop(ROWS), **its}
+        return found

@@ -1,8 +1,8 @@
 """Store: the payload of a machine's streams, in segments of memory that hold one frame each.
 
-    reserve(bytes) ─> segment ─ the writer copies a frame in ─> keep(groups) ─> readers map it
-                         ^                                                          │
-                         └── delete(groups): the last group in it is gone <─────────┘
+    reserve(bytes) ─> segment ─ the writer copies a frame in ─> claim() ─> readers map it
+                         ^                                                     │
+                         └── delete(groups): the last group in it is gone <────┘
 
 A segment is written over only if nobody can be reading it; else it is removed, and who has mapped it
 reads on what was there. **bounded-store** All segments together have at most ``capacity_bytes``; a
@@ -11,12 +11,14 @@ reservation that does not fit waits, which is back-pressure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from rillflow.data_plane.instructions import Ids
-from rillflow.data_plane.segments import Files, Memory, mapped
+from rillflow.data_plane.schema import ColumnType
+from rillflow.data_plane.segments import ROWS, Files, Memory, checked, gathered, mapped
 from rillflow.data_plane.wire import Arrays, Packed
 from rillflow.errors import StreamError
 
@@ -35,6 +37,8 @@ class _Segment:
     """Groups that are in it and not deleted."""
     is_unread: bool = True
     """Whether nobody can be reading it once it has no groups."""
+    columns: Mapping[str, ColumnType] = field(default_factory=dict)
+    """That are in it."""
 
 
 class Store:
@@ -82,24 +86,60 @@ class Store:
         self._segments[number] = _Segment(size=size, holder=holder)
         return number
 
-    def read(self, number: int, holder: str) -> Arrays:
-        """The arrays that a holder has written into its segment.
+    def claim(
+        self, number: int | None, holder: str, columns: Mapping[str, ColumnType], rows: Ids | None
+    ) -> Ids:
+        """[N] the rows of groups that a holder has written into its segment, and that are kept from now on.
+
+        Args:
+            number: the segment; None for one in which nothing is.
+            holder: who reserved it.
+            columns: that have to be there.
+            rows: [N] that the groups have to have, where they are known.
 
         Raises:
-            StreamError: the segment is not the holder's to write, or holds no frame.
+            StreamError: the segment is not the holder's to write, or does not hold just these columns.
         """
-        segment = self._segments.get(number)
-        if segment is None or segment.holder != holder or segment.groups:
-            raise StreamError(f"{holder} writes into segment {number}", why="it has not reserved it")
-        return mapped(self.segments, number).arrays
+        segment = self._segments.get(-1 if number is None else number)
+        arrays: Arrays = {}
+        if number is not None:
+            if segment is None or segment.holder != holder or segment.groups:
+                raise StreamError(f"{holder} writes into segment {number}", why="it has not reserved it")
+            arrays = mapped(self.segments, number).arrays
+        if rows is None:
+            rows = arrays[ROWS].copy() if ROWS in arrays else np.zeros(0, np.int64)
+            if rows.ndim != 1 or (rows < 1).any():
+                raise StreamError(
+                    f"{holder} begins groups of {rows[:9].tolist()} rows", why="a group has 1 at least"
+                )
+        checked(arrays, columns, rows)
+        if segment is not None:
+            segment.groups, segment.columns = len(rows), columns
+        return rows
+
+    def gathered(self, names: Sequence[str], numbers: Ids, places: Ids) -> Arrays:
+        """Columns of groups at ``places`` [N] of segments ``numbers`` [N], with the groups' rows.
+
+        Raises:
+            StreamError: one of them is not there (any more).
+        """
+        columns: dict[str, ColumnType] = {ROWS: ColumnType(dtype="int64", per="group")}
+        frames: dict[int, Arrays] = {}
+        for number in np.unique(numbers).tolist():
+            its = places[numbers == number]
+            frames[number] = mapped(self.segments, number).arrays
+            segment = self._segments.get(number)
+            if segment is None or not 0 <= its.min() <= its.max() < len(frames[number][ROWS]):
+                raise StreamError(f"group {its.max()} of segment {number} is not there")
+            for name in names:
+                kind = segment.columns.get(name)
+                if kind is None or columns.setdefault(name, kind) != kind:
+                    raise StreamError(f"segment {number} has no column {name[:64]!r} like the others")
+        return gathered(frames, numbers, places, columns)
 
     def write(self, number: int, frame: Packed) -> None:
         """Copy a frame into a reserved segment."""
         frame.write_into(self.segments.opened(number, is_shared=True))
-
-    def keep(self, number: int, groups: int) -> None:
-        """The segment holds so many groups from now on."""
-        self._segments[number].groups = groups
 
     def give_up(self, holder: str) -> None:
         """Remove what a holder has reserved and not written."""

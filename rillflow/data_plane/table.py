@@ -310,6 +310,11 @@ class Table:
         """[N] rows of live groups."""
         return self._rows.take(ids % self.capacity)
 
+    def unread(self, writer: str) -> Ids:
+        """[N] the groups whose cells of a writer somebody has yet to read."""
+        counts = self._in_order(self._unread[self._writers.index(writer)])
+        return self.oldest + np.flatnonzero(counts)
+
     @property
     def room(self) -> int:
         """Groups that may begin now."""

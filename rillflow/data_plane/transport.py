@@ -24,9 +24,9 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from rillflow.data_plane.plane import Plane
-from rillflow.data_plane.requests import Hello, checked_request
+from rillflow.data_plane.requests import Hello, Kind, checked_request
 from rillflow.data_plane.segments import Files, Memory
-from rillflow.data_plane.session import Kind, Session
+from rillflow.data_plane.session import Session
 from rillflow.data_plane.store import Store
 from rillflow.data_plane.wire import HEAD_BYTES, Arrays, Message, head_of, message_of, packed
 from rillflow.errors import StreamError
@@ -60,22 +60,33 @@ class Socket:
         where: of a server on this machine the folder, of one elsewhere ``host:port``.
         token: the secret of the server.
         name: who asks.
+        store: the connection to the store that columns are written into, if it is another process's.
     """
 
-    def __init__(self, where: Path | str, token: str, name: str) -> None:
+    def __init__(self, where: Path | str, token: str, name: str, store: Socket | None = None) -> None:
         self.segments: Files | Memory | None = None
         self._lock = threading.Lock()
         self._sent, self._received = count(), count()
-        if isinstance(where, Path):
-            self.segments = Files(where / "segments")
-            self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.connect(str(where / "socket"))
-        else:
-            host, _, port = where.rpartition(":")
-            self._socket = socket.create_connection((host, int(port)), timeout=START_S)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = {"token": token, "name": name, "is_local": self.segments is not None}
-        self.ask(Kind.HELLO, hello, {}, START_S)
+        try:
+            if isinstance(where, Path):
+                self.segments = Files(where / "segments")
+                self._socket = socket.socket(socket.AF_UNIX)
+                self._socket.connect(str(where / "socket"))
+            else:
+                host, _, port = where.rpartition(":")
+                self._socket = socket.create_connection((host, int(port)), timeout=START_S)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except (OSError, ValueError) as error:
+            raise StreamError(f"no data plane answers at {where}", why=str(error)) from None
+        hello = {"token": token, "name": name}
+        hello |= {"store": store.address, "there": store.holder} if store else {}
+        says = self.ask(Kind.HELLO, hello, {}, START_S).says
+        self.holder: str = says["holder"]
+        """Who this is, to the server."""
+        self.address: str = says["address"]
+        """Where others fetch what is in its store."""
+        self.tables: str = says["tables"]
+        """Where the tables are, if elsewhere."""
 
     def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
         """Send a frame, and wait for the one that answers."""
@@ -171,7 +182,7 @@ class Direct:
     def __init__(self, home: InProcess, name: str) -> None:
         self.segments: Files | Memory | None = home.plane.store.segments
         self._loop = home.loop
-        self._session = Session(home.plane, home.holder(name), is_local=True)
+        self._session = Session(home.plane, home.holder(name))
 
     def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
         """Have the plane's thread answer; what it keeps is not handed out."""

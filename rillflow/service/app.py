@@ -31,15 +31,15 @@ from starlette.routing import Route
 
 from rillflow import __version__
 from rillflow.data_plane.plane import Plane, sentences
-from rillflow.data_plane.requests import MODELS, Begin, Hello, Reserve, Return, Take, checked_request
+from rillflow.data_plane.requests import OF_STREAMS, Begin, Return, Take, checked_request
 from rillflow.data_plane.segments import ROWS
 from rillflow.data_plane.session import IDS, TOKENS, ids_and_tokens
 from rillflow.data_plane.wire import MAX_BODY_BYTES, MAX_JSON_BYTES
 from rillflow.errors import RillflowError, StreamError
 from rillflow.service.tensors import decoded, encoded
 
-OPERATIONS = {model.__name__.lower(): model for model in MODELS if model not in (Hello, Reserve)}
-"""By path: every request but those of a connection, and of who shares memory with the store."""
+OPERATIONS = {model.__name__.lower(): model for model in OF_STREAMS}
+"""By path."""
 WITH_TENSORS = ("begin", "done", "drop")
 """Operations whose request comes in the metadata of tensors."""
 TENSORS = "application/x-safetensors"
@@ -99,7 +99,7 @@ class Service:
             asked = await self._plane.keep(asked, arrays, holder)
             return await self._answer(request, asked, ids, tokens, holder)
         except RillflowError:
-            self._plane.store.give_up(holder)
+            await self._plane.give_up(holder)
             raise
 
     async def _answer(
@@ -110,7 +110,7 @@ class Service:
                 return JSONResponse({"ids": (await self._plane.begin(asked, tokens, holder)).tolist()})
             case Take():
                 return await self._grant(request, asked, holder)
-        return JSONResponse(self._plane.answer(asked, ids, tokens, holder))
+        return JSONResponse(await self._plane.answer(asked, ids, tokens, holder))
 
     async def _grant(self, request: Request, asked: Take, holder: str) -> Response:
         lease = await self._plane.take(asked, holder)
@@ -122,7 +122,8 @@ class Service:
         found: dict[str, NDArray[Any]] = {IDS: lease.ids, ROWS: lease.rows, TOKENS: lease.tokens}
         halves: set[str] = set()
         for cells in self._plane.located(asked.stream, lease):
-            found |= self._plane.gathered(cells)
+            names = [*cells.columns]
+            found |= self._plane.store.gathered(names, cells.cells[:, 1], cells.cells[:, 2])
             halves |= {name for name, column in cells.columns.items() if column.dtype == "bfloat16"}
         says = {"stream": asked.stream, "stage": asked.stage, "lease": lease.number}
         return Response(encoded(says, found, frozenset(halves)), media_type=TENSORS)

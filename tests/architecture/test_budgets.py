@@ -39,7 +39,7 @@ TRUNK_LINES = 11_742
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
 PACKAGE_LINES = 25_784
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
-SUBSYSTEMS = {"data_plane": 1_675, "service": 433}
+SUBSYSTEMS = {"data_plane": 2_026, "service": 433}
 """What has a budget of its own; a run that streams no rows does without."""
 PLANNER = [
     "rillflow/planner/",

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rillflow.data_plane.client import Client
-from rillflow.data_plane.requests import Hello
-from rillflow.data_plane.server import Kind
+from rillflow.data_plane.requests import Hello, Kind
 from rillflow.data_plane.wire import HEAD_BYTES, Message, head_of, message_of, packed
 from rillflow.errors import StreamError
 from tests.unit.data_plane.streams import diamond
@@ -40,6 +39,8 @@ FIELDS = st.sampled_from(
         "nbytes",
         "reason",
         "wait_s",
+        "address",
+        "holder",
     ]
 )
 
@@ -55,9 +56,7 @@ def connected(folder: Path, *, token: str | None = None) -> socket.socket:
     end = socket.socket(socket.AF_UNIX)
     end.settimeout(10.0)
     end.connect(str(folder / "socket"))
-    hello = Hello(
-        token=(folder / "token").read_text() if token is None else token, name="fuzz", is_local=True
-    )
+    hello = Hello(token=(folder / "token").read_text() if token is None else token, name="fuzz")
     end.sendall(frame(Kind.HELLO, hello.model_dump(), 0))
     return end
 
@@ -100,7 +99,7 @@ def test_garbage_ends_its_own_connection_alone(
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(kind=st.integers(0, 12), says=st.dictionaries(FIELDS, JSON | st.just("s"), max_size=5))
+@given(kind=st.integers(0, 14), says=st.dictionaries(FIELDS, JSON | st.just("s"), max_size=5))
 def test_any_request_is_answered_with_an_error_that_says_something(
     folder: Path, client: Client, kind: int, says: dict[str, object]
 ) -> None:

@@ -1,0 +1,87 @@
+"""Elsewhere: the table's end of a store on another machine, which keeps and deletes what the table says.
+
+    begin, done ─> keep: the store checks that the columns are there ─┐
+    Delete ──────> delete ───────────────────────────────────────────┼─> answers, in the order of requests
+    a failed put > give_up ───────────────────────────────────────────┘
+
+Columns never come this way: whoever reads them fetches them from the store. A store that does not answer in
+time is as one whose connection ended: it is gone, and so is what lay in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+
+from pydantic import BaseModel
+
+from rillflow.data_plane.instructions import Ids
+from rillflow.data_plane.requests import Clear, Keep, Kind
+from rillflow.data_plane.schema import ColumnType
+from rillflow.data_plane.segments import ROWS
+from rillflow.data_plane.wire import Arrays, Message
+from rillflow.errors import StreamError
+
+SEGMENTS = ".segments"
+ANSWERS_WITHIN_S = 30.0
+
+
+class Elsewhere:
+    """A store on another machine.
+
+    Args:
+        address: where readers fetch from it.
+        send: puts a request on its connection.
+        close: ends the connection.
+    """
+
+    def __init__(
+        self, address: str, send: Callable[[Message], Awaitable[None]], close: Callable[[], None]
+    ) -> None:
+        self.address = address
+        self._send = send
+        self._close = close
+        self._due: deque[asyncio.Future[Message]] = deque()
+
+    async def keep(
+        self, segment: int | None, holder: str, columns: Mapping[str, ColumnType], rows: Ids | None
+    ) -> Ids:
+        """As ``Store.claim``."""
+        request = Keep(segment=segment, holder=holder, columns=dict(columns))
+        return (await self._ask(request, {} if rows is None else {ROWS: rows})).arrays[ROWS]
+
+    async def delete(self, segments: Ids, *, is_unread: bool) -> None:
+        """As ``Store.delete``."""
+        await self._ask(Clear(is_unread=is_unread), {SEGMENTS: segments})
+
+    async def give_up(self, holder: str) -> None:
+        """As ``Store.give_up``."""
+        await self._ask(Clear(holder=holder), {})
+
+    def answered(self, message: Message) -> None:
+        """The next answer came."""
+        if self._due and not (due := self._due.popleft()).done():
+            due.set_result(message)
+
+    def end(self) -> None:
+        """The connection ended: nothing will be answered."""
+        for due in self._due:
+            due.cancel()
+
+    async def _ask(self, request: BaseModel, arrays: Arrays) -> Message:
+        due: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._due.append(due)
+        kind = Kind[type(request).__name__.upper()]
+        try:
+            await self._send(Message(kind=kind, says=request.model_dump(mode="json"), arrays=arrays))
+            done, _ = await asyncio.wait({due}, timeout=ANSWERS_WITHIN_S)
+        except OSError:
+            done = set()
+        if not done or due.cancelled():
+            self._close()
+            raise StreamError(f"store {self.address} is gone", why="its connection ended, or hangs")
+        answer = due.result()
+        if answer.kind == Kind.ERROR:
+            raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])
+        return answer
