@@ -42,8 +42,6 @@ class Algorithm:
     """
     data: Data
     """What the iteration is given."""
-    roles: Callable[[Any], tuple[str, ...]] | None = None
-    """The roles it calls, from its settings, the trained one first; left out, ``called`` hears them."""
     beside: Callable[[Any], Data | None] = lambda _: None
     """What it is given beside the data, from its settings: as many rows, in an order of their own."""
     brings: Mapping[str, type | str] = field(default_factory=dict)
@@ -52,9 +50,7 @@ class Algorithm:
     _heard: dict[str, Listener] = field(default_factory=dict, repr=False, compare=False)
 
     def called(self, config: AlgorithmConfig) -> tuple[str, ...]:
-        """The roles a step calls under these settings, in order: as it says, or as heard from the step."""
-        if self.roles is not None:
-            return self.roles(config)
+        """The roles a step calls under these settings, in order; the trained one is the first."""
         return tuple(self.listened(config).heard)
 
     def answers(self, config: AlgorithmConfig) -> Mapping[str, Any] | None:

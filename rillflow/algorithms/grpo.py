@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rillflow.algorithms.algorithm import Algorithm, Data
-from rillflow.algorithms.config import GroupConfig, OnlineConfig
+from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import (
     group_relative_advantages,
-    reference_roles,
     update_and_publish,
     with_logprobs,
 )
@@ -51,9 +50,4 @@ def step(flow: Flow, prompts: Batch, config: GroupScaleConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-def roles(config: OnlineConfig) -> tuple[str, ...]:
-    """The reference is there only where a divergence is paid."""
-    return ("policy", "reward", *reference_roles(config))
-
-
-ALGORITHM = Algorithm(config=GRPOConfig, step=step, data=Data.PROMPTS, roles=roles)
+ALGORITHM = Algorithm(config=GRPOConfig, step=step, data=Data.PROMPTS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rillflow.algorithms.algorithm import Algorithm, Data
-from rillflow.algorithms.grpo import GroupScaleConfig, roles, step
+from rillflow.algorithms.grpo import GroupScaleConfig, step
 from rillflow.formulas.config import PolicyLossConfig
 
 
@@ -22,4 +22,4 @@ class GSPOConfig(GroupScaleConfig):
     )
 
 
-ALGORITHM = Algorithm(config=GSPOConfig, step=step, data=Data.PROMPTS, roles=roles)
+ALGORITHM = Algorithm(config=GSPOConfig, step=step, data=Data.PROMPTS)

@@ -20,7 +20,6 @@ from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import TokenConfig
 from rillflow.algorithms.steps import (
     bootstrapped,
-    reference_roles,
     token_level_rewards,
     trained_rows,
     update_and_publish,
@@ -131,14 +130,9 @@ def kl_weight(flow: Flow, batches: list[Handle], config: CriticTrainedConfig) ->
     return weight
 
 
-def roles(config: CriticTrainedConfig) -> tuple[str, ...]:
-    """The reference is there only where a divergence is paid."""
-    return ("policy", "reward", "critic", *reference_roles(config))
-
-
 def beside(config: CriticTrainedConfig) -> Data | None:
     """Demonstrations, where they count."""
     return Data.DEMONSTRATIONS if config.pretrain_weight else None
 
 
-ALGORITHM = Algorithm(config=PPOConfig, step=step, data=Data.PROMPTS, roles=roles, beside=beside)
+ALGORITHM = Algorithm(config=PPOConfig, step=step, data=Data.PROMPTS, beside=beside)

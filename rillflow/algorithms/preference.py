@@ -28,9 +28,4 @@ def step(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Handle:
     return flow.reward_model.update(pairs, loss=formulas.preference_loss, passes=config)
 
 
-def roles(_: PreferenceConfig) -> tuple[str, ...]:
-    """The model learns alone."""
-    return ("reward_model",)
-
-
-ALGORITHM = Algorithm(config=PreferenceConfig, step=step, data=Data.PREFERENCES, roles=roles)
+ALGORITHM = Algorithm(config=PreferenceConfig, step=step, data=Data.PREFERENCES)

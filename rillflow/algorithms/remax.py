@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import OnlineConfig
-from rillflow.algorithms.grpo import roles
 from rillflow.algorithms.steps import (
     kl_penalised_rewards,
     missing_end_penalised,
@@ -44,4 +43,4 @@ def step(flow: Flow, prompts: Batch, config: ReMaxConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=ReMaxConfig, step=step, data=Data.PROMPTS, roles=roles)
+ALGORITHM = Algorithm(config=ReMaxConfig, step=step, data=Data.PROMPTS)

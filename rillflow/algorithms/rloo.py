@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
-from rillflow.algorithms.grpo import roles
 from rillflow.algorithms.steps import kl_penalised_rewards, update_and_publish, with_logprobs
 
 if TYPE_CHECKING:
@@ -38,4 +37,4 @@ def step(flow: Flow, prompts: Batch, config: RLOOConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=RLOOConfig, step=step, data=Data.PROMPTS, roles=roles)
+ALGORITHM = Algorithm(config=RLOOConfig, step=step, data=Data.PROMPTS)

@@ -20,7 +20,6 @@ from pydantic import Field
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.ppo import CriticTrainedConfig, beside, kl_weight, update_with_pretraining
-from rillflow.algorithms.ppo import roles as without_cost
 from rillflow.algorithms.steps import (
     bootstrapped,
     token_level_costs,
@@ -95,9 +94,4 @@ def step(
     return critic, cost_critic, policy
 
 
-def roles(config: SafeRLHFConfig) -> tuple[str, ...]:
-    """PPO's, and those of the cost."""
-    return (*without_cost(config), "cost", "cost_critic")
-
-
-ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, data=Data.PROMPTS, roles=roles, beside=beside)
+ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, data=Data.PROMPTS, beside=beside)

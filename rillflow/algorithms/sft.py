@@ -30,9 +30,4 @@ def step(flow: Flow, demonstrations: Batch, config: SFTConfig) -> Handle:
     return report
 
 
-def roles(_: SFTConfig) -> tuple[str, ...]:
-    """The policy learns alone."""
-    return ("policy",)
-
-
-ALGORITHM = Algorithm(config=SFTConfig, step=step, data=Data.DEMONSTRATIONS, roles=roles)
+ALGORITHM = Algorithm(config=SFTConfig, step=step, data=Data.DEMONSTRATIONS)

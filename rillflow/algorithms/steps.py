@@ -112,8 +112,3 @@ def update_and_publish(flow: Flow, batches: list[Handle], config: OnlineConfig) 
     report = flow.policy.update(*trained_rows(flow, batches, config), loss=config.loss, passes=config)
     flow.publish(flow.policy)
     return report
-
-
-def reference_roles(config: OnlineConfig) -> tuple[str, ...]:
-    """The reference is there only where a divergence is paid."""
-    return ("reference",) if config.loss.kl else ()

@@ -42,8 +42,6 @@ def graphs(recipe: Recipe) -> list[Graph]:
     endpoints = signatures(recipe)
     found = []
     for plan in phase_plans(recipe):
-        stated = plan.algorithm.roles is not None
-        roles = {role: endpoints[role] for role in plan.roles} if stated else endpoints
         step, config = plan.algorithm.step, plan.config
         extra = plan.algorithm.beside(config)
         beside = {} if extra is None else {str(extra): DATA_FIELDS[extra]}
@@ -51,7 +49,7 @@ def graphs(recipe: Recipe) -> list[Graph]:
         def run(tracer: Tracer, data: Symbol, *more: Symbol, step: Any = step, config: Any = config) -> Any:
             return step(Flow(tracer), data, config, *more)
 
-        found.append(trace(plan.name, run, Tracer(roles), DATA_FIELDS[plan.algorithm.data], beside))
+        found.append(trace(plan.name, run, Tracer(endpoints), DATA_FIELDS[plan.algorithm.data], beside))
     return found
 
 

@@ -65,8 +65,8 @@ class Reply:
     """Those of the other results that were small enough to come with it."""
 
 
-def packed(value: Any, *, whole: bool = False) -> PackedValue:
-    """A value as a message; ``whole`` keeps even large tensors inside the bytes.
+def packed(value: Any) -> PackedValue:
+    """A value as a message.
 
     Raises:
         Exception: whatever the value's own pickling raises.
@@ -76,7 +76,7 @@ def packed(value: Any, *, whole: bool = False) -> PackedValue:
 
     def keep_inside(buffer: Any) -> bool:
         raw = buffer.raw()
-        if whole or raw.nbytes < MAX_INLINE_BYTES:
+        if raw.nbytes < MAX_INLINE_BYTES:
             return True
         arrays.append(np.frombuffer(raw, dtype=np.uint8))
         return False

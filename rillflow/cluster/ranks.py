@@ -150,9 +150,7 @@ class ThreadRanks:
 
     def stack(self, tensor: Tensor) -> Tensor:
         """See Ranks."""
-        found = torch.stack([theirs[0] for theirs in self._exchange([tensor])])
-        self._meet()
-        return found
+        return torch.stack(self.gather(tensor))
 
     def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """See Ranks."""
@@ -245,15 +243,10 @@ class ProcessRanks:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """See Ranks."""
-        length = torch.tensor([tensor.shape[0]], device=tensor.device)
-        lengths = [torch.empty_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self.group)
-        most = max(int(each) for each in lengths)
-        filled = tensor.new_zeros(most, *tensor.shape[1:])
+        lengths = self.stack(torch.tensor(tensor.shape[0], device=tensor.device)).tolist()
+        filled = tensor.new_zeros(max(lengths), *tensor.shape[1:])
         filled[: tensor.shape[0]] = tensor
-        found = [torch.empty_like(filled) for _ in range(self.size)]
-        dist.all_gather(found, filled, group=self.group)
-        return [each[: int(count)] for each, count in zip(found, lengths, strict=True)]
+        return [each[:count] for each, count in zip(self.stack(filled), lengths, strict=True)]
 
     def stack(self, tensor: Tensor) -> Tensor:
         """See Ranks."""

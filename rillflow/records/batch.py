@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -51,11 +50,6 @@ class Batch:
 
     def __len__(self) -> int:
         return self.ids.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of ids and fields together."""
-        return self.ids.nbytes + sum(field.nbytes for field in self.fields.values())
 
     def row_id(self, index: int) -> RowId:
         """The id of one row."""
@@ -117,13 +111,6 @@ class Batch:
                 for name, field in self.fields.items()
             },
         )
-
-    def split(self, parts: int) -> list[Batch]:
-        """``parts`` runs of neighbouring rows, whose sizes differ by at most one; some may be empty."""
-        if parts < 1:
-            raise RecordError(f"a batch cannot be split into {parts} parts", why="the least is 1")
-        cuts = [len(self) * part // parts for part in range(parts + 1)]
-        return [self.slice(start, stop) for start, stop in pairwise(cuts)]
 
     def join(self, other: Batch) -> Batch:
         """Add the other batch's fields to these rows, matched by row id; the other may be in any order.

@@ -100,11 +100,6 @@ class Ragged:
         """[T] int64 the place of each value within its row, from 0."""
         return torch.arange(self.values.shape[0], device=self.lengths.device) - self.starts[self.row_of]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of values and lengths."""
-        return self.values.nbytes + self.lengths.nbytes
-
     def rows(self) -> list[Tensor]:
         """Every row, without a copy."""
         return list(torch.split(self.values, self.lengths.tolist()))

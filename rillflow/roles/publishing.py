@@ -153,7 +153,7 @@ class _End:
 
     def connect(self, plan: ReshardPlan) -> Links:
         """Take note of what goes where; the plan counts the trainer's ranks first."""
-        self._plan, self._links, self._buckets = plan, links_of(plan), plan.buckets()
+        self._plan, self._links = plan, links_of(plan)
         return self._links
 
 
@@ -184,7 +184,7 @@ class SentWeights(_End):
 
     def send(self, bucket: int) -> tuple[Tensor, ...]:
         """The bytes [N] of one bucket for each of its receivers, in the order of the links."""
-        rank, parts = self._share.groups.everyone.rank, self._buckets[bucket].parts
+        rank, parts = self._share.groups.everyone.rank, self._plan.buckets[bucket].parts
         held = self._share.parallel.parameters
         return tuple(pack(self._plan, rank, to, held, parts) for to in self._links[bucket][rank])
 
@@ -233,7 +233,7 @@ class ReceivedWeights(_End):
         self.version = -1
         senders = [rank for rank, receivers in self._links[bucket].items() if self._rank in receivers]
         for rank, each in zip(senders, packed, strict=True):
-            unpack(self._plan, self._rank, rank, each, self._held, self._buckets[bucket].parts)
+            unpack(self._plan, self._rank, rank, each, self._held, self._plan.buckets[bucket].parts)
 
     def serve(self, announced: Digests) -> int:
         """Let what was received be sampled with; every rank of the sampler calls it.
@@ -263,7 +263,7 @@ class ReceivedWeights(_End):
 def links_of(plan: ReshardPlan) -> Links:
     """Who sends to whom, bucket by bucket."""
     found = []
-    for bucket in plan.buckets():
+    for bucket in plan.buckets:
         pairs = {
             (rank, crossed.peer)
             for rank in plan.ranks

@@ -4,7 +4,7 @@
         │ boxing, once for all weights that are alike
         v
     ReshardPlan ── received, sent, kept, redundant, peak: bytes of a rank
-        │ buckets(most_bytes)
+        │ buckets
         v
     Bucket: parts of weights whose moves together load no rank with more
 
@@ -131,6 +131,8 @@ class ReshardPlan:
     """Where they are to lie."""
     by_weight: Mapping[str, WeightMoves]
     """By weight; one object for all that are alike."""
+    most_bytes: int = MOST_BYTES
+    """What a bucket loads a rank with."""
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -191,7 +193,8 @@ class ReshardPlan:
                 if not box.is_empty:
                     yield Crossed(name=part.name, slice=box, peer=peer)
 
-    def buckets(self, most_bytes: int = MOST_BYTES) -> tuple[Bucket, ...]:
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
         """All weights in portions of which no rank sends, receives or keeps more than ``most_bytes``.
 
         A weight that is larger is cut, along one dim. Weights of different ranks take
@@ -200,15 +203,15 @@ class ReshardPlan:
         Raises:
             PlacementError: ``most_bytes`` is not positive.
         """
-        if most_bytes < 1:
-            raise PlacementError(f"buckets of {most_bytes} bytes", why="a bucket holds at least a byte")
+        if self.most_bytes < 1:
+            raise PlacementError(f"buckets of {self.most_bytes} bytes", why="a bucket holds at least a byte")
         found: list[Bucket] = []
         parts: dict[_Kind, list[Portion]] = defaultdict(list)
         loads: dict[_Kind, dict[tuple[int, str], int]] = defaultdict(lambda: defaultdict(int))
         for name in self._in_turn():
             moves, dtype = self.by_weight[name], self.weights[name].dtype
             kind = (dtype, bool(moves.boxing.moves))
-            most = most_bytes // dtype.itemsize
+            most = self.most_bytes // dtype.itemsize
             pieces = min(-(-moves.load // max(most, 1)), moves.longest) if kind[1] else 1
             each = {key: load // pieces for key, load in moves.loads.items()}
             for piece in range(pieces):

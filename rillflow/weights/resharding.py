@@ -15,7 +15,7 @@ that share no process group the same bytes travel by other means: ``pack`` and `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -40,17 +40,13 @@ class Resharding:
     Args:
         plan: what is to cross; its ranks are those of the group.
         ranks: this rank among them.
-        most_bytes: what a bucket loads a rank with.
-        deadline_s: how long it waits for the others, per bucket.
 
     Raises:
         PlacementError: the plan is for ranks that the group has not.
         ClusterError: something has to cross and the ranks are no processes of torch.distributed.
     """
 
-    def __init__(
-        self, plan: ReshardPlan, ranks: Ranks, *, most_bytes: int = MOST_BYTES, deadline_s: float = DEADLINE_S
-    ) -> None:
+    def __init__(self, plan: ReshardPlan, ranks: Ranks) -> None:
         if plan.ranks[-1] >= ranks.size:
             raise PlacementError(
                 f"weights cross between {len(plan.ranks)} ranks up to rank {plan.ranks[-1]}",
@@ -65,13 +61,13 @@ class Resharding:
             )
         self.plan = plan
         self.rank = ranks.rank
-        self.buckets = plan.buckets(most_bytes)
         self.sent_bytes = 0
         """What has left this rank."""
         self.received_bytes = 0
         """What has come to it."""
+        self.deadline_s = DEADLINE_S
+        """How long it waits for the others, per bucket."""
         self._ranks = ranks
-        self._deadline_s = deadline_s
         self._buffers: dict[str, Tensor] = {}
         self._packed: dict[int, tuple[_Packed, _Packed]] = {}
 
@@ -86,7 +82,7 @@ class Resharding:
 
     def pack(self, place: int, source: Mapping[str, Tensor]) -> None:
         """Lay side by side what others are to have of a bucket; then its source is not read again."""
-        if self.buckets[place].moves:
+        if self.plan.buckets[place].moves:
             packing = self._packed_of(place)[0]
             buffer = self._buffer("sent", packing, source)
             packing.load(buffer, source)
@@ -97,7 +93,7 @@ class Resharding:
         Raises:
             ClusterError: a rank died or did not come in time.
         """
-        if not self.buckets[place].moves:
+        if not self.plan.buckets[place].moves:
             return
         outgoing, incoming = self._packed_of(place)
         sent = self._buffer("sent", outgoing, {})
@@ -108,7 +104,7 @@ class Resharding:
                 received, sent, incoming.sizes, outgoing.sizes, group=self._ranks.group, async_op=True
             )
             assert work is not None  # this rank is in the group
-            work.wait(timedelta(seconds=self._deadline_s))
+            work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
             raise self._stopped(place, error) from error
         self.sent_bytes += sum(outgoing.sizes)
@@ -118,7 +114,7 @@ class Resharding:
     def _packed_of(self, place: int) -> tuple[_Packed, _Packed]:
         """What this rank sends and receives in a bucket; laid out once."""
         if place not in self._packed:
-            parts, peers = self.buckets[place].parts, range(self._ranks.size)
+            parts, peers = self.plan.buckets[place].parts, range(self._ranks.size)
             self._packed[place] = (
                 _Packed.of(self.plan, "sent", self.rank, parts, peers),
                 _Packed.of(self.plan, "received", self.rank, parts, peers),
@@ -134,13 +130,13 @@ class Resharding:
         return self._buffers[use][:size]
 
     def _stopped(self, place: int, error: RuntimeError) -> ClusterError:
-        parts, crossing = self.buckets[place].parts, self.plan.crossing
+        parts, crossing = self.plan.buckets[place].parts, self.plan.crossing
         crossed = [*crossing("sent", parts, self.rank), *crossing("received", parts, self.rank)]
         peers = sorted({each.peer for each in crossed})
         return ClusterError(
-            f"rank {self.rank} got no further than bucket {place + 1} of {len(self.buckets)} "
+            f"rank {self.rank} got no further than bucket {place + 1} of {len(self.plan.buckets)} "
             f"({parts[0].name}) while weights crossed between it and ranks {peers}",
-            why=f"one of them died, or did not come within {self._deadline_s:g} s: {_first_line(error)}",
+            why=f"one of them died, or did not come within {self.deadline_s:g} s: {_first_line(error)}",
             fix="what arrived is not used; start the ranks again from the last checkpoint",
         )
 
@@ -152,7 +148,6 @@ def gathered(
     ranks: Ranks,
     *,
     most_bytes: int = MOST_BYTES,
-    deadline_s: float = DEADLINE_S,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every weight with its whole value on the first rank, and nothing on the others.
 
@@ -169,18 +164,17 @@ def gathered(
         tensors: what this rank holds; they are only read.
         ranks: all ranks of the layout.
         most_bytes: what a bucket holds.
-        deadline_s: how long a rank waits for the others, per bucket.
 
     Raises:
         WeightError: a tensor is missing or of another shape.
         ClusterError: a rank died or did not come in time.
     """
     first = Placement(Mesh.of(dp=1))
-    plan = reshard_plan(weights, layout, dict.fromkeys(weights, first))
+    plan = replace(reshard_plan(weights, layout, dict.fromkeys(weights, first)), most_bytes=most_bytes)
     require_shapes(tensors, plan, layout, ranks.rank)
-    resharding = Resharding(plan, ranks, most_bytes=most_bytes, deadline_s=deadline_s)
+    resharding = Resharding(plan, ranks)
     found, device = dict[str, Tensor](), device_of(tensors)
-    for place, bucket in enumerate(resharding.buckets):
+    for place, bucket in enumerate(plan.buckets):
         if ranks.rank == 0:
             for part in bucket.parts:
                 weight = weights[part.name]

@@ -25,8 +25,8 @@ from rillflow.cluster.ranks import Ranks
 from rillflow.errors import WeightError
 from rillflow.parallel.tensor import own
 from rillflow.weights.layout import local_shape
-from rillflow.weights.plan import MOST_BYTES, ReshardPlan
-from rillflow.weights.resharding import DEADLINE_S, Resharding, keep, require_shapes
+from rillflow.weights.plan import ReshardPlan
+from rillflow.weights.resharding import Resharding, keep, require_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,6 @@ class WeightSwitch:
         plan: from training's layout to generation's.
         ranks: this rank in the pool.
         training: its parameters by weight: DTensors, FSDP2's among them, or plain tensors.
-        most_bytes: what a bucket loads a rank with.
-        deadline_s: how long it waits for the others, per bucket.
 
     Raises:
         WeightError: a parameter is missing, or of another shape than its layout says.
@@ -67,21 +65,13 @@ class WeightSwitch:
         switch.to_training()
     """
 
-    def __init__(
-        self,
-        plan: ReshardPlan,
-        ranks: Ranks,
-        training: Mapping[str, Tensor],
-        *,
-        most_bytes: int = MOST_BYTES,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
+    def __init__(self, plan: ReshardPlan, ranks: Ranks, training: Mapping[str, Tensor]) -> None:
         require_shapes(training, plan, plan.source, ranks.rank)
         self.plan = plan
         self.rank = ranks.rank
         self.is_generating = False
         self.memory = MemoryUse()
-        self.resharding = Resharding(plan, ranks, most_bytes=most_bytes, deadline_s=deadline_s)
+        self.resharding = Resharding(plan, ranks)
         """What carries the plan out, with the bytes that have crossed since the beginning."""
         self._training = {name: training[name] for name in plan.weights if name in training}
         self._shared = {
@@ -114,7 +104,7 @@ class WeightSwitch:
             raise WeightError(f"rank {self.rank} generates already", why="its training weights are not there")
         resharding, plan = self.resharding, self.plan
         self.memory = MemoryUse(before=self._bytes(), peak=self._bytes())
-        for place, bucket in enumerate(resharding.buckets):
+        for place, bucket in enumerate(plan.buckets):
             for part in bucket.parts:
                 if part.piece == 0:
                     self._make_room(part.name)

@@ -111,7 +111,7 @@ def switched(ranks: Ranks, meshes: list[tuple[int, int, int]]) -> list[str]:
     for d, p, t in meshes:
         for plan, title in plans(d, p, t, model()):
             training = slices_of(plan.weights, plan.source, ranks.rank)
-            switch = WeightSwitch(plan, ranks, training, most_bytes=3_000)
+            switch = WeightSwitch(replace(plan, most_bytes=3_000), ranks, training)
             for turn in (1, 2):
                 generation = switch.to_generation()
                 said = storage_bytes([*generation.values(), *training.values()])
@@ -165,8 +165,8 @@ def crossed_apart(ranks: Ranks) -> list[str]:
     plan = reshard_plan(weights, source, destination)
     here = slices_of(weights, source, ranks.rank)
     there = slices_of(weights, destination, ranks.rank, filled=False)
-    resharding = Resharding(plan, ranks, most_bytes=2_000)
-    for place, bucket in enumerate(resharding.buckets):
+    resharding = Resharding(replace(plan, most_bytes=2_000), ranks)
+    for place, bucket in enumerate(resharding.plan.buckets):
         for part in bucket.parts:
             if part.is_last:
                 keep(plan, part.name, ranks.rank, here, there)
@@ -181,7 +181,7 @@ def crossed_apart(ranks: Ranks) -> list[str]:
         wrong.append(f"{resharding.sent_bytes} sent, {resharding.received_bytes} received")
     for receiver in (2, 3):
         again = slices_of(weights, destination, receiver, filled=False)
-        for bucket, sender in product(resharding.buckets, (0, 1)):
+        for bucket, sender in product(resharding.plan.buckets, (0, 1)):
             packed = pack(plan, sender, receiver, slices_of(weights, source, sender), bucket.parts)
             unpack(plan, receiver, sender, packed, again, bucket.parts)
         wrong += differing(again, slices_of(weights, destination, receiver))
@@ -241,7 +241,8 @@ def test_a_fused_weight_of_unequal_runs() -> None:
 
 def die_on_the_way(ranks: Ranks, how: str, told: Path | None = None) -> str:
     ((plan, _), *_) = list(plans(1, 1, 2, model()))
-    switch = WeightSwitch(plan, ranks, slices_of(plan.weights, plan.source, ranks.rank), deadline_s=1.0)
+    switch = WeightSwitch(plan, ranks, slices_of(plan.weights, plan.source, ranks.rank))
+    switch.resharding.deadline_s = 1.0
     if ranks.rank == 1:
         if how == "dies":
             dist.barrier()
@@ -306,7 +307,7 @@ def test_what_cannot_switch() -> None:
     switch.to_generation()
     with pytest.raises(WeightError, match="generates already"):
         switch.to_generation()
-    parts = [part for bucket in plan.buckets() for part in bucket.parts]
+    parts = [part for bucket in plan.buckets for part in bucket.parts]
     packed = pack(plan, 0, 1, training, parts)
     with pytest.raises(WeightError, match="the plan says"):
         unpack(plan, 1, 0, packed[:-4], slices_of(plan.weights, plan.destination, 1), parts)
@@ -329,9 +330,8 @@ def of_padded_halves(ranks: Ranks) -> list[object]:
     source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train, shard=False)
     plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
     memories = {name: torch.full((30, 5), 7.0) for name in weights}
-    switch = WeightSwitch(
-        plan, ranks, {name: memory[:25] for name, memory in memories.items()}, most_bytes=500
-    )
+    held = {name: memory[:25] for name, memory in memories.items()}
+    switch = WeightSwitch(replace(plan, most_bytes=500), ranks, held)
     switch.to_generation()
     memory = switch.memory
     found: list[object] = [memory.before, memory.peak, memory.generating, memory.buffers]

@@ -155,14 +155,13 @@ VARIANTS = [[], ["algorithm.loss.kl=0"], ["algorithm.loss.kl=0.1"], ["algorithm.
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_the_roles_that_an_algorithm_states_are_those_it_calls(path: Path) -> None:
+def test_the_roles_of_a_recipe_are_those_its_steps_call(path: Path) -> None:
     for overrides in VARIANTS:
         try:
             found = load_recipe(path, overrides).recipe
         except ConfigError:  # no such setting there, or one that does not go with its others
             continue
         assert isinstance(found, Recipe) and found.chosen in ALGORITHMS.values()
-        stated = found.chosen
-        heard = Algorithm(config=stated.config, step=stated.step, data=stated.data, beside=stated.beside)
-        assert set(heard.called(found.algorithm)) == set(stated.called(found.algorithm))
-        assert heard.called(found.algorithm)[0] == stated.called(found.algorithm)[0]
+        traced = graphs(found)[-1]
+        assert set(found.chosen.called(found.algorithm)) == set(traced.roles)
+        assert found.chosen.called(found.algorithm)[0] == next(iter(traced.roles))

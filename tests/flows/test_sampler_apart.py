@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import weakref
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def test_a_run_apart_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 def test_few_buckets_are_on_their_way_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second copy of the weights is anywhere while they cross, however many buckets there are."""
-    buckets, send, sent, most = ReshardPlan.buckets, delivery.send, list[weakref.ref[Tensor]](), [0]
+    buckets, send, sent, most = ReshardPlan.buckets.func, delivery.send, list[weakref.ref[Tensor]](), [0]
 
     def watched(policy: Policy, bucket: int) -> tuple[Tensor, ...]:
         most[0] = max(most[0], sum(each() is not None for each in sent))
@@ -78,7 +79,8 @@ def test_few_buckets_are_on_their_way_at_once(tmp_path: Path, monkeypatch: pytes
         sent.extend(map(weakref.ref, found))
         return found
 
-    monkeypatch.setattr(ReshardPlan, "buckets", lambda plan: buckets(plan, 2000))
+    cut = property(lambda plan: buckets(replace(plan, most_bytes=2000)))
+    monkeypatch.setattr(ReshardPlan, "buckets", cut)
     monkeypatch.setattr(delivery, "send", watched)
     ran(tmp_path, *pools(1, 1, "inline"), APART)
     assert len(sent) > 100 and 1 <= most[0] <= delivery.BUCKETS + 1

@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Mapping
-from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +39,8 @@ _RECORDER = threading.Lock()
 """One recording at a time: the warnings a recorder says its doubts with are the whole process's."""
 
 
-class _Kind(Enum):
-    """What a pass reads; each kind has a recording of its own."""
-
-    ROWS = auto()
-    PREFIXES = auto()
-    BOTH = auto()
+_Kind = tuple[bool, bool]
+"""Whether a pass reads rows, and whether prefixes; each kind has a recording of its own."""
 
 
 class RecordedModule:
@@ -61,7 +57,7 @@ class RecordedModule:
         self._shapes = shapes
         self._record_after = record_after
         self._weights = _weights(module)
-        self._passes = dict.fromkeys(_Kind, 0)
+        self._passes: Counter[_Kind] = Counter()
         self._recordings: dict[_Kind, nn.Module | None] = {}
 
     def check_weights(self) -> None:
@@ -75,7 +71,7 @@ class RecordedModule:
         self, layers: Mapping[int, Layer], feed: Feed | None, places: Tensor, prefixes: Prefixes | None
     ) -> Tensor:
         """See ``passes.forward``."""
-        kind = _Kind.ROWS if prefixes is None else _Kind.PREFIXES if feed is None else _Kind.BOTH
+        kind = (feed is not None, prefixes is not None)
         if kind not in self._recordings and self._passes[kind] >= self._record_after:
             self._recordings[kind] = self._record(kind)
         recording = self._recordings.get(kind)
@@ -123,10 +119,9 @@ class _Traced(nn.Module):
         line = list(tensors)
         layers = {index: Layer(keys=line.pop(0), values=line.pop(0)) for index in self._indices}
         places = line.pop(0)
-        feed = None
-        if self._kind is not _Kind.PREFIXES:
-            feed = Feed(tokens=line.pop(0), positions=line.pop(0))
-        prefixes = Prefixes.of_tensors(line) if self._kind is not _Kind.ROWS else None
+        reads_rows, reads_prefixes = self._kind
+        feed = Feed(tokens=line.pop(0), positions=line.pop(0)) if reads_rows else None
+        prefixes = Prefixes.of_tensors(line) if reads_prefixes else None
         return forward(self.module, layers, feed, places, prefixes)
 
 
@@ -143,15 +138,15 @@ class _Trial:
     ) -> None:
         device, vocabulary = embedding.device, embedding.shape[0]
         positions = torch.full((rows,), _AT, device=device)
-        prefixes = None
-        if kind is not _Kind.ROWS:
+        prefixes, (reads_rows, reads_prefixes) = None, kind
+        if reads_prefixes:
             positions[: len(lengths)] = torch.tensor(lengths, device=device)
             prefills = [Prefill(tokens=tuple(range(size)), slots=[at]) for at, size in enumerate(lengths)]
             prefixes = Prefixes.of(prefills, device)
         feed = Feed(tokens=torch.arange(rows, device=device) % vocabulary, positions=positions)
         self._cache = Cache(shapes, device, embedding.dtype)
         self._rows, self._reach = rows, int(positions.max()) + 1
-        self._feed = feed if kind is not _Kind.PREFIXES else None
+        self._feed = feed if reads_rows else None
         self._places = torch.arange(self._reach, device=device)
         self._prefixes = prefixes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,9 +119,10 @@ def root_of(logprobs: Tensor, advantages: Tensor, *, shift: float) -> Tensor:
     return advantages * (logprobs + shift).sqrt()
 
 
-def no_step(flow: object, prompts: object, config: object) -> None:
+def no_step(flow: Any, prompts: object, config: object) -> None:
     """The file that has it has a loss too."""
-    del flow, prompts, config
+    del config
+    flow.policy.update(prompts, loss=root_of)
 
 
 def test_a_loss_of_ones_own_is_replayed_by_the_file_that_has_it(model: LanguageModel, tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_a_loss_of_ones_own_is_replayed_by_the_file_that_has_it(model: LanguageM
     bundled(model, tmp_path, rows(), loss)
     with pytest.raises(RunDirectoryError, match=rf"(?s)loss was {__name__}\.root_of.*FILE\.py replay BUNDLE"):
         replay(tmp_path)
-    own = Algorithm(config=AlgorithmConfig, step=no_step, data=Data.PROMPTS, roles=lambda _: ("policy",))
+    own = Algorithm(config=AlgorithmConfig, step=no_step, data=Data.PROMPTS)
     (found,) = replay(tmp_path, [own])
     assert found.first is not None and "the loss at token 2 (id 5) of row (epoch 0 prompt 0" in found.first
 

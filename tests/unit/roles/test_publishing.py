@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from rillflow.roles.publishing import ReceivedWeights, SentWeights, links_of
 from rillflow.roles.sampler import Sampler
 from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
-from rillflow.weights.plan import ReshardPlan
 
 NEW = NewModel(hidden=16, layers=2, heads=2, context=16, alphabet="0123456789+=")
 
@@ -29,13 +29,11 @@ def model(seed: int) -> LanguageModel:
 class Ends:
     """One trainer and one sampler of another seed, connected."""
 
-    def __init__(self, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        buckets = ReshardPlan.buckets
-        monkeypatch.setattr(ReshardPlan, "buckets", lambda plan: buckets(plan, most_bytes))
+    def __init__(self, most_bytes: int) -> None:
         self.trained, other = model(1), model(2)
         self.sent = SentWeights(Share.whole(self.trained))
         self.received = ReceivedWeights(other, mesh=Mesh.of(first=1, dp=1, tp=1), ranks=SingleRank())
-        self.plan = self.received.plan(self.sent.lie())
+        self.plan = replace(self.received.plan(self.sent.lie()), most_bytes=most_bytes)
         self.links = links_of(self.plan)
         self.received.connect(self.plan)
         assert self.sent.connect(self.plan) == self.links
@@ -57,10 +55,8 @@ class Ends:
 
 
 @pytest.mark.parametrize("most_bytes", [500, 2**20])
-def test_what_was_trained_is_what_is_sampled_in_buckets_of_any_size(
-    most_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends = Ends(most_bytes, monkeypatch)
+def test_what_was_trained_is_what_is_sampled_in_buckets_of_any_size(most_bytes: int) -> None:
+    ends = Ends(most_bytes)
     ends.sent.publish(3)
     packed = ends.deliver()
     assert ends.received.serve(ends.sent.what_was_published()) == ends.received.version == 3
@@ -72,10 +68,8 @@ def test_what_was_trained_is_what_is_sampled_in_buckets_of_any_size(
     assert (len(packed) > 10) == (most_bytes == 500)
 
 
-def test_nothing_is_sampled_before_a_publish_or_while_one_is_on_its_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ends = Ends(2**20, monkeypatch)
+def test_nothing_is_sampled_before_a_publish_or_while_one_is_on_its_way() -> None:
+    ends = Ends(2**20)
     with pytest.raises(WeightError, match="no weights that were published"):
         ends.received.turn_to_generation(lambda: None)
     ends.sent.publish(0)
@@ -87,8 +81,8 @@ def test_nothing_is_sampled_before_a_publish_or_while_one_is_on_its_way(
         ends.received.turn_to_generation(lambda: None)
 
 
-def test_weights_that_differ_are_named_and_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = Ends(2**20, monkeypatch)
+def test_weights_that_differ_are_named_and_not_served() -> None:
+    ends = Ends(2**20)
     ends.sent.publish(1)
     ends.deliver()
     name = "model.layers.1.mlp.up_proj.weight"
@@ -100,8 +94,8 @@ def test_weights_that_differ_are_named_and_not_served(monkeypatch: pytest.Monkey
         ends.received.turn_to_generation(lambda: None)
 
 
-def test_what_is_trained_after_the_announcement_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = Ends(2**20, monkeypatch)
+def test_what_is_trained_after_the_announcement_is_not_served() -> None:
+    ends = Ends(2**20)
     ends.sent.publish(1)
     with torch.no_grad():
         next(iter(ends.trained.module.parameters())).mul_(1.5)
@@ -110,7 +104,7 @@ def test_what_is_trained_after_the_announcement_is_not_served(monkeypatch: pytes
         ends.received.serve(ends.sent.what_was_published())
 
 
-def test_bytes_of_another_plan_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = Ends(2**20, monkeypatch)
+def test_bytes_of_another_plan_are_refused() -> None:
+    ends = Ends(2**20)
     with pytest.raises(WeightError, match="packed 8 bytes for rank 1"):
         ends.received.receive(0, torch.zeros(8, dtype=torch.uint8))
