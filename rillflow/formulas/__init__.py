@@ -43,7 +43,7 @@ _NAMES = {
         "penalised_rewards penalised_token_costs penalised_token_rewards token_costs "
         "token_rewards"
     ),
-    "ratios": "icepop_weights m2po_limit row_log_weights sequence_log_ratio tis_weights topr_weights",
+    "ratios": "m2po_limit sequence_log_ratio tis_weights",
     "token_advantages": (
         "bootstrapped_rewards gae lambda_returns returns_to_go value_targets whitened whitened_returns"
     ),

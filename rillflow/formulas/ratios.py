@@ -56,42 +56,15 @@ def sequence_log_ratio(log_ratio: Ragged) -> Tensor:
     return log_ratio.expand(mean) + (log_ratio.values - fixed)
 
 
-def row_log_weights(log_weights: Ragged) -> Tensor:
-    """[N] log W: the sum of log w over each token's row, the log ratio of whole answers.
-
-    Args:
-        log_weights: log old - log mu of the loss tokens alone, by row.
-    """
-    return log_weights.expand(log_weights.sums())
-
-
 def tis_weights(log_weights: Tensor, *, low: float = 0.0, high: float) -> Tensor:
     """[N] clip(w, low, high), truncated importance sampling; without a gradient.
 
     Args:
-        log_weights: [N] log old - log mu, or ``row_log_weights``.
+        log_weights: [N] log old - log mu, or its sum over each token's row.
         low: the smallest weight.
         high: the largest one.
     """
     return held(log_weights.detach()).exp().clamp(low, high)
-
-
-def icepop_weights(log_weights: Tensor, *, low: float, high: float) -> Tensor:
-    """[N] w within the bounds, 0 beyond them: such a token teaches nothing; see ``tis_weights``."""
-    weights = held(log_weights.detach()).exp()
-    return weights * ((weights >= low) & (weights <= high))
-
-
-def topr_weights(log_weights: Tensor, advantages: Tensor, *, low: float = 0.0, high: float) -> Tensor:
-    """[N] 1 where A >= 0, else clip(w, low, high): what was good is imitated, what was bad only while likely.
-
-    Args:
-        log_weights: as of ``tis_weights``.
-        advantages: [N] A.
-        low: the smallest weight where A < 0.
-        high: the largest one there.
-    """
-    return tis_weights(log_weights, low=low, high=high).where(advantages < 0, 1.0)
 
 
 def m2po_limit(log_weights: Tensor, *, bound: float) -> float:
@@ -124,13 +97,13 @@ def correction_weights(
     """
     known, (low, high) = log_weights.values.detach(), config.bounds
     if config.correction in ("sequence_tis", "topr"):
-        known = row_log_weights(log_weights.with_values(known))
-    weights = tis_weights(known, low=low, high=high)
+        known = log_weights.expand(log_weights.with_values(known).sums())
+    plain, weights = held(known).exp(), tis_weights(known, low=low, high=high)
     match config.correction:
         case "icepop":
-            weights = icepop_weights(known, low=low, high=high)
+            weights = plain * ((plain >= low) & (plain <= high))
         case "m2po":
-            weights = held(known).exp() * (1 if is_kept is None else is_kept)
+            weights = plain * (1 if is_kept is None else is_kept)
         case "topr":
-            weights = topr_weights(known, advantages, low=low, high=high)
-    return weights, weights != held(known).exp()
+            weights = weights.where(advantages < 0, 1.0)
+    return weights, weights != plain

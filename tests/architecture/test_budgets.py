@@ -35,9 +35,9 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 11_742
+TRUNK_LINES = 11_681
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 25_784
+PACKAGE_LINES = 25_720
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {"data_plane": 2_026, "service": 433}
 """What has a budget of its own; a run that streams no rows does without."""
