@@ -60,6 +60,8 @@ class SamplerReplica:
     """Rows that have begun there and have not been heard to have ended."""
     passes: int = 8
     """Tokens by which rows go on in about ``ADVANCE_S``."""
+    turnover: int = 0
+    """Rows that ended in the last call that was answered."""
     heard: int = 0
     """Its calls that have been answered."""
     asked: deque[Pending] = field(default_factory=deque)
@@ -248,7 +250,7 @@ class ReadyFirst:
             while replica.asked and replica.asked[0].is_ready:
                 call = replica.asked.popleft()
                 made: Advanced = call.read(self._deadline_s)
-                replica.rows -= made.ended
+                replica.rows, replica.turnover = replica.rows - made.ended, made.ended
                 if made.passes:
                     replica.passes = max(1, min(MOST_PASSES, round(ADVANCE_S * made.passes / made.seconds)))
                 for each in made.complete:
@@ -285,11 +287,11 @@ class ReadyFirst:
         """Begin a group on the replica with most room; whether one could."""
         if len(self._running) + len(self._complete) >= self._wanted:
             return False
-        least, most = self._rule.least_version(self._newest), self._most_rows - self._samples
+        least = self._rule.least_version(self._newest)
         able = [
             each
             for each in self._replicas
-            if each.version >= least and len(each.asked) < ASKED and (not each.rows or each.rows <= most)
+            if each.version >= least and len(each.asked) < ASKED and self._has_room(each)
         ]
         if not able:
             return False
@@ -309,6 +311,11 @@ class ReadyFirst:
         replica.begun.append(group)
         replica.rows += self._samples
         return True
+
+    def _has_room(self, replica: SamplerReplica) -> bool:
+        """Whether rows would run there soon: some that do will have ended when it hears of new ones."""
+        room = self._most_rows + min(ASKED * replica.turnover, self._most_rows)
+        return not replica.rows or replica.rows + self._samples <= room
 
     def _again(self, group: GroupInFlight) -> None:
         """Have the rows of a group forgotten, and its prompt sampled again."""

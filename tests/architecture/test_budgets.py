@@ -35,11 +35,11 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 11_681
+TRUNK_LINES = 11_448
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 25_720
+PACKAGE_LINES = 25_490
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
-SUBSYSTEMS = {"data_plane": 2_026, "service": 433}
+SUBSYSTEMS = {"data_plane/": 2_026, "service/": 433, "dataflow/ready_first.py": 240}
 """What has a budget of its own; a run that streams no rows does without."""
 PLANNER = [
     "rillflow/planner/",
@@ -93,10 +93,13 @@ def code_lines(source: Any) -> int:
 
 def test_the_trunk_and_the_whole_are_small(package: list[Any]) -> None:
     lines = {source.path: code_lines(source) for source in package}
+    apart = {
+        name: sum(lines.pop(path) for path in [*lines] if path.startswith(f"rillflow/{name}"))
+        for name in SUBSYSTEMS
+    }
     assert 5_000 < sum(lines[path] for path in lines if path.split("/")[1] in TRUNK) <= TRUNK_LINES
-    apart = {name: sum(lines[path] for path in lines if path.split("/")[1] == name) for name in SUBSYSTEMS}
     assert all(0 < apart[name] <= most for name, most in SUBSYSTEMS.items())
-    assert sum(lines.values()) - sum(apart.values()) <= PACKAGE_LINES
+    assert sum(lines.values()) <= PACKAGE_LINES
     assert 3_000 < sum(lines[path] for path in lines if path.startswith(tuple(PLANNER))) <= PLANNER_LINES
 
 
