@@ -3,11 +3,13 @@
     ladder      one recipe in step, part by part, one and four versions ahead; every stage sleeps as long as
                 it would compute, so that one machine shows what pools side by side do; each rung is
                 simulated before it is run
+    parts       the quickstart's model on one rank, in step: its rows part by part, and whole
     pools       the quickstart's model on two ranks of one core each: in step and one version ahead
     learning    the quickstart's task at several bounds: accuracy on held-out sums
 
     python benchmarks/ahead.py ladder
     python benchmarks/ahead.py ladder --shape balanced --rungs "in sequence" "4 ahead, by parts"
+    python benchmarks/ahead.py parts --rounds 3
     python benchmarks/ahead.py pools --rounds 3
     python benchmarks/ahead.py learning --seeds 0 1 2 --write results.md
 
@@ -66,6 +68,8 @@ LADDER = {
     "4 ahead, by parts": (PARTS, "algorithm.freshness=4"),
 }
 """The settings of each rung; sampler, scores and trainer have a pool each."""
+STAGES = ("policy.generate", "reward.score", "policy.update")
+"""Those that sleep."""
 DRY_STEPS, COUNTED = 8, 5
 """Steps of the run that does not sleep; steps of a rung that are measured, once it is under way."""
 SLEEPING = """
@@ -222,9 +226,9 @@ def overheads(recipe: Path, folder: Path, *settings: str) -> dict[str, float]:
     shape, os.environ[SHAPE] = os.environ[SHAPE], "none"
     run = run_of(recipe, folder, *settings, f"algorithm.steps={DRY_STEPS}")
     os.environ[SHAPE] = shape
-    found = {stage: busy_seconds(run, stage, 2) for stage in ("reward.score", "policy.update")}
+    found = {stage: busy_seconds(run, stage, 2) for stage in STAGES[1:]}
     sampled = busy_seconds(run, "policy.generate", 2)
-    return found | {"": step_seconds(run, 2) - sampled - sum(found.values())}
+    return found | {"": max(0.0, step_seconds(run, 2) - sampled - sum(found.values()))}
 
 
 def simulated_seconds(recipe: Path, beside: Mapping[str, float], steps: int, *settings: str) -> list[float]:
@@ -234,7 +238,7 @@ def simulated_seconds(recipe: Path, beside: Mapping[str, float], steps: int, *se
         "decode_launch_s": 1e-3,
         "decode_row_s": 0.0,
     }  # a token takes a millisecond, whatever runs beside
-    problem = state_problem(loaded, endless(3, step_s=max(beside[""], 0.0), **paced)).problem
+    problem = state_problem(loaded, endless(3, step_s=beside[""], **paced)).problem
     rows = row_milliseconds()
     lengths = Lengths(kind="measured", limit=max(rows), values=tuple(sorted(rows)), in_order=tuple(rows))
     problem = replace(problem, workload=replace(problem.workload, response=lengths))
@@ -252,8 +256,9 @@ def ladder(arguments: argparse.Namespace) -> list[str]:
         f"{arguments.shape}: generation, scoring, update sleep "
         f"{', '.join(f'{seconds_of(place):.2f}' for place in range(3))} s",
         "",
-        "| | predicted, s a step | measured | predicted / measured | times as fast, predicted | measured |",
-        "|---|---|---|---|---|---|",
+        "| | predicted, s a step | measured | predicted / measured | times as fast, predicted | measured "
+        "| generation, scoring, update took |",
+        "|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "run.toml"
@@ -283,9 +288,11 @@ def ladder(arguments: argparse.Namespace) -> list[str]:
             run = run_of(recipe, Path(folder) / str(index), *settings, f"algorithm.steps={steps}")
             spent = step_seconds(run, skipped)
             first.setdefault("measured", spent)
+            stages = [busy_seconds(run, stage, skipped) for stage in STAGES]
             lines.append(
                 f"| {name} | {predicted:.2f} | {spent:.2f} | {predicted / spent - 1:+.1%} "
-                f"| {first['predicted'] / predicted:.2f} | {first['measured'] / spent:.2f} |"
+                f"| {first['predicted'] / predicted:.2f} | {first['measured'] / spent:.2f} "
+                f"| {', '.join(f'{stage:.2f}' for stage in stages)} |"
             )
             print(lines[-1], flush=True)
     return [
@@ -294,6 +301,38 @@ def ladder(arguments: argparse.Namespace) -> list[str]:
         f"The longest stage sleeps {longest:.2f} s; all together are that times "
         f"{sum(seconds_of(place) for place in range(3)) / longest:.2f}.",
     ]
+
+
+def parts(arguments: argparse.Namespace) -> list[str]:
+    """One rank samples and trains in turn, rows whole or in two parts, alternating; of all steps alike."""
+    found: dict[int, list[float]] = {1: [], 2: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for each in range(arguments.rounds):
+            for count, taken in sorted(found.items(), reverse=bool(each % 2)):
+                run = run_of(
+                    ROOT / "recipes/arithmetic/run.toml",
+                    Path(folder) / f"{each}-{count}",
+                    *("warm_start.steps=5", "algorithm.steps=12", "evaluate=none", "algorithm.shuffle=false"),
+                    f"rollout.parts={count}",
+                    "run.threads=1",
+                )
+                steps = [one.metrics["run/step_seconds/mean"].value for one in read_metrics(run)]
+                taken += steps[5 + 2 :]
+                print(f"in {count}: {statistics.median(steps[5 + 2 :]):.3f} s a step", flush=True)
+    middle = [statistics.median(found[count]) for count in (1, 2)]
+    quarter = [_first_quartile(found[count]) for count in (1, 2)]
+    return [
+        "| | median, s a step | first quartile |",
+        "|---|---|---|",
+        f"| whole | {middle[0]:.3f} | {quarter[0]:.3f} |",
+        f"| in two parts, each trained as it is scored | {middle[1]:.3f} | {quarter[1]:.3f} |",
+        f"| times as long | {middle[1] / middle[0]:.3f} | {quarter[1] / quarter[0]:.3f} |",
+    ]
+
+
+def _first_quartile(values: Sequence[float]) -> float:
+    """What a quarter of them do not exceed: of steps on a machine that others slow down."""
+    return statistics.quantiles(values, n=4)[0]
 
 
 def pools(arguments: argparse.Namespace) -> list[str]:
@@ -347,15 +386,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("ladder", "pools", "learning"))
+    parser.add_argument("what", choices=("ladder", "parts", "pools", "learning"))
     parser.add_argument("--shape", choices=("verl", "balanced"), default="verl", help="of the ladder")
     parser.add_argument("--rungs", nargs="+", choices=LADDER, help="those that are run; all if left out")
-    parser.add_argument("--rounds", type=int, default=3, help="of the two pools")
+    parser.add_argument("--rounds", type=int, default=3, help="of parts, and of the two pools")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--bounds", nargs="*", help="rows of the table; all if left out")
     parser.add_argument("--write", type=Path, help="also write the table here")
     arguments = parser.parse_args()
-    lines = {"ladder": ladder, "pools": pools, "learning": learning}[arguments.what](arguments)
+    lines = {"ladder": ladder, "parts": parts, "pools": pools, "learning": learning}[arguments.what](
+        arguments
+    )
     versions = f"rillflow {version('rillflow')}, torch {version('torch')}, {os.cpu_count()} cores"
     text = "\n".join([*lines, "", versions, ""])
     print(text)

@@ -5,6 +5,7 @@
 
     python benchmarks/publish.py
     python benchmarks/publish.py --sizes 7M 85M --steps 5 --write results.md
+    python benchmarks/publish.py --exposed --sizes 85M     what of it holds up a step: in step, and ahead
 
 Whole runs by the command's own path (GRPO, one rank trains, one answers), in one process and on Ray; seconds
 are those of the run's spans: from the first digest until the last rank has compared its own. Medians.
@@ -18,6 +19,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
-from rillflow.observe.reader import SpanRecord, read_spans
+from rillflow.observe.reader import SpanRecord, read_metrics, read_spans
 from rillflow.observe.wording import size
 
 SIZES = {"7M": (256, 8), "85M": (768, 12)}
@@ -55,6 +58,8 @@ samples_per_prompt = 2
 pools = { main = 1, answers = 1 }
 roles = { sampler = "answers" }
 """
+TRAINER, SAMPLER = ("policy.publish", "policy.send"), ("sampler.receive", "sampler.serve")
+"""The parts of a publish ahead, on either side: digests and packing, receiving and comparing."""
 PUBLISH = ("policy.digest", "policy.send", "sampler.receive", "policy.publish")
 
 
@@ -65,7 +70,11 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--write", help="a file for the table")
+    parser.add_argument("--exposed", action="store_true", help="in step and one version ahead, on Ray")
     arguments = parser.parse_args()
+    if arguments.exposed:
+        print("\n".join(_exposed(arguments.sizes, arguments.steps)))
+        return
     lines = [
         "# A publish to a sampler on ranks of its own",
         "",
@@ -88,16 +97,11 @@ def main() -> None:
 
 
 def _line(name: str, backend: str, folder: Path, steps: int) -> str:
-    hidden, layers = SIZES[name]
-    text = RECIPE.replace("HIDDEN", str(hidden)).replace("LAYERS", str(layers)).replace("STEPS", str(steps))
-    (folder / "run.toml").write_text(text)
-    settings = [f'run.dir="{folder / "run"}"', f"placement.backend={backend}"]
-    loaded = load_recipe(folder / "run.toml", settings)
-    launch(loaded.recipe, loaded.base, quiet=True)
-    spans = [span for span in read_spans(folder / "run") if span.stage in PUBLISH and span.step > 1]
+    run = _run(name, folder, steps, f"placement.backend={backend}")
+    spans = [span for span in read_spans(run) if span.stage in PUBLISH and span.step > 1]
     seconds = [_seconds([span for span in spans if span.step == step]) for step in range(2, steps + 1)]
     parts = [statistics.median(span.duration_s for span in spans if span.stage == stage) for stage in PUBLISH]
-    weights = next((folder / "run/checkpoints").rglob("policy/model.safetensors"))
+    weights = next((run / "checkpoints").rglob("policy/model.safetensors"))
     disk = statistics.median(_by_disk(weights, folder / "copy.safetensors") for _ in range(5))
     whole = statistics.median(seconds)
     told = ", ".join(f"{part:.3f}" for part in parts)
@@ -105,6 +109,65 @@ def _line(name: str, backend: str, folder: Path, steps: int) -> str:
         f"| {name} | {size(weights.stat().st_size)} | {backend} | {whole:.3f} s | {told} | {disk:.3f} s "
         f"| {disk / whole:.1f}x |"
     )
+
+
+def _run(name: str, folder: Path, steps: int, *settings: str) -> Path:
+    hidden, layers = SIZES[name]
+    text = RECIPE.replace("HIDDEN", str(hidden)).replace("LAYERS", str(layers)).replace("STEPS", str(steps))
+    (folder / "run.toml").write_text(text)
+    loaded = load_recipe(folder / "run.toml", [f'run.dir="{folder / "run"}"', *settings])
+    launch(loaded.recipe, loaded.base, quiet=True)
+    return folder / "run"
+
+
+def _exposed(sizes: Sequence[str], steps: int) -> Iterator[str]:
+    """Seconds in which a publish keeps the trainer from training and the sampler from sampling.
+
+    In step both wait from the first digest until the last is compared. Ahead each is kept for what it does
+    itself, and the sampler for as long as it has nothing to do until what it asks for is packed.
+    """
+    yield "| parameters | | trainer | sampler | a step |"
+    yield "|---|---|---|---|---|"
+    for name in sizes:
+        for freshness in (0, 1):
+            with tempfile.TemporaryDirectory() as folder:
+                ray = ("placement.backend=ray", f"algorithm.freshness={freshness}")
+                run = _run(name, Path(folder), steps, *ray)
+                spans, metrics = read_spans(run), read_metrics(run)
+            taken = statistics.median(one.metrics["run/step_seconds/mean"].value for one in metrics[2:])
+            if freshness:
+                sides = [_busy(spans, TRAINER), _busy(spans, SAMPLER) + _kept_waiting(spans)]
+            else:
+                each = [span for span in spans if span.stage in PUBLISH]
+                whole = [
+                    _seconds([span for span in each if span.step == step]) for step in range(3, steps + 1)
+                ]
+                sides = [statistics.median(whole)] * 2
+            told = " | ".join(f"{side:.3f} s" for side in sides)
+            yield f"| {name} | {'one version ahead' if freshness else 'in step'} | {told} | {taken:.2f} s |"
+
+
+def _busy(spans: Sequence[SpanRecord], stages: Sequence[str]) -> float:
+    """The median seconds of a step in which ranks did these."""
+    by_step: dict[int, float] = defaultdict(float)
+    for span in spans:
+        if span.stage in stages:
+            by_step[span.step] += sum(each.duration_s for each in span.ranks)
+    return statistics.median(by_step.values())
+
+
+def _kept_waiting(spans: Sequence[SpanRecord]) -> float:
+    """The median seconds from the sampler's last work, or the end of the update, to the first bucket."""
+    found = []
+    for span in (one for one in spans if one.stage == "sampler.receive"):
+        before = [
+            one.start_s + one.duration_s
+            for one in spans
+            if (one.stage == "policy.generate" and one.step == span.step - 1)
+            or (one.stage == "policy.update" and one.step == span.step - 2)
+        ]
+        found.append(max(0.0, span.start_s - max(before)) if len(before) == 2 else 0.0)
+    return statistics.median(found)
 
 
 def _seconds(spans: list[SpanRecord]) -> float:

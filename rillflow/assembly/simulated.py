@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rillflow.algorithms.algorithm import Algorithm
-from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.planning import plan_of, recipe_of, shapes_of
 from rillflow.assembly.recipe import LoadedRecipe, Recipe
@@ -86,7 +86,7 @@ def _foretold(loaded: LoadedRecipe, data: RunData, first: int, last: int) -> For
 def simulate_as_run(
     recipe: Recipe, phase: PhasePlan, problem: Problem, stages_s: Mapping[str, float], *, steps: int
 ) -> Simulation:
-    """Steps of a phase as a run takes them: its placement, k + 1 steps open, the rows of each in order.
+    """Steps of a phase as a run takes them: k + 1 steps open, rows in order, or whichever are ready.
 
     Args:
         recipe: where its roles lie, and in how many parts rows go on.
@@ -95,15 +95,18 @@ def simulate_as_run(
         stages_s: seconds of its stages by name; formulas give what is not among them.
         steps: how many, from the first one on.
     """
-    parts, placement = recipe.rollout.parts, recipe.placement
+    parts, placement, config = recipe.rollout.parts, recipe.placement, phase.config
+    is_in_order = not is_ready_first(config)
     plan = replace(
         plan_of(recipe, problem.graph, problem.hardware.fleets[0]),
         freshness=phase.freshness,
-        streams=placement.samples_apart and parts > 1 and phase.config.goes_by(parts),
+        streams=is_in_order and placement.samples_apart and parts > 1 and config.goes_by(parts),
+        late=config.late if isinstance(config, OnlineConfig) else "wait",
+        weights="exposed" if is_in_order else "staggered",
     )
     planned = problem.of_plan(plan)
     functions = {role: placement.pool_of(role) for role in problem.graph.roles if role not in problem.shapes}
-    settings = Settings(parts=parts, functions=functions)
+    settings = Settings(parts=parts if is_in_order else 0, interrupts=not is_in_order, functions=functions)
     return simulate(planned, GivenCosts(planned, stages_s), plan, steps=steps, settings=settings)
 
 

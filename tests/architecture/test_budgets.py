@@ -37,7 +37,7 @@ TRUNK = [
 ]
 TRUNK_LINES = 11_448
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 25_490
+PACKAGE_LINES = 25_495
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {"data_plane/": 2_026, "service/": 433, "dataflow/ready_first.py": 240}
 """What has a budget of its own; a run that streams no rows does without."""
@@ -48,7 +48,7 @@ PLANNER = [
     "rillflow/cli/planning.py",
 ]
 """What plans, with what feeds and shows it."""
-PLANNER_LINES = 5_165
+PLANNER_LINES = 5_170
 """Code lines of it at most; lowered whenever something goes."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 _NO_CODE = (

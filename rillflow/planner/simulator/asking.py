@@ -45,7 +45,7 @@ def asked(layout: Layout, handed_s: Mapping[int, Sequence[float]]) -> list[Asked
         else:
             is_apart = work(stage) in kinds and bool(reads) and reads <= apart
         roles = {stages[one.stage].role for one in chains[-1]}
-        if not is_apart or (work(stage) is Work.TRAIN and stage.role in roles):
+        if not is_apart or (layout.trains(task.stage) and stage.role in roles):
             chains.append([])
         chains[-1].append(task)
         if is_apart:

@@ -144,6 +144,10 @@ class Layout:
         """Batches after which weights are published."""
         return (self.plan.publish_every or self.problem.workload.minibatches) if self.plan.streams else 1
 
+    def trains(self, stage: int) -> bool:
+        """Whether a stage changes weights."""
+        return self.problem.work(self.problem.graph.stages[stage]) is Work.TRAIN
+
     def is_publish(self, stage: int) -> bool:
         """Whether a stage brings weights to generation."""
         return stage in self.problem.publishing

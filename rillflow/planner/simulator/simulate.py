@@ -180,6 +180,9 @@ class _InOrder(_Run):
         trainers = {one.task.pool for one in tasks if one.stage not in rounds}
         end_s = max(self.ends[-1] if self.ends else 0.0, last_s(timings))
         self.ends.append(end_s + layout.problem.overhead_s)
+        for one in tasks:
+            if layout.trains(one.stage):  # what is recorded of a step is asked of the ranks that train
+                self._free_s[one.task.pool] = self.ends[-1]
         for pool in () if ahead else self.pools:
             cause = IdleCause.WEIGHTS if pool in samplers - trainers else IdleCause.NOTHING
             self.book.write(pool, WHOLE, cause, step, end_s)
