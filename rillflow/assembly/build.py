@@ -145,7 +145,6 @@ class Build:
         assert isinstance(config, OnlineConfig) and delivery is not None and asked is not None  # was checked
         rule: type[HardBound[GroupInFlight]] = MeanBound if config.late == "drop" else HardBound
         done = kept.state["done"] if kept is not None else 0
-        executor.ready_parts = config.publishes
         return ReadyFirst(
             executor,
             delivery,

@@ -9,11 +9,12 @@ The reference of the second phase is the policy the first one left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.encoding import ModelInput
 from rillflow.assembly.phases import PhasePlan
 from rillflow.assembly.preflight import scorer_source
@@ -25,6 +26,7 @@ from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.checkpoint import Checkpoint
 from rillflow.dataflow.delivery import Delivery
 from rillflow.dataflow.executor import GroupExecutor
+from rillflow.dataflow.parted import PartedExecutor
 from rillflow.models.config import ModelConfig
 from rillflow.observe import layout
 from rillflow.placement.mesh import Mesh
@@ -53,8 +55,7 @@ class RoleGroups:
         self._recipe, self._base, self._run, self._backend = recipe, base, run.absolute(), backend
         self._kinds = roles_of(recipe)
         self._groups: dict[str, Group] = {}
-        self.executor = GroupExecutor(self._groups, backend)
-        self.executor.parts = recipe.rollout.parts
+        self.executor = executor_of(recipe, self._groups, backend)
         self.delivery: Delivery | None = None
         """How versions get to a sampler on ranks of its own."""
         role, model, done = recipe.trained_role, recipe.policy.model, 0
@@ -205,3 +206,12 @@ class RoleGroups:
 
     def _directory(self, path: Path) -> ModelConfig:
         return ModelConfig(path=str(path.absolute()), dtype=self._recipe.policy.model.dtype)
+
+
+def executor_of(recipe: Recipe, groups: Mapping[str, Group], backend: Backend) -> GroupExecutor:
+    """What runs a step's stages: whole, or part by part where rows come so."""
+    config, parts = recipe.algorithm, recipe.rollout.parts
+    publishes = is_ready_first(config) and isinstance(config, OnlineConfig) and config.publishes > 1
+    if parts == 1 and not publishes:
+        return GroupExecutor(groups, backend)
+    return PartedExecutor(groups, backend, parts=parts, publishes=publishes)

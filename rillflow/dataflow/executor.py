@@ -2,13 +2,14 @@
 
 role stage ──> Group.call ──> Pending       the group that serves it: the sampler's for policy.generate
 formula    ──> a rank that holds the first batch computes; no batch comes to the controller
+
+Rows that come part by part: ``dataflow.parted``; rows that are there before a step: ``dataflow.ready_first``.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from rillflow.cluster.backend import Backend, Place
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.flow import StageResult
 from rillflow.errors import RecordError, nearest
-from rillflow.formulas import is_of_groups
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.loss import field_parameters
 from rillflow.graph.trace import ROW_FIELDS
@@ -29,9 +29,8 @@ from rillflow.records.stored import load_batch, save_batch
 from rillflow.workers import program
 from rillflow.workers.endpoint import Measure
 from rillflow.workers.group import Group
-from rillflow.workers.pending import Parted, Pending
-from rillflow.workers.transfer import ROWS
-from rillflow.workers.values import Facts, RemoteValue, shares
+from rillflow.workers.pending import Pending
+from rillflow.workers.values import Facts, RemoteValue
 
 
 class GroupExecutor:
@@ -49,14 +48,8 @@ class GroupExecutor:
         self._backend = backend
         self.moved: dict[str, list[Facts]] = {}
         """Stages of the step that its text does not name, and what is known of them: a delivery's."""
-        self.parts = 1
-        """In how many parts the policy's answers come."""
-        self._chain: list[tuple[Parted, Callable[[int], Pending]]] = []
-        self._chain_parts = 0
         self.sampled = deque[Path]()
         """Files of rows that the sampler made for the present step before the run was interrupted."""
-        self.ready_parts = 1
-        """In how many parts such rows come; the policy publishes after it has trained each."""
         self.ready: tuple[Batch, Pending] | None = None
         """Prompts whose rows have been sampled before a step asks for them, and the rows."""
 
@@ -77,74 +70,13 @@ class GroupExecutor:
         if self.ready is not None and endpoint == "generate" and args and args[0] is self.ready[0]:
             (_, made), self.ready = self.ready, None
             return made
-        if any(isinstance(each, Parted) for each in options.values()):
-            self._submit()  # an option is the same for every part
-        prompts = args[0] if args and self.parts > 1 else None
-        if group.role == SAMPLER and endpoint == "generate" and isinstance(prompts, Batch):
-            return self._in_parts(group, prompts, args[1:], options)
-        made = self._by_parts(group, endpoint, args, options)
+        made = self._asked(group, endpoint, args, options)
         follow = self.follows.get(f"{role}.{endpoint}")
         return made if follow is None else follow(made)
 
-    def _in_parts(
-        self, group: Group, prompts: Batch, args: Sequence[Any], options: Mapping[str, Any]
-    ) -> Pending:
-        """The answers to a batch of prompts, whose parts are there one after the other."""
-        given = dict(zip(("samples", "sampling"), args, strict=False)) | dict(options)
-        sizes = [size for size in shares(len(prompts), self.parts) if size]
-        ends = list(accumulate(sizes))
-        cut = [prompts.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        first = group.call("first_part", *cut, **given)
-        made = [first, *(group.call("next_part") for _ in cut[1:])]
-        return self._later(f"{group.of}.generate", len(made), lambda index: made[index])
-
-    def _by_parts(
-        self, group: Group, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]
-    ) -> Pending:
-        """A call, part by part where its rows come so: what is cut by rows, or trained as they come."""
-        called, parts, stage = group.endpoints.get(endpoint), _parts(args), f"{group.of}.{endpoint}"
-        if called is None or not parts:
-            return self._whole(group, endpoint, args, options)
-        if ROWS in called.transfer.receive.values():
-            return self._later(
-                stage, parts, lambda index: group.call(endpoint, *_part(args, index), **options)
-            )
-        if not called.by_parts or not options["passes"].goes_by(parts):
-            return self._whole(group, endpoint, args, options)
-        if any(each.stage.startswith(f"{group.of}.") for each, _ in self._chain):
-            self._submit()  # what it is asked before the first of its weights changes
-
-        def train(index: int) -> Pending:
-            made = group.call(endpoint, *_part(args, index), **options, part=(index, parts))
-            if group.of == "policy" and self.ready_parts > 1 and index < parts - 1:
-                self.follows["policy.publish"](group.call("publish"))
-            return made
-
-        return self._later(stage, parts, train, is_partial=True)
-
-    def _whole(self, group: Group, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Pending:
-        self._submit()
+    def _asked(self, group: Group, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Pending:
+        """A stage of a role, asked of its group."""
         return group.call(endpoint, *args, **options)
-
-    def _later(
-        self, stage: str, parts: int, make: Callable[[int], Pending], *, is_partial: bool = False
-    ) -> Pending:
-        """A stage that is asked part by part, each after what the step asks of that part before."""
-        if self._chain and self._chain_parts != parts:
-            self._submit()
-        made = Parted(stage, parts, self._submit, is_partial=is_partial)
-        self._chain_parts = parts
-        self._chain.append((made, make))
-        return made
-
-    def _submit(self) -> None:
-        """Ask for all that is asked part by part: every stage of the first part, then of the second, ..."""
-        chain, self._chain = self._chain, []
-        for index in range(self._chain_parts):
-            for made, make in chain:
-                made.parts.append(make(index))
-        for made, _ in chain:
-            made.complete()
 
     def measure(self, stage: str) -> Measure | None:
         """What is measured of a stage's result."""
@@ -176,26 +108,13 @@ class GroupExecutor:
         options: Mapping[str, Any],
     ) -> Pending:
         """See Executor."""
-        name, work = formula.__name__, (program.apply, apply_formula)
-
-        def make(rows: Sequence[Any]) -> Pending:
-            return self._at([self._home(rows)], name, work, [formula, into, *rows], options)
-
-        is_whole = into is None or any(isinstance(each, Parted) for each in options.values())
-        parts = 0 if is_whole or not is_of_groups(formula) else _parts(batches)
-        if not parts:
-            return make(batches)
-        return self._later(name, parts, lambda index: make(_part(batches, index)))
+        work, home = (program.apply, apply_formula), self._home(batches)
+        return self._at([home], formula.__name__, work, [formula, into, *batches], options)
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""
         given = [batch] if by is None else [batch, by]
-
-        def make(rows: Sequence[Any]) -> Pending:
-            return self.apply(rows_where, field, *rows, place=self._home(rows))
-
-        parts = _parts(given)
-        return self._later("filter", parts, lambda i: make(_part(given, i))) if parts else make(given)
+        return self.apply(rows_where, field, *given, place=self._home(given))
 
     def gather(self, batches: Sequence[Any], rows: int) -> Pending:
         """The first ``rows`` rows of the batches laid end to end; see Supply."""
@@ -213,7 +132,6 @@ class GroupExecutor:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
     ) -> Pending:
-        self._submit()
         given = [self._sent(each, name) for each in arguments]
         named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
         packed = self._backend.pack(named, f"option of {name}:")
@@ -248,7 +166,6 @@ class GroupExecutor:
         self, role: str, rank: int, parts: int, function: Callable[..., Any], *arguments: Any
     ) -> list[Pending]:
         """As ``on_rank``, each of the ``parts`` of the returned tuple a result of its own."""
-        self._submit()
         place, name = self.groups[role].places[rank], f"{role}.{function.__name__}"
         given = [self._sent(each, name) for each in arguments]
         made = self._backend.submit(place, program.deal, name, role, function, given, {}, results=parts + 1)
@@ -285,17 +202,6 @@ class GroupExecutor:
             if isinstance(batch, Pending):
                 return batch.places[0]
         return next(iter(self.groups.values())).places[0]
-
-
-def _parts(values: Sequence[Any]) -> int:
-    """In how many parts some results come; 0 where not all come in as many."""
-    counts = {each.count if isinstance(each, Parted) else 0 for each in values}
-    return counts.pop() if len(counts) == 1 else 0
-
-
-def _part(values: Sequence[Any], index: int) -> list[Any]:
-    """The same part of each."""
-    return [each.parts[index] for each in values]
 
 
 def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch, **options: Any) -> Any:

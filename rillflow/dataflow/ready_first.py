@@ -29,13 +29,14 @@ from dataclasses import dataclass, field, replace
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.delivery import Delivery, Parcel
 from rillflow.dataflow.executor import GroupExecutor
+from rillflow.dataflow.parted import Parted
 from rillflow.errors import RolloutError
 from rillflow.freshness.admission import HardBound
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum
 from rillflow.roles.sampler import Advanced, GroupId, Sampler
 from rillflow.rollout.config import SamplingConfig
-from rillflow.workers.pending import Parted, Pending, joined, wait_for_any
+from rillflow.workers.pending import Pending, joined, wait_for_any
 from rillflow.workers.values import Facts
 
 ADVANCE_S = 0.1

@@ -7,8 +7,8 @@ stage ── ranks' results stay where they are ──> Pending ── Rows, Who
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import Backend, Place
@@ -138,42 +138,6 @@ class Pending(Handle):
             f"the deadline is {deadline_s:g} s",
             fix="look at that rank's output and load, or raise placement.deadline_s",
         )
-
-
-class Parted(Pending):
-    """One stage's result that comes in parts, laid end to end.
-
-    Args:
-        stage: what makes it.
-        count: how many.
-        submit: has the parts asked for, and ``complete`` called; once somebody needs to know of them.
-        is_partial: whether parts are shares to be added.
-    """
-
-    def __init__(self, stage: str, count: int, submit: Callable[[], None], *, is_partial: bool) -> None:
-        Handle.__init__(self, stage)
-        self.count = count
-        self.parts: list[Pending] = []
-        self._submit, self._are_shares = submit, is_partial
-
-    @classmethod
-    def of(cls, whole: Pending) -> Parted:
-        """What has been joined of parts, as one that comes in those."""
-        made = cls(whole.stage, len(whole.parts), lambda: None, is_partial=False)
-        made.__dict__ |= whole.__dict__
-        return made
-
-    def complete(self) -> None:
-        """All parts are there."""
-        self.__dict__ |= joined(self.stage, self.parts, is_partial=self._are_shares).__dict__
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in ("places", "_facts", "_references"):  # what others begin with
-                return super().__getattr__(name)
-            self._submit()
-            return self.__dict__[name]
 
 
 def joined(

@@ -35,11 +35,16 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 11_448
+TRUNK_LINES = 11_355
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 25_495
+PACKAGE_LINES = 25_407
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
-SUBSYSTEMS = {"data_plane/": 2_026, "service/": 433, "dataflow/ready_first.py": 240}
+SUBSYSTEMS = {
+    "data_plane/": 2_026,
+    "service/": 433,
+    "dataflow/parted.py": 130,
+    "dataflow/ready_first.py": 240,
+}
 """What has a budget of its own; a run that streams no rows does without."""
 PLANNER = [
     "rillflow/planner/",

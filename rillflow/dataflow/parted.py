@@ -1,0 +1,189 @@
+"""Parted: stages asked part by part, so that the rows of one go on while later ones are made.
+
+    stage      part 1   part 2   part 3        asked in the order of columns: the second stage of the first
+    generate     1        4        7           part does not queue behind the first stage of the last one
+    score        2        5        8
+    update       3        6        9
+
+What needs all rows at once (whitening, an update that mixes them, a number) is asked after all parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from rillflow.cluster.backend import Backend, Place
+from rillflow.cluster.config import SAMPLER
+from rillflow.dataflow.executor import GroupExecutor
+from rillflow.formulas import is_of_groups
+from rillflow.graph.handle import Handle
+from rillflow.records.batch import Batch
+from rillflow.workers.group import Group
+from rillflow.workers.pending import Pending, joined
+from rillflow.workers.transfer import ROWS
+from rillflow.workers.values import shares
+
+
+class Parted(Pending):
+    """One stage's result that comes in parts, laid end to end.
+
+    Args:
+        stage: what makes it.
+        count: how many.
+        submit: has the parts asked for, and ``complete`` called; once somebody needs to know of them.
+        is_partial: whether parts are shares to be added.
+    """
+
+    def __init__(self, stage: str, count: int, submit: Callable[[], None], *, is_partial: bool) -> None:
+        Handle.__init__(self, stage)
+        self.count = count
+        self.parts: list[Pending] = []
+        self._submit, self._are_shares = submit, is_partial
+
+    @classmethod
+    def of(cls, whole: Pending) -> Parted:
+        """What has been joined of parts, as one that comes in those."""
+        made = cls(whole.stage, len(whole.parts), lambda: None, is_partial=False)
+        made.__dict__ |= whole.__dict__
+        return made
+
+    def complete(self) -> None:
+        """All parts are there."""
+        self.__dict__ |= joined(self.stage, self.parts, is_partial=self._are_shares).__dict__
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in ("places", "_facts", "_references"):  # what others begin with
+                return super().__getattr__(name)
+            self._submit()
+            return self.__dict__[name]
+
+
+class PartedExecutor(GroupExecutor):
+    """Runs stages on groups, part by part where rows come so.
+
+    Args:
+        groups: by name; several may serve one role.
+        backend: where they are.
+        parts: of the policy's answers to a batch of prompts.
+        publishes: whether the policy publishes after each part of an update.
+    """
+
+    def __init__(
+        self, groups: Mapping[str, Group], backend: Backend, *, parts: int, publishes: bool = False
+    ) -> None:
+        super().__init__(groups, backend)
+        self._parts, self._publishes = parts, publishes
+        self._chain: list[tuple[Parted, Callable[[int], Pending]]] = []
+        self._chain_parts = 0
+
+    def compute(
+        self,
+        formula: Callable[..., Any],
+        batches: Sequence[Any],
+        into: str | None,
+        options: Mapping[str, Any],
+    ) -> Pending:
+        """See Executor."""
+        is_whole = into is None or any(isinstance(each, Parted) for each in options.values())
+        parts = 0 if is_whole or not is_of_groups(formula) else _parts(batches)
+        one = super().compute
+        if not parts:
+            return one(formula, batches, into, options)
+        return self._later(
+            formula.__name__, parts, lambda index: one(formula, _part(batches, index), into, options)
+        )
+
+    def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
+        """See Executor."""
+        given, one = [batch] if by is None else [batch, by], super().filter
+        parts = _parts(given)
+        if not parts:
+            return one(batch, field, by)
+        return self._later(
+            "filter", parts, lambda index: one(_part([batch], index)[0], field, *_part(given[1:], index))
+        )
+
+    def _asked(self, group: Group, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Pending:
+        if any(isinstance(each, Parted) for each in options.values()):
+            self._submit()  # an option is the same for every part
+        if (
+            group.role == SAMPLER
+            and endpoint == "generate"
+            and self._parts > 1
+            and isinstance(args[0], Batch)
+        ):
+            return self._answers(group, args[0], args[1:], options)
+        called, parts, stage = group.endpoints.get(endpoint), _parts(args), f"{group.of}.{endpoint}"
+        if called is not None and parts and ROWS in called.transfer.receive.values():
+            return self._later(
+                stage, parts, lambda index: group.call(endpoint, *_part(args, index), **options)
+            )
+        if called is None or not parts or not called.by_parts or not options["passes"].goes_by(parts):
+            self._submit()
+            return super()._asked(group, endpoint, args, options)
+        if any(each.stage.startswith(f"{group.of}.") for each, _ in self._chain):
+            self._submit()  # what it is asked before the first of its weights changes
+
+        def train(index: int) -> Pending:
+            made = group.call(endpoint, *_part(args, index), **options, part=(index, parts))
+            if self._publishes and group.of == "policy" and index < parts - 1:
+                self.follows["policy.publish"](group.call("publish"))
+            return made
+
+        return self._later(stage, parts, train, is_partial=True)
+
+    def _answers(
+        self, group: Group, prompts: Batch, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> Pending:
+        """The answers to a batch of prompts, whose parts are there one after the other."""
+        given = dict(zip(("samples", "sampling"), args, strict=False)) | dict(options)
+        sizes = [size for size in shares(len(prompts), self._parts) if size]
+        ends = list(accumulate(sizes))
+        cut = [prompts.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        first = group.call("first_part", *cut, **given)
+        made = [first, *(group.call("next_part") for _ in cut[1:])]
+        return self._later(f"{group.of}.generate", len(made), lambda index: made[index])
+
+    def _later(
+        self, stage: str, parts: int, make: Callable[[int], Pending], *, is_partial: bool = False
+    ) -> Pending:
+        """A stage that is asked part by part, each after what the step asks of that part before."""
+        if self._chain and self._chain_parts != parts:
+            self._submit()
+        made = Parted(stage, parts, self._submit, is_partial=is_partial)
+        self._chain_parts = parts
+        self._chain.append((made, make))
+        return made
+
+    def _submit(self) -> None:
+        """Ask for all that is asked part by part: every stage of the first part, then of the second, ..."""
+        chain, self._chain = self._chain, []
+        for index in range(self._chain_parts):
+            for made, make in chain:
+                made.parts.append(make(index))
+        for made, _ in chain:
+            made.complete()
+
+    def _at(self, places: Sequence[Place], *how: Any) -> Pending:
+        self._submit()
+        return super()._at(places, *how)
+
+    def deal(self, *how: Any) -> list[Pending]:
+        """See GroupExecutor."""
+        self._submit()
+        return super().deal(*how)
+
+
+def _parts(values: Sequence[Any]) -> int:
+    """In how many parts some results come; 0 where not all come in as many."""
+    counts = {each.count if isinstance(each, Parted) else 0 for each in values}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _part(values: Sequence[Any], index: int) -> list[Any]:
+    """The same part of each."""
+    return [each.parts[index] for each in values]
