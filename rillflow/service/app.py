@@ -20,12 +20,12 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from numpy.typing import NDArray
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -43,6 +43,9 @@ OPERATIONS = {model.__name__.lower(): model for model in OF_STREAMS}
 WITH_TENSORS = ("begin", "done", "drop")
 """Operations whose request comes in the metadata of tensors."""
 TENSORS = "application/x-safetensors"
+BODY_WITHIN_S = 30.0
+SLOWEST_BYTES_S = 2**20
+"""A body is to come within 30 s, and a second more for each MiB that is announced."""
 CLIENT = "x-rillflow-client"
 """The header in which a client says who it is; leases are its."""
 
@@ -78,10 +81,15 @@ class Service:
         routes.append(Route("/v1/weights", self._guarded(self.put_weights), methods=["PUT"]))
         routes.append(Route("/v1/weights", self._guarded(self.get_weights), methods=["GET"]))
         routes.append(Route("/openapi.json", self._guarded(self.describe), methods=["GET"]))
-        routes.append(
-            Route("/{path:path}", self._guarded(self.refuse), methods=["GET", "POST", "PUT", "DELETE"])
+        refuse = self._guarded(self.refuse)
+
+        async def unknown(request: Request, error: Exception) -> Response:
+            del error
+            return cast(Response, await refuse(request))
+
+        return Starlette(
+            routes=routes, lifespan=self._living, exception_handlers={404: unknown, 405: unknown}
         )
-        return Starlette(routes=routes, lifespan=self._living)
 
     async def operate(self, request: Request) -> Response:
         """Carry one operation out."""
@@ -152,7 +160,7 @@ class Service:
         return Response(body, media_type=TENSORS, headers={"x-rillflow-version": str(version)})
 
     async def refuse(self, request: Request) -> Response:
-        """There is no such path."""
+        """There is no such path, or not with this method."""
         raise Declined(
             404,
             f"there is no {request.method} {request.url.path[:80]}",
@@ -192,14 +200,20 @@ class Service:
         announced = request.headers.get("content-length", "0")
         body = bytearray()
         too_long = Declined(
-            413, f"a body of {announced} bytes", why=f"{most} is the most", fix="send fewer groups"
+            413, f"a body of {announced[:20]} bytes", why=f"{most} is the most", fix="send fewer groups"
         )
-        if not announced.isdecimal() or int(announced) > most:
+        if not announced.isdecimal() or len(announced) > 20 or int(announced) > most:
             raise too_long
-        async for piece in request.stream():
-            body += piece
-            if len(body) > most:
-                raise too_long
+        within_s = BODY_WITHIN_S + int(announced) / SLOWEST_BYTES_S
+        try:
+            async with asyncio.timeout(within_s):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > most:
+                        raise too_long
+        except (TimeoutError, ClientDisconnect):
+            what = f"{len(body)} bytes came of a body of {announced}"
+            raise Declined(408, what, why=f"all are due in {within_s:g} s", fix="send it again") from None
         return body
 
 
@@ -209,7 +223,8 @@ def openapi() -> dict[str, Any]:
         "description": "what is wrong, why it cannot be, what to do",
         "content": {"application/json": {}},
     }
-    answers = {"200": {"description": "done"}, "401": error, "413": error, "422": error}
+    answers = {"200": {"description": "done"}, **dict.fromkeys(("401", "408", "413", "422"), error)}
+    maybe = {**answers, "204": {"description": "the stream's end, or nothing newer in time"}}
     paths: dict[str, Any] = {}
     for name, model in OPERATIONS.items():
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -223,7 +238,7 @@ def openapi() -> dict[str, Any]:
             "post": {
                 "summary": told,
                 "requestBody": {"content": content, "required": True},
-                "responses": answers,
+                "responses": maybe if model is Take else answers,
             }
         }
     query = [
@@ -231,8 +246,13 @@ def openapi() -> dict[str, Any]:
         for name in ("version", "newer_than", "wait_s")
     ]
     paths["/v1/weights"] = {
-        "put": {"summary": "Weights of a version are there.", "parameters": query[:1], "responses": answers},
-        "get": {"summary": "The newest weights.", "parameters": query[1:], "responses": answers},
+        "put": {
+            "summary": "Weights of a version are there.",
+            "parameters": query[:1],
+            "requestBody": {"content": {TENSORS: {"schema": {}}}, "required": True},
+            "responses": {**answers, "409": error},
+        },
+        "get": {"summary": "The newest weights.", "parameters": query[1:], "responses": maybe},
     }
     defs: dict[str, Any] = {}
     for model in OPERATIONS.values():

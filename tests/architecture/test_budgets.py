@@ -40,8 +40,8 @@ TRUNK_LINES = 11_355
 PACKAGE_LINES = 25_407
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
-    "data_plane/": 2_026,
-    "service/": 433,
+    "data_plane/": 2_024,
+    "service/": 459,
     "dataflow/parted.py": 130,
     "dataflow/ready_first.py": 240,
 }

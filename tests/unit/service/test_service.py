@@ -9,13 +9,17 @@ import socket
 import string
 import threading
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rillflow.errors import StreamError
 from rillflow.service.client import ServiceClient
@@ -227,24 +231,149 @@ def value(schema: dict[str, Any], defs: dict[str, Any], draw: random.Random) -> 
     return None
 
 
-def test_whatever_the_document_allows_is_answered_and_the_service_lives(folder: Path) -> None:
-    status, document = raw(folder, "GET", "/openapi.json")
-    assert status == 200 and document["openapi"].startswith("3.1")
-    defs, draw, codes = document["components"]["schemas"], random.Random(1), set()
+def document(folder: Path) -> dict[str, Any]:
+    status, found = raw(folder, "GET", "/openapi.json")
+    assert status == 200 and found["openapi"].startswith("3.1")
+    return found
+
+
+def test_whatever_the_document_allows_is_answered_as_it_says_and_the_service_lives(folder: Path) -> None:
+    told = document(folder)
+    defs, draw, codes = told["components"]["schemas"], random.Random(1), set()
     client = ServiceClient(folder, name="witness")
     name = stream(client)
-    for path, methods in document["paths"].items():
-        for content in [methods[each]["requestBody"]["content"] for each in methods if each == "post"]:
-            for kind, media in content.items():
-                for _ in range(40):
-                    says = value(media["schema"], defs, draw)
+    for path, methods in told["paths"].items():
+        for method, operation in methods.items():
+            for _ in range(40):
+                query = {
+                    each["name"]: value(each["schema"], {}, draw) for each in operation.get("parameters", ())
+                }
+                query |= {"wait_s": 0} if "wait_s" in query else {}
+                query |= (
+                    {"version": -1 - draw.randrange(9)} if draw.random() < 0.7 and "version" in query else {}
+                )
+                body = b""
+                for kind, media in operation.get("requestBody", {"content": {}})["content"].items():
+                    says = value(media["schema"], defs, draw) if media["schema"] else {}
                     if isinstance(says, dict):
-                        says |= {"wait_s": 0} if "wait_s" in media["schema"]["properties"] else {}
+                        says |= {"wait_s": 0} if "wait_s" in media["schema"].get("properties", {}) else {}
                         says |= {"stream": name} if draw.random() < 0.5 else {}
                     ids = {".ids": np.array(draw.choices([-1, 0, 9], k=2)), "prompt": np.zeros(2)}
                     body = json.dumps(says).encode() if kind.endswith("json") else encoded(says, ids)
-                    status, said = raw(folder, "POST", path, body)
-                    codes.add(status)
-                    assert status in (200, 204, 413, 422), (path, says, status)
-                    assert status < 400 or said["what"]
-    assert codes >= {200, 422} and client.status(name)["begun"] == 0
+                status, said = raw(folder, method.upper(), f"{path}?{urlencode(query)}", body)
+                codes.add(status)
+                assert str(status) in operation["responses"], (method, path, query, body, status)
+                assert status < 400 or said["what"]
+    assert codes >= {200, 204, 409, 422} and client.status(name)["begun"] == 0
+
+
+def valid(name: str) -> dict[str, bytes]:
+    """A body of every operation that the service would carry out, or refuse for what it says."""
+    columns = {"prompt": np.arange(3), "prompt.lengths": np.array([1, 2]), ".rows": np.array([1, 1])}
+    says = {"stream": name, "stage": "sample", "count": 1, "wait_s": 0, "lease_s": 0}
+    return {
+        "create": json.dumps({"stream": name, "columns": COLUMNS, "stages": STAGES, "capacity": 16}).encode(),
+        "begin": encoded({"stream": name, "wait_s": 0}, columns),
+        "take": json.dumps(says).encode(),
+        "done": encoded({"stream": name, "lease": 1}, {".ids": np.array([0]), "x": np.zeros(3)}),
+        "return": json.dumps({"stream": name, "lease": 1}).encode(),
+        "drop": encoded({"stream": name, "reason": "seen"}, {".ids": np.array([0, 0, 1])}),
+        "look": json.dumps({"stream": name}).encode(),
+        "weights?version=-1": encoded({}, {"w": np.zeros(2)}),
+    }
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_request_that_is_damaged_anywhere_is_answered_and_the_service_lives(
+    folder: Path, data: st.DataObject
+) -> None:
+    client = ServiceClient(folder, name="witness")
+    client.create("damaged", columns=COLUMNS, stages=STAGES, capacity=16)
+    path, body = data.draw(st.sampled_from([*valid("damaged").items()]))
+    method = data.draw(st.sampled_from(["POST", "PUT", "GET", "PATCH", "DELETE", "OPTIONS", "NOSUCH"]))
+    at, patch = data.draw(st.integers(0, len(body))), data.draw(st.binary(max_size=12))
+    body = body[:at] + patch + body[at + data.draw(st.integers(0, 12)) :]
+    headers = {
+        "X_Rillflow_Client": data.draw(st.text("ab/ \xff", max_size=80)).strip() or "x",
+        "Content_Type": data.draw(st.sampled_from(["application/json", "text/html", "multipart/form-data"])),
+    }
+    path = data.draw(st.sampled_from([path, path.upper(), path + "%00", "../" + path]))
+    status, said = raw(folder, method, f"/v1/{path}", body, **headers)
+    assert status < 500 and (status < 400 or said["what"]), (method, path, body, status)
+    assert client.status("damaged")["capacity"] == 16
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "said"),
+    [
+        ({"prompt": (np.arange(3.0), np.array([1, 2]))}, [1, 1], "column 'prompt' is float64"),
+        ({"prompt": (np.arange(4), np.array([1, 2]))}, [1, 1], r"column 'prompt' is int64 \[4\]"),
+        ({"prompt": (np.arange(3), np.array([4, -1]))}, [1, 1], "prompt.lengths is int64"),
+        ({"prompt": np.arange(2)}, [1, 1], "'prompt.lengths' is missing"),
+        ({"prompt": PROMPTS, "tokens": PROMPTS}, [1, 1], "'tokens' is not for this writer"),
+    ],
+)
+def test_columns_of_another_type_or_length_are_refused(
+    folder: Path, columns: dict[str, Any], rows: list[int], said: str
+) -> None:
+    client = ServiceClient(folder, name="task")
+    name = stream(client)
+    with pytest.raises(StreamError, match=said):
+        client.begin(name, columns, rows=rows)
+    assert client.status(name)["begun"] == 0
+
+
+def test_rows_that_are_said_twice_begin_once_and_are_done_once(folder: Path) -> None:
+    client = ServiceClient(folder, name="sampler")
+    name = stream(client)
+    assert [client.begin(name, {"prompt": PROMPTS}, rows=[1, 1], key="k") for _ in range(2)] == [[0, 1]] * 2
+    taken = client.take(name, "sample", 2)
+    assert taken is not None
+    twice = replace(taken, ids=np.array([0, 0]))
+    own = {"tokens": (np.arange(2), np.array([1, 1])), "reward": np.zeros(2, np.float32)}
+    with pytest.raises(StreamError, match="with a group twice at once"):
+        client.done(twice, own)
+    client.done(taken, own)
+    with pytest.raises(StreamError, match="does not have group 0"):
+        client.done(taken, own)
+    assert client.status(name)["stages"]["sample"]["done"] == 2
+
+
+def half_sent(folder: Path, sent: bytes) -> socket.socket:
+    end = socket.socket(socket.AF_UNIX)
+    end.settimeout(60.0)
+    end.connect(str(folder / "socket"))
+    end.sendall(sent)
+    return end
+
+
+def slow_heads(folder: Path) -> list[bytes]:
+    token = f"Authorization: Bearer {(folder / 'token').read_text()}\r\n"
+    return [
+        b"",
+        b"POST /v1/look HT",
+        f"POST /v1/look HTTP/1.1\r\nHost: x\r\n{token}".encode(),
+        f"POST /v1/begin HTTP/1.1\r\nHost: x\r\n{token}Content-Length: 99\r\n\r\n{{".encode(),
+    ]
+
+
+def test_requests_that_never_end_hold_up_nobody(folder: Path) -> None:
+    ends = [half_sent(folder, each) for each in slow_heads(folder) for _ in range(20)]
+    client = ServiceClient(folder, name="quick")
+    began = time.monotonic()
+    name = stream(client)
+    assert client.status(name)["begun"] == 0 and time.monotonic() - began < 10.0
+    for each in ends:
+        each.close()
+    assert client.status(name)["begun"] == 0
+
+
+@pytest.mark.slow
+def test_requests_that_never_end_are_ended(folder: Path) -> None:
+    heads = slow_heads(folder)
+    ends = [half_sent(folder, each) for each in heads]
+    for end in ends[:3]:
+        assert end.recv(1000) == b""
+    answer = ends[3].recv(4000)
+    assert answer.startswith(b"HTTP/1.1 408") and b"1 bytes came of a body of 99" in answer
