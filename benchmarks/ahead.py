@@ -28,7 +28,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -45,6 +45,8 @@ from rillflow.graph.handle import Handle
 from rillflow.observe.reader import SpanRecord, read_evaluations, read_metrics, read_spans
 from rillflow.planner.workload import Lengths
 from rillflow.records.batch import Batch
+from rillflow.records.rollout import Rollout
+from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.engine import Capability
 from rillflow.rollout.native.engine import NativeEngine
@@ -66,6 +68,8 @@ LADDER = {
     "1 ahead": ("algorithm.freshness=1",),
     "1 ahead, by parts": (PARTS, "algorithm.freshness=1"),
     "4 ahead, by parts": (PARTS, "algorithm.freshness=4"),
+    "4 ahead, ready first": ("algorithm.freshness=4", "algorithm.order=ready_first"),
+    "4 ahead, late dropped": ("algorithm.freshness=4", "algorithm.order=ready_first", "algorithm.late=drop"),
 }
 """The settings of each rung; sampler, scores and trainer have a pool each."""
 STAGES = ("policy.generate", "reward.score", "policy.update")
@@ -125,6 +129,14 @@ BOUNDS = {
         "algorithm.loss.correction_bounds=[0, 5]",
     ),
     "8": ("algorithm.freshness=8",),
+    "4, ready first": ("algorithm.freshness=4", "algorithm.order=ready_first"),
+    "4, ready first, decoupled": (
+        "algorithm.freshness=4",
+        "algorithm.order=ready_first",
+        "algorithm.old_logprobs=trainer",
+        "algorithm.loss.correction=tis",
+        "algorithm.loss.correction_bounds=[0, 5]",
+    ),
 }
 APART = [
     "placement.backend=inline",
@@ -151,6 +163,11 @@ class SleepingEngine(NativeEngine):
 
     can: ClassVar = frozenset(Capability)
 
+    def __init__(self, *given: Any, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self._due: dict[RowId, float] = {}
+        self._ended: list[Rollout] = []
+
     def generate_parts(
         self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
     ) -> Iterator[Batch]:
@@ -160,6 +177,29 @@ class SleepingEngine(NativeEngine):
             done += len(rollouts)
             time.sleep(max(0.0, began + max(milliseconds[:done]) / 1000 - time.monotonic()))
             yield rollouts
+
+    @property
+    def has_work(self) -> bool:
+        """See Engine; rows that sleep are at work."""
+        return bool(self._due) or super().has_work
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        """See Engine."""
+        row = rollout.row
+        place = (row.prompt * SAMPLES + row.sample) % (PROMPTS * SAMPLES)
+        self._due.setdefault(row, time.monotonic() + row_milliseconds()[place] / 1000)
+        super().add(rollout, sampling)
+
+    def step(self) -> list[Rollout]:
+        """See Engine: a millisecond or more, and the rows that would have been sampled by then."""
+        time.sleep(0.001)
+        self._ended += super().step()
+        now = time.monotonic()
+        found = [each for each in self._ended if self._due[each.row] <= now]
+        self._ended = [each for each in self._ended if self._due[each.row] > now]
+        for each in found:
+            del self._due[each.row]
+        return found
 
 
 def sleeping_reward(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
