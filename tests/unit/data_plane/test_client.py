@@ -290,6 +290,16 @@ def test_rows_that_are_put_twice_with_one_key_begin_once(connect: Connect) -> No
         assert client.begin(name, {"x": torch.ones(1, 4)}, rows=[1], key="step 8").tolist() == [2]
 
 
+def test_workers_that_ask_by_tokens_share_them_evenly_in_whole_groups(connect: Connect) -> None:
+    with connect("one") as one, connect("other") as other:
+        name = stream(one, ONE)
+        one.begin(name, {"x": torch.ones(8, 4)}, rows=[2] * 4, tokens=[5, 6, 7, 100])
+        shares = [client.take(name, "train", 4, tokens=12) for client in (one, other, one)]
+        assert [share.ids.tolist() for share in shares if share] == [[0, 1], [2], [3]]
+        assert [share.tokens.tolist() for share in shares if share] == [[5, 6], [7], [100]]
+        one.drop(name, [0, 1, 2, 3], "seen")
+
+
 def test_what_is_not_there_is_named(connect: Connect) -> None:
     with connect() as client:
         name = stream(client, ONE)
