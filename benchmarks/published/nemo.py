@@ -110,7 +110,7 @@ def cluster(row: Row) -> dict[str, Any]:
         "per_machine": min(joined, row.devices),
         "between": "50 GB/s",
     }
-    engine = {} if row.release >= "0.5" else {"interrupts": False}
+    engine = {} if row.release >= "0.5" else {"interrupts": False, "drains": True}
     return {"name": row.device, "like": row.stack, "fleet": [fleet], "engine": engine}
 
 

@@ -273,14 +273,13 @@ def cluster_text(
         cluster: the file of what it ran on; None for this machine.
         run: what a comment names.
     """
-    cores = observations[0].problem.hardware.devices
     values = {
         name: f"{value:.6g} s" if name.endswith("_s") else float(f"{value:.6g}")
         for name, value in asdict(factors).items()
         if value or not name.startswith("refit")
     }
     said = f"{run} by rillflow calibrate"
-    data = read_toml(cluster) if cluster is not None else _cores(cores)
+    data = read_toml(cluster) if cluster is not None else _cores(observations[0].problem.hardware.devices)
     return toml_text({**data, "calibrated": said, "factors": values}, comment=f"Factors fitted to {said}.")
 
 

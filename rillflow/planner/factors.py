@@ -78,7 +78,9 @@ class EngineFactors:
     offloads: bool = False
     """Whether a model that is not computing keeps its state on the host, unless a sampler is apart."""
     interrupts: bool = True
-    """Whether new weights interrupt the rows of a sampler apart; else it ends what it runs before."""
+    """Whether new weights interrupt the rows of a sampler apart; else each replica ends its rows first."""
+    drains: bool = False
+    """Where they do not: whether they wait until all replicas have ended their rows."""
     rereads: bool = False
     """Whether interrupted rows read their prefixes again under new weights; else they keep their cache."""
     holds_prompts: bool = False

@@ -83,9 +83,7 @@ class CostModel:
         factors, device = self._problem.hardware.factors, self._problem.hardware.fleet(fleet).device
         free = device.memory_bytes * factors.memory - sum(one.resident_bytes for one in options.values())
         working = max((one.working_bytes for one in options.values()), default=0.0)
-        if free < working:
-            return free - working
-        if not any(one.generate_tp for one in options.values()):
+        if free < working or not any(one.generate_tp for one in options.values()):
             return free - working
         copies = sum(one.sampling_bytes for one in options.values())
         apart = sum(one.resident_bytes for one in options.values() if not one.seconds)
@@ -129,12 +127,14 @@ class CostModel:
 
         ``rows x mean tokens / (replicas x n / tau(n))``: n running rows of all ages, at most those that the
         freshness bound k admits, (k + 1) steps' rows. Where new weights do not interrupt rows, a replica ends
-        what it has before it takes them, which it does every k steps: it then runs k steps' rows dry.
+        what it has before it takes them: its part of k + 1 steps' rows runs dry, then the next. Where all
+        replicas drain together, k steps' rows run dry until the last of all has ended.
         """
         workload, rows, engine = self._problem.workload, self._rows(stage), self._problem.hardware.engine
         if not engine.interrupts:
-            bound = max(self._problem.freshness, 1)
-            return self._batch_s(bound * rows, decoder) / bound
+            steps = max(self._problem.freshness, 1) if engine.drains else self._problem.freshness + 1
+            beside = 0 if engine.drains else math.ceil(steps * rows / decoder.replicas)
+            return self._batch_s(steps * rows, decoder, longest_of=beside) / steps
         running = self._running((self._problem.freshness + 1) * rows, decoder)
         decoded_s = rows * workload.response.mean / (decoder.replicas * running)
         decoded_s *= self._token_s(running, decoder)
@@ -149,14 +149,15 @@ class CostModel:
         """Seconds from the beginning of a step's rows until the longest has ended, ahead, by equal chances.
 
         (k + 1) steps' rows hold their places until the longest of their step has ended: on average mean over
-        longest of them run, and each token takes ``tau`` of so many. Where weights do not interrupt rows, as
-        long as by itself.
+        longest of them run, and each token takes ``tau`` of so many. Where weights do not interrupt rows,
+        these drain side by side, or where all replicas drain together the step's own alone.
         """
-        rows = self._rows(stage)
+        rows, engine = self._rows(stage), self._problem.hardware.engine
         longest = self._problem.workload.response.longest(rows)
         mean = float(longest.mean())
-        if not self._problem.hardware.engine.interrupts:
-            return self.generate_s(stage, decoder) * longest / mean
+        if not engine.interrupts:
+            steps = 1 if engine.drains else self._problem.freshness + 1
+            return self._batch_s(steps * rows, decoder, longest_of=rows) * longest / mean
         token_s = self._held_token_s((self._problem.freshness + 1) * rows, mean, decoder)
         return longest * token_s + self._begun_s(rows, decoder)
 
@@ -251,13 +252,11 @@ class CostModel:
         """Every grid of so many devices, with every size of the copies that generate."""
         if unit.name == SAMPLER:
             return [(Grid(dp=devices // tp, tp=tp), tp) for tp in sampling_sizes(unit.shape, devices)]
-        generates, per_machine = (
-            bool(self._problem.generating.intersection(unit.stages)),
-            self._problem.hardware.fleet(fleet).per_machine,
-        )
+        generates = bool(self._problem.generating.intersection(unit.stages))
+        machine = min(self._problem.hardware.fleet(fleet).per_machine, devices)
         return [
             (grid, tp)
-            for grid in grids(unit.shape, devices, min(per_machine, devices))
+            for grid in grids(unit.shape, devices, machine)
             for tp in (divisors(grid.tp) if generates else (0,))
         ]
 

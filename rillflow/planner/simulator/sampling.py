@@ -3,7 +3,8 @@
 prompts ─ rows ─> replicas ─ ended ─┬─> a prompt's wanted samples are there: its others are stopped
                                     └─> Round: the wanted prompts are there: it ends, the rest is put aside
 new weights ─┬─ interrupts ──> Stream: every replica takes them at once, and its rows go on under them
-             └─ else ────────> a replica takes them when it has no rows: it gets none that it may not begin
+             └─ else ────────> a replica takes them when it has no rows, or when none has any (``drains``): it
+                               gets none that it may not begin
 
 consumes        prompts: of a round, or without end; versions of the weights
 waits for       a slot and room in a cache; the admission
@@ -322,6 +323,8 @@ class Stream(_Sampling):
 
     def _refresh(self, now_s: float) -> bool:
         """Let replicas without rows take the newest weights; whether any did."""
+        if self._engine.drains and len(self._empty) < len(self.lanes):
+            return False
         stale = [place for place in self._empty if self.lanes[place].version < self.newest]
         for place in stale:
             self._advance(place, now_s)

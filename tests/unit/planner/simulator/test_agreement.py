@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,13 @@ def test_idle_time_in_step_is_the_same_by_formulas_and_simulated(seed: int) -> N
     for use, time in zip(evaluate(one.problem, costs, one.plan).pools, found.pools, strict=True):
         assert use.idle_share == pytest.approx(time.idle_share, abs=0.03)
         assert time.busy_s + sum(time.idle_s.values()) == pytest.approx(found.wall_s)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_without_interruption_formulas_say_who_waits_for_whom(drains: bool) -> None:
+    """Replicas that each take weights when their own rows have ended, or all when the last of all has."""
+    problem, plan = (one := drawn(163)).problem, one.plan
+    engine = replace(problem.hardware.engine, interrupts=False, drains=drains)
+    problem = replace(problem, hardware=replace(problem.hardware, engine=engine))
+    found = simulate(problem, CostModel(problem), plan, steps=64).settled_step_s
+    assert evaluate(problem, CostModel(problem), plan).step_s == pytest.approx(found, rel=0.06)
