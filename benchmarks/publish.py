@@ -60,6 +60,15 @@ roles = { sampler = "answers" }
 """
 TRAINER, SAMPLER = ("policy.publish", "policy.send"), ("sampler.receive", "sampler.serve")
 """The parts of a publish ahead, on either side: digests and packing, receiving and comparing."""
+EXPOSED: dict[str, tuple[str, ...]] = {
+    "in step": (),
+    "one version ahead": ("algorithm.freshness=1",),
+    "ready first, each of two replicas": (
+        "algorithm.freshness=1",
+        "algorithm.order=ready_first",
+        "placement.pools={ main = 1, answers = 2 }",
+    ),
+}
 PUBLISH = ("policy.digest", "policy.send", "sampler.receive", "policy.publish")
 
 
@@ -70,7 +79,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--write", help="a file for the table")
-    parser.add_argument("--exposed", action="store_true", help="in step and one version ahead, on Ray")
+    parser.add_argument("--exposed", action="store_true", help="in step and ahead, on Ray")
     arguments = parser.parse_args()
     if arguments.exposed:
         print("\n".join(_exposed(arguments.sizes, arguments.steps)))
@@ -124,18 +133,20 @@ def _exposed(sizes: Sequence[str], steps: int) -> Iterator[str]:
     """Seconds in which a publish keeps the trainer from training and the sampler from sampling.
 
     In step both wait from the first digest until the last is compared. Ahead each is kept for what it does
-    itself, and the sampler for as long as it has nothing to do until what it asks for is packed.
+    itself, and the sampler for as long as it has nothing to do until what it asks for is packed; of two
+    replicas that take weights in turn each is kept half of the time that both together are.
     """
     yield "| parameters | | trainer | sampler | a step |"
     yield "|---|---|---|---|---|"
     for name in sizes:
-        for freshness in (0, 1):
+        for mode, settings in EXPOSED.items():
             with tempfile.TemporaryDirectory() as folder:
-                ray = ("placement.backend=ray", f"algorithm.freshness={freshness}")
-                run = _run(name, Path(folder), steps, *ray)
+                run = _run(name, Path(folder), steps, "placement.backend=ray", *settings)
                 spans, metrics = read_spans(run), read_metrics(run)
             taken = statistics.median(one.metrics["run/step_seconds/mean"].value for one in metrics[2:])
-            if freshness:
+            if "replica" in mode:
+                sides = [_busy(spans, TRAINER), _busy(spans, SAMPLER) / 2]
+            elif settings:
                 sides = [_busy(spans, TRAINER), _busy(spans, SAMPLER) + _kept_waiting(spans)]
             else:
                 each = [span for span in spans if span.stage in PUBLISH]
@@ -144,7 +155,7 @@ def _exposed(sizes: Sequence[str], steps: int) -> Iterator[str]:
                 ]
                 sides = [statistics.median(whole)] * 2
             told = " | ".join(f"{side:.3f} s" for side in sides)
-            yield f"| {name} | {'one version ahead' if freshness else 'in step'} | {told} | {taken:.2f} s |"
+            yield f"| {name} | {mode} | {told} | {taken:.2f} s |"
 
 
 def _busy(spans: Sequence[SpanRecord], stages: Sequence[str]) -> float:
