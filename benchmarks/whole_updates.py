@@ -199,7 +199,7 @@ def off_policy(cut: Sequence[int] = (16384, 30)) -> Iterator[Compared]:
         train = TrainConfig(lr=1e-3, beta1=0.0, max_grad_norm=1e9, tokens_per_micro_batch=tokens)
         trainer = Trainer(module, train, total_steps=1)
         trainer.update(batch_of(rows), PolicyLoss(config, max_tokens=MAX_TOKENS), TEMPERATURE)
-        marks = trainer.optimizer.state().tensors
+        marks = trainer.optimizer.state()
         names = [weight for weight, _ in module.named_parameters()]
         found = {weight: marks[f"exp_avg/{weight}"] for weight in names}
         plain = gradient(tiny_qwen2("eager").double(), rows, config)

@@ -22,13 +22,11 @@ from rillflow.parallel.mesh import RankGroups, rank_groups
 from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
+from rillflow.training.optimizer import COUNTER
 from rillflow.training.trainer import Trainer
 from rillflow.weights.layout import Layout, Weight, local_shape, logical_weights, training_layout
 from rillflow.weights.resharding import gathered
 from rillflow.weights.sharded_file import listed_weights, load_sharded, save_sharded
-
-_COUNTER = "counter"
-"""The kind of numbers in a training state that belong to no weight."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,9 +101,7 @@ class Share(Generic[Model]):
         Raises:
             RunDirectoryError: a rank could not write.
         """
-        state = trainer.optimizer.state()
-        tensors = {f"{_COUNTER}/{name}": torch.tensor(count) for name, count in state.counters.items()}
-        tensors |= state.tensors
+        tensors = trainer.optimizer.state()
         listed = self._listed(tensors)
         save_sharded(folder, listed, self._laid(listed), tensors, self.groups.everyone)
 
@@ -124,9 +120,7 @@ class Share(Generic[Model]):
             if everyone.rank in layout[name].mesh.ranks
         }
         load_sharded(folder, listed, layout, tensors, everyone)
-        counters = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_COUNTER}/")}
-        counts = {name.partition("/")[2]: int(count) for name, count in counters.items()}
-        trainer.optimizer.load_state(tensors, counts)
+        trainer.optimizer.load_state(tensors)
 
     def _listed(self, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
         """The logical tensors of a training state, of which this rank has some."""
@@ -136,10 +130,10 @@ class Share(Generic[Model]):
                 for name, tensor in tensors.items()
             }
         kinds = {name.partition("/")[0]: tensor for name, tensor in tensors.items()}
-        counters = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{_COUNTER}/")}
+        counters = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{COUNTER}/")}
         found = {name: Weight(name=name, shape=(), dtype=tensor.dtype) for name, tensor in counters.items()}
         for kind, example in kinds.items():
-            for name, weight in self.weights.items() if kind != _COUNTER else ():
+            for name, weight in self.weights.items() if kind != COUNTER else ():
                 shape = weight.shape if example.dim() else ()
                 found[f"{kind}/{name}"] = Weight(name=f"{kind}/{name}", shape=shape, dtype=example.dtype)
         return found

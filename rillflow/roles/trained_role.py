@@ -71,7 +71,7 @@ class TrainedRole(Generic[Model]):
     @property
     def saved_bytes(self) -> int:
         """Bytes of what ``save`` writes, headers aside."""
-        state = self.trainer.optimizer.state().tensors.values()
+        state = self.trainer.optimizer.state().values()
         return self._share.saved_bytes + sum(tensor.nbytes for tensor in state)
 
     @property

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +24,10 @@ from rillflow.parallel.tensor import local_gradient, own
 from rillflow.training.config import OptimizerConfig
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerState:
-    """What training goes on from, besides the weights; every tensor can be stored as safetensors."""
-
-    tensors: dict[str, Tensor]
-    """``kind/parameter name``: moments, and masters where they are wider than the weights. Not copies; of
-    a parameter that is cut over a mesh what this rank holds, by the name it has in the whole module."""
-    counters: dict[str, int]
-    """``step``: optimiser steps made."""
+COUNTER = "counter"
+"""The kind of numbers in a training state that belong to no weight."""
+_STEPS = f"{COUNTER}/step"
+"""Optimiser steps made."""
 
 
 class Optimizer:
@@ -150,16 +142,20 @@ class Optimizer:
         for parameter in (*self._weights.values(), *self._masters.values()):
             parameter.grad = None
 
-    def state(self) -> TrainerState:
-        """The present state, by parameter name."""
+    def state(self) -> dict[str, Tensor]:
+        """What training goes on from, besides the weights, by ``kind/parameter name``.
+
+        Moments, masters where they are wider than the weights, and the number of steps. Not copies; of a
+        parameter that is cut over a mesh what this rank holds, by the name it has in the whole module.
+        """
         tensors = {f"master/{name}": self._masters[name].detach() for name in self._narrow}
         for name, master in self._masters.items():
             if master in self._adamw.state:
                 moments = self._adamw.state[master]
                 tensors |= {f"{kind}/{name}": moments[kind] for kind in _MOMENTS}
-        return TrainerState(tensors=tensors, counters={"step": self.steps})
+        return {_STEPS: torch.tensor(self.steps), **tensors}
 
-    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a state; the module's weights are those of the same moment.
 
         Raises:
@@ -175,7 +171,7 @@ class Optimizer:
                 moments = {kind: tensors[f"{kind}/{name}"] for kind in _MOMENTS}
                 self._adamw.state[master] = {k: v.to(master.device, copy=True) for k, v in moments.items()}
         self._publish()
-        self.steps = counters["step"]
+        self.steps = int(tensors[_STEPS])
 
     def _found(self) -> dict[str, Tensor]:
         """The gathered gradients."""
@@ -189,6 +185,7 @@ class Optimizer:
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
         stepped = [name for name in self._masters if f"step/{name}" in tensors]
         expected = {f"master/{name}": self._masters[name].shape for name in self._narrow}
+        expected[_STEPS] = torch.Size()
         for name in stepped:
             shape = self._masters[name].shape
             expected |= {f"step/{name}": torch.Size(), f"exp_avg/{name}": shape, f"exp_avg_sq/{name}": shape}

@@ -66,14 +66,6 @@ class _Saved:
     slice: Slice
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Contents:
-    """A list that fits the weights, and hangs together."""
-
-    saved: dict[str, list[_Saved]]
-    files: dict[str, Any]
-
-
 def save_sharded(
     folder: Path, weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
 ) -> None:
@@ -139,31 +131,30 @@ def load_sharded(
         RunDirectoryError: a file is missing, changed, no plain file, or of a newer format, or the weights are
             another model's. No tensor has been touched, on any rank.
     """
-    contents: list[_Contents] = []
+    found: dict[str, list[_Saved]] = {}
 
     def check() -> str:
-        contents.append(_read_list(folder, weights))
-        for place, name in enumerate(contents[0].files):
+        body = _body(folder)
+        found.update(_read_list(body, weights))
+        for place, (name, written) in enumerate(body["files"].items()):
             if place % ranks.size == ranks.rank:
-                _check_file(folder, name, contents[0], weights)
+                _check_file(folder, name, written, found, weights)
         return ""
 
     _together(ranks, device_of(tensors), check, folder)
     with contextlib.ExitStack() as stack:
-        files = {
-            name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in contents[0].files
-        }
+        names = {saved.file for slices_of in found.values() for saved in slices_of}
+        files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
         for name, weight in weights.items():
             placement = layout[name]
             if ranks.rank not in placement.mesh.ranks:
                 continue
             held, target = intervals(placement, weight.shape, ranks.rank), own(tensors[name])
             for wanted in slices(placement, weight.shape)[ranks.rank]:
-                for saved in contents[0].saved[name]:
+                for saved in found[name]:
                     box = wanted.intersection(saved.slice)
                     if not box.is_empty:
-                        found = _read(files[saved.file], saved, box)
-                        target[local_index(held, box)].copy_(found)
+                        target[local_index(held, box)].copy_(_read(files[saved.file], saved, box))
 
 
 def listed_weights(folder: Path) -> dict[str, Weight]:
@@ -225,13 +216,12 @@ def _list(weights: Weights, layout: Layout, size: int, hashes: list[str]) -> byt
     return json.dumps(text, indent=1).encode()
 
 
-def _read_list(folder: Path, weights: Weights) -> _Contents:
-    """The list of a checkpoint, checked.
+def _read_list(body: Any, weights: Weights) -> dict[str, list[_Saved]]:
+    """The slices of every weight in the list of a checkpoint, checked.
 
     Raises:
         RunDirectoryError: it is not a list of these weights; it says what is wrong.
     """
-    body = _body(folder)
     listed = body["weights"]
     if missing := sorted(listed.keys() ^ weights.keys()):
         side = "the checkpoint" if missing[0] in listed else "the model"
@@ -246,7 +236,7 @@ def _read_list(folder: Path, weights: Weights) -> _Contents:
             )
         found[name] = [_saved(entry, body["files"]) for entry in listed[name]["slices"]]
         _require_whole(weight, [saved.slice for saved in found[name]])
-    return _Contents(saved=found, files=body["files"])
+    return found
 
 
 def _body(folder: Path) -> Any:
@@ -279,7 +269,9 @@ def _require_whole(weight: Weight, boxes: list[Slice]) -> None:
         raise _unusable(f"slices of {weight.name} overlap")
 
 
-def _check_file(folder: Path, name: str, contents: _Contents, weights: Weights) -> None:
+def _check_file(
+    folder: Path, name: str, written: Any, found: Mapping[str, list[_Saved]], weights: Weights
+) -> None:
     """A file is what was written, and holds what the list says.
 
     Raises:
@@ -288,12 +280,10 @@ def _check_file(folder: Path, name: str, contents: _Contents, weights: Weights) 
     if not _FILE.fullmatch(name):
         raise _unusable(f"{name!r} is no name of a file of a checkpoint")
     path = _plain(folder, name)
-    if _hash(path) != contents.files[name]:
+    if _hash(path) != written:
         raise _unusable(f"{name} is not what was written")
     with safe_open(path, framework="pt") as file:
-        here = [
-            (weight, one) for weight, found in contents.saved.items() for one in found if one.file == name
-        ]
+        here = [(weight, one) for weight, each in found.items() for one in each if one.file == name]
         for weight, saved in here:
             piece = file.get_slice(saved.key)
             held = (tuple(piece.get_shape()), piece.get_dtype())

@@ -135,7 +135,7 @@ def trained(case: Case, module: nn.Module, batch: Batch, parallel: Parallel | No
     made = trainer(case, module, parallel)
     before = scores(case, made, batch)
     metrics = [update(case, made, batch)]
-    state = made.optimizer.state().tensors
+    state = made.optimizer.state()
     gradients = {name: state[f"exp_avg/{name}"].clone() for name, _ in module.named_parameters()}
     metrics.append(update(case, made, batch))
     weights = dict(module.named_parameters())

@@ -83,7 +83,7 @@ def refusals(ranks: Ranks) -> list[str]:
     after = parallel.local_weights()
     kept = [name for name, held in before.items() if torch.equal(held, after[name])]
     said.append(str(len(before) - len(kept)))
-    said.append(str(made.optimizer.state().counters["step"]))
+    said.append(str(made.optimizer.steps))
     return said
 
 
@@ -124,24 +124,23 @@ def gone_on(ranks: Ranks, case: Case) -> list[bool]:
     parallel = Parallel(decoder(case), place, shard=case.shard)
     straight = trainer(case, parallel.module, parallel)
     update(case, straight, batch)
-    saved = {name: tensor.clone() for name, tensor in straight.optimizer.state().tensors.items()}
+    saved = {name: tensor.clone() for name, tensor in straight.optimizer.state().items()}
     weights = {name: held.clone() for name, held in parallel.local_weights().items()}
-    counters = straight.optimizer.state().counters
     update(case, straight, batch)
     again = Parallel(decoder(case), place, shard=case.shard)
     with torch.no_grad():
         for name, held in again.local_weights().items():
             held.copy_(weights[name])
     resumed = trainer(case, again.module, again)
-    resumed.optimizer.load_state(saved, counters)
+    resumed.optimizer.load_state(saved)
     update(case, resumed, batch)
     one, other = parallel.local_weights(), again.local_weights()
-    tensors = straight.optimizer.state().tensors
+    tensors = straight.optimizer.state()
     return [
         all(torch.equal(one[name], other[name]) for name in one),
-        all(torch.equal(tensors[name], found) for name, found in resumed.optimizer.state().tensors.items()),
+        all(torch.equal(tensors[name], found) for name, found in resumed.optimizer.state().items()),
         not all(torch.equal(one[name], weights[name]) for name in one),
-        {name.partition("/")[2] for name in tensors} == set(one),
+        {name.partition("/")[2] for name in tensors} == {*one, "step"},
         all(tensors[f"exp_avg/{name}"].shape == held.shape for name, held in one.items()),
     ]
 

@@ -62,7 +62,7 @@ def test_a_critic_fits_its_returns(make_model: MakeModel, make_rollouts: MakeRol
             loss=loss,
             passes=PassesConfig(epochs=2, minibatches=2),
         )
-    assert critic.version == 25 and critic.trainer.optimizer.state().counters == {"step": 100}
+    assert critic.version == 25 and critic.trainer.optimizer.steps == 100
     mask = rollouts.ragged("loss_mask").values
     gap = critic.values(rollouts).ragged("values").values - returns.ragged("returns").values
     spread = returns.ragged("returns").values[mask].var()

@@ -61,7 +61,7 @@ def test_accuracy_rises_on_200_arithmetic_pairs(make_model: MakeModel) -> None:
     assert first["preference/loss/mean"].value == pytest.approx(0.6931, abs=1e-3)
     assert first["preference/accuracy/mean"].count == 200
     last = reward.update(pairs, preference_loss, PassesConfig(epochs=30, minibatches=4))
-    assert reward.version == 2 and reward.trainer.optimizer.state().counters == {"step": 121}
+    assert reward.version == 2 and reward.trainer.optimizer.steps == 121
     assert accuracy(reward, pairs) > 0.8
     assert last["preference/margin/mean"].value > 0 and last["preference/accuracy/mean"].value > 0.5
 
@@ -105,7 +105,7 @@ def test_a_saved_role_goes_on_bit_for_bit(
     assert first.update(pairs, preference_loss, twice) == second.update(pairs, preference_loss, twice)
     assert all(torch.equal(one, two) for one, two in zip(weights(model), weights(again), strict=True))
     second.begin(given["train"], 9)
-    assert second.trainer.optimizer.state().counters == {"step": 0}, "a new phase begins afresh"
+    assert second.trainer.optimizer.steps == 0, "a new phase begins afresh"
 
 
 def test_endpoints_say_what_they_read_and_write() -> None:

@@ -52,7 +52,7 @@ def gradient(
     aims = [trainer.aim(known, POLICY, ratio_tolerance=1e-4, weight=weights[0])] if weights[0] else []
     aims += [trainer.aim(shown, SupervisedLoss(), weight=weights[1])] if weights[1] else []
     trainer.step(*aims)
-    moments = trainer.optimizer.state().tensors
+    moments = trainer.optimizer.state()
     found = [each.flatten() for name, each in sorted(moments.items()) if name.startswith("exp_avg/")]
     return torch.cat(found) / (1 - config.beta1)
 
@@ -116,7 +116,7 @@ def test_one_clip_and_one_step_for_both(
     metrics = trainer.step(
         trainer.aim(rollouts, POLICY), trainer.aim(demonstrations, SupervisedLoss(), weight=0.3)
     )
-    assert trainer.optimizer.state().counters == {"step": 1}
+    assert trainer.optimizer.steps == 1
     both = gradient(make_module, rollouts, demonstrations, (1, 0.3))
     assert metrics["train/grad_norm/mean"].value == pytest.approx(float(both.norm()), rel=1e-4)
     alone = Trainer(make_module(), TrainConfig(lr=1e-3), total_steps=3).update(

@@ -62,7 +62,7 @@ def stepped(
     parallel = Parallel.whole(made or module(), ranks)
     trainer = Trainer(parallel.module, config, total_steps=1, parallel=parallel)
     metrics = trainer.update(rows, PolicyLoss(PolicyLossConfig(correction=correction)))  # type: ignore[arg-type]
-    moments = trainer.optimizer.state().tensors
+    moments = trainer.optimizer.state()
     found = [each.flatten() for name, each in sorted(moments.items()) if name.startswith("exp_avg/")]
     lies = metrics["mismatch/log_ratio/histogram"]
     assert isinstance(lies, Histogram)

@@ -84,7 +84,7 @@ def test_a_state_from_before_the_first_step_forgets_the_moments_of_later_ones() 
     learn(used, seed=1)
     optimizer.step()
     used.load_state_dict(fresh.state_dict())
-    optimizer.load_state(begun.tensors, begun.counters)
+    optimizer.load_state(begun)
     for made, one in ((used, optimizer), (fresh, start)):
         learn(made, seed=2)
         one.step()
@@ -94,7 +94,5 @@ def test_a_state_from_before_the_first_step_forgets_the_moments_of_later_ones() 
 def test_bfloat16_weights_are_the_masters_of_a_loaded_state_whatever_they_were() -> None:
     one, other = module(0, torch.bfloat16), module(1, torch.bfloat16)
     state = Optimizer(one, OptimizerConfig(), total_steps=1, gradients=ALONE).state()
-    Optimizer(other, OptimizerConfig(), total_steps=1, gradients=ALONE).load_state(
-        state.tensors, state.counters
-    )
+    Optimizer(other, OptimizerConfig(), total_steps=1, gradients=ALONE).load_state(state)
     assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))

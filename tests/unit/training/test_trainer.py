@@ -114,7 +114,7 @@ def test_without_any_advantage_the_weights_stay_and_the_step_counts(
     assert same(weights(module), before)
     assert metrics["train/grad_norm/mean"].value == 0
     assert metrics["policy/entropy/mean"].count == float(rows.ragged("loss_mask").sums().sum())  # type: ignore[union-attr]
-    assert trainer.optimizer.state().counters == {"step": 2}
+    assert trainer.optimizer.steps == 2
 
 
 @pytest.mark.parametrize("settings", [{"entropy": 0.1}, {"kl": 0.1}])
@@ -173,15 +173,15 @@ def test_a_loss_that_is_not_finite_names_row_and_token_and_changes_nothing(
     trainer.update(rows, SupervisedLoss())
     first = int(rows.ragged("tokens").rows()[1][0])
     poison(module, first)
-    before, state = weights(module), {k: v.clone() for k, v in trainer.optimizer.state().tensors.items()}
+    before, state = weights(module), {k: v.clone() for k, v in trainer.optimizer.state().items()}
     with pytest.raises(
         TrainingError, match=r"loss is nan: token 3 \(id \d+\) of row \(epoch 0 prompt 1 sample 0\)"
     ):
         trainer.update(rows, SupervisedLoss())
     after = weights(module)
     assert all(torch.equal(before[name], after[name]) or "embed" in name for name in before)
-    assert same(state, trainer.optimizer.state().tensors)
-    assert trainer.optimizer.state().counters == {"step": 1}
+    assert same(state, trainer.optimizer.state())
+    assert trainer.optimizer.steps == 1
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
@@ -195,7 +195,7 @@ def test_a_gradient_that_is_not_finite_names_the_parameter(
     with pytest.raises(TrainingError, match=r"gradient's norm is (nan|inf): first in model.norm.weight"):
         trainer.update(rows, SupervisedLoss())
     assert same(weights(module), before)
-    assert trainer.optimizer.state().tensors == {}
+    assert trainer.optimizer.state().keys() == {"counter/step"}
     handle.remove()
     trainer.update(rows, SupervisedLoss())
     assert not same(weights(module), before)
@@ -208,7 +208,7 @@ def test_gradients_are_scaled_down_to_the_norm(make_module: MakeModule, make_row
         trainer = Trainer(module, TrainConfig(max_grad_norm=limit), total_steps=1)
         norms: list[Tensor] = []
         metrics = trainer.update(make_rows(), SupervisedLoss())
-        moments = trainer.optimizer.state().tensors
+        moments = trainer.optimizer.state()
         norms = [moments[name] / (1 - 0.9) for name in moments if name.startswith("exp_avg/")]
         seen[limit] = torch.cat([norm.flatten() for norm in norms]).norm()
         assert metrics["train/grad_norm/mean"].value == pytest.approx(float(seen[1e9]), rel=1e-4)
@@ -234,22 +234,21 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(
     for step in range(3):
         trainer.update(make_rows(seed=step), SupervisedLoss())
     save_file(
-        {name: t.contiguous() for name, t in trainer.optimizer.state().tensors.items()},
+        {name: t.contiguous() for name, t in trainer.optimizer.state().items()},
         tmp_path / "state.safetensors",
     )
     save_file(weights(module), tmp_path / "weights.safetensors")
-    counters = dict(trainer.optimizer.state().counters)
     other = make_module(seed=9, dtype=dtype)
     resumed = Trainer(other, config, total_steps=6)
     other.load_state_dict(load_file(tmp_path / "weights.safetensors"), strict=False)
-    resumed.optimizer.load_state(load_file(tmp_path / "state.safetensors"), counters)
+    resumed.optimizer.load_state(load_file(tmp_path / "state.safetensors"))
     for step in range(3, 6):
         one = trainer.update(make_rows(seed=step), SupervisedLoss())
         two = resumed.update(make_rows(seed=step), SupervisedLoss())
         assert one == two
     assert same(weights(module), weights(other))
-    assert same(trainer.optimizer.state().tensors, resumed.optimizer.state().tensors)
-    assert resumed.optimizer.state().counters == {"step": 6}
+    assert same(trainer.optimizer.state(), resumed.optimizer.state())
+    assert resumed.optimizer.steps == 6
 
 
 def test_small_steps_are_not_lost_in_bfloat16(make_module: MakeModule, make_rows: MakeRows) -> None:
@@ -259,7 +258,7 @@ def test_small_steps_are_not_lost_in_bfloat16(make_module: MakeModule, make_rows
     start = {name: weight.float() for name, weight in weights(module).items()}
     for _ in range(3):
         trainer.update(rows, SupervisedLoss())
-    moments = trainer.optimizer.state().tensors
+    moments = trainer.optimizer.state()
     masters = {name.removeprefix("master/"): t for name, t in moments.items() if name.startswith("master/")}
     assert masters.keys() == start.keys()
     moved = torch.cat([(masters[name] - start[name]).flatten().abs() for name in start])
@@ -279,7 +278,7 @@ def test_bfloat16_gradients_add_up_in_float32(make_module: MakeModule, make_rows
             make_module(dtype=torch.bfloat16), TrainConfig(tokens_per_micro_batch=tokens), total_steps=1
         )
         trainer.update(rows, SupervisedLoss())
-        moments = trainer.optimizer.state().tensors
+        moments = trainer.optimizer.state()
         found.append(torch.cat([m.flatten() for name, m in moments.items() if name.startswith("exp_avg/")]))
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 0.02
 
@@ -301,13 +300,13 @@ def test_a_state_of_another_module_is_refused(make_module: MakeModule, make_rows
     state = trainer.optimizer.state()
     deeper = Trainer(make_module(num_hidden_layers=1), TrainConfig(), total_steps=1)
     with pytest.raises(TrainingError, match=r"has '(step|exp_avg|exp_avg_sq)/model.layers.1"):
-        deeper.optimizer.load_state(state.tensors, state.counters)
+        deeper.optimizer.load_state(state)
     wider = Trainer(make_module(intermediate_size=96), TrainConfig(), total_steps=1)
     with pytest.raises(TrainingError, match=r"shape \[64, 32\] in the training state and \[96, 32\] here"):
-        wider.optimizer.load_state(state.tensors, state.counters)
+        wider.optimizer.load_state(state)
     narrow = Trainer(make_module(dtype=torch.bfloat16), TrainConfig(), total_steps=1)
     with pytest.raises(TrainingError, match="lacks 'master/"):
-        narrow.optimizer.load_state(state.tensors, state.counters)
+        narrow.optimizer.load_state(state)
 
 
 def test_a_frozen_module_cannot_be_trained(module: PreTrainedModel) -> None:
@@ -324,4 +323,4 @@ def test_frozen_parameters_stay(module: PreTrainedModel, make_rows: MakeRows) ->
     changed = {name for name, weight in weights(module).items() if not torch.equal(weight, before[name])}
     assert "model.embed_tokens.weight" not in changed
     assert "model.norm.weight" in changed
-    assert not any("embed_tokens" in name for name in trainer.optimizer.state().tensors)
+    assert not any("embed_tokens" in name for name in trainer.optimizer.state())
