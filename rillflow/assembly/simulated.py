@@ -30,8 +30,8 @@ from rillflow.planner.workload import Lengths, Workload
 from rillflow.view.foretold import MOST_FORETOLD, Foretold
 from rillflow.view.run_data import RunData
 
-PUBLISHING = ("policy.digest", "policy.send", "sampler.receive", "sampler.serve", "policy.publish")
-"""The spans of a version on its way; the last is that of the step's own stage."""
+PUBLISH, SENT, RECEIVED = "policy.publish", "policy.send", ("sampler.receive", "sampler.serve")
+"""A version on its way: the step's own stage, and the other spans of ranks that train and that sample."""
 _ENDLESS = 1e18
 """Bytes, bytes a second and FLOP/s of a device that limits nothing."""
 
@@ -102,7 +102,6 @@ def simulate_as_run(
         freshness=phase.freshness,
         streams=is_in_order and placement.samples_apart and parts > 1 and config.goes_by(parts),
         late=config.late if isinstance(config, OnlineConfig) else "wait",
-        weights="exposed" if is_in_order else "staggered",
     )
     planned = problem.of_plan(plan)
     functions = {role: placement.pool_of(role) for role in problem.graph.roles if role not in problem.shapes}
@@ -113,7 +112,8 @@ def simulate_as_run(
 def worked_s(spans: Sequence[SpanRecord], steps: int) -> dict[str, float]:
     """Seconds of a step, on average, in which the busiest rank of each stage worked, all parts together.
 
-    Those of publishing are all that a version takes on its way.
+    Those of publishing are all that a version takes on its way; ahead, where it is served later, those of the
+    side that is kept longer.
     """
     worked: dict[tuple[int, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
@@ -123,7 +123,9 @@ def worked_s(spans: Sequence[SpanRecord], steps: int) -> dict[str, float]:
             worked[span.step, span.stage][0] += span.duration_s
     found: dict[str, float] = defaultdict(float)
     for (_, stage), ranks in worked.items():
-        found[PUBLISHING[-1] if stage in PUBLISHING else stage] += max(ranks.values()) / steps
+        found[stage] += max(ranks.values()) / steps
+    sides = [sum(found[name] for name in names) for names in ((PUBLISH, SENT), RECEIVED)]
+    found[PUBLISH] = max(sides) if found[RECEIVED[-1]] else sum(sides) + found["policy.digest"]
     return dict(found)
 
 
