@@ -169,7 +169,8 @@ def wait_for_any(stages: Sequence[Pending], deadline_s: float) -> None:
     made = {each.value for stage in stages for each in (*stage._references, *stage._others)}
     late = [each for each in made if not stages[0]._backend.is_ready(each)]
     if late and not stages[0]._backend.wait_for_any(late, deadline_s):
-        raise stages[0]._silent(deadline_s)
+        silent = (stage for stage in stages if not stage.is_ready)
+        raise min(silent, key=lambda stage: stage._since)._silent(deadline_s)
 
 
 def wait_for(stages: Sequence[Pending], deadline_s: float) -> None:

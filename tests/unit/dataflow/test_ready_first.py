@@ -20,7 +20,7 @@ from rillflow.dataflow import ready_first
 from rillflow.dataflow.delivery import Delivery, Parcel
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.ready_first import GroupInFlight, ReadyFirst
-from rillflow.errors import RolloutError
+from rillflow.errors import ClusterError, RolloutError
 from rillflow.freshness.admission import HardBound, MeanBound
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
@@ -51,6 +51,7 @@ class Shuffled(InlineBackend):
         self._chance = chance
         self._calls: dict[Place, deque[tuple[Future[Any], RankCall, tuple[Any, ...]]]] = defaultdict(deque)
         self._speeds: dict[Place, float] = {}
+        self.stuck = False
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         whole: Future[Any] = Future()
@@ -68,7 +69,7 @@ class Shuffled(InlineBackend):
         return super().read_all(references, 0)
 
     def _turn(self) -> bool:
-        busy = [place for place, calls in self._calls.items() if calls]
+        busy = [place for place, calls in self._calls.items() if calls and not self._is_stuck(calls[0][2])]
         for place in busy:
             self._speeds.setdefault(place, self._chance.choice([1, 1, 8]))
         if busy:
@@ -76,6 +77,10 @@ class Shuffled(InlineBackend):
             whole, work, arguments = self._calls[place].popleft()
             whole.set_result(work(self._sites[place], *arguments))
         return bool(busy)
+
+    def _is_stuck(self, arguments: Sequence[Any]) -> bool:
+        """Whether a rank never comes to do this."""
+        return self.stuck and arguments[0] == "sampler.take"
 
 
 class Tailed:
@@ -186,7 +191,7 @@ class Scene:
         rows: int = 6,
     ) -> None:
         self.chance, self.steps, self.groups, self.drawn = Random(seed), steps, groups, 0
-        backend = Shuffled(self.chance)
+        self.backend = backend = Shuffled(self.chance)
         mesh = Mesh.of(dp=replicas, tp=tp)
         backend.open([Pool(name="answers", size=replicas * tp), Pool(name="main", size=1)])
         made = {
@@ -333,6 +338,13 @@ def test_the_ranks_of_a_replica_are_asked_the_same() -> None:
 def test_weights_that_are_never_published_end_in_an_error() -> None:
     with pytest.raises(RolloutError, match="none may begin before version 1 of the phase is published"):
         Scene(1, 1, 2, 1).run(publishes=False)
+
+
+def test_a_sampler_that_never_takes_new_weights_is_named() -> None:
+    scene = Scene(1, 2, 2, 1)
+    scene.backend.stuck = True
+    with pytest.raises(ClusterError, match=r"sampler\.take has not answered on rank 0 of pool 'answers'"):
+        scene.run()
 
 
 def test_one_replica_takes_new_weights_at_a_time() -> None:
