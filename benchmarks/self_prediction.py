@@ -11,7 +11,9 @@ rows apart, on one thread; it learns nothing after its warm start, so that all i
 are medians of the steps after the second. A machine is not always equally fast, so each variant stands
 between two runs of the recipe itself, and is predicted from each of them alone; the mean of the two (of
 their logarithms) is the prediction of a machine halfway between. Of several rounds the median counts. How
-long a variant's rows are is given: a model of another size ends its answers elsewhere.
+long a variant's rows are is given: a model of another size ends its answers elsewhere. What other programs
+took of the cores during those two runs, which leave all but one idle, stands beside each round: where they
+took a core, two ranks had not two, and no prediction knows.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import resource
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -30,9 +34,9 @@ from statistics import geometric_mean, median
 from rillflow.assembly.launch import launch
 from rillflow.assembly.planning import observe, plan_of, state_problem, this_machine
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
-from rillflow.planner.calibration import MODELLED, Calibration, Observation, calibrate, stages_by_name
+from rillflow.planner.calibration import MODELLED, Calibration, Observation, calibrate
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import evaluate
+from rillflow.planner.evaluate import evaluate, stages_by_name
 from rillflow.planner.factors import Factors
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +92,8 @@ class Row:
     """The stages in it that a cost model has."""
     drift: float
     """Seconds of a step of the run calibrated on, afterwards / before - 1: how much the machine changed."""
+    others: float
+    """Cores that other programs took meanwhile, the more of before and afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +104,8 @@ class Round:
     """Its recipe."""
     phases: Sequence[Observation]
     """What was observed."""
+    others: float
+    """Cores that other programs of this priority, or the host, took meanwhile; of a run on one rank."""
 
     @property
     def step_s(self) -> float:
@@ -130,15 +138,19 @@ def measured(names: Sequence[str], rounds: int, folder: Path) -> str:
         one = ran(name, VARIANTS[name], folder)
         after = ran(CALIBRATED_ON, (), folder)
         sides = [calibrate(side.phases).factors for side in (before, after)]
-        row = compared(name, one, sides, drift=after.step_s / before.step_s - 1)
+        others = max(before.others, after.others)
+        row = compared(name, one, sides, drift=after.step_s / before.step_s - 1, others=others)
         rows.append(row)
         stages = ", ".join(f"{stage.name} {stage.error:+.0%}" for stage in row.stages)
-        print(f"{name}: {row.step.error:+.1%} ({stages}), drift {row.drift:+.1%}", file=sys.stderr)
+        print(
+            f"{name}: {row.step.error:+.1%} ({stages}), drift {row.drift:+.1%}, others {others:.2f}",
+            file=sys.stderr,
+        )
         before = after
     return page(names, rows, fitted, first.phases)
 
 
-def compared(name: str, one: Round, sides: Sequence[Factors], drift: float) -> Row:
+def compared(name: str, one: Round, sides: Sequence[Factors], *, drift: float, others: float) -> Row:
     """A run beside what the factors of either side expect of it; its rows' lengths are given."""
     loaded = one.loaded
     problem = state_problem(loaded, this_machine(2), Path(str(loaded.recipe.run.dir))).problem
@@ -163,6 +175,7 @@ def compared(name: str, one: Round, sides: Sequence[Factors], drift: float) -> R
         step=Stage(name="step", predicted_s=expected, measured_s=one.step_s),
         stages=stages,
         drift=drift,
+        others=others,
     )
 
 
@@ -171,8 +184,20 @@ def ran(name: str, settings: tuple[str, ...], folder: Path) -> Round:
     place = folder / f"{name.replace(' ', '_')}-{len(list(folder.iterdir()))}"
     more = (f"run.dir={place}", f"reward.function={folder / 'reward.py'}:spread")
     loaded = load_recipe(RECIPE, [*SETTINGS, *more, *settings])
+    began, before = time.monotonic(), others_s()
     launch(loaded.recipe, loaded.base, fresh=True, quiet=True)
-    return Round(loaded=loaded, phases=observe(Path(str(loaded.recipe.run.dir)), this_machine(2)))
+    others = max(others_s() - before, 0.0) / (time.monotonic() - began)
+    return Round(
+        loaded=loaded, phases=observe(Path(str(loaded.recipe.run.dir)), this_machine(2)), others=others
+    )
+
+
+def others_s() -> float:
+    """Core seconds so far that were not idle, nor of this process, its ended children, or lower priority."""
+    user, _, system, _, _, *beside = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    busy = (user + system + sum(beside)) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(each.ru_utime + each.ru_stime for each in own)
 
 
 def page(
@@ -195,10 +220,10 @@ def page(
         f"Each variant is predicted from one run of the recipe right before it and from one right after it, "
         f"{len(rows) // len(names)} times; the mean of both counts, and of the times the median. {within} of "
         f"{len(names)} within {LIMIT:.0%}. Drift: a step of the recipe itself right after, against right "
-        "before.",
+        "before. Others: cores that other programs took during those two runs.",
         "",
-        "| run | differs by | predicted s | measured s | error | each round's | drift | stages |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | differs by | predicted s | measured s | error | each round's | drift | others | stages |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(_line(name, of[name]) for name in names),
         "",
         f"Fitted on the first of them: {factors}.",
@@ -227,6 +252,7 @@ def _line(name: str, rows: Sequence[Row]) -> str:
         f"{median(row.step.error for row in rows):+.1%}",
         ", ".join(f"{row.step.error:+.0%}" for row in rows),
         ", ".join(f"{row.drift:+.0%}" for row in rows),
+        ", ".join(f"{row.others:.2f}" for row in rows),
         ", ".join(stages),
     ]
     return f"| {' | '.join(cells)} |"

@@ -136,7 +136,7 @@ def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
     count, kind = int(found[1]), found[2]
     fleet = {"device": kind, "devices": count, "per_machine": min(count, MACHINE), "between": between}
     fleet |= {"price": price} if price else {}
-    return read_hardware({"name": f"{count} x {kind}", "like": like, "fleet": [fleet]}, "--gpus")
+    return read_hardware({"name": f"{count} x {kind}", "like": like, "fleet": [fleet]}, "the short form")
 
 
 def lengths(text: str, where: str) -> Lengths:
