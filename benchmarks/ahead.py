@@ -5,6 +5,7 @@
                 simulated before it is run
     parts       the quickstart's model on one rank, in step: its rows part by part, and whole
     pools       the quickstart's model on two ranks of one core each: in step and one version ahead
+    pictures    the timelines of three of its rungs, as the report draws them
     learning    the quickstart's task at several bounds: accuracy on held-out sums
 
     python benchmarks/ahead.py ladder
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -50,6 +52,11 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.engine import Capability
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.view.html import el
+from rillflow.view.measured import measured, measured_bars
+from rillflow.view.run_data import load
+from rillflow.view.style import STYLE
+from rillflow.view.timeline import colours_of, draw_timeline
 
 SHAPES = {"verl": (357.0, 108.0, 270.0), "balanced": (245.0, 245.0, 245.0), "none": (0.0, 0.0, 0.0)}
 """Seconds that the longest row, scoring and update take. verl: Qwen2.5-Math-7B, DAPO, 32 GPUs in step (verl's
@@ -72,6 +79,8 @@ LADDER = {
     "4 ahead, late dropped": ("algorithm.freshness=4", "algorithm.order=ready_first", "algorithm.late=drop"),
 }
 """The settings of each rung; sampler, scores and trainer have a pool each."""
+PICTURED = {"in sequence": (3, 4), "1 ahead": (3, 7), "4 ahead, ready first": (7, 11)}
+"""The rungs that are drawn, and their steps."""
 STAGES = ("policy.generate", "reward.score", "policy.update")
 """Those that sleep."""
 DRY_STEPS, COUNTED = 8, 5
@@ -167,6 +176,7 @@ class SleepingEngine(NativeEngine):
         super().__init__(*given, **how)
         self._due: dict[RowId, float] = {}
         self._ended: list[Rollout] = []
+        self._milliseconds = row_milliseconds()
 
     def generate_parts(
         self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
@@ -187,12 +197,19 @@ class SleepingEngine(NativeEngine):
         """See Engine."""
         row = rollout.row
         place = (row.prompt * SAMPLES + row.sample) % (PROMPTS * SAMPLES)
-        self._due.setdefault(row, time.monotonic() + row_milliseconds()[place] / 1000)
+        self._due.setdefault(row, time.monotonic() + self._milliseconds[place] / 1000)
         super().add(rollout, sampling)
 
+    def abort(self, row: RowId) -> Rollout:
+        """See Engine."""
+        del self._due[row]
+        held = [each for each in self._ended if each.row == row]
+        self._ended = [each for each in self._ended if each.row != row]
+        return held[0] if held else super().abort(row)
+
     def step(self) -> list[Rollout]:
-        """See Engine: a millisecond or more, and the rows that would have been sampled by then."""
-        time.sleep(0.001)
+        """See Engine: some milliseconds, and the rows that would have been sampled by then."""
+        time.sleep(0.005)
         self._ended += super().step()
         now = time.monotonic()
         found = [each for each in self._ended if self._due[each.row] <= now]
@@ -274,10 +291,7 @@ def overheads(recipe: Path, folder: Path, *settings: str) -> dict[str, float]:
 def simulated_seconds(recipe: Path, beside: Mapping[str, float], steps: int, *settings: str) -> list[float]:
     """Seconds of a rung's steps as the simulator has them: the stages' sleep, and what is beside it."""
     loaded = load_recipe(recipe, settings, [ALGORITHM])
-    paced = {
-        "decode_launch_s": 1e-3,
-        "decode_row_s": 0.0,
-    }  # a token takes a millisecond, whatever runs beside
+    paced = {"decode_launch_s": 1e-3, "decode_row_s": 0.0}  # a token takes a millisecond, alone or not
     problem = state_problem(loaded, endless(3, step_s=beside[""], **paced)).problem
     rows = row_milliseconds()
     lengths = Lengths(kind="measured", limit=max(rows), values=tuple(sorted(rows)), in_order=tuple(rows))
@@ -286,6 +300,15 @@ def simulated_seconds(recipe: Path, beside: Mapping[str, float], steps: int, *se
     given = {stage: spent + beside[stage] for stage, spent in stages.items()}
     phase = phase_plans(loaded.recipe)[-1]
     return list(simulate_as_run(loaded.recipe, phase, problem, given, steps=steps).step_s)
+
+
+def written(folder: Path) -> Path:
+    """The recipe of stages that sleep, and its functions beside it."""
+    recipe = folder / "run.toml"
+    text = SLEEPING.replace("MINIBATCHES", str(MINIBATCHES)).replace("STEPS", "1")
+    recipe.write_text(text.replace("PROMPTS", str(PROMPTS)).replace("SAMPLES", str(SAMPLES)))
+    (folder / "ahead.py").write_text(Path(__file__).read_text("utf-8"))
+    return recipe
 
 
 def ladder(arguments: argparse.Namespace) -> list[str]:
@@ -301,10 +324,7 @@ def ladder(arguments: argparse.Namespace) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        recipe = Path(folder) / "run.toml"
-        text = SLEEPING.replace("MINIBATCHES", str(MINIBATCHES)).replace("STEPS", "1")
-        recipe.write_text(text.replace("PROMPTS", str(PROMPTS)).replace("SAMPLES", str(SAMPLES)))
-        (Path(folder) / "ahead.py").write_text(Path(__file__).read_text("utf-8"))
+        recipe = written(Path(folder))
         beside = {
             parts: overheads(recipe, Path(folder) / f"dry-{parts}", f"rollout.parts={parts}")
             for parts in (1, MINIBATCHES)
@@ -422,11 +442,37 @@ def learning(arguments: argparse.Namespace) -> list[str]:
     return lines
 
 
+def pictures(arguments: argparse.Namespace) -> list[str]:
+    """The timelines of three rungs, as the report draws them, each a file that needs nothing else."""
+    target = arguments.write or Path("pictures")
+    target.mkdir(exist_ok=True)
+    os.environ[SHAPE], lines = "balanced", []
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = written(Path(folder))
+        for name, (first, last) in PICTURED.items():
+            run = run_of(recipe, Path(folder) / name, *LADDER[name], f"algorithm.steps={last + 2}")
+            bars = [bar for bar in measured_bars(measured(load(run), first, last)) if not bar.is_idle]
+            svg = re.sub(r"^<div[^>]*>|</div>$", "", str(draw_timeline(bars)[0]))
+            width, height = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', svg)[0])
+            keys = [
+                el("rect", class_=f"span k{colour}", x=170 * place, y=height + 6, width=12, height=12)
+                + el("text", stage, x=170 * place + 18, y=height + 16)
+                for place, (stage, colour) in enumerate(list(colours_of(bars).items())[:6])
+            ]
+            svg = svg.replace(f"0 0 {width} {height}", f"0 0 {width} {height + 24}")
+            drawn = svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+            drawn = drawn.replace(">", f"><style>{STYLE}</style>", 1)
+            file = target / f"{name.replace(', ', '-').replace(' ', '-')}.svg"
+            file.write_text(drawn.removesuffix("</svg>") + "".join(keys) + "</svg>\n")
+            lines.append(f"{file}: {name}, steps {first} to {last}")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("ladder", "parts", "pools", "learning"))
+    parser.add_argument("what", choices=("ladder", "parts", "pools", "pictures", "learning"))
     parser.add_argument("--shape", choices=("verl", "balanced"), default="verl", help="of the ladder")
     parser.add_argument("--rungs", nargs="+", choices=LADDER, help="those that are run; all if left out")
     parser.add_argument("--rounds", type=int, default=3, help="of parts, and of the two pools")
@@ -434,13 +480,18 @@ def main() -> None:
     parser.add_argument("--bounds", nargs="*", help="rows of the table; all if left out")
     parser.add_argument("--write", type=Path, help="also write the table here")
     arguments = parser.parse_args()
-    lines = {"ladder": ladder, "parts": parts, "pools": pools, "learning": learning}[arguments.what](
-        arguments
-    )
+    tables = {
+        "ladder": ladder,
+        "parts": parts,
+        "pools": pools,
+        "pictures": pictures,
+        "learning": learning,
+    }
+    lines = tables[arguments.what](arguments)
     versions = f"rillflow {version('rillflow')}, torch {version('torch')}, {os.cpu_count()} cores"
     text = "\n".join([*lines, "", versions, ""])
     print(text)
-    if arguments.write:
+    if arguments.write and arguments.what != "pictures":
         arguments.write.write_text(text)
 
 

@@ -1,0 +1,124 @@
+"""Rows that go on with newer weights: how far off is what old keys and values say, and what is reading again?
+
+    python benchmarks/kept_cache.py
+
+The quickstart is trained for some steps; 256 of its prompts run four tokens with one checkpoint and go on
+with a newer one, the cache kept (``rollout.keep_cache``) or read again.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.models.config import ModelConfig
+from rillflow.models.language_model import load_model
+from rillflow.observe import layout
+from rillflow.observe.reader import read_rollouts
+from rillflow.records.rollout import Rollout
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.native.engine import NativeEngine
+
+ROOT = Path(__file__).parents[1]
+KEPT = (
+    "run.checkpoint_every=1",
+    "run.keep_checkpoints=9",
+    "algorithm.steps=8",
+    "evaluate=none",
+    "run.threads=1",
+)
+"""Settings of the run: its last checkpoints stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switched:
+    """Rows whose weights changed, in nats of every token after that."""
+
+    moved: list[float]
+    """How far old weights are from new ones."""
+    off: list[float]
+    """How far the sampler's log probabilities are from those of the new weights."""
+    seconds: float
+    """Of the first pass after."""
+
+
+def switched(before: Path, after: Path, prompts: Sequence[tuple[int, ...]], *, keep: bool) -> Switched:
+    """Rows whose weights change after four tokens."""
+    old, new = (
+        load_model(
+            ModelConfig(path=str(each / "policy")), seed=0, device=torch.device("cpu"), base=each
+        ).module
+        for each in (before, after)
+    )
+    config = RolloutConfig(max_tokens=9, max_rows=len(prompts), keep_cache=keep)
+    module = copy.deepcopy(old)
+    engine = NativeEngine(module, config, stop_tokens=frozenset(), seed=1, context=16)
+    for place, prompt in enumerate(prompts):
+        engine.add(Rollout.start(RowId(0, place, 0), prompt))
+    for _ in range(4):
+        engine.step()
+    module.load_state_dict(new.state_dict())
+    engine.version, began = 1, time.perf_counter()
+    ended = engine.step()
+    seconds = time.perf_counter() - began
+    while engine.has_work:
+        ended += engine.step()
+    off, moved = [], []
+    for row in ended:
+        places = [place for place, version in enumerate(row.versions) if version == 1]
+        chances = [log_probabilities(each, row.tokens)[places] for each in (new, old)]
+        off += [
+            abs(float(chance) - row.logprobs[place]) for chance, place in zip(chances[0], places, strict=True)
+        ]
+        moved += (chances[0] - chances[1]).abs().tolist()
+    return Switched(moved=moved, off=off, seconds=seconds)
+
+
+def log_probabilities(module: torch.nn.Module, tokens: Sequence[int]) -> Tensor:
+    """[T] what a pass over the whole row says of each token; of the first, 0."""
+    row = torch.tensor([tokens])
+    with torch.no_grad():
+        said = module(input_ids=row, use_cache=False).logits[0].log_softmax(-1)
+    return torch.cat([torch.zeros(1), said[:-1].gather(1, row[0, 1:, None])[:, 0]])
+
+
+def main() -> None:
+    print(
+        "| versions newer | the policy moved, nats a token | kept: off by, mean | largest "
+        "| read again: largest | first pass after, kept | read again |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        loaded = load_recipe(ROOT / "recipes/arithmetic/run.toml", [f"run.dir='{run}'", *KEPT])
+        launch(loaded.recipe, loaded.base, quiet=True)
+        steps = sorted((run / layout.CHECKPOINTS).glob("step-*"))
+        rows = read_rollouts(run, max(layout.rollout_files(run)))[:256]
+        prompts = [row.tokens[: row.versions.index(max(row.versions))] for row in rows]
+        for newer in (1, 4):
+            kept, again = (
+                switched(steps[-1 - newer], steps[-1], prompts, keep=keep) for keep in (True, False)
+            )
+            print(
+                f"| {newer} | {statistics.fmean(kept.moved):.4f} | {statistics.fmean(kept.off):.4f} "
+                f"| {max(kept.off):.4f} | {max(again.off):.6f} | {1000 * kept.seconds:.0f} ms "
+                f"| {1000 * again.seconds:.0f} ms |"
+            )
+    print(f"\nrillflow {version('rillflow')}, torch {version('torch')}, {os.cpu_count()} cores")
+
+
+if __name__ == "__main__":
+    main()
