@@ -253,7 +253,8 @@ class ReadyFirst:
                 made: Advanced = call.read(self._deadline_s)
                 replica.rows, replica.turnover = replica.rows - made.ended, made.ended
                 if made.passes:
-                    replica.passes = max(1, min(MOST_PASSES, round(ADVANCE_S * made.passes / made.seconds)))
+                    passes = round(ADVANCE_S * made.passes / max(made.seconds, 1e-6))
+                    replica.passes = max(1, min(MOST_PASSES, passes))
                 for each in made.complete:
                     group = self._running.get(each)
                     if group and group.replica is replica and group.call <= replica.heard:
