@@ -120,7 +120,7 @@ def test_an_error_of_one_rank_in_the_update_saves_the_step_before_it(
     step = Trainer.step
 
     def failing(self: Trainer, *aims: Any) -> Any:
-        if self.updates == 2 and self._ranks.rank == 1:
+        if self.optimizer.steps == 2 and self._ranks.rank == 1:
             raise ArithmeticError("a bit of this rank fell over")
         return step(self, *aims)
 
@@ -188,13 +188,13 @@ def test_checkpoints_come_by_the_clock_and_the_best_one_stays(
     judged = loop.Loop._evaluate
 
     def told(self: loop.Loop, phase: Phase, step: int) -> bool:
-        judge, score = self._judge, next(scores)
+        judge, score = self._evaluator, next(scores)
         assert judge is not None
-        self._judge = lambda executor: _with_reward(judge(executor), score)
+        self._evaluator = lambda executor: _with_reward(judge(executor), score)
         try:
             return judged(self, phase, step)
         finally:
-            self._judge = judge
+            self._evaluator = judge
 
     monkeypatch.setattr(loop.Loop, "_evaluate", told)
     often = ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=1", "evaluate.every=1")

@@ -69,7 +69,7 @@ def test_a_pool_called_as_a_role_is_the_pool() -> None:
             "placement.train.critic is dp 3",
             "4 / (1 x 1)",
         ),
-        ({"train": {"reward": {"dp": 1}}}, "names 'reward'", "the models policy, critic, reference"),
+        ({"train": {"reward": {"dp": 1}}}, "names 'reward'", "the models policy, reference, critic"),
         ({"train": {"mian": {"tp": 1}}}, "names 'mian'", "the pools are main"),
         ({"train": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, pp, tp"),
         ({"generate": {"pp": 2}}, "placement.generate has an axis 'pp'", "it may have tp"),
