@@ -168,7 +168,8 @@ def test_parts_that_would_cut_minibatches_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("freshness", [1, 4])
 def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, freshness: int) -> None:
     """What was sampled ahead is in the checkpoint; steps of versions that are gone are not sampled again."""
-    settings = (*INLINE, APART, "run.checkpoint_every=1", "run.keep_checkpoints=9")
+    steps = f"algorithm.steps={freshness + 3}"
+    settings = (*INLINE, APART, steps, "run.checkpoint_every=1", "run.keep_checkpoints=9")
     whole = ran(tmp_path / "a", freshness, *settings)
     for lost in (1, 2, 4):
         folder = tmp_path / f"b{lost}"
@@ -246,7 +247,8 @@ def test_processes_of_their_own_sample_and_learn_the_same(tmp_path: Path) -> Non
 def test_several_processes_that_are_cut_and_go_on_learn_the_same(tmp_path: Path, freshness: int) -> None:
     """Two ranks train, two answer; then resumed in the middle."""
     sizes = ('placement.backend="ray"', "placement.pools={ main = 2, answers = 2 }", SCORED_THERE)
-    settings = (*sizes, "run.checkpoint_every=1", "run.keep_checkpoints=9")
+    steps = f"algorithm.steps={freshness + 3}"
+    settings = (*sizes, steps, "run.checkpoint_every=1", "run.keep_checkpoints=9")
     whole = ran(tmp_path / "a", freshness, *settings)
     assert versions(whole)[-1] != versions(whole)[0]
     folder = tmp_path / "b"
