@@ -236,6 +236,7 @@ RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"
 
 
 @RAY
+@pytest.mark.slow
 def test_processes_of_their_own_sample_and_learn_the_same(tmp_path: Path) -> None:
     inline = ran(tmp_path / "a", 1, *INLINE, APART)
     assert ran(tmp_path / "b", 1, *INLINE, 'placement.backend="ray"', APART) == inline
