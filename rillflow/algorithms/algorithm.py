@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rillflow.graph.handle import Handle
+from rillflow.rollout.config import answering
 
 if TYPE_CHECKING:
     from rillflow.algorithms.config import AlgorithmConfig
@@ -56,10 +57,10 @@ class Algorithm:
     def answers(self, config: AlgorithmConfig) -> Mapping[str, Any] | None:
         """How a step has its data answered: ``samples`` and ``sampling``; None where not in one way."""
         calls = self.listened(config).calls.get("policy.generate", [])
-        if len(calls) != 1 or calls[0][0][0] != "data":
+        if len(calls) != 1 or calls[0][0][:1] != ["data"]:
             return None
-        args, options = calls[0]
-        return {**dict(zip(("samples", "sampling"), args[1:], strict=False)), **options}
+        (_, *args), options = calls[0]
+        return answering(args, options)
 
     def listened(self, config: AlgorithmConfig) -> Listener:
         """What a step calls under these settings, and with which options."""

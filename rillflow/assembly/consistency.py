@@ -61,20 +61,8 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
             why="a correction weighs trainer over sampler, and these are then the same numbers",
             fix='algorithm.old_logprobs = "trainer", or algorithm.loss.correction = "none"',
         )
-    if is_ready_first(config) and parts > 1:
-        yield ConfigError(
-            f'rollout.parts is {parts}, and algorithm.order is "ready_first"',
-            why="parts come in the order of the data; ready first, the next step's rows run on meanwhile",
-            fix='rollout.parts = 1, or algorithm.order = "in_order"',
-        )
-    if is_ready_first(config) and recipe.chosen.answers(config) is None:
-        yield ConfigError(
-            f'algorithm.order is "ready_first", and {config.name} does not sample its step\'s prompts once',
-            why="a step is made of groups that were sampled before it began, in one way",
-            fix='algorithm.order = "in_order"',
-        )
     if is_ready_first(config):
-        yield from _publishes(recipe, config)
+        yield from _ready_first(recipe, config)
     if config.freshness and not placement.samples_apart:
         yield ConfigError(
             f"algorithm.freshness is {config.freshness}, and the sampler shares its ranks with the policy",
@@ -84,8 +72,21 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
         )
 
 
-def _publishes(recipe: Recipe, config: OnlineConfig) -> Iterator[ConfigError]:
-    """Several publishes a step, where its update cannot be taken apart."""
+def _ready_first(recipe: Recipe, config: OnlineConfig) -> Iterator[ConfigError]:
+    """Steps that cannot be made of what is ready, and publishes that an update has no room for."""
+    parts = recipe.rollout.parts
+    if parts > 1:
+        yield ConfigError(
+            f'rollout.parts is {parts}, and algorithm.order is "ready_first"',
+            why="parts come in the order of the data; ready first, the next step's rows run on meanwhile",
+            fix='rollout.parts = 1, or algorithm.order = "in_order"',
+        )
+    if recipe.chosen.answers(config) is None:
+        yield ConfigError(
+            f'algorithm.order is "ready_first", and {config.name} does not sample its step\'s prompts once',
+            why="a step is made of groups that were sampled before it began, in one way",
+            fix='algorithm.order = "in_order"',
+        )
     count, updates = config.publishes, recipe.chosen.listened(config).calls.get("policy.update", [])
     reasons = {
         "algorithm.shuffle = false: its parts are trained one after the other": config.shuffle,

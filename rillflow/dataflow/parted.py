@@ -20,6 +20,7 @@ from rillflow.dataflow.executor import GroupExecutor
 from rillflow.formulas import is_of_groups
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
+from rillflow.rollout.config import answering
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending, joined
 from rillflow.workers.transfer import ROWS
@@ -140,11 +141,10 @@ class PartedExecutor(GroupExecutor):
         self, group: Group, prompts: Batch, args: Sequence[Any], options: Mapping[str, Any]
     ) -> Pending:
         """The answers to a batch of prompts, whose parts are there one after the other."""
-        given = dict(zip(("samples", "sampling"), args, strict=False)) | dict(options)
         sizes = [size for size in shares(len(prompts), self._parts) if size]
         ends = list(accumulate(sizes))
         cut = [prompts.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        first = group.call("first_part", *cut, **given)
+        first = group.call("first_part", *cut, **answering(args, options))
         made = [first, *(group.call("next_part") for _ in cut[1:])]
         return self._later(f"{group.of}.generate", len(made), lambda index: made[index])
 

@@ -252,8 +252,9 @@ class ReadyFirst:
                 call = replica.asked.popleft()
                 made: Advanced = call.read(self._deadline_s)
                 replica.rows, replica.turnover = replica.rows - made.ended, made.ended
+                facts = call.facts(self._deadline_s)
                 if made.passes:
-                    passes = round(ADVANCE_S * made.passes / max(made.seconds, 1e-6))
+                    passes = round(ADVANCE_S * made.passes / max(facts[0].ended - facts[0].began, 1e-6))
                     replica.passes = max(1, min(MOST_PASSES, passes))
                 for each in made.complete:
                     group = self._running.get(each)
@@ -261,7 +262,7 @@ class ReadyFirst:
                         self._complete[each] = self._running.pop(each)
                         self._rule.complete(group)
                 replica.heard += 1
-                _add(replica.worked, [*call.facts(self._deadline_s), *call.beside])
+                _add(replica.worked, [*facts, *call.beside])
             if replica.arriving and all(each.is_ready for each in replica.arriving):
                 self._delivery.arrived(replica.arriving)
                 replica.arriving = ()
@@ -300,9 +301,8 @@ class ReadyFirst:
         if not self._prompts:
             self._prompts.extend(_one_by_one(self._take(self._step_groups)))
         prompt, replica = self._prompts.popleft(), min(able, key=lambda each: each.rows)
-        row = prompt.row_ids()[0]
         group = GroupInFlight(
-            id=(row.epoch, row.prompt),
+            id=prompt.row_ids()[0].group,
             prompt=prompt,
             version=replica.version,
             replica=replica,

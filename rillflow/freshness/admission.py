@@ -171,12 +171,10 @@ class MeanBound(HardBound[GroupT]):
 
     def take(self) -> list[GroupT]:
         """Those that were complete first, of an age within the bound."""
-        late = self.overdue(self._queue)
-        if late:
-            self.dropped += late
-            self._alive -= len(late)
-            least = self.version - self._freshness
-            self._queue = deque(group for group in self._queue if group.version >= least)
+        for group in self.overdue(self._queue):
+            self._queue.remove(group)
+            self.dropped.append(group)
+            self.give_up(group)
         taken = self.more(self._prompts)
         self.batch += bool(taken)
         return taken

@@ -160,10 +160,9 @@ class OpenStep:
     @property
     def late(self) -> list[Pending]:
         """What has not been done of it."""
-        asked = [*self._updates.values(), *self._left_out.values(), self._recorded, *self._reports]
-        return [
-            each for each in (*(made.result for made in self.journal.stages), *asked) if not each.is_ready
-        ]
+        asked = [made.result for made in self.journal.stages]
+        asked += [self._recorded, *self._reports, *self._updates.values(), *self._left_out.values()]
+        return [each for each in asked if not each.is_ready]
 
     def _record(self) -> Pending:
         """Have the sampled rows written down and measured where the first trained role is."""

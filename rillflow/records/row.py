@@ -22,5 +22,10 @@ class RowId(NamedTuple):
     sample: int
     """Which of the prompt's samples this is, from 0."""
 
+    @property
+    def group(self) -> tuple[int, int]:
+        """The sample group of the row: its epoch and its prompt."""
+        return self.epoch, self.prompt
+
     def __str__(self) -> str:
         return f"epoch {self.epoch} prompt {self.prompt} sample {self.sample}"

@@ -7,7 +7,6 @@ An algorithm calls its endpoints as the policy's. Its ranks are the trainer's, o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -60,8 +59,6 @@ class Advanced:
     """Rows that have, or were taken out."""
     passes: int
     """Tokens that a running row went on by."""
-    seconds: float
-    """How long it took."""
 
 
 @dataclass(kw_only=True)
@@ -158,7 +155,7 @@ class Sampler:
             samples: rows of each prompt.
             sampling: how their tokens are drawn; None as the recipe says.
         """
-        began, complete, ended, made = time.monotonic(), list[GroupId](), 0, 0
+        complete, ended, made = list[GroupId](), 0, 0
         self._turn()
         for group in given_up:
             for row in self._running.pop(group).left:
@@ -166,17 +163,16 @@ class Sampler:
                 ended += 1
         for start in starts(prompts, samples) if prompts is not None else ():
             fresh = _Running(sampling=sampling, left=set())
-            self._running.setdefault(_group(start.row), fresh).left.add(start.row)
+            self._running.setdefault(start.row.group, fresh).left.add(start.row)
             self.engine.add(start, sampling)
         while made < passes and self.engine.has_work:
             made += 1
             for rollout in self.engine.step():
-                running, ended = self._running[_group(rollout.row)], ended + 1
+                running, ended = self._running[rollout.row.group], ended + 1
                 running.left.remove(rollout.row)
                 running.ended.append(rollout)
-                complete += [] if running.left else [_group(rollout.row)]
-        seconds = time.monotonic() - began
-        return Advanced(complete=tuple(complete), ended=ended, passes=made, seconds=seconds)
+                complete += [] if running.left else [rollout.row.group]
+        return Advanced(complete=tuple(complete), ended=ended, passes=made)
 
     def collect(self, groups: Sequence[GroupId]) -> Batch:
         """The rows of groups that are complete, ordered by group as given and by sample."""
@@ -212,7 +208,3 @@ class Sampler:
         if self._loaded != self.weights.version:
             self._loaded = self.weights.version
             self.engine.load(self._loaded, dict(self.weights.module.named_parameters()))
-
-
-def _group(row: RowId) -> GroupId:
-    return row.epoch, row.prompt

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from pydantic import Field
 
 from rillflow.config.section import Section
@@ -17,6 +20,11 @@ class SamplingConfig(Section):
     )
     max_tokens: int = Field(256, gt=0, description="New tokens of one row at most.")
     stop: tuple[str, ...] = Field((), description="Texts that end a row, besides the model's own tokens.")
+
+
+def answering(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """How prompts are to be answered, by name, as a call of ``generate`` says it after the prompts."""
+    return {**dict(zip(("samples", "sampling"), args, strict=False)), **options}
 
 
 NATIVE = "native"

@@ -8,21 +8,27 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import GroupConfig
+from rillflow.assembly.recipe import load_recipe
+from rillflow.dataflow.flow import Flow
 from rillflow.errors import ConfigError, Interrupted
 from rillflow.observe import layout
 from rillflow.observe.reader import RolloutRecord, read_metrics, read_rollouts, read_spans
 from rillflow.pipeline.interrupt import Interruption
+from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.native.engine import NativeEngine
 
 sys.path.insert(0, str(Path(__file__).parent))
+from small_recipe import RECIPE, REWARD
 from test_ahead import APART, INLINE, RAY, STEPS, ran
 
 READY = 'algorithm.order="ready_first"'
@@ -47,7 +53,7 @@ class Halting(NativeEngine):
         return self._stand.pop(row)[0] if row in self._stand else super().abort(row)
 
     def step(self) -> list[Rollout]:
-        time.sleep(0.002)
+        time.sleep(0.002)  # a pass that takes no time would end all rows before the first update
         for row, (rollout, version, since) in list(self._stand.items()):
             if self.version >= version + self.publishes or time.monotonic() > since + 1:
                 del self._stand[row]
@@ -194,6 +200,29 @@ def test_publishes_that_an_update_has_no_room_for_are_refused(tmp_path: Path) ->
 def test_parts_of_steps_that_are_made_of_what_is_ready_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'rollout\.parts is 5, and algorithm\.order is "ready_first"'):
         ran(tmp_path, 1, *INLINE, APART, READY, "rollout.parts=5")
+
+
+class TwiceConfig(GroupConfig):
+    """Settings of an algorithm that samples every prompt twice."""
+
+    name: Literal["twice"]
+
+
+def twice(flow: Flow, prompts: Batch, config: TwiceConfig) -> Any:
+    """One iteration; prompts are given by name."""
+    flow.policy.generate(prompts, samples=2)
+    return flow.policy.update(
+        flow.policy.generate(prompts=prompts, samples=3), loss=config.loss, passes=config
+    )
+
+
+def test_an_algorithm_that_samples_more_than_its_prompts_once_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "twice"))
+    (tmp_path / "reward.py").write_text(REWARD)
+    ahead = ("algorithm.freshness=1", READY, *INLINE, APART)
+    own = Algorithm(config=TwiceConfig, step=twice, data=Data.PROMPTS)
+    with pytest.raises(ConfigError, match="twice does not sample its step's prompts once"):
+        load_recipe(tmp_path / "run.toml", ahead, [own])
 
 
 @RAY

@@ -68,7 +68,7 @@ class Sequence:
     @property
     def group(self) -> tuple[int, int]:
         """Which prompt this is a sample of."""
-        return self.rollout.row.epoch, self.rollout.row.prompt
+        return self.rollout.row.group
 
     def shares(self, other: Sequence) -> bool:
         """Whether the other's keys and values of the prefix are this one's too."""
