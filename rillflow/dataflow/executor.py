@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class GroupExecutor:
         group = self._serving(role, endpoint)
         if self.sampled and group.role == SAMPLER:
             file = self.sampled.popleft()
-            return self._at(group.places[:1], f"{role}.{endpoint}", (program.apply, load_batch), [file], {})
+            return self._at(group.places[:1], f"{role}.{endpoint}", "", load_batch, [file])
         if self.ready is not None and endpoint == "generate" and args and args[0] is self.ready[0]:
             (_, made), self.ready = self.ready, None
             return made
@@ -108,8 +109,8 @@ class GroupExecutor:
         options: Mapping[str, Any],
     ) -> Pending:
         """See Executor."""
-        work, home = (program.apply, apply_formula), self._home(batches)
-        return self._at([home], formula.__name__, work, [formula, into, *batches], options)
+        home, given = self._home(batches), [formula, into, *batches]
+        return self._at([home], formula.__name__, "", apply_formula, given, options)
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""
@@ -122,22 +123,24 @@ class GroupExecutor:
 
     def apply(self, function: Callable[..., Any], *arguments: Any, place: Place, **options: Any) -> Pending:
         """Call a function of a module at one rank; batches among its arguments arrive whole."""
-        return self._at([place], function.__name__, (program.apply, function), arguments, options)
+        return self._at([place], function.__name__, "", function, arguments, options)
 
     def _at(
         self,
         places: Sequence[Place],
         name: str,
-        work: Sequence[Any],
+        role: str,
+        function: Callable[..., Any],
         arguments: Sequence[Any],
-        options: Mapping[str, Any],
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Pending:
         given = [self._sent(each, name) for each in arguments]
         named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
         packed = self._backend.pack(named, f"option of {name}:")
         made = []
         for place in places:
-            value, facts = self._backend.submit(place, work[0], name, *work[1:], given, packed, results=2)
+            described = (name, role, function, given, packed)
+            value, facts = self._backend.submit(place, program.apply, *described, results=2)
             made.append(RemoteValue(value=value, facts=facts))
         sources = [each for each in (*arguments, *options.values()) if isinstance(each, Pending)]
         return self._pending(name, places, made, sources)
@@ -181,8 +184,7 @@ class GroupExecutor:
     ) -> Pending:
         """The same remote call at some ranks of the role; the result is the first one's."""
         places = [self.groups[role].places[rank] for rank in ranks]
-        name, work = f"{role}.{function.__name__}", (program.look, role, function)
-        return self._at(places, name, work, arguments, {})
+        return self._at(places, f"{role}.{function.__name__}", role, function, arguments)
 
     def on_first_rank(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
         """A remote call of a module's function with a role's object, at the role's first rank."""

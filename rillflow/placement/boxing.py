@@ -5,20 +5,19 @@
                                                              afterwards, is one problem
 
     cell ─> who holds it, who is to hold it ─┬─ one contribution ──> copies                    stage 1
-                                             └─ several ─ owners ──> contributions, combined   stage 1
+                                             └─ several ─ owners ──> contributions, added up   stage 1
                                                             └──────> copies of the result      stage 2
 
 A cell is a box of the value that no cut of either placement goes through: within it every rank holds all or
 nothing. Its holders are told apart by contribution: the ranks of one contribution hold copies of the same
-numbers, and the value is all contributions combined.
+numbers, and the value is the sum of all contributions.
 
 - What a rank holds already stays there; among copies elsewhere the load is spread evenly.
-- Contributions are combined once, at an owner that then has to hold the result: one that brings a
+- Contributions are added up once, at an owner that then has to hold the result: one that brings a
   contribution of its own, if there is such a rank. All such ranks share a cell, so that Partial to Broadcast
   is a reduce-scatter and an all-gather.
 - A partial destination takes every contribution at one coordinate, where it costs least; the others
-  hold the neutral element. Of a mean there is none: there every rank gets the value, unless there are
-  as many contributions before as afterwards.
+  hold zeros.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, product
 
-from rillflow.placement.sbp import Op, Placement
+from rillflow.placement.sbp import Placement
 from rillflow.placement.slices import Coordinates, Cuts, Interval, Slice, cuts, keys
 
 Copies = tuple[int, ...]
@@ -69,35 +68,33 @@ class Move:
     """The rank that receives; the sender itself of what is kept."""
     slice: Slice
     """What is sent, in the value's own coordinates."""
-    op: Op | None
-    """How it is combined with all that has this destination and slice; none where it is the value."""
+    adds: bool = False
+    """Whether it is added to all that has this destination and slice; else it is the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fill:
-    """A slice that a rank makes up: it brings nothing to the contributions of the others."""
+    """A slice of zeros that a rank makes up: it brings nothing to the contributions of the others."""
 
     rank: int
     """The rank that holds it."""
     slice: Slice
     """Where."""
-    op: Op
-    """Whose neutral element it is: 0 of a sum, the least number of a maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boxing:
     """The moves from one placement to another.
 
-    Every slice a destination rank holds is covered once: by what is kept, moved or filled without an
-    operation, or by one set of contributions of the first stage that share destination and slice.
+    Every slice a destination rank holds is covered once: by what is kept, moved or filled without adding,
+    or by one set of contributions of the first stage that share destination and slice.
     """
 
     stages: tuple[tuple[Move, ...], ...]
     """The moves between ranks: the first stage sends what the source holds, the second what the first has
-    combined. Contributions are combined in the order they stand in, after the one that is kept."""
+    added up. Contributions are added in the order they stand in, after the one that is kept."""
     kept: tuple[Move, ...]
-    """What the destination rank holds already, with an operation where it is its own contribution."""
+    """What the destination rank holds already, perhaps a contribution of its own."""
     fills: tuple[Fill, ...]
     """What a partial destination holds where another coordinate holds the value."""
 
@@ -128,32 +125,18 @@ def boxing(source: Placement, destination: Placement, shape: Sequence[int]) -> B
     Raises:
         PlacementError: a placement does not fit the shape.
     """
-    moves, before, after = _Moves(), source.op, destination.op
+    moves = _Moves()
     for cell in cells(source, destination, shape):
-        if after is None:
-            moves.bring(cell.slice, cell.source, cell.destination[0], before)
-        elif after == "mean":
-            _bring_mean(moves, cell, before)
+        if destination.partial:
+            _bring_partial(moves, cell)
         else:
-            _bring_partial(moves, cell, before, after)
+            moves.bring(cell.slice, cell.source, cell.destination[0])
     return moves.boxing()
 
 
-def _bring_mean(moves: _Moves, cell: Cell, op: Op | None) -> None:
-    """As many contributions to a mean stay contributions, those at home there; else all get the value."""
-    if op != "mean" or len(cell.source) != len(cell.destination):
-        moves.bring(cell.slice, cell.source, tuple(chain.from_iterable(cell.destination)), op)
-        return
-    left = list(cell.source)
-    for ranks in sorted(cell.destination, key=lambda ranks: min(_cost((held,), ranks) for held in left)):
-        nearest = min(left, key=lambda held: _cost((held,), ranks))
-        left.remove(nearest)
-        moves.bring(cell.slice, (nearest,), ranks, None)
-
-
-def _bring_partial(moves: _Moves, cell: Cell, before: Op | None, after: Op) -> None:
-    """Contributions go one by one, or all together where the operation changes, to where they add least."""
-    items = [(copies,) for copies in cell.source] if before == after else [cell.source]
+def _bring_partial(moves: _Moves, cell: Cell) -> None:
+    """Contributions go one by one to where they add least."""
+    items: list[Holders] = [(copies,) for copies in cell.source]
     items.sort(key=lambda item: min(_cost(item, ranks) for ranks in cell.destination))
     taken: list[Holders] = [() for _ in cell.destination]
     costs = [0 for _ in cell.destination]
@@ -171,13 +154,13 @@ def _bring_partial(moves: _Moves, cell: Cell, before: Op | None, after: Op) -> N
         costs[best] = found[best]
     for held, ranks in zip(taken, cell.destination, strict=True):
         if held:
-            moves.bring(cell.slice, held, ranks, before)
+            moves.bring(cell.slice, held, ranks)
         else:
-            moves.fills += [Fill(rank=rank, slice=cell.slice, op=after) for rank in ranks]
+            moves.fills += [Fill(rank=rank, slice=cell.slice) for rank in ranks]
 
 
 def _cost(source: Holders, ranks: Copies) -> int:
-    """How many copies of a cell are received until all of ``ranks`` hold the contributions combined."""
+    """How many copies of a cell are received until all of ``ranks`` hold the contributions' sum."""
     if len(source) == 1:
         return len(set(ranks).difference(source[0]))
     owned = not set(ranks).isdisjoint(chain.from_iterable(source))
@@ -203,27 +186,27 @@ class _Moves:
             fills=tuple(self.fills),
         )
 
-    def bring(self, piece: Slice, source: Holders, ranks: Copies, op: Op | None) -> None:
-        """Let all of ``ranks`` hold these contributions, combined if they are several."""
+    def bring(self, piece: Slice, source: Holders, ranks: Copies) -> None:
+        """Let all of ``ranks`` hold these contributions, added up if they are several."""
         if len(source) == 1:
-            self._keep_or_send(source[0], dict.fromkeys(ranks, piece), None)
+            self._keep_or_send(source[0], dict.fromkeys(ranks, piece))
             return
         holding = set(chain.from_iterable(source))
         owners = [rank for rank in ranks if rank in holding] or ranks
         owned = dict(zip(owners, piece.pieces(len(owners)), strict=False))
         for copies in source:
-            self._keep_or_send(copies, owned, op)
+            self._keep_or_send(copies, owned, adds=True)
         for owner, part in owned.items():
-            self.second += [self._move(owner, rank, part, None) for rank in ranks if rank != owner]
+            self.second += [self._move(owner, rank, part) for rank in ranks if rank != owner]
 
-    def _keep_or_send(self, copies: Copies, wanted: dict[int, Slice], op: Op | None) -> None:
+    def _keep_or_send(self, copies: Copies, wanted: dict[int, Slice], *, adds: bool = False) -> None:
         """Let every rank have its slice of a contribution."""
         away = [rank for rank in wanted if rank not in copies]
         for rank, sender in zip(away, self._senders(copies, len(away)), strict=True):
-            self.first.append(self._move(sender, rank, wanted[rank], op))
+            self.first.append(self._move(sender, rank, wanted[rank], adds))
         if len(away) < len(wanted):
             self.kept += [
-                Move(source=rank, destination=rank, slice=wanted[rank], op=op)
+                Move(source=rank, destination=rank, slice=wanted[rank], adds=adds)
                 for rank in wanted
                 if rank in copies
             ]
@@ -240,10 +223,10 @@ class _Moves:
         once_more = sorted(copies, key=self.sent.__getitem__)[:left]
         return [rank for rank in copies for _ in range(each + (rank in once_more))]
 
-    def _move(self, source: int, destination: int, piece: Slice, op: Op | None) -> Move:
+    def _move(self, source: int, destination: int, piece: Slice, adds: bool = False) -> Move:
         self.sent[source] += piece.size
         self.received[destination] += piece.size
-        return Move(source=source, destination=destination, slice=piece, op=op)
+        return Move(source=source, destination=destination, slice=piece, adds=adds)
 
 
 def cells(source: Placement, destination: Placement, shape: Sequence[int]) -> Iterator[Cell]:

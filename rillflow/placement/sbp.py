@@ -1,7 +1,7 @@
 """Placement: how a value lies on a mesh; for every axis Split, Broadcast or Partial.
 
     mesh dp 2, tp 2, ranks 0 1    {"tp": Split(0)}         the upper half on 0 and 2, the lower on 1 and 3
-                           2 3    {"dp": Partial("sum")}   the value is rank 0's plus rank 2's
+                           2 3    {"dp": Partial()}       the value is rank 0's plus rank 2's
 
 Several axes may split one dim: the first of ``Placement.order`` cuts the dim, the next one cuts every
 piece of it. By default that is the order of the mesh, as in DTensor. FSDP2 over tensor parallelism cuts
@@ -16,13 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, get_args
 
-from rillflow.errors import PlacementError, nearest
+from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
-
-Op = Literal["sum", "mean", "max"]
-"""What makes the value out of its contributions."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +60,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Partial:
-    """Every coordinate of the axis holds a contribution; the value is their sum, mean or maximum.
-
-    Raises:
-        PlacementError: there is no such operation.
-    """
-
-    op: Op = "sum"
-    """What makes the value out of the contributions."""
-
-    def __post_init__(self) -> None:
-        if self.op not in get_args(Op):
-            raise PlacementError(
-                f"a partial value by {self.op!r}",
-                why="contributions are combined by sum, mean or max",
-                fix=nearest(self.op, get_args(Op)),
-            )
+    """Every coordinate of the axis holds a contribution; the value is their sum."""
 
 
 Part = Split | Broadcast | Partial
@@ -93,8 +74,8 @@ class Placement:
         Placement(Mesh.of(dp=2, tp=4), {"tp": Split(0)})
 
     Raises:
-        PlacementError: the mesh has not an axis; sizes are not one a coordinate; two operations at once;
-            the order names an axis that does not split, or one twice.
+        PlacementError: the mesh has not an axis; sizes are not one a coordinate; the order names an axis that
+            does not split, or one twice.
     """
 
     mesh: Mesh
@@ -123,35 +104,19 @@ class Placement:
         rest = [name for name in splitting if name not in self.order]
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "order", (*self.order, *rest))
-        if len(ops := {part.op for part in self._partial.values()}) > 1:
-            raise PlacementError(
-                f"contributions are combined by {' and by '.join(sorted(ops))}",
-                why="a move combines in one way, and which comes first can change the value",
-                fix="combine one axis before the value is given the other",
-            )
 
     def __hash__(self) -> int:
         return hash((self.mesh, tuple(self.parts.items()), self.order))
 
     @property
-    def op(self) -> Op | None:
-        """What makes the value out of its contributions; none where every rank holds values."""
-        return next((part.op for part in self._partial.values()), None)
-
-    @property
     def partial(self) -> tuple[str, ...]:
         """The axes whose coordinates hold contributions, in mesh order; an axis of one is none."""
-        return tuple(self._partial)
+        parts = self.parts.items()
+        return tuple(
+            name for name, part in parts if isinstance(part, Partial) and self.mesh.axis(name).size > 1
+        )
 
     def splits(self, dim: int) -> dict[str, Split]:
         """The axes that cut a dim, in the order they cut."""
         cutting = ((name, self.parts[name]) for name in self.order)
         return {name: part for name, part in cutting if isinstance(part, Split) and part.dim == dim}
-
-    @property
-    def _partial(self) -> dict[str, Partial]:
-        return {
-            name: part
-            for name, part in self.parts.items()
-            if isinstance(part, Partial) and self.mesh.axis(name).size > 1
-        }

@@ -98,8 +98,10 @@ def training_layout(
     return found
 
 
-def generation_mesh(train: Mesh, tp: int, pp: int = 1, *, is_sharded: bool = False) -> Mesh:
+def generation_mesh(train: Mesh, tp: int, *, is_sharded: bool = False) -> Mesh:
     """The mesh the ranks of a training mesh generate under, so that each keeps what it trains.
+
+    Pipeline stages come together: a replica of t_g ranks has all layers.
 
     Where dp alone cuts the parameters (FSDP2), t_g of its ranks, by which d divides, may share a copy: their
     rows of a weight are not what they generate with, so what they train stays beside it.
@@ -107,58 +109,44 @@ def generation_mesh(train: Mesh, tp: int, pp: int = 1, *, is_sharded: bool = Fal
     Args:
         train: dp, pp and tp of sizes d, p and t.
         tp: t_g, by which t divides.
-        pp: p_g, by which p divides.
         is_sharded: whether dp cuts the parameters.
 
     Returns:
-        dp, micro_dp, pp and tp of sizes d, p t / (p_g t_g), p_g and t_g.
+        dp, micro_dp and tp of sizes d, p t / t_g and t_g.
 
     Raises:
-        PlacementError: t does not divide by t_g, or p by p_g; it shows the division.
+        PlacementError: t does not divide by t_g; it shows the division.
     """
-    sizes = {name: train.axis(name).size for name in ("dp", "pp", "tp")}
-    if is_sharded and sizes["dp"] == train.size and sizes["dp"] % max(tp, 1) == 0:
-        return Mesh.of(ranks=train.ranks, dp=sizes["dp"] // tp, micro_dp=1, pp=1, tp=tp)
-    for name, size in (("tp", tp), ("pp", pp)):
-        if size < 1 or sizes[name] % size:
-            whole = divisors(sizes[name])
-            left = f"{sizes[name]} / {size} leaves {sizes[name] % size}" if size > 0 else "the least is 1"
-            raise PlacementError(
-                f"generation has {name} {size} and training {name} {sizes[name]}",
-                why=f"each generation shard is made of whole training shards, and {left}",
-                fix=f"choose among {', '.join(map(str, whole))}",
-            )
-    strides = {"tp": sizes["tp"] // tp, "pp": sizes["pp"] // pp}
-    ranks = [
-        train.rank_at(
-            {
-                "dp": replica,
-                "pp": stage * strides["pp"] + micro // strides["tp"],
-                "tp": shard * strides["tp"] + micro % strides["tp"],
-            }
+    d, p, t = (train.axis(name).size for name in ("dp", "pp", "tp"))
+    if is_sharded and d == train.size and d % max(tp, 1) == 0:
+        return Mesh.of(ranks=train.ranks, dp=d // tp, micro_dp=1, tp=tp)
+    if tp < 1 or t % tp:
+        left = f"{t} / {tp} leaves {t % tp}" if tp > 0 else "the least is 1"
+        raise PlacementError(
+            f"generation has tp {tp} and training tp {t}",
+            why=f"each generation shard is made of whole training shards, and {left}",
+            fix=f"choose among {', '.join(map(str, divisors(t)))}",
         )
-        for replica in range(sizes["dp"])
-        for micro in range(strides["pp"] * strides["tp"])
-        for stage in range(pp)
+    stride = t // tp
+    ranks = [
+        train.rank_at({"dp": replica, "pp": stage, "tp": shard * stride + micro})
+        for replica in range(d)
+        for stage in range(p)
+        for micro in range(stride)
         for shard in range(tp)
     ]
-    return Mesh.of(ranks=ranks, dp=sizes["dp"], micro_dp=strides["pp"] * strides["tp"], pp=pp, tp=tp)
+    return Mesh.of(ranks=ranks, dp=d, micro_dp=p * stride, tp=tp)
 
 
-def generation_layout(
-    weights: Weights, parts: Mapping[str, Part], mesh: Mesh, stages: Mapping[str, Sequence[int]] | None = None
-) -> dict[str, Placement]:
+def generation_layout(weights: Weights, parts: Mapping[str, Part], mesh: Mesh) -> dict[str, Placement]:
     """Where weights lie while they generate: cut by tp, a copy in every replica.
 
     Args:
         weights: of the whole model.
         parts: how tp lays each.
         mesh: see ``generation_mesh``; any with an axis tp will do.
-        stages: the stages of this mesh each lies on; without them, all.
     """
-    if stages is None:
-        return {name: Placement(mesh, {"tp": parts[name]}) for name in weights}
-    return {name: Placement(_stage_mesh(name, mesh, stages[name]), {"tp": parts[name]}) for name in weights}
+    return {name: Placement(mesh, {"tp": parts[name]}) for name in weights}
 
 
 @lru_cache(maxsize=4096)

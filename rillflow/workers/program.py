@@ -2,8 +2,7 @@
 
     start(site, role, factory)          the role's object is made and stays here
     run(site, call, arguments)          references become values, the method runs, its result and Facts stay
-    apply(site, function, ...)          the same for a function that belongs to no role
-    look(site, role, function, ...)     the same for a function that is given a role's object first
+    apply(site, role, function, ...)    the same for a function, given the role's object first if one is named
     deal(site, role, function, ...)     the same, each element of the tuple it returns a result of its own
 
 This is the supervision boundary: whatever a role raises leaves with the name of role, method and rank (where
@@ -72,13 +71,6 @@ def run(site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, 
 
 
 def apply(
-    site: Site, name: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
-) -> tuple[Any, Facts]:
-    """Call a function; errors call it ``name``."""
-    return _run(site, name, function, arguments, options)
-
-
-def look(
     site: Site,
     name: str,
     role: str,
@@ -86,13 +78,14 @@ def look(
     arguments: Sequence[Any],
     options: Mapping[str, Any],
 ) -> tuple[Any, Facts]:
-    """Call a function with a role's object and more; errors call it ``name``."""
-    return _run(site, name, partial(function, site.objects[role]), arguments, options)
+    """Call a function, with a role's object before the arguments if one is named; errors call it ``name``."""
+    work = partial(function, site.objects[role]) if role else function
+    return _run(site, name, work, arguments, options)
 
 
 def deal(site: Site, *described: Any) -> tuple[Any, ...]:
-    """As ``look``; each element of the result is there by itself, the facts are the last."""
-    found, facts = look(site, *described)
+    """As ``apply``; each element of the result is there by itself, the facts are the last."""
+    found, facts = apply(site, *described)
     return (*found, facts)
 
 

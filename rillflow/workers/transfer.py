@@ -53,7 +53,7 @@ ALL_MICRO_DP = Transfer(
 DP = Transfer(name="DP_PROTO", send={"dp": ROWS}, receive={"dp": ROWS})
 
 TRAIN = Transfer(
-    name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial("sum")}, at={"pp": -1, "tp": 0}, is_balanced=True
+    name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial()}, at={"pp": -1, "tp": 0}, is_balanced=True
 )
 """Rows are shared out over dp by their tokens, reports come back as shares of one."""
 TRAIN_PAIRS = Transfer(

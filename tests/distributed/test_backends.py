@@ -316,7 +316,7 @@ class Misplaced:
 class Misread(Misplaced):
     """The same on the way back."""
 
-    @endpoint(Transfer(name="ODD", send={"dp": Split(0)}, receive={"dps": Partial("sum")}))
+    @endpoint(Transfer(name="ODD", send={"dp": Split(0)}, receive={"dps": Partial()}))
     def double(self, batch: Batch) -> Batch:
         return batch
 

@@ -65,18 +65,17 @@ def sent(plan: Boxing) -> dict[int, int]:
     return dict(counted)
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "max"])
-def test_partial_to_broadcast_is_a_reduce_scatter_and_an_all_gather(op) -> None:
+def test_partial_to_broadcast_is_a_reduce_scatter_and_an_all_gather() -> None:
     mesh = Mesh.of(x=4)
-    plan = boxing(on(mesh, Partial(op)), on(mesh, Broadcast()), SHAPE)
-    for stage, how in zip(plan.stages, (op, None), strict=True):
-        assert {move.op for move in stage} == {how}
+    plan = boxing(on(mesh, Partial()), on(mesh, Broadcast()), SHAPE)
+    for stage, how in zip(plan.stages, (True, False), strict=True):
+        assert {move.adds for move in stage} == {how}
         assert Counter(move.destination for move in stage) == dict.fromkeys(range(4), 3)
         assert {move.slice.size * 4 for move in stage} == {T / 4}
     assert [plan.received(rank, 4) for rank in range(4)] == [2 * 3 / 4 * T] * 4
     assert sent(plan) == dict.fromkeys(range(4), 2 * 3 / 4 * T)
-    assert {(move.source, move.op, move.slice.size * 4) for move in plan.kept} == {
-        (rank, op, T / 4) for rank in range(4)
+    assert {(move.source, move.adds, move.slice.size * 4) for move in plan.kept} == {
+        (rank, True, T / 4) for rank in range(4)
     }
 
 
@@ -160,40 +159,25 @@ def test_copies_share_the_load(copies: int, wanting: int, part) -> None:
 def test_a_rank_keeps_its_own_copy() -> None:
     plan = boxing(on(Mesh.of(x=3), Broadcast()), on(Mesh.of(x=3, first=1), Broadcast()), (6,))
     whole = Slice(((0, 6),))
-    assert plan.kept == tuple(Move(source=rank, destination=rank, slice=whole, op=None) for rank in (1, 2))
-    assert plan.moves == (Move(source=0, destination=3, slice=whole, op=None),)
+    assert plan.kept == tuple(Move(source=rank, destination=rank, slice=whole) for rank in (1, 2))
+    assert plan.moves == (Move(source=0, destination=3, slice=whole),)
 
 
 def test_one_keeps_what_becomes_partial_and_the_others_hold_zeros() -> None:
     mesh, whole = Mesh.of(x=3), Slice(((0, 6),))
     plan = boxing(on(mesh, Broadcast()), on(mesh, Partial()), (6,))
-    assert plan.kept == (Move(source=0, destination=0, slice=whole, op=None),)
-    assert plan.fills == tuple(Fill(rank=rank, slice=whole, op="sum") for rank in (1, 2))
-    plan = boxing(on(mesh, Split(0)), on(mesh, Partial("max")), (6,))
+    assert plan.kept == (Move(source=0, destination=0, slice=whole),)
+    assert plan.fills == tuple(Fill(rank=rank, slice=whole) for rank in (1, 2))
+    plan = boxing(on(mesh, Split(0)), on(mesh, Partial()), (6,))
     assert [move.destination for move in plan.kept] == [0, 1, 2]
     assert Counter(fill.rank for fill in plan.fills) == {0: 2, 1: 2, 2: 2}
-    assert (plan.moves, {fill.op for fill in plan.fills}) == ((), {"max"})
+    assert plan.moves == ()
 
 
 @pytest.mark.parametrize("before", ["P", "S0"])
 def test_partial_destinations_apart_share_the_load(before: str) -> None:
     plan = boxing(on(Mesh.of(x=6), SBP[before]), on(Mesh.of(x=3, first=6), Partial()), SHAPE)
     assert Counter(move.destination for move in plan.moves) == dict.fromkeys(range(6, 9), 2)
-
-
-def test_a_mean_has_no_zero_so_every_rank_gets_the_value() -> None:
-    mesh = Mesh.of(x=4)
-    assert boxing(on(mesh, Broadcast()), on(mesh, Partial("mean")), SHAPE).bytes(4) == 0
-    assert boxing(on(mesh, Split(0)), on(mesh, Partial("mean")), SHAPE).bytes(4) == 3 * T
-    assert boxing(on(mesh, Partial("mean")), on(mesh, Partial("mean")), SHAPE).bytes(4) == 0
-    assert boxing(on(mesh, Partial("sum")), on(mesh, Partial("mean")), SHAPE).bytes(4) == 6 * T
-
-
-@pytest.mark.parametrize(("first", "cost"), [(0, 0), (1, 1), (4, 4)])
-def test_as_many_contributions_to_a_mean_stay_contributions(first: int, cost: int) -> None:
-    mesh, other = Mesh.of(x=4), Mesh.of(x=4, first=first)
-    plan = boxing(on(mesh, Partial("mean")), on(other, Partial("mean")), SHAPE)
-    assert (plan.bytes(4), {move.op for move in plan.moves + plan.kept}) == (cost * T, {None})
 
 
 def least(source: list[set[int]], destination: list[set[int]]) -> int:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise, product
-from math import inf, prod
+from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -21,14 +21,12 @@ from hypothesis import strategies as st
 
 from rillflow.placement.boxing import Boxing, boxing
 from rillflow.placement.mesh import Mesh
-from rillflow.placement.sbp import Broadcast, Op, Partial, Placement, Split
+from rillflow.placement.sbp import Broadcast, Partial, Placement, Split
 from rillflow.placement.slices import Slice, slices
 
 Element = tuple[int, ...]
-Numbers = dict[int, dict[Element, Fraction | float]]
+Numbers = dict[int, dict[Element, Fraction]]
 """By rank and element."""
-COMBINE = {"sum": sum, "max": max, "mean": lambda values: sum(values) / len(values)}
-NEUTRAL = {"sum": 0, "max": -inf}
 
 
 def elements(piece: Slice) -> list[Element]:
@@ -59,16 +57,16 @@ def execute(plan: Boxing, given: Numbers) -> Numbers:
         arrived = defaultdict(list)
         for move in (() if number else plan.kept) + stage:
             values = [read[move.source][element] for element in elements(move.slice)]
-            arrived[move.destination, move.slice, move.op].append(values)
-        for (rank, piece, op), columns in arrived.items():
-            assert op is not None or len(columns) == 1
+            arrived[move.destination, move.slice, move.adds].append(values)
+        for (rank, piece, adds), columns in arrived.items():
+            assert adds or len(columns) == 1
             for element, values in zip(elements(piece), zip(*columns, strict=True), strict=True):
                 assert element not in result[rank]
-                result[rank][element] = COMBINE[op](values) if op else values[0]
+                result[rank][element] = sum(values, Fraction(0))
     for fill in plan.fills:
         for element in elements(fill.slice):
             assert element not in result[fill.rank]
-            result[fill.rank][element] = NEUTRAL[fill.op]
+            result[fill.rank][element] = Fraction(0)
     return result
 
 
@@ -94,8 +92,7 @@ def laid(placement: Placement, shape: list[int], seed: int = 0) -> Case:
     numbers = {
         rank: {element: made[contribution(placement, rank), element] for element in own[rank]} for rank in own
     }
-    combine = COMBINE[placement.op or "max"]
-    value = {element: combine([made[kind, element] for kind in kinds]) for element in everything}
+    value = {element: sum((made[kind, element] for kind in kinds), Fraction(0)) for element in everything}
     return Case(value=value, numbers=numbers)
 
 
@@ -113,7 +110,7 @@ def check(source: Placement, destination: Placement, shape: list[int]) -> Boxing
             if element in wanted[rank]:
                 by_kind[contribution(destination, rank)].add(result[rank][element])
         assert all(len(copies) == 1 for copies in by_kind.values()), "copies differ"
-        assert COMBINE[destination.op or "max"]([min(copies) for copies in by_kind.values()]) == value
+        assert sum(min(copies) for copies in by_kind.values()) == value
     assert plan.bytes(2) == sum(plan.received(rank, 2) for rank in destination.mesh.ranks)
     return plan
 
@@ -127,7 +124,6 @@ def placements(draw: st.DrawFn, shape: list[int]) -> Placement:
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda sizes: prod(sizes) <= 12))
     names = "abc"[: len(sizes)]
     ranks = draw(st.permutations(range(14)))[: prod(sizes)]
-    op: Op = draw(st.sampled_from(["sum", "mean", "max"]))
     parts = {}
     for name, size in zip(names, sizes, strict=True):
         kind = draw(st.sampled_from(["split", "split", "broadcast", "partial"]))
@@ -136,7 +132,7 @@ def placements(draw: st.DrawFn, shape: list[int]) -> Placement:
         if kind == "broadcast":
             parts[name] = Broadcast()
         elif kind == "partial":
-            parts[name] = Partial(op)
+            parts[name] = Partial()
         elif alone and draw(st.booleans()):
             edges = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=size - 1, max_size=size - 1)))
             edges = [0, *edges, shape[dim]]
@@ -172,7 +168,7 @@ def test_the_least_is_received(data: st.DataObject, shape: list[int]) -> None:
     first rank that is done, and from then on every other rank receives at least once more.
     """
     source, destination = data.draw(placements(shape)), data.draw(placements(shape))
-    if destination.op is not None:
+    if destination.partial:
         destination = Placement(destination.mesh)
     before, after, least = held(source, shape), held(destination, shape), 0
     for element in elements(Slice(tuple((0, length) for length in shape))):
@@ -186,7 +182,7 @@ def test_the_least_is_received(data: st.DataObject, shape: list[int]) -> None:
     assert boxing(source, destination, shape).bytes(1) == least
 
 
-PARTS = [Split(0), Split(1), Broadcast(), Partial("sum"), Partial("mean"), Partial("max")]
+PARTS = [Split(0), Split(1), Broadcast(), Partial()]
 
 
 @pytest.mark.parametrize("after", PARTS, ids=str)

@@ -20,8 +20,8 @@ def test_axes_that_are_not_named_are_broadcast() -> None:
 
 
 def test_placements_are_values() -> None:
-    one = Placement(MESH, {"tp": Split(0), "dp": Partial("mean")})
-    two = Placement(MESH, {"dp": Partial("mean"), "tp": Split(0), "pp": Broadcast()}, order=("tp",))
+    one = Placement(MESH, {"tp": Split(0), "dp": Partial()})
+    two = Placement(MESH, {"dp": Partial(), "tp": Split(0), "pp": Broadcast()}, order=("tp",))
     assert one == two
     assert hash(one) == hash(copy.deepcopy(two))
     assert one != Placement(MESH, {"tp": Split(0)})
@@ -36,8 +36,8 @@ def test_the_mesh_orders_the_cuts_unless_told() -> None:
 
 
 def test_an_axis_of_one_makes_nothing_partial() -> None:
-    assert Placement(MESH, {"pp": Partial("max"), "dp": Partial("sum")}).op == "sum"
-    assert Placement(MESH, {"pp": Partial("max")}).op is None
+    assert Placement(MESH, {"pp": Partial(), "dp": Partial()}).partial == ("dp",)
+    assert Placement(MESH, {"pp": Partial()}).partial == ()
 
 
 @pytest.mark.parametrize(
@@ -47,15 +47,10 @@ def test_an_axis_of_one_makes_nothing_partial() -> None:
         (lambda: Split(0, runs=0), "a split into 0 runs"),
         (lambda: Split(0, sizes=(3, -1)), "a piece of length -1"),
         (lambda: Split(0, sizes=(3, 1), runs=2), "sizes (3, 1) together with 2 runs"),
-        (lambda: Partial("avg"), "a partial value by 'avg'"),
         (lambda: Placement(MESH, {"dq": Split(0)}), "the mesh has no axis 'dq'"),
         (
             lambda: Placement(MESH, {"dp": Split(0, sizes=(1, 2, 3))}),
             "axis 'dp' has 3 sizes (1, 2, 3) and 2 coordinates",
-        ),
-        (
-            lambda: Placement(MESH, {"dp": Partial("mean"), "tp": Partial("sum")}),
-            "contributions are combined by mean and by sum",
         ),
         (lambda: Placement(MESH, {"dp": Split(0)}, order=("dq",)), "the mesh has no axis 'dq'"),
         (
@@ -78,5 +73,3 @@ def test_what_cannot_be_laid_is_refused(make, what: str) -> None:
 def test_a_misspelling_is_answered_with_the_nearest() -> None:
     with pytest.raises(PlacementError, match="did you mean 'data'"):
         Placement(Mesh.of(data=2, tensor=2), {"dat": Split(0)})
-    with pytest.raises(PlacementError, match="did you mean 'mean'"):
-        Partial("meen")

@@ -26,7 +26,7 @@ from rillflow.weights.layout import (
 
 def test_generation_groups_take_ranks_at_a_stride() -> None:
     mesh = generation_mesh(Mesh.of(dp=1, pp=1, tp=4), 2)
-    assert mesh.names == ("dp", "micro_dp", "pp", "tp")
+    assert mesh.names == ("dp", "micro_dp", "tp")
     assert mesh.groups("tp") == ((0, 2), (1, 3))
     assert mesh.groups("micro_dp") == ((0, 1), (2, 3))
 
@@ -34,35 +34,32 @@ def test_generation_groups_take_ranks_at_a_stride() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     d=st.integers(1, 3),
-    p_g=st.integers(1, 3),
+    p=st.integers(1, 4),
     t_g=st.integers(1, 3),
-    p_times=st.integers(1, 3),
-    t_times=st.integers(1, 3),
+    times=st.integers(1, 3),
 )
-def test_coordinates_follow_from_training(d: int, p_g: int, t_g: int, p_times: int, t_times: int) -> None:
-    train = Mesh.of(dp=d, pp=p_g * p_times, tp=t_g * t_times)
-    mesh = generation_mesh(train, t_g, p_g)
+def test_coordinates_follow_from_training(d: int, p: int, t_g: int, times: int) -> None:
+    train = Mesh.of(dp=d, pp=p, tp=t_g * times)
+    mesh = generation_mesh(train, t_g)
     assert sorted(mesh.ranks) == sorted(train.ranks)
     for rank in train.ranks:
         was, now = train.coordinates(rank), mesh.coordinates(rank)
         assert now["dp"] == was["dp"]
-        assert now["tp"] == was["tp"] // t_times
-        assert now["pp"] == was["pp"] // p_times
-        assert now["micro_dp"] == (was["pp"] % p_times) * t_times + was["tp"] % t_times
+        assert now["tp"] == was["tp"] // times
+        assert now["micro_dp"] == was["pp"] * times + was["tp"] % times
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "said"),
+    ("tp", "said"),
     [
-        (3, 1, r"generation has tp 3 and training tp 4\n.*4 / 3 leaves 1\n.*choose among 1, 2, 4"),
-        (8, 1, "4 / 8 leaves 4"),
-        (2, 2, "generation has pp 2 and training pp 3"),
-        (0, 1, "the least is 1"),
+        (3, r"generation has tp 3 and training tp 4\n.*4 / 3 leaves 1\n.*choose among 1, 2, 4"),
+        (8, "4 / 8 leaves 4"),
+        (0, "the least is 1"),
     ],
 )
-def test_sizes_that_do_not_divide(tp: int, pp: int, said: str) -> None:
+def test_sizes_that_do_not_divide(tp: int, said: str) -> None:
     with pytest.raises(PlacementError, match=said):
-        generation_mesh(Mesh.of(dp=1, pp=3, tp=4), tp, pp)
+        generation_mesh(Mesh.of(dp=1, pp=3, tp=4), tp)
 
 
 WEIGHTS = {
@@ -110,10 +107,12 @@ def test_a_stage_that_is_not_there() -> None:
         training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=1, tp=1), shard=False)
 
 
-def test_generation_keeps_the_stages_it_is_given() -> None:
-    mesh = generation_mesh(Mesh.of(dp=1, pp=2, tp=2), 1, 2)
-    found = generation_layout(WEIGHTS, PARTS, mesh, STAGES)
-    assert sorted(found["up"].mesh.ranks) == [0, 1]
+def test_generation_brings_pipeline_stages_together() -> None:
+    found = generation_layout(WEIGHTS, PARTS, generation_mesh(Mesh.of(dp=1, pp=2, tp=2), 2))
+    assert [str(slices(found["up"], (8, 4))[rank][0]) for rank in range(4)] == [
+        "[0:4, 0:4]",
+        "[4:8, 0:4]",
+    ] * 2
 
 
 def test_tied_parameters_are_one_weight() -> None:

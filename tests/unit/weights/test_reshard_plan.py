@@ -18,7 +18,6 @@ from rillflow.weights.layout import (
     training_layout,
 )
 from rillflow.weights.plan import ReshardPlan, Way, reshard_plan
-from tests.unit.weights.merging import merged_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +27,10 @@ class Sizes:
     p: int
     t: int
     d: int
-    p_g: int
     t_g: int
 
     def __str__(self) -> str:
-        return f"p{self.p}t{self.t}d{self.d}-p{self.p_g}t{self.t_g}"
+        return f"p{self.p}t{self.t}d{self.d}-t{self.t_g}"
 
 
 def divisors(number: int) -> list[int]:
@@ -40,11 +38,10 @@ def divisors(number: int) -> list[int]:
 
 
 EVERY = [
-    Sizes(p=p, t=t, d=d, p_g=p_g, t_g=t_g)
+    Sizes(p=p, t=t, d=d, t_g=t_g)
     for p in range(1, 9)
     for t in range(1, 8 // p + 1)
     for d in range(1, 8 // (p * t) + 1)
-    for p_g in divisors(p)
     for t_g in divisors(t)
 ]
 
@@ -71,12 +68,11 @@ def planned(sizes: Sizes, *, cut: bool, shard: bool) -> tuple[ReshardPlan, int]:
     weights, parts = stack(sizes.p, cut=cut)
     train = Mesh.of(dp=sizes.d, pp=sizes.p, tp=sizes.t)
     stages = layers_over(weights, sizes.p)
-    generate = generation_mesh(train, sizes.t_g, sizes.p_g)
-    merged = merged_stages(stages, sizes.p, sizes.p_g)
+    generate = generation_mesh(train, sizes.t_g)
     plan = reshard_plan(
         weights,
         training_layout(weights, parts, stages, train, shard=shard),
-        generation_layout(weights, parts, generate, merged),
+        generation_layout(weights, parts, generate),
     )
     return plan, sum(weight.num_bytes for weight in weights.values())
 
@@ -89,7 +85,7 @@ def test_zero_redundancy_a_rank_receives_what_it_misses_and_no_byte_more(
 ) -> None:
     plan, model = planned(sizes, cut=cut, shard=shard)
     t, t_g = (sizes.t, sizes.t_g) if cut else (1, 1)
-    generating = model // (t_g * sizes.p_g)
+    generating = model // t_g
     training = model // (t * sizes.p * (sizes.d if shard else 1))
     for rank in range(sizes.p * sizes.t * sizes.d):
         assert plan.received(rank) == generating - training
@@ -98,13 +94,13 @@ def test_zero_redundancy_a_rank_receives_what_it_misses_and_no_byte_more(
         assert plan.held(rank) == training
     if not shard:
         n = t * sizes.p
-        assert (generating - training) * t_g * sizes.p_g * n == (n - t_g * sizes.p_g) * model
+        assert (generating - training) * t_g * n == (n - t_g) * model
     assert sum(map(plan.sent, plan.ranks)) == sum(map(plan.received, plan.ranks))
 
 
 def test_the_list_of_meshes_is_not_short() -> None:
-    assert len(EVERY) == 96
-    assert Sizes(p=2, t=4, d=1, p_g=1, t_g=2) in EVERY
+    assert len(EVERY) == 63
+    assert Sizes(p=2, t=4, d=1, t_g=2) in EVERY
 
 
 def whole(weights: dict[str, Weight], mesh: Mesh) -> Layout:
@@ -114,10 +110,8 @@ def whole(weights: dict[str, Weight], mesh: Mesh) -> Layout:
 
 def plain(weights: dict[str, Weight], parts: dict, sizes: Sizes) -> Layout:
     """Generation groups of consecutive ranks, as training's are."""
-    micro = sizes.p * sizes.t // (sizes.p_g * sizes.t_g)
-    mesh = Mesh.of(dp=sizes.d, micro_dp=micro, pp=sizes.p_g, tp=sizes.t_g)
-    merged = merged_stages(layers_over(weights, sizes.p), sizes.p, sizes.p_g)
-    return generation_layout(weights, parts, mesh, merged)
+    mesh = Mesh.of(dp=sizes.d, micro_dp=sizes.p * sizes.t // sizes.t_g, tp=sizes.t_g)
+    return generation_layout(weights, parts, mesh)
 
 
 @pytest.mark.parametrize("sizes", EVERY, ids=str)
@@ -134,13 +128,13 @@ def test_the_other_designs_cost_what_their_formulas_say(sizes: Sizes) -> None:
             assert gather.received(rank) * n == (n - 1) * model
             assert gather.peak(rank) == model
         most = max(map(plan.redundant, train.ranks))
-        strided = sizes.t_g not in (1, sizes.t) or sizes.p_g not in (1, sizes.p)
+        strided = sizes.t_g not in (1, sizes.t)
         assert most == (model // n if strided else most)
         assert most in (0, model // n)
 
 
 def test_plain_grouping_holds_a_second_copy_where_ours_does_not() -> None:
-    sizes = Sizes(p=1, t=4, d=1, p_g=1, t_g=2)
+    sizes = Sizes(p=1, t=4, d=1, t_g=2)
     weights, parts = stack(1, cut=True)
     model = sum(weight.num_bytes for weight in weights.values())
     before = training_layout(weights, parts, layers_over(weights, 1), Mesh.of(dp=1, pp=1, tp=4), shard=False)
@@ -166,7 +160,7 @@ class Published:
     [
         Published(
             parameters=70_000_000_000,
-            sizes=Sizes(p=8, t=8, d=2, p_g=1, t_g=8),
+            sizes=Sizes(p=8, t=8, d=2, t_g=8),
             gather=138.9,
             plain=137.8,
             ours=15.3,
@@ -174,7 +168,7 @@ class Published:
         ),
         Published(
             parameters=7_000_000_000,
-            sizes=Sizes(p=1, t=8, d=16, p_g=1, t_g=2),
+            sizes=Sizes(p=1, t=8, d=16, t_g=2),
             gather=13.9,
             plain=12.2,
             ours=5.25,
@@ -191,7 +185,7 @@ def test_the_numbers_at_128_gpus(line: Published) -> None:
     assert sum(weight.num_bytes for weight in weights.values()) == 2 * line.parameters
     parts = dict.fromkeys(weights, Split(0))
     train, stages = Mesh.of(dp=s.d, pp=s.p, tp=s.t), layers_over(weights, s.p)
-    mesh = generation_mesh(train, s.t_g, s.p_g)
+    mesh = generation_mesh(train, s.t_g)
     replicated = training_layout(weights, parts, stages, train, shard=False)
     sharded = training_layout(weights, parts, stages, train, shard=True)
     ours = reshard_plan(weights, replicated, generation_layout(weights, parts, mesh))
