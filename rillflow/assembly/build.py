@@ -18,6 +18,7 @@ from typing import Any
 from rillflow.algorithms.algorithm import Data
 from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.encoding import EncodedTask, encode_task
+from rillflow.assembly.evaluate import judged, ranked
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.preflight import cost_functions, reward_functions
 from rillflow.assembly.recipe import Recipe
@@ -35,7 +36,6 @@ from rillflow.models.language_model import choose_device
 from rillflow.observe.progress import Progress
 from rillflow.observe.reader import Evaluation
 from rillflow.observe.run_directory import RunDirectory
-from rillflow.pipeline.evaluate import judged, ranked
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.pipeline.loop import Cadence, Loop
 from rillflow.pipeline.open_step import DataStream, Phase

@@ -68,7 +68,7 @@ def graph(arguments: argparse.Namespace) -> int:
     """``rillflow graph``: the stages of a recipe's phases, and the fields between them."""
     loaded = load(arguments)
     from rillflow.assembly.drawing import graphs, unpublished
-    from rillflow.graph.draw import as_json, as_mermaid, as_text
+    from rillflow.view.graphs import as_json, as_mermaid, as_text
 
     found = graphs(loaded.recipe)
     for note in filter(None, map(unpublished, found)):

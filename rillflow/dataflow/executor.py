@@ -22,6 +22,7 @@ from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.flow import StageResult
 from rillflow.errors import RecordError, nearest
 from rillflow.graph.graph import CONTROLLER
+from rillflow.graph.handle import Formula, Options
 from rillflow.graph.loss import field_parameters
 from rillflow.graph.trace import ROW_FIELDS
 from rillflow.observe.durable import write_error
@@ -62,7 +63,7 @@ class GroupExecutor:
             found.setdefault(group.of, set()).update(group.endpoints)
         return found
 
-    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Pending:
+    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
         """See Executor."""
         group = self._serving(role, endpoint)
         if self.sampled and group.role == SAMPLER:
@@ -75,7 +76,7 @@ class GroupExecutor:
         follow = self.follows.get(f"{role}.{endpoint}")
         return made if follow is None else follow(made)
 
-    def _asked(self, group: Group, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Pending:
+    def _asked(self, group: Group, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
         """A stage of a role, asked of its group."""
         return group.call(endpoint, *args, **options)
 
@@ -102,11 +103,7 @@ class GroupExecutor:
         return (found or [self.groups[role]])[0]
 
     def compute(
-        self,
-        formula: Callable[..., Any],
-        batches: Sequence[Any],
-        into: str | None,
-        options: Mapping[str, Any],
+        self, formula: Formula, batches: Sequence[Any], into: str | None, options: Options
     ) -> Pending:
         """See Executor."""
         home, given = self._home(batches), [formula, into, *batches]
@@ -132,7 +129,7 @@ class GroupExecutor:
         role: str,
         function: Callable[..., Any],
         arguments: Sequence[Any],
-        options: Mapping[str, Any] = MappingProxyType({}),
+        options: Options = MappingProxyType({}),
     ) -> Pending:
         given = [self._sent(each, name) for each in arguments]
         named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}

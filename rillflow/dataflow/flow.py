@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from rillflow.dataflow import handles
 from rillflow.errors import GraphError, nearest
 from rillflow.graph.graph import CONTROLLER
-from rillflow.graph.handle import Handle
+from rillflow.graph.handle import Formula, Handle, Options
 from rillflow.graph.loss import laid_flat
 from rillflow.records.metrics import Mean, Metric, Sum
 
@@ -40,16 +40,10 @@ class Executor(Protocol):
     def endpoints(self) -> Mapping[str, Collection[str]]:
         """The endpoints of every role, by name."""
 
-    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Any:
         """One stage of a role."""
 
-    def compute(
-        self,
-        formula: Callable[..., Any],
-        batches: Sequence[Any],
-        into: str | None,
-        options: Mapping[str, Any],
-    ) -> Any:
+    def compute(self, formula: Formula, batches: Sequence[Any], into: str | None, options: Options) -> Any:
         """A formula; the first batch with its result as the field ``into``, or a number for None."""
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Any:
@@ -142,7 +136,7 @@ class Flow:
         """Start a step, with a new journal; ``supply`` is where ``refill`` finds more."""
         self.journal = Journal(supply=supply)
 
-    def stage(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def stage(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Any:
         """One stage of a role."""
         known = self._executor.endpoints[role]
         if endpoint not in known:

@@ -18,7 +18,7 @@ from rillflow.cluster.backend import Backend, Place
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.formulas import is_of_groups
-from rillflow.graph.handle import Handle
+from rillflow.graph.handle import Formula, Handle, Options
 from rillflow.records.batch import Batch
 from rillflow.rollout.config import answering
 from rillflow.workers.group import Group
@@ -82,11 +82,7 @@ class PartedExecutor(GroupExecutor):
         self._chain_parts = 0
 
     def compute(
-        self,
-        formula: Callable[..., Any],
-        batches: Sequence[Any],
-        into: str | None,
-        options: Mapping[str, Any],
+        self, formula: Formula, batches: Sequence[Any], into: str | None, options: Options
     ) -> Pending:
         """See Executor."""
         is_whole = into is None or any(isinstance(each, Parted) for each in options.values())
@@ -108,7 +104,7 @@ class PartedExecutor(GroupExecutor):
             "filter", parts, lambda index: one(_part([batch], index)[0], field, *_part(given[1:], index))
         )
 
-    def _asked(self, group: Group, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Pending:
+    def _asked(self, group: Group, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
         if any(isinstance(each, Parted) for each in options.values()):
             self._submit()  # an option is the same for every part
         if (
@@ -137,9 +133,7 @@ class PartedExecutor(GroupExecutor):
 
         return self._later(stage, parts, train, is_partial=True)
 
-    def _answers(
-        self, group: Group, prompts: Batch, args: Sequence[Any], options: Mapping[str, Any]
-    ) -> Pending:
+    def _answers(self, group: Group, prompts: Batch, args: Sequence[Any], options: Options) -> Pending:
         """The answers to a batch of prompts, whose parts are there one after the other."""
         sizes = [size for size in shares(len(prompts), self._parts) if size]
         ends = list(accumulate(sizes))

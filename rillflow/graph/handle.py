@@ -5,9 +5,15 @@ traced it is a Symbol, on ranks a Pending; whoever asks either for a value is to
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rillflow.errors import GraphError
+
+Formula = Callable[..., Any]
+"""A function of fields: its parameters without a default name them."""
+Options = Mapping[str, Any]
+"""Arguments by name."""
 
 
 class Handle:

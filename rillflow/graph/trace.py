@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from rillflow.errors import GraphError, nearest
 from rillflow.graph.graph import CONTROLLER, DATA, WEIGHTS, Edge, Graph, Stage
-from rillflow.graph.handle import Handle, reports_of
+from rillflow.graph.handle import Formula, Handle, Options, reports_of
 from rillflow.graph.loss import field_parameters, loss_terms
 
 ROW_FIELDS = ("ids", "groups")
@@ -63,7 +63,7 @@ class Tracer:
         self.stages: list[Stage] = []
         self.edges: list[Edge] = []
 
-    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Symbol:
+    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Symbol:
         """A role's stage."""
         signature = self.endpoints[role][endpoint]
         before = [stage.index for stage in self.stages if stage.role == role]
@@ -75,13 +75,7 @@ class Tracer:
             self.edges.append(Edge(source=before[-1], destination=index, fields=(WEIGHTS,)))
         return Symbol(self.stages[index].name, index, signature.writes)
 
-    def compute(
-        self,
-        formula: Callable[..., Any],
-        batches: Sequence[Any],
-        into: str | None,
-        options: Mapping[str, Any],
-    ) -> Symbol:
+    def compute(self, formula: Formula, batches: Sequence[Any], into: str | None, options: Options) -> Symbol:
         """A formula's stage; its result is the first batch with one more field, or a number."""
         reads = field_parameters(formula, options)
         kept = self._fields(batches[0]) if into and batches else ()
@@ -143,7 +137,7 @@ class Listener:
         """By stage, the arguments and options of every call; of a result, its stage."""
         self.endpoints: Mapping[str, Collection[str]] = _Anything()
 
-    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Mapping[str, Any]) -> Handle:
+    def call(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Handle:
         """A role's stage."""
         self.heard.setdefault(role)
         given = [each.stage if isinstance(each, Handle) else each for each in args]

@@ -1,4 +1,4 @@
-"""Draw: a graph as text, as Mermaid, as JSON."""
+"""Graphs: a graph as text, as Mermaid, as JSON."""
 
 from __future__ import annotations
 

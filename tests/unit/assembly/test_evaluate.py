@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from rillflow.pipeline.evaluate import Evaluation, judged, ranked
+from rillflow.assembly.evaluate import Evaluation, judged, ranked
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.rollout import Finish, Rollout, rollout_batch
 from rillflow.records.row import RowId
