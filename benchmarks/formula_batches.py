@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from rillflow import formulas
-from rillflow.formulas.aggregation import AGGREGATIONS, Aggregation
+from rillflow.formulas.aggregation import Aggregation
+from rillflow.formulas.config import Estimator, PolicyLossConfig
+from rillflow.formulas.ratios import correction_weights
+from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 
 GROUPS, SAMPLES, LONGEST = 5, 4, 14
@@ -28,8 +31,8 @@ with none, an abstained row, a row of one token, a row without a loss token."""
 CREDIT = ((1.0, 1.0), (1.0, 0.95), (0.97, 0.9), (0.9, 0.0))
 GSPO = {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "ratio": "sequence"}
 CISPO = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0, "surrogate": "weight"}
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 Tensors = dict[str, Tensor]
-Estimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +140,9 @@ def _row_advantages(batch: Tensors) -> Tensors:
         name = cast(Literal["std", "off"], scale)
         found[f"GRPO, {scale}"] = formulas.group_advantages(rewards, groups, valid, scale=name)
     found["RLOO"] = formulas.leave_one_out(rewards, groups, valid)
-    known = torch.ones_like(valid)
-    found["ReMax"] = formulas.greedy_baseline(rewards, batch["greedy_rewards"], valid, known)
+    ids = torch.tensor([[0, row, 0] for row in range(len(rewards))])
+    fields = {"rewards": batch["greedy_rewards"], "valid": torch.ones_like(valid)}
+    found["ReMax"] = formulas.over_greedy(rewards, valid, ids, greedy=Batch(ids=ids, fields=fields))
     sampler, reference = _ragged(batch, "sampler"), _ragged(batch, "reference")
     charged = formulas.penalised_rewards(rewards, sampler, reference, mask, weight=0.1, estimator="k1")
     found["RLOO, divergence in the reward"] = formulas.leave_one_out(charged, groups, valid)
@@ -210,7 +214,9 @@ def _losses(batch: Tensors) -> Tensors:
     one_bound = policy("rows", **{**CISPO, "clip_low": 1.0})
     add("CISPO, one bound, rows, token_mean", "token_mean", one_bound)
     ppo, flat = policy("rows", **clip), policy("rows", **{**clip, "dual_clip": 0.0})
-    capped = formulas.tis_weights(chosen["old"] - chosen["sampler"], high=1.05)
+    moved = Ragged(values=chosen["old"] - chosen["sampler"], lengths=lengths)
+    tis = PolicyLossConfig(correction="tis", correction_bounds=(0, 1.05))
+    capped, _ = correction_weights(moved, known["rows"][mask], tis)
     sampled = "truncated importance sampling, token_mean"
     add(f"PPO, dual 3, {sampled}", "token_mean", lambda now: ppo(now) * capped)
     add(f"PPO, dual 0, {sampled}", "token_mean", lambda now: flat(now) * capped)

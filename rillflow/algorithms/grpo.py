@@ -12,11 +12,7 @@ from pydantic import Field
 
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
-from rillflow.algorithms.steps import (
-    group_relative_advantages,
-    update_and_publish,
-    with_logprobs,
-)
+from rillflow.algorithms.steps import group_relative_advantages, update_and_publish, with_logprobs
 
 if TYPE_CHECKING:
     from rillflow.dataflow.flow import Flow

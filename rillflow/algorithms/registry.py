@@ -19,20 +19,11 @@ from rillflow.algorithms import (
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig, WarmStartConfig
 
+_SHIPPED = (grpo, dr_grpo, dapo, rloo, remax, reinforce_pp, gspo, cispo, ppo, safe_rlhf, preference, sft)
 ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": grpo.ALGORITHM,
-    "dr_grpo": dr_grpo.ALGORITHM,
-    "dapo": dapo.ALGORITHM,
-    "rloo": rloo.ALGORITHM,
-    "remax": remax.ALGORITHM,
-    "reinforce_pp": reinforce_pp.ALGORITHM,
-    "gspo": gspo.ALGORITHM,
-    "cispo": cispo.ALGORITHM,
-    "ppo": ppo.ALGORITHM,
-    "safe_rlhf": safe_rlhf.ALGORITHM,
-    "preference": preference.ALGORITHM,
-    "sft": sft.ALGORITHM,
+    module.__name__.rpartition(".")[2]: module.ALGORITHM for module in _SHIPPED
 }
+"""An algorithm is called as its file is."""
 
 
 def warm_start(config: WarmStartConfig) -> tuple[Algorithm, AlgorithmConfig]:

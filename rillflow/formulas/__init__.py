@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "advantages": (
-        "greedy_baseline group_advantages lagrangian_advantages leave_one_out over_greedy "
-        "penalised_group_advantages varied_groups"
+        "group_advantages lagrangian_advantages leave_one_out over_greedy penalised_group_advantages "
+        "varied_groups"
     ),
     "aggregation": "loss_weights",
     "controllers": "multiplier next_kl_weight next_log_multiplier",
@@ -39,18 +39,18 @@ _NAMES = {
         "clipped_policy_loss cross_entropy divergence policy_loss preference_loss TokenLosses value_loss"
     ),
     "penalty": (
-        "ended mean_cost mean_divergence missing_end_rewards overlong_penalty overlong_rewards "
+        "ended mean_cost mean_divergence missing_end_rewards overlong_rewards "
         "penalised_rewards penalised_token_costs penalised_token_rewards token_costs "
         "token_rewards"
     ),
-    "ratios": "m2po_limit sequence_log_ratio tis_weights",
+    "ratios": "m2po_limit sequence_log_ratio",
     "token_advantages": (
         "bootstrapped_rewards gae lambda_returns returns_to_go value_targets whitened whitened_returns"
     ),
 }
 """The public names of each module."""
 _OF_GROUPS = (
-    "bootstrapped_rewards ended gae greedy_baseline group_advantages leave_one_out missing_end_rewards "
+    "bootstrapped_rewards ended gae group_advantages leave_one_out missing_end_rewards "
     "overlong_rewards penalised_group_advantages penalised_rewards penalised_token_costs "
     "penalised_token_rewards returns_to_go token_costs token_rewards value_targets varied_groups"
 )

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rillflow.errors import FormulaError, nearest
-from rillflow.formulas.shapes import aligned, same_length
+from rillflow.errors import FormulaError
+from rillflow.formulas.shapes import aligned, known, same_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rillflow.records.batch import Batch
     from rillflow.records.ragged import Ragged
 
+Scale = Literal["std", "off"]
+"""Whether advantages are divided by the deviation of their group."""
 EPSILON = 1e-6
 """Added to a deviation before it divides."""
 
 
-def group_advantages(
-    rewards: Tensor, groups: Tensor, valid: Tensor, *, scale: Literal["std", "off"]
-) -> Tensor:
+def group_advantages(rewards: Tensor, groups: Tensor, valid: Tensor, *, scale: Scale) -> Tensor:
     """[B] each row's reward minus the mean of its group, divided by the group's deviation if asked.
 
     A_i = (R_i - mean) / (std + 1e-6), the deviation that of a sample (G - 1); GRPO, arXiv 2402.03300.
@@ -37,14 +37,11 @@ def group_advantages(
     Raises:
         FormulaError: shapes differ, or ``scale`` is unknown.
     """
-    same_length("group_advantages", rewards=rewards, groups=groups, valid=valid)
-    _known_scale("group_advantages", scale)
-    found = _centred(rewards, groups, valid)
-    return found.rewards if scale == "off" else found.rewards / (_deviation(found) + EPSILON)
+    return penalised_group_advantages(rewards, rewards, groups, valid, scale=scale)
 
 
 def penalised_group_advantages(
-    rewards: Tensor, penalised: Tensor, groups: Tensor, valid: Tensor, *, scale: Literal["std", "off"]
+    rewards: Tensor, penalised: Tensor, groups: Tensor, valid: Tensor, *, scale: Scale
 ) -> Tensor:
     """[B] ``group_advantages`` of penalised rewards, divided by the deviation of the rewards themselves.
 
@@ -62,9 +59,8 @@ def penalised_group_advantages(
     Raises:
         FormulaError: shapes differ, or ``scale`` is unknown.
     """
-    formula = "penalised_group_advantages"
-    same_length(formula, rewards=rewards, penalised=penalised, groups=groups, valid=valid)
-    _known_scale(formula, scale)
+    same_length("group_advantages", rewards=rewards, penalised=penalised, groups=groups, valid=valid)
+    known("group_advantages", Scale, scale=scale)
     found = _centred(penalised, groups, valid)
     if scale == "off":
         return found.rewards
@@ -91,41 +87,19 @@ def leave_one_out(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     return found.rewards * (found.size / (found.size - 1).clamp_min(1))[found.group]
 
 
-def greedy_baseline(rewards: Tensor, greedy_rewards: Tensor, valid: Tensor, greedy_valid: Tensor) -> Tensor:
-    """[B] each row's reward minus that of the likeliest answer to its prompt.
+def over_greedy(rewards: Tensor, valid: Tensor, ids: Tensor, *, greedy: Batch) -> Tensor:
+    """[B] each row's reward minus that of the likeliest answer to its prompt, which stands in another batch.
 
     A_i = R(sample) - R(greedy); ReMax, arXiv 2310.10505.
 
     Args:
         rewards: [B] float.
-        greedy_rewards: [B] float, the reward of the answer decoded greedily from the row's prompt.
-        valid: [B] bool; a row without a score gets 0.
-        greedy_valid: [B] bool; a row whose greedy answer has no score gets 0.
-
-    Raises:
-        FormulaError: shapes differ.
-    """
-    same_length(
-        "greedy_baseline",
-        rewards=rewards,
-        greedy_rewards=greedy_rewards,
-        valid=valid,
-        greedy_valid=greedy_valid,
-    )
-    return (rewards - greedy_rewards).masked_fill(~(valid & greedy_valid), 0)
-
-
-def over_greedy(rewards: Tensor, valid: Tensor, ids: Tensor, *, greedy: Batch) -> Tensor:
-    """[B] ``greedy_baseline`` of rows whose prompts' greedy answers stand in another batch.
-
-    Args:
-        rewards: [B] float.
-        valid: [B] bool; a row without a score gets 0.
+        valid: [B] bool; a row without a score gets 0, and one whose greedy answer has none.
         ids: [B, 3] int64 the rows' ids; the first two, epoch and prompt, find the greedy answer.
         greedy: a row a prompt with ``rewards`` and ``valid``, in any order.
 
     Raises:
-        FormulaError: a prompt has not exactly one greedy answer.
+        FormulaError: a prompt has not exactly one greedy answer, or there is not one reward a row.
     """
     import torch
 
@@ -139,8 +113,9 @@ def over_greedy(rewards: Tensor, valid: Tensor, ids: Tensor, *, greedy: Batch) -
             fix="decode one answer greedily from each prompt that is sampled",
         )
     place = torch.empty_like(answer).scatter_(0, answer, torch.arange(len(greedy)))[asked]
-    baseline, known = greedy.dense("rewards")[place], greedy.dense("valid")[place]
-    return greedy_baseline(rewards, baseline, valid, known)
+    baseline, is_known = greedy.dense("rewards")[place], greedy.dense("valid")[place]
+    same_length("over_greedy", rewards=rewards, greedy_rewards=baseline, valid=valid)
+    return (rewards - baseline).masked_fill(~(valid & is_known), 0)
 
 
 def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
@@ -164,44 +139,26 @@ def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
     return (most > _least(rewards, valid, group, len(names)))[group]
 
 
-def lagrangian_advantages(
-    reward_advantages: Tensor | Ragged, cost_advantages: Tensor | Ragged, multiplier: float
-) -> Tensor | Ragged:
-    """[B] or aligned to the tokens, the advantage of reward over cost at the multiplier's price.
+def lagrangian_advantages(reward_advantages: Ragged, cost_advantages: Ragged, multiplier: float) -> Ragged:
+    """[T] the advantage of reward over cost at the multiplier's price.
 
     A = (A_R - lambda A_C) / (1 + lambda); Safe RLHF, arXiv 2310.12773.
 
     Args:
-        reward_advantages: [B], or ragged and aligned to the tokens.
+        reward_advantages: aligned to the tokens.
         cost_advantages: the same of the cost, high where an answer does harm.
         multiplier: lambda, the price of one unit of cost in units of reward; not negative.
 
     Raises:
-        FormulaError: one is of rows and the other of tokens, shapes differ, or lambda is negative or not
-            finite.
+        FormulaError: rows differ in length, or lambda is negative or not finite.
     """
-    from rillflow.records.ragged import Ragged
-
     if not 0 <= multiplier < math.inf:
         raise FormulaError(
             f"lagrangian_advantages: multiplier is {multiplier}", why="a price is finite and not negative"
         )
-    if isinstance(reward_advantages, Ragged) and isinstance(cost_advantages, Ragged):
-        aligned("lagrangian_advantages", reward_advantages=reward_advantages, cost_advantages=cost_advantages)
-        mixed = (reward_advantages.values - multiplier * cost_advantages.values) / (1 + multiplier)
-        return reward_advantages.with_values(mixed)
-    if isinstance(reward_advantages, Ragged) or isinstance(cost_advantages, Ragged):
-        raise FormulaError(
-            "lagrangian_advantages: one advantage is of rows and the other of tokens",
-            why="they are added up entry by entry",
-        )
-    same_length("lagrangian_advantages", reward_advantages=reward_advantages, cost_advantages=cost_advantages)
-    return (reward_advantages - multiplier * cost_advantages) / (1 + multiplier)
-
-
-def _known_scale(formula: str, scale: str) -> None:
-    if scale not in ("std", "off"):
-        raise FormulaError(f"{formula}: scale is {scale!r}", fix=nearest(scale, ("std", "off")))
+    aligned("lagrangian_advantages", reward_advantages=reward_advantages, cost_advantages=cost_advantages)
+    mixed = (reward_advantages.values - multiplier * cost_advantages.values) / (1 + multiplier)
+    return reward_advantages.with_values(mixed)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

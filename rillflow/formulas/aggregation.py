@@ -12,13 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
-from rillflow.errors import FormulaError, nearest
+from rillflow.errors import FormulaError
+from rillflow.formulas.shapes import known
 from rillflow.records.ragged import Ragged
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
-AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean", "constant")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,24 +44,17 @@ def loss_weights(loss_mask: Ragged, aggregation: Aggregation, constant: int = 0)
     Raises:
         FormulaError: the aggregation is unknown, or ``constant`` is asked for without a positive one.
     """
-    mask = loss_mask.values.double()
-    count: Tensor = loss_mask.sums()
-    match aggregation:
-        case "token_mean":
-            return LossWeights(values=loss_mask.with_values(mask), denominator=float(count.sum()))
-        case "sequence_mean":
-            share = mask / loss_mask.expand(count.double()).clamp_min(1)
-            return LossWeights(values=loss_mask.with_values(share), denominator=float((count > 0).sum()))
-        case "constant":
-            if constant < 1:
-                raise FormulaError(
-                    f"loss_weights: constant is {constant}",
-                    why="the constant aggregation divides every row's sum by it",
-                    fix="give the longest answer's number of tokens",
-                )
-            total = float((count > 0).sum() * constant)
-            return LossWeights(values=loss_mask.with_values(mask), denominator=total)
-        case _:
-            raise FormulaError(
-                f"loss_weights: aggregation is {aggregation!r}", fix=nearest(aggregation, AGGREGATIONS)
-            )
+    known("loss_weights", Aggregation, aggregation=aggregation)
+    if aggregation == "constant" and constant < 1:
+        raise FormulaError(
+            f"loss_weights: constant is {constant}",
+            why="the constant aggregation divides every row's sum by it",
+            fix="give the longest answer's number of tokens",
+        )
+    weights, count = loss_mask.values.double(), loss_mask.sums()
+    if aggregation == "token_mean":
+        return LossWeights(values=loss_mask.with_values(weights), denominator=float(count.sum()))
+    if aggregation == "sequence_mean":
+        weights, constant = weights / loss_mask.expand(count.double()).clamp_min(1), 1
+    total = float((count > 0).sum() * constant)
+    return LossWeights(values=loss_mask.with_values(weights), denominator=total)

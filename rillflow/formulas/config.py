@@ -10,6 +10,10 @@ from rillflow.graph.loss import LossSection
 
 Correction = Literal["none", "tis", "sequence_tis", "icepop", "m2po", "topr"]
 """What makes up for tokens that another policy sampled."""
+Estimator = Literal["k1", "k2", "k3"]
+"""Estimates of a divergence from single tokens: ``formulas.divergence``."""
+Surrogate = Literal["clip", "weight"]
+"""What the bounds on the ratio are put on: ``formulas.clipped_policy_loss``."""
 _BOUNDS = {"tis": (0, 2), "sequence_tis": (0, 5), "icepop": (0.5, 5), "m2po": (0, 0.04), "topr": (0, 1)}
 """The bounds of each correction where a recipe gives none; ``formulas.ratios`` says what they bound."""
 
@@ -20,7 +24,7 @@ class PolicyLossConfig(LossSection):
     ratio: Literal["token", "sequence"] = Field(
         "token", description="Ratio to the old policy: each token's own, or the geometric mean of its row's."
     )
-    surrogate: Literal["clip", "weight"] = Field(
+    surrogate: Surrogate = Field(
         "clip",
         description="Bounds on the ratio: no gradient beyond them, or log pi weighed by the held ratio.",
     )
@@ -41,7 +45,7 @@ class PolicyLossConfig(LossSection):
     kl: float = Field(
         0.0, ge=0, description="Weight of the divergence from the reference; 0 needs no reference."
     )
-    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+    kl_estimator: Estimator | None = Field(
         None, description="Estimator of the divergence; none: k1 in the reward, k3 in the loss."
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the divergence is paid.")
@@ -68,7 +72,7 @@ class PolicyLossConfig(LossSection):
         return self.kl_in if self.kl else None
 
     @property
-    def estimator(self) -> Literal["k1", "k2", "k3"]:
+    def estimator(self) -> Estimator:
         """The estimator in use: the one that is set, else the one whose gradient is right there."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
 

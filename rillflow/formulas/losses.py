@@ -24,12 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from rillflow.errors import FormulaError, nearest
-from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.config import Estimator, PolicyLossConfig, Surrogate
 from rillflow.formulas.ratios import LARGEST_LOG_RATIO, correction_weights, held, sequence_log_ratio
-from rillflow.formulas.shapes import same_length
+from rillflow.formulas.shapes import known, same_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +119,7 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float,
-    surrogate: Literal["clip", "weight"] = "clip",
+    surrogate: Surrogate = "clip",
 ) -> Tensor:
     """[N] minus the clipped objective of each token.
 
@@ -142,9 +141,7 @@ def clipped_policy_loss(
         FormulaError: shapes differ, or the surrogate is unknown.
     """
     same_length("clipped_policy_loss", log_ratio=log_ratio, advantages=advantages)
-    if surrogate not in ("clip", "weight"):
-        fix = nearest(surrogate, ("clip", "weight"))
-        raise FormulaError(f"clipped_policy_loss: surrogate is {surrogate!r}", fix=fix)
+    known("clipped_policy_loss", Surrogate, surrogate=surrogate)
     advantages, ratio = advantages.detach(), held(log_ratio).exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     if surrogate == "weight":
@@ -246,7 +243,7 @@ def _beyond(log_ratio: Tensor) -> Tensor:
     return log_ratio.detach().abs() > LARGEST_LOG_RATIO
 
 
-def divergence(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     """[N] an estimate of KL(pi || ref) from each token, d = log pi - log ref its log ratio.
 
     k1 = d; k2 = d^2 / 2; k3 = e^-d - 1 + d (J. Schulman, "Approximating KL divergence", 2020). On tokens
@@ -266,15 +263,10 @@ def divergence(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tenso
     Raises:
         FormulaError: the estimator is unknown.
     """
-    match estimator:
-        case "k1":
-            return log_ratio
-        case "k2":
-            return log_ratio.square() / 2
-        case "k3":
-            held = log_ratio.clamp_min(-LARGEST_LOG_RATIO)
-            return (-held).expm1() + held
-        case _:
-            raise FormulaError(
-                f"divergence: estimator is {estimator!r}", fix=nearest(estimator, ("k1", "k2", "k3"))
-            )
+    known("divergence", Estimator, estimator=estimator)
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    bounded = log_ratio.clamp_min(-LARGEST_LOG_RATIO)
+    return (-bounded).expm1() + bounded

@@ -15,9 +15,10 @@ Legend: B rows, T tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rillflow.errors import FormulaError
+from rillflow.formulas.config import Estimator
 from rillflow.formulas.losses import divergence
 from rillflow.formulas.shapes import aligned, same_length
 
@@ -34,7 +35,7 @@ def penalised_rewards(
     loss_mask: Ragged,
     *,
     weight: float,
-    estimator: Literal["k1", "k2", "k3"],
+    estimator: Estimator,
 ) -> Tensor:
     """[B] each row's reward minus ``weight`` times its divergence from the reference, summed over its tokens.
 
@@ -112,7 +113,7 @@ def penalised_token_rewards(
     loss_mask: Ragged,
     *,
     weight: float,
-    estimator: Literal["k1", "k2", "k3"],
+    estimator: Estimator,
     share: float = 1.0,
 ) -> Ragged:
     """[T] what each token earns: its divergence from the reference costs, and the last is paid the reward.
@@ -144,7 +145,7 @@ def penalised_token_costs(
     loss_mask: Ragged,
     *,
     weight: float,
-    estimator: Literal["k1", "k2", "k3"],
+    estimator: Estimator,
     share: float = 1.0,
 ) -> Ragged:
     """[T] what each token costs: ``penalised_token_rewards`` of what is to be low, the divergence added.
@@ -166,7 +167,7 @@ def mean_divergence(
     reference_logprobs: Ragged,
     loss_mask: Ragged,
     *,
-    estimator: Literal["k1", "k2", "k3"],
+    estimator: Estimator,
 ) -> float:
     """The divergence of a row from the reference in nats, the mean over rows that have a loss token.
 
@@ -185,35 +186,11 @@ def mean_divergence(
     return float(spent.values.double().sum()) / max(int((loss_mask.sums() > 0).sum()), 1)
 
 
-def overlong_penalty(lengths: Tensor, *, max_tokens: int | Tensor, buffer: int) -> Tensor:
-    """[B] float32, 0 for short answers, falling in a straight line to -1 over the last ``buffer`` tokens.
-
-    min(0, max(-1, (max_tokens - buffer - length) / buffer)); DAPO, arXiv 2503.14476, equation 13.
-
-    Args:
-        lengths: [B] sampled tokens of each row.
-        max_tokens: the length at which the whole penalty is paid; of all rows, or [B] of each.
-        buffer: how many tokens before that it begins.
-
-    Raises:
-        FormulaError: the buffer is not between 1 and ``max_tokens``.
-    """
-    least = max_tokens
-    if not isinstance(max_tokens, int):
-        least = int(max_tokens.min()) if len(max_tokens) else buffer
-    if not 1 <= buffer <= least:
-        raise FormulaError(
-            f"overlong_penalty: buffer is {buffer} and max_tokens {least}",
-            why="the penalty begins that many tokens before the limit",
-            fix="give a buffer between 1 and max_tokens",
-        )
-    return ((max_tokens - buffer - lengths).float() / buffer).clamp(-1, 0)
-
-
 def overlong_rewards(rewards: Tensor, loss_mask: Ragged, limits: Tensor, *, buffer: int) -> Tensor:
     """[B] each row's reward with the penalty of answers that come close to the limit.
 
-    R' = R + overlong_penalty(sampled tokens); DAPO, arXiv 2503.14476, section 3.4.
+    R' = R + min(0, max(-1, (limit - buffer - sampled tokens) / buffer)): nothing for a short answer, falling
+    in a straight line to -1 over the last ``buffer`` tokens; DAPO, arXiv 2503.14476, equation 13.
 
     Args:
         rewards: [B] float.
@@ -225,7 +202,14 @@ def overlong_rewards(rewards: Tensor, loss_mask: Ragged, limits: Tensor, *, buff
         FormulaError: there is not one reward and limit a row, or the buffer is not between 1 and the limit.
     """
     aligned("overlong_rewards", loss_mask=loss_mask, rewards=rewards, limits=limits)
-    penalty = overlong_penalty(loss_mask.sums(), max_tokens=limits, buffer=buffer)
+    least = min(limits.tolist(), default=buffer)
+    if not 1 <= buffer <= least:
+        raise FormulaError(
+            f"overlong_rewards: buffer is {buffer} and max_tokens {least}",
+            why="the penalty begins that many tokens before the limit",
+            fix="give a buffer between 1 and max_tokens",
+        )
+    penalty = ((limits - buffer - loss_mask.sums()).float() / buffer).clamp(-1, 0)
     return rewards + penalty.to(rewards.dtype)
 
 
@@ -260,7 +244,7 @@ def _divergences(
     sampler_logprobs: Ragged,
     reference_logprobs: Ragged,
     loss_mask: Ragged,
-    estimator: Literal["k1", "k2", "k3"],
+    estimator: Estimator,
 ) -> Ragged:
     """[T] each loss token's divergence, 0 elsewhere."""
     aligned(

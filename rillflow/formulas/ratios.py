@@ -56,17 +56,6 @@ def sequence_log_ratio(log_ratio: Ragged) -> Tensor:
     return log_ratio.expand(mean) + (log_ratio.values - fixed)
 
 
-def tis_weights(log_weights: Tensor, *, low: float = 0.0, high: float) -> Tensor:
-    """[N] clip(w, low, high), truncated importance sampling; without a gradient.
-
-    Args:
-        log_weights: [N] log old - log mu, or its sum over each token's row.
-        low: the smallest weight.
-        high: the largest one.
-    """
-    return held(log_weights.detach()).exp().clamp(low, high)
-
-
 def m2po_limit(log_weights: Tensor, *, bound: float) -> float:
     """The least (log w)^2 that M2PO leaves out; infinity where it keeps every token.
 
@@ -98,7 +87,8 @@ def correction_weights(
     known, (low, high) = log_weights.values.detach(), config.bounds
     if config.correction in ("sequence_tis", "topr"):
         known = log_weights.expand(log_weights.with_values(known).sums())
-    plain, weights = held(known).exp(), tis_weights(known, low=low, high=high)
+    plain = held(known).exp()
+    weights = plain.clamp(low, high)
     match config.correction:
         case "icepop":
             weights = plain * ((plain >= low) & (plain <= high))

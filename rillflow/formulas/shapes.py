@@ -1,15 +1,26 @@
-"""The check at every formula's door: tensors that belong together have entries for the same things."""
+"""The checks at every formula's door: tensors have entries for the same things, options are known ones."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from rillflow.errors import FormulaError
+from rillflow.errors import FormulaError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rillflow.records.ragged import Ragged
+
+
+def known(formula: str, kind: Any, **options: str) -> None:
+    """Refuse an option that is none of a ``Literal``'s.
+
+    Raises:
+        FormulaError: it names the formula, the option and the nearest one that is known.
+    """
+    for name, value in options.items():
+        if value not in get_args(kind):
+            raise FormulaError(f"{formula}: {name} is {value!r}", fix=nearest(value, get_args(kind)))
 
 
 def same_length(formula: str, **tensors: Tensor) -> None:

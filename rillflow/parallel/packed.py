@@ -182,7 +182,7 @@ def lay_out(part: Batch, device: torch.device, *, back: int) -> Reading:
             "use_cache": False,
             "attention_plan": PackedAttention(packed, device),
         },
-        wanted=packed.places.values[inputs.starts[rows] + read].to(device),
+        wanted=packed.places.values[inputs.bounds[rows] + read].to(device),
     )
 
 

@@ -5,8 +5,10 @@ Legend: B rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,23 +96,12 @@ class Batch:
     def select(self, index: Tensor | Sequence[int]) -> Batch:
         """The rows at ``index`` [N], in that order."""
         where = torch.as_tensor(index, dtype=torch.int64, device=self.ids.device)
-        return Batch(
-            ids=self.ids[where],
-            fields={
-                name: field.select(where) if isinstance(field, Ragged) else field[where]
-                for name, field in self.fields.items()
-            },
-        )
+        return self._each(lambda part: part.select(where) if isinstance(part, Ragged) else part[where])
 
     def slice(self, start: int, stop: int) -> Batch:
         """Rows ``start`` to ``stop`` (excluded), without a copy."""
-        return Batch(
-            ids=self.ids[start:stop],
-            fields={
-                name: field.slice(start, stop) if isinstance(field, Ragged) else field[start:stop]
-                for name, field in self.fields.items()
-            },
-        )
+        rows = slice(start, stop)
+        return self._each(lambda part: part.slice(start, stop) if isinstance(part, Ragged) else part[rows])
 
     def join(self, other: Batch) -> Batch:
         """Add the other batch's fields to these rows, matched by row id; the other may be in any order.
@@ -145,8 +136,12 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
+        return self._each(lambda part: part.to(device))
+
+    def _each(self, change: Callable[[Any], Any]) -> Batch:
+        """The batch whose ids and fields are what ``change`` makes of these."""
         return Batch(
-            ids=self.ids.to(device), fields={name: field.to(device) for name, field in self.fields.items()}
+            ids=change(self.ids), fields={name: change(field) for name, field in self.fields.items()}
         )
 
 
@@ -186,7 +181,4 @@ def joined(batches: Sequence[Batch]) -> Batch:
     """The rows of the first batch with the fields of all of them, matched by row id."""
     if not batches:
         raise RecordError("no batch to join", why="the rows of an empty list are unknown")
-    rows = batches[0]
-    for other in batches[1:]:
-        rows = rows.join(other)
-    return rows
+    return reduce(Batch.join, batches)

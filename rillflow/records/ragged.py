@@ -84,11 +84,6 @@ class Ragged:
         torch.cumsum(self.lengths, 0, out=bounds[1:])
         return bounds
 
-    @property
-    def starts(self) -> Tensor:
-        """[B] int64 the index of each row's first value."""
-        return self.bounds[:-1]
-
     @cached_property
     def row_of(self) -> Tensor:
         """[T] int64 which row each value belongs to."""
@@ -98,7 +93,7 @@ class Ragged:
     @cached_property
     def positions(self) -> Tensor:
         """[T] int64 the place of each value within its row, from 0."""
-        return torch.arange(self.values.shape[0], device=self.lengths.device) - self.starts[self.row_of]
+        return torch.arange(self.values.shape[0], device=self.lengths.device) - self.bounds[self.row_of]
 
     def rows(self) -> list[Tensor]:
         """Every row, without a copy."""
@@ -114,7 +109,8 @@ class Ragged:
         lengths = self.lengths[index]
         ends = torch.cumsum(lengths, 0)
         total = int(ends[-1]) if len(ends) else 0
-        shift = torch.repeat_interleave(self.starts[index] - (ends - lengths), lengths, output_size=total)
+        moves = self.bounds[:-1][index] - (ends - lengths)
+        shift = torch.repeat_interleave(moves, lengths, output_size=total)
         return Ragged(values=self.values[torch.arange(total, device=shift.device) + shift], lengths=lengths)
 
     def slice(self, start: int, stop: int) -> Ragged:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rillflow.errors import FormulaError
-from rillflow.formulas.aggregation import AGGREGATIONS, Aggregation, loss_weights
+from rillflow.formulas.aggregation import Aggregation, loss_weights
 from rillflow.formulas.losses import clipped_policy_loss
 from rillflow.records.ragged import Ragged
 
@@ -38,7 +40,7 @@ def gradient(rows: list[list[int]], mask: Ragged, how: Aggregation, dtype: torch
 @settings(max_examples=60, deadline=None)
 @given(
     masks=MASKS,
-    how=st.sampled_from(AGGREGATIONS),
+    how=st.sampled_from(get_args(Aggregation)),
     precision=st.sampled_from([(torch.float32, 1e-5), (torch.float64, 1e-12)]),
     data=st.data(),
 )
@@ -73,7 +75,7 @@ def test_with_rows_of_one_length_token_mean_is_sequence_mean() -> None:
     assert torch.equal(token.values.values / token.denominator, sequence.values.values / sequence.denominator)
 
 
-@pytest.mark.parametrize("how", AGGREGATIONS)
+@pytest.mark.parametrize("how", get_args(Aggregation))
 def test_without_loss_tokens_the_denominator_is_zero(how: Aggregation) -> None:
     mask = Ragged.from_rows([[False, False], []], torch.bool)
     found = loss_weights(mask, how, constant=8)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.losses import TokenLosses, policy_loss
-from rillflow.formulas.ratios import m2po_limit, tis_weights
+from rillflow.formulas.ratios import correction_weights, m2po_limit
+from rillflow.records.ragged import Ragged
 
 CORRECTIONS = ["tis", "sequence_tis", "icepop", "m2po", "topr"]
 W = [0.25, 0.8, 1.0, 1.5, 8.0]
@@ -147,7 +148,9 @@ def test_what_m2po_keeps_has_a_mean_below_the_bound_is_the_most_that_can_and_kno
 
 
 def test_a_weight_far_off_is_finite() -> None:
-    assert tis_weights(torch.tensor([95.0]), high=1e30).tolist() == pytest.approx([math.exp(20)])
+    config = PolicyLossConfig(correction="tis", correction_bounds=(0, 1e30))
+    found, _ = correction_weights(Ragged.from_rows([[95.0]], torch.float32), torch.ones(1), config)
+    assert found.tolist() == pytest.approx([math.exp(20)])
 
 
 @pytest.mark.parametrize(

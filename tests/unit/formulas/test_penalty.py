@@ -17,7 +17,6 @@ from rillflow.formulas.penalty import (
     mean_cost,
     mean_divergence,
     missing_end_rewards,
-    overlong_penalty,
     overlong_rewards,
     penalised_rewards,
     penalised_token_costs,
@@ -100,17 +99,24 @@ def test_a_prompts_log_probabilities_are_never_read() -> None:
     assert found.tolist() == [1.0]
 
 
+def overlong(lengths: list[int], limits: list[int], buffer: int) -> list[float]:
+    """What rows of so many sampled tokens pay."""
+    mask = Ragged.from_rows([[True] * length for length in lengths], torch.bool)
+    found: list[float] = overlong_rewards(
+        torch.zeros(len(lengths)), mask, torch.tensor(limits), buffer=buffer
+    ).tolist()
+    return found
+
+
 @pytest.mark.parametrize(
     ("length", "penalty"), [(0, 0.0), (60, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (140, -1.0)]
 )
 def test_the_overlong_penalty_is_a_straight_line_in_the_buffer(length: int, penalty: float) -> None:
-    found = overlong_penalty(torch.tensor([length]), max_tokens=100, buffer=20)
-    assert found.tolist() == [penalty]
+    assert overlong([length], [100], 20) == [penalty]
 
 
 def test_a_buffer_of_the_whole_length_charges_every_token() -> None:
-    found = overlong_penalty(torch.tensor([0, 1, 2, 4, 5]), max_tokens=4, buffer=4)
-    assert found.tolist() == [0.0, -0.25, -0.5, -1.0, -1.0]
+    assert overlong([0, 1, 2, 4, 5], [4] * 5, 4) == [0.0, -0.25, -0.5, -1.0, -1.0]
 
 
 def test_overlong_rewards_count_sampled_tokens_alone() -> None:
@@ -186,9 +192,8 @@ def test_a_missing_end_costs_its_penalty() -> None:
 
 
 def test_no_row_pays_no_penalty_for_length() -> None:
-    assert not len(overlong_penalty(torch.zeros(0), max_tokens=torch.zeros(0), buffer=2))
+    assert overlong([], [], 2) == []
 
 
 def test_the_overlong_penalty_follows_the_limit_of_each_row() -> None:
-    found = overlong_penalty(torch.tensor([9, 9]), max_tokens=torch.tensor([10, 20]), buffer=2)
-    assert found.tolist() == [-0.5, 0.0]
+    assert overlong([9, 9], [10, 20], 2) == [-0.5, 0.0]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.advantages import (
-    greedy_baseline,
     group_advantages,
     lagrangian_advantages,
     leave_one_out,
@@ -36,6 +35,14 @@ def scored(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
 
 def everyone(rewards: Tensor) -> Tensor:
     return torch.ones(len(rewards), dtype=torch.bool)
+
+
+def over(rewards: Tensor, greedy: Tensor, valid: Tensor, greedy_valid: Tensor) -> list[float]:
+    """Advantages of rows of as many prompts over the greedy answer of each."""
+    ids = torch.tensor([[0, prompt, 0] for prompt in range(len(greedy))])
+    answers = Batch(ids=ids, fields={"rewards": greedy, "valid": greedy_valid})
+    found: list[float] = over_greedy(rewards, valid, ids, greedy=answers).tolist()
+    return found
 
 
 def test_leave_one_out_by_hand() -> None:
@@ -112,34 +119,24 @@ def test_a_reward_of_an_invalid_row_is_never_read() -> None:
     assert varied_groups(rewards, valid, groups).tolist() == [True, True, True, True, False]
     greedy = torch.tensor([0.5, math.nan, 0.0, 0.0, 0.0])
     greedy_valid = torch.tensor([True, False, True, True, True])
-    assert greedy_baseline(rewards, greedy, valid, greedy_valid).tolist() == [0.5, 0.0, 0.0, 0.0, 0.0]
+    assert over(rewards, greedy, valid, greedy_valid) == [0.5, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_greedy_answer_itself_has_no_advantage_and_a_shift_of_rewards_none_either() -> None:
     rewards, greedy = torch.tensor([1.0, 0.0, 0.25]), torch.tensor([0.5, 0.5, 0.25])
     both = everyone(rewards)
-    assert greedy_baseline(rewards, greedy, both, both).tolist() == [0.5, -0.5, 0.0]
-    assert greedy_baseline(rewards + 8, greedy + 8, both, both).tolist() == [0.5, -0.5, 0.0]
+    assert over(rewards, greedy, both, both) == [0.5, -0.5, 0.0]
+    assert over(rewards + 8, greedy + 8, both, both) == [0.5, -0.5, 0.0]
 
 
 def test_reward_over_cost_by_hand_and_at_its_ends() -> None:
-    reward, cost = torch.tensor([1.0, -2.0, 0.0]), torch.tensor([3.0, 1.0, 0.0])
+    reward = Ragged.from_rows([[1.0, -2.0], [0.0]], torch.float32)
+    cost = reward.with_values(torch.tensor([3.0, 1.0, 0.0]))
     found = lagrangian_advantages(reward, cost, 0.5)
-    assert isinstance(found, Tensor)
-    assert found.tolist() == pytest.approx([-1 / 3, -5 / 3, 0.0])
-    free, dear = lagrangian_advantages(reward, cost, 0.0), lagrangian_advantages(reward, cost, 1e9)
-    assert isinstance(free, Tensor) and isinstance(dear, Tensor)
-    assert torch.equal(free, reward)
-    torch.testing.assert_close(dear, -cost)
-
-
-def test_reward_over_cost_of_tokens_is_that_of_their_values() -> None:
-    reward = Ragged.from_rows([[1.0, 2.0], [3.0]], torch.float32)
-    cost = reward.with_values(torch.tensor([0.5, -1.0, 2.0]))
-    found = lagrangian_advantages(reward, cost, multiplier=2.0)
-    assert isinstance(found, Ragged)
     assert torch.equal(found.lengths, reward.lengths)
-    assert found.values.tolist() == pytest.approx([0.0, 4 / 3, -1 / 3])
+    assert found.values.tolist() == pytest.approx([-1 / 3, -5 / 3, 0.0])
+    assert torch.equal(lagrangian_advantages(reward, cost, 0.0).values, reward.values)
+    torch.testing.assert_close(lagrangian_advantages(reward, cost, 1e9).values, -cost.values)
 
 
 def test_shapes_and_prices_are_checked() -> None:
@@ -149,21 +146,18 @@ def test_shapes_and_prices_are_checked() -> None:
         leave_one_out(three, groups, everyone(two))
     with pytest.raises(FormulaError, match=r"varied_groups: groups has shape \[3\]"):
         varied_groups(two, everyone(two), groups)
-    with pytest.raises(FormulaError, match=r"greedy_baseline: greedy_rewards has shape \[2\]"):
-        greedy_baseline(three, two, everyone(three), everyone(three))
-    with pytest.raises(FormulaError, match=r"cost_advantages has shape \[2\]"):
-        lagrangian_advantages(three, two, 1.0)
-    with pytest.raises(FormulaError, match="one advantage is of rows"):
-        lagrangian_advantages(three, Ragged.from_rows([[0.0]] * 3, torch.float32), 1.0)
+    with pytest.raises(FormulaError, match=r"over_greedy: greedy_rewards has shape \[2\]"):
+        over(three, two, everyone(three), everyone(two))
     with pytest.raises(FormulaError, match="row 1 has 2 entries of cost_advantages and 1 of reward_adv"):
         lagrangian_advantages(
             Ragged.from_rows([[0.0], [0.0]], torch.float32),
             Ragged.from_rows([[0.0], [0.0, 0.0]], torch.float32),
             1.0,
         )
+    ragged = Ragged.from_rows([[0.0], [0.0]], torch.float32)
     for price in (-1.0, math.inf, math.nan):
         with pytest.raises(FormulaError, match=f"multiplier is {price}"):
-            lagrangian_advantages(three, three, price)
+            lagrangian_advantages(ragged, ragged, price)
 
 
 def test_greedy_answers_are_found_by_prompt_whatever_their_order_and_sample() -> None:

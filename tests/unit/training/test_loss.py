@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rillflow.errors import NotFiniteError, TrainingError
-from rillflow.formulas.aggregation import AGGREGATIONS
+from rillflow.formulas.aggregation import Aggregation
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
 from rillflow.formulas.losses import TokenLosses
@@ -69,7 +70,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], relative: flo
     assert float(size) > 1e-3
 
 
-@pytest.mark.parametrize("how", AGGREGATIONS)
+@pytest.mark.parametrize("how", get_args(Aggregation))
 @pytest.mark.parametrize("with_old", [True, False])
 def test_on_policy_every_policy_loss_has_the_gradient_of_a_log_pi(
     module: PreTrainedModel, make_rows: MakeRows, how: str, with_old: bool
@@ -189,7 +190,7 @@ def test_a_loss_that_reads_a_field_nobody_made_is_refused(
 
 
 @pytest.mark.parametrize("form", [{}, {"ratio": "sequence"}, {"surrogate": "weight"}])
-@pytest.mark.parametrize("how", AGGREGATIONS)
+@pytest.mark.parametrize("how", get_args(Aggregation))
 def test_partition_blind_through_the_model(
     module: PreTrainedModel, make_rows: MakeRows, how: str, form: dict[str, str]
 ) -> None:

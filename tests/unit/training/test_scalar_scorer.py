@@ -59,7 +59,7 @@ def test_shared_beginnings_are_read_where_they_are_shared(
     batch = make_rows(prompts=(6,), samples=5)
     assert len(pack(batch.ragged("tokens")).tokens) < len(batch.ragged("tokens").values) - 3 * 5
     values = Scorer(make_scalar(), TrainConfig()).values(batch)
-    first = values.values[values.starts + 6]
+    first = values.values[values.bounds[:-1] + 6]
     assert len(set(first.tolist())) == 1 and float(first[0]) != 0
     own = heads(make_scalar(attention="sdpa"), batch)
     assert float(first[0]) == pytest.approx(float(own[0][5]), abs=3e-6)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from rillflow.algorithms.config import OnlineConfig
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.dataflow.executor import apply_formula, rows_where
 from rillflow.dataflow.flow import Flow
-from rillflow.formulas.aggregation import AGGREGATIONS
+from rillflow.formulas.aggregation import Aggregation
 from rillflow.records.batch import Batch, joined
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish
@@ -231,7 +231,7 @@ def configured(name: str, **settings: Any) -> OnlineConfig:
 
 
 @pytest.mark.parametrize("truncated", ["keep", "mask"])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
 @pytest.mark.parametrize("charge", CHARGES, ids=str)
 def test_grpo_row_by_row(
     module: PreTrainedModel, make_rows: MakeRows, charge: Mapping[str, Any], aggregation: str, truncated: str
