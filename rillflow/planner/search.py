@@ -2,7 +2,7 @@
 
 units ─> placements: set partitions, in step or with a freshness bound ─ least bound first ──────────────────┐
   ┌──────────────────────────────────────────────────────────────────────────────────────────────────────────┘
-  ├─> ways: the units of a pool at every fleet and size, grid by grid until no change of one is faster
+  ├─> ways: the units of a pool at a fleet and size, grid by grid until no change of one is faster
   └─> allocations of sizes to pools, those with the least bounds kept ─ evaluate the best few ─> Ranked
 
 A heuristic: grids are chosen pool by pool, by the seconds that the pool is busy, and few allocations are

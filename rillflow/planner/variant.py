@@ -1,10 +1,10 @@
 """Variant: the placements of a problem with one freshness bound, each with the best plan found of it.
 
-a pool's units at a fleet and size ─ one option changed at a time until none is faster ─> its way
-sizes of pools, one after another ─ the least bounds kept ─> allocations ─ the best evaluated ─> Ranked
+units alone at every place ─> least seconds of allocations ─ least first ─> evaluated, until none can win
+a pool's units at a place ─ one option changed at a time until none is faster ──┘
 
-A place is a fleet and a size that a pool may have. Until a pool's way at a place is found, it counts as its
-units alone there.
+A place is a fleet and a size that a pool may have. Units that share a pool take at least what each takes
+there alone, so an allocation's bound is made of units alone.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Partition = tuple[Pool, ...]
 """Pools, ordered by their first unit."""
 BEAM = 4096
 """Allocations of the first pools that are carried on to the next."""
-EVALUATED = 8
-"""Allocations of a placement that are evaluated with everything that is sent between pools."""
+EVALUATED = 16
+"""Allocations of a placement that are evaluated with everything that is sent between pools, at most."""
 
 
 def partitions(names: Sequence[str]) -> Iterator[Partition]:
@@ -67,15 +67,6 @@ class _Way:
     """What is least of the way that is kept: the load, and with a bound the latency that limits steps too."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ways:
-    """A pool at every place, [places] and [places, stages]: as its units alone, until its way is found."""
-
-    ways: list[_Way | None]
-    seconds: Floats
-    loads: Floats
-
-
 class Variant:
     """A problem with a freshness bound: its placements, and the ways of all pools, found once."""
 
@@ -84,51 +75,44 @@ class Variant:
         self._costs, self._objective = costs, objective
         self._units, self._stages = problem.units, problem.graph.stages
         self._fleets = problem.hardware.fleets
-        self._found: dict[Pool, _Ways] = {}
-        self._is_apart = any(unit.name == SAMPLER for unit in self._units)
-        owned = {index for unit in self._units for index in unit.stages}
-        most = problem.hardware.devices
-        self._beside = np.array(
-            [0.0 if stage.index in owned else costs.function_s(stage, most) for stage in self._stages]
-        )
+        self._found: dict[tuple[Pool, int], _Way | None] = {}
         self._places = [(fleet, size) for fleet in self._fleets for size in fleet.sizes]
         """Where a pool may lie; the arrays say of each its fleet's number, devices, price an hour."""
         self._fleet = np.array([self._fleets.index(fleet) for fleet, _ in self._places])
         self._devices = np.array([size for _, size in self._places])
         self._prices = np.array([fleet.price_per_hour * size for fleet, size in self._places])
         self._taken = self._devices[:, None] * (self._fleet[:, None] == np.arange(len(self._fleets)))
+        self._seconds = np.zeros((len(self._units), len(self._places), len(self._stages)))
+        """Of every stage of a unit alone at a place, and in sum; infinite where it does not fit."""
+        self._loads = np.full(self._seconds.shape[:2], np.inf)
+        for unit, place in np.ndindex(*self._loads.shape):
+            way = self._way((unit,), place)
+            if way is not None:
+                self._loads[unit, place] = way.load_s
+                self._seconds[unit, place, list(way.seconds)] = list(way.seconds.values())
 
     def partitions(self) -> list[Partition]:
         """Every way to put the units into pools."""
         return list(partitions([unit.name for unit in self._units]))
 
     def bound(self, partition: Partition, room: Whole) -> float:
-        """The value if each stage had the place where it is fastest; infinite where a pool fits nowhere."""
+        """The value if each stage had the place where it is fastest; infinite where a unit fits nowhere."""
         return float(self._values(partition, np.zeros((1, 0), dtype=np.int64), room)[0])
 
     def best(self, partition: Partition, room: Whole) -> Ranked | None:
         """The best plan found of a placement on so many devices of each fleet; none where none fits."""
         rows = self._allocations(partition, room)
-        while True:
-            values = self._values(partition, rows, room)
-            order = np.lexsort((self._devices[rows].sum(axis=1), values))[: 4 * EVALUATED]
-            likely = [row for row in order if np.isfinite(values[row]) and self._packs(rows[row], room)]
-            likely = likely[:EVALUATED]
-            guessed = {
-                (pool, place)
-                for row in likely
-                for pool, place in zip(partition, rows[row].tolist(), strict=True)
-                if self._ways(pool).ways[place] is None
-            }
-            if not guessed:
-                break
-            for pool, place in guessed:
-                self._find(pool, place)
+        values = self._values(partition, rows, room)
         best: Ranked | None = None
-        for row in likely:
-            if best is not None and values[row] > best.value:
+        evaluated = 0
+        for row in np.lexsort((self._devices[rows].sum(axis=1), values)):
+            if evaluated == EVALUATED or values[row] > (np.inf if best is None else best.value):
                 break
+            ways = [self._way(pool, place) for pool, place in zip(partition, rows[row].tolist(), strict=True)]
+            if None in ways or not self._packs(rows[row], room):
+                continue
             found = self._ranked(partition, rows[row])
+            evaluated += 1
             if np.isfinite(found.value) and (best is None or preference(found) < preference(best)):
                 best = found
         return best
@@ -137,7 +121,7 @@ class Variant:
         """The plan of an allocation, evaluated."""
         pools, units = [], {}
         for pool, place in zip(partition, row.tolist(), strict=True):
-            (fleet, size), way = self._places[place], self._ways(pool).ways[place]
+            (fleet, size), way = self._places[place], self._way(pool, place)
             name = self._units[pool[0]].name
             pools.append(PlannedPool(name=name, fleet=fleet.name, devices=size, device=fleet.device.name))
             assert way is not None, "a plan is made of ways that were found"
@@ -152,8 +136,11 @@ class Variant:
             freshness=self.problem.freshness,
         )
         plan, found = predicted(self.problem, self._costs, plan)
-        value = self._valued(np.array([found.step_s]), row[None])
-        return Ranked(plan=plan, evaluation=found, value=float(value[0]))
+        return Ranked(
+            plan=plan,
+            evaluation=found,
+            value=float(self._valued(np.array([found.step_s]), row[None])[0]),
+        )
 
     def _allocations(self, partition: Partition, room: Whole) -> Whole:
         """Places of pools, [allocations, pools], pool after pool, the least bounds carried on."""
@@ -162,38 +149,39 @@ class Variant:
             if len(rows) > BEAM:
                 rows = rows[np.argsort(self._values(partition, rows, room), kind="stable")[:BEAM]]
             used = self._taken[rows].sum(axis=1)[:, None] + self._taken
-            fits = (used <= room).all(axis=2) & np.isfinite(self._ways(pool).loads)
-            old, new = np.nonzero(fits)
-            rows = np.column_stack([rows[old], new])
+            fits = (used <= room).all(axis=2) & np.isfinite(self._loads[list(pool)].sum(axis=0))
+            rows = np.column_stack([rows[(found := np.nonzero(fits))[0]], found[1]])
         return rows
 
     def _values(self, partition: Partition, rows: Whole, room: Whole) -> Floats:
         """The objective of allocations, nothing sent; pools without a place yet at their fastest."""
-        seconds, loads = np.repeat(self._beside[None, :], len(rows), axis=0), []
-        within = self._devices <= room[self._fleet]
+        problem, bound = self.problem, self.problem.freshness
+        within, most = self._devices <= room[self._fleet], problem.hardware.devices
+        homes = [BESIDE] * len(self._stages)
+        seconds, busy = np.zeros((len(rows), len(self._stages))), np.zeros(len(rows))
         for number, pool in enumerate(partition):
-            found = self._ways(pool)
+            spent, loads = self._seconds[list(pool)].sum(axis=0), self._loads[list(pool)].sum(axis=0)
             if number < rows.shape[1]:
-                seconds = seconds + found.seconds[rows[:, number]]
-                loads.append(found.loads[rows[:, number]])
+                seconds, load = seconds + spent[rows[:, number]], loads[rows[:, number]]
             else:
-                seconds = seconds + found.seconds[within].min(axis=0, initial=np.inf)
-                loads.append(np.full(len(rows), found.loads[within].min(initial=np.inf)))
-        owners = {
-            index: str(number)
-            for number, pool in enumerate(partition)
-            for unit in pool
-            for index in self._units[unit].stages
-        }
-        graph, bound = self.problem.graph, self.problem.freshness
-        pools = [owners.get(stage.index, BESIDE) for stage in self._stages]
-        tasks = tasks_of(graph, seconds=list(seconds.T), pools=pools, transfers=[0.0] * len(graph.edges))
-        ends = np.stack([timing.end_s for timing in in_turn(tasks, latest=np.maximum)])
-        step = ends.max(axis=0)
+                seconds = seconds + spent[within].min(axis=0, initial=np.inf)
+                load = loads[within].min(initial=np.inf)
+            busy = np.maximum(busy, load)
+            for index in (index for unit in pool for index in self._units[unit].stages):
+                homes[index] = str(number)
+        spent_s = [
+            self._costs.function_s(stage, most) if home == BESIDE else own
+            for stage, home, own in zip(self._stages, homes, seconds.T, strict=True)
+        ]
+        tasks = tasks_of(
+            problem.graph, seconds=spent_s, pools=homes, transfers=[0.0] * len(problem.graph.edges)
+        )
+        ends = [timing.end_s for timing in in_turn(tasks, latest=np.maximum)]
+        step = np.maximum.reduce([np.broadcast_to(end, len(rows)) for end in ends])
         if bound:
-            latency = ends[sorted(self.problem.publishing)].max(axis=0)
-            step = np.maximum(np.max(loads, axis=0), latency / (bound + 1))
-        return self._valued(step + self.problem.overhead_s, rows)
+            latency = np.maximum.reduce([ends[index] for index in sorted(problem.publishing)])
+            step = np.maximum(busy, latency / (bound + 1))
+        return self._valued(step + problem.overhead_s, rows)
 
     def _valued(self, step_s: Floats, rows: Whole) -> Floats:
         """The objective of steps on what allocations take, which is a device at least."""
@@ -208,58 +196,23 @@ class Variant:
             for number, fleet in enumerate(self._fleets)
         )
 
-    def _ways(self, pool: Pool) -> _Ways:
-        if pool not in self._found:
-            alone = [self._ways((unit,)) for unit in pool] if len(pool) > 1 else []
-            count = len(self._devices)
-            self._found[pool] = _Ways(
-                ways=[None] * count,
-                seconds=sum((one.seconds for one in alone), np.zeros((count, len(self._stages)))),
-                loads=sum((one.loads for one in alone), np.zeros(count)),
-            )
-            for place in range(count) if not alone else ():
-                self._find(pool, place)
-        return self._found[pool]
-
-    def _find(self, pool: Pool, place: int) -> None:
-        """Note the way of a pool at a place; infinite seconds where none fits."""
-        found, way = self._ways(pool), self._way(pool, place)
-        found.ways[place] = way
-        if way is None:
-            found.loads[place] = found.seconds[place] = np.inf
-        else:
-            found.loads[place] = way.load_s
-            found.seconds[place, list(way.seconds)] = list(way.seconds.values())
-
     def _way(self, pool: Pool, place: int) -> _Way | None:
-        """Grids of a pool's units: from the fastest and from the smallest of each, one changed at a time."""
-        fleet, devices = self._places[place]
-        choices = [self._costs.options(self._units[unit], fleet.name, devices) for unit in pool]
-        if not all(choices):
-            return None
-        starts = (
-            [min(options, key=lambda one: (sum(one.seconds.values()), one.bytes)) for options in choices],
-            [min(options, key=lambda one: one.bytes) for options in choices],
-        )
-        found = [self._descended(pool, place, choices, start) for start in starts]
-        return min((one for one in found if one is not None), key=lambda way: way.score, default=None)
-
-    def _descended(
-        self, pool: Pool, place: int, choices: Sequence[Sequence[Option]], picked: Sequence[Option]
-    ) -> _Way | None:
-        """The way that no change of one option makes faster, from a start; none where it never fits."""
-        best = self._laid(pool, place, picked)
-        while True:
-            before = best
-            for number, options in enumerate(choices):
-                for option in options:
+        """The way that no change of one option makes faster, from the smallest on; none without room."""
+        if (pool, place) not in self._found:
+            fleet, devices = self._places[place]
+            choices = [self._costs.options(self._units[unit], fleet.name, devices) for unit in pool]
+            picked = [min(one, key=lambda it: it.bytes) for one in choices if one]
+            best = self._laid(pool, place, picked) if len(picked) == len(pool) else None
+            before = None
+            while best is not None and best is not before:
+                before = best
+                for number, option in ((n, one) for n, options in enumerate(choices) for one in options):
                     tried = [*picked[:number], option, *picked[number + 1 :]]
-                    most = math.inf if best is None else best.score * (1 - 1e-9)
-                    laid = None if option is picked[number] else self._laid(pool, place, tried, most)
-                    if laid is not None:
-                        picked, best = tried, laid
-            if best is before:
-                return best
+                    found = self._laid(pool, place, tried, best.score * (1 - 1e-9))
+                    if found is not None:
+                        picked, best = tried, found
+            self._found[pool, place] = best
+        return self._found[pool, place]
 
     def _laid(self, pool: Pool, place: int, options: Sequence[Option], most: float = math.inf) -> _Way | None:
         """What the units cost on these options; none where they do not fit, or score ``most`` or more."""
@@ -281,7 +234,7 @@ class Variant:
                 stage = self._stages[index]
                 seconds[index] = spent = self._costs.generate_s(stage, decoder)
                 load += self._costs.steady_s(stage, decoder) if bound else spent
-        if self._is_apart:
+        if self.problem.samples_apart:
             seconds |= dict.fromkeys(self.problem.publishing.intersection(seconds), 0.0)
         latency = sum(seconds.values()) / (bound + 1)
         score = max(load, latency) + 0.1 * (load + latency) if bound else load
