@@ -179,7 +179,7 @@ class Rank:
 
     def shard_size(self, name: str) -> int:
         weight = self.weights[name]
-        rank = self.train.rank_at({"dp": 0, "pp": self.stages[name][0], "tp": 0})
+        rank = self.train.groups("pp")[0][self.stages[name][0]]
         return torch.Size(local_shape(self.source[name], weight.shape, rank)).numel()
 
     def joined(self, name: str, shards: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Mesh.of(dp=2, tp=4)        tp 0  1  2  3
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -101,29 +101,6 @@ class Mesh:
                 f"rank {rank} is not in the mesh", why=f"its ranks are {_listed(sorted(self.ranks))}"
             )
         return dict(zip(self.names, self._coordinates[rank], strict=True))
-
-    def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank that is there.
-
-        Raises:
-            PlacementError: a coordinate is missing or outside its axis, or the mesh has no such axis.
-        """
-        for name in coordinates:
-            self.axis(name)
-        place = 0
-        for axis in self.axes:
-            if axis.name not in coordinates:
-                raise PlacementError(
-                    f"no coordinate for axis {axis.name!r}", why="a rank is found by one coordinate an axis"
-                )
-            at = coordinates[axis.name]
-            if not 0 <= at < axis.size:
-                raise PlacementError(
-                    f"coordinate {at} of axis {axis.name!r} is outside",
-                    why=f"the axis goes from 0 to {axis.size - 1}",
-                )
-            place = place * axis.size + at
-        return self.ranks[place]
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """The ranks that differ in this axis only, group by group; both in the order of the mesh."""

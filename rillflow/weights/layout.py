@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from math import prod
 
 import torch
@@ -128,14 +129,8 @@ def generation_mesh(train: Mesh, tp: int, *, is_sharded: bool = False) -> Mesh:
             fix=f"choose among {', '.join(map(str, divisors(t)))}",
         )
     stride = t // tp
-    ranks = [
-        train.rank_at({"dp": replica, "pp": stage, "tp": shard * stride + micro})
-        for replica in range(d)
-        for stage in range(p)
-        for micro in range(stride)
-        for shard in range(tp)
-    ]
-    return Mesh.of(ranks=ranks, dp=d, micro_dp=p * stride, tp=tp)
+    ranks = [group[micro::stride] for group in train.groups("tp") for micro in range(stride)]
+    return Mesh.of(ranks=chain.from_iterable(ranks), dp=d, micro_dp=p * stride, tp=tp)
 
 
 def generation_layout(weights: Weights, parts: Mapping[str, Part], mesh: Mesh) -> dict[str, Placement]:

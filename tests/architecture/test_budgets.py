@@ -35,7 +35,7 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 11_135
+TRUNK_LINES = 11_113
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
 PACKAGE_LINES = 25_230
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
