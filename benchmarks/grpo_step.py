@@ -168,7 +168,7 @@ def rillflow_step(
         groups, valid = rollouts.ids[:, 1], torch.ones(len(rollouts), dtype=torch.bool)
         advantages = group_advantages(rewards, groups, valid, scale="std")
         trainer.step(trainer.aim(rollouts.with_fields(advantages=advantages), loss, **exact))
-        engine.version += 1
+        engine.load(index + 1, dict(module.named_parameters()))
         lengths[:] = answers.lengths.tolist()
         return Timing(
             seconds=time.perf_counter() - began,

@@ -71,7 +71,8 @@ def switched(before: Path, after: Path, prompts: Sequence[tuple[int, ...]], *, k
     for _ in range(4):
         engine.step()
     module.load_state_dict(new.state_dict())
-    engine.version, began = 1, time.perf_counter()
+    engine.load(1, dict(module.named_parameters()))
+    began = time.perf_counter()
     ended = engine.step()
     seconds = time.perf_counter() - began
     while engine.has_work:

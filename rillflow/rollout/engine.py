@@ -67,22 +67,16 @@ class Engine(Protocol):
 
     can: ClassVar[frozenset[Capability]]
     """Known before a process starts: a recipe that needs more is refused."""
-    version: int
-    """Of the weights, written beside every sampled token."""
 
     @property
     def has_work(self) -> bool:
         """Whether a row waits or runs."""
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of keys and values, and of weights that are not the module's, held now."""
-
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Sample with these weights from now on.
 
         Args:
-            version: what they are called.
+            version: what they are called; it is written beside every sampled token.
             weights: this rank's part of every one, by its name in the whole model; the memory stays the
                 same from version to version, its numbers do not.
         """

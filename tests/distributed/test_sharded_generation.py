@@ -29,6 +29,7 @@ from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
 from tests.unit.models.shards import local_weights
 from tests.unit.records.singles import rollouts_of
+from tests.unit.rollout.caches import cached_bytes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together
@@ -209,7 +210,7 @@ def cache_sizes(ranks: Ranks) -> dict[str, int]:
         for row in range(4):
             used.add(Rollout.start(RowId(0, row, 0), [1, 2, 4]))
         used.step()
-        found[kind] = used.held_bytes
+        found[kind] = cached_bytes(used)
     return found
 
 
@@ -251,7 +252,7 @@ def exchanged(ranks: Ranks) -> list[Any]:
     found = []
     for version, weights in enumerate((one, other, one)):
         assign(module, local_weights(weights, plan, ranks.rank, ranks.size))
-        used.version = version
+        used.load(version, {})
         found.append(bits(used.generate(prompts())))
     assert list(map(id, held)) == list(map(id, module.parameters()))
     fresh = engine(own_part(other, ranks), ranks, deterministic=True)
@@ -268,7 +269,7 @@ def parted(ranks: Ranks, what: str) -> str:
     module = own_part(whole_module("qwen2"), ranks)
     odd = ranks.rank == 1
     used = engine(module, ranks, seed=4 if odd and what == "seed" else 3)
-    used.version = int(odd and what == "version")
+    used.load(int(odd and what == "version"), {})
     batch = prompts()
     batch = batch.select([0, 2, 1]) if odd and what == "order" else batch.select([0, 1, 2])
     try:

@@ -55,7 +55,7 @@ class Halting(NativeEngine):
     def step(self) -> list[Rollout]:
         time.sleep(0.002)  # a pass that takes no time would end all rows before the first update
         for row, (rollout, version, since) in list(self._stand.items()):
-            if self.version >= version + self.publishes or time.monotonic() > since + 1:
+            if self._lanes[0].version >= version + self.publishes or time.monotonic() > since + 1:
                 del self._stand[row]
                 self.add(rollout)
         ended = super().step()
@@ -65,7 +65,7 @@ class Halting(NativeEngine):
             ]:
                 kept = super().abort(row)
                 if sum(kept.loss_mask) == 1:
-                    self._stand[row] = kept, self.version, time.monotonic()
+                    self._stand[row] = kept, self._lanes[0].version, time.monotonic()
                 else:
                     self.add(kept)
         return ended

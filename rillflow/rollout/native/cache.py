@@ -73,11 +73,6 @@ class Cache:
         self.layers = {index: self._fresh(shape) for index, shape in self._shapes.items()}
         """The layers by index."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held now."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
-
     def reserve(self, rows: int, length: int, longest: int) -> None:
         """Make room for slots 0 to ``rows`` - 1 of ``length`` positions.
 

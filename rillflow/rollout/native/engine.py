@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch, concatenate
-from rillflow.records.rollout import Rollout, rollout_batch
+from rillflow.records.rollout import Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability
@@ -61,7 +61,6 @@ class NativeEngine:
         stop_tokens: token ids that end a row.
         seed: of the run.
         context: tokens of a row at most, prompt included.
-        version: of the weights.
         replay_after: passes of a kind before the module is recorded (see recording); infinity for never.
         lanes: how many; None for one per thread of torch's, each with at least ``LANE_ROWS`` slots. In
             deterministic mode, whose shapes are those of all slots, over several ranks, and elsewhere than on
@@ -82,7 +81,6 @@ class NativeEngine:
         stop_tokens: frozenset[int],
         seed: int,
         context: int,
-        version: int = 0,
         replay_after: float = 64,
         lanes: int | None = None,
         tp: Ranks | None = None,
@@ -94,8 +92,13 @@ class NativeEngine:
             alone = config.deterministic or weight.device.type != "cpu" or tp.size > 1
             lanes = 1 if alone else max(1, min(torch.get_num_threads(), config.max_rows // LANE_ROWS))
         if tp.size > 1:
-            _check_single(lanes, tp)
             replay_after = inf  # a recording would not wait for what other ranks send
+            if lanes > 1:
+                raise RolloutError(
+                    f"the engine has {lanes} lanes over {tp.size} tensor-parallel ranks",
+                    why="collectives have one order, and the passes of two threads would meet in them",
+                    fix="leave lanes at None",
+                )
         share = config.model_copy(update={"max_rows": -(-config.max_rows // lanes)})
         self._module = module
         self._lanes = [
@@ -105,7 +108,6 @@ class NativeEngine:
                 stop_tokens=stop_tokens,
                 seed=seed,
                 context=context,
-                version=version,
                 replay_after=replay_after,
                 tp=tp,
                 stops=stops if stops is not None and stops.longest else None,
@@ -119,7 +121,8 @@ class NativeEngine:
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine; the weights are those of the module already."""
         del weights
-        self.version = version
+        for lane in self._lanes:
+            lane.version = version
 
     def sleep(self) -> None:
         """See Engine; keys and values went with the last row."""
@@ -128,31 +131,15 @@ class NativeEngine:
         """See Engine."""
 
     @property
-    def version(self) -> int:
-        """The weights' version, written beside every sampled token; whoever publishes weights sets it."""
-        return self._lanes[0].version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        for lane in self._lanes:
-            lane.version = version
-
-    @property
     def has_work(self) -> bool:
         """Whether a row waits or runs."""
         return any(lane.has_work for lane in self._lanes)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of keys and values held now; weights are the module's."""
-        return sum(lane.cache_bytes for lane in self._lanes)
 
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Continue every prompt ``samples`` times.
 
         Args:
-            prompts: ids [B, 3] (epoch, prompt, 0), ragged ``tokens``, ragged text ``columns``; where it has
-                a dense ``max_tokens`` [B], that is the limit of each prompt's samples.
+            prompts: ids [B, 3] (epoch, prompt, 0), ragged ``tokens``, ragged text ``columns``.
             samples: rows of each prompt.
             sampling: how tokens are drawn; None for the engine's own configuration.
 
@@ -185,19 +172,20 @@ class NativeEngine:
         check_ids(prompts.row_ids())
         used = self._lanes[: max(1, min(len(self._lanes), len(prompts)))]
         try:
-            groups: list[list[RowId]] = [[]] * len(prompts)
-            for index, lane in enumerate(used):
-                dealt = range(index, len(prompts), len(used))
-                groups[index :: len(used)] = lane.enter(prompts.select(dealt), samples, sampling)
+            begun = starts(prompts, samples)
+            groups = [begun[first : first + samples] for first in range(0, len(begun), samples)]
+            for place, group in enumerate(groups):
+                for rollout in group:
+                    used[place % len(used)].add(rollout, sampling)
             finished, begin = dict[RowId, Rollout](), 0
             for part in parts:
                 stop, end, work = Event(), begin + len(part), []
                 for index, lane in enumerate(used):
                     first = begin + (index - begin) % len(used)
-                    wanted = {row for group in groups[first : end : len(used)] for row in group}
+                    wanted = {each.row for group in groups[first : end : len(used)] for each in group}
                     work.append(partial(_drain, lane, stop, wanted - finished.keys()))
                 finished |= {each.row: each for each in chain.from_iterable(self._together(work, stop))}
-                yield rollout_batch([finished.pop(row) for group in groups[begin:end] for row in group])
+                yield rollout_batch([finished.pop(each.row) for group in groups[begin:end] for each in group])
                 begin = end
         finally:
             self._clear()
@@ -266,15 +254,6 @@ def _drain(lane: Lane, stop: Event, wanted: set[RowId]) -> list[Rollout]:
         wanted.difference_update(each.row for each in now)
         ended += now
     return ended
-
-
-def _check_single(lanes: int, tp: Ranks) -> None:
-    if lanes > 1:
-        raise RolloutError(
-            f"the engine has {lanes} lanes over {tp.size} tensor-parallel ranks",
-            why="collectives have one order, and the passes of two threads would meet in them",
-            fix="leave lanes at None",
-        )
 
 
 def _threads(engine: NativeEngine, lanes: int) -> ThreadPoolExecutor:

@@ -1,6 +1,6 @@
 """Lane: continuous batching of rows over the trainer's own module, in one thread.
 
-    enter ──────────┐                      ┌──────────── step ────────────┐
+    add ────────────┐                      ┌──────────── step ────────────┐
                     ├─> Scheduler ─ Step ──> Runner ─ logits ─> draw ─┐   │
     abort <─────────┘        ^             │                          v   │
                              └── rows that ended ── postprocess <── Slots │
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RolloutError
 from rillflow.models.architecture import vocabulary_of
-from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
@@ -38,7 +37,7 @@ from rillflow.rollout.native.cache import Cache
 from rillflow.rollout.native.compatibility import check_compatible, check_fixed_shapes
 from rillflow.rollout.native.consistency import RankConsistency
 from rillflow.rollout.native.recording import RecordedModule
-from rillflow.rollout.native.runner import BLOCK, Runner, evaluating
+from rillflow.rollout.native.runner import BLOCK, Runner
 from rillflow.rollout.native.sampling import Drawn, DrawSettings, draw
 from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step, twice
 from rillflow.rollout.native.slots import BULK, Slots
@@ -58,7 +57,6 @@ class Lane:
         stop_tokens: token ids that end a row.
         seed: of the run.
         context: tokens of a row at most, prompt included.
-        version: of the weights.
         replay_after: passes of a kind before the module is recorded (see recording); infinity for never.
 
     Raises:
@@ -74,18 +72,16 @@ class Lane:
         stop_tokens: frozenset[int],
         seed: int,
         context: int,
-        version: int = 0,
-        replay_after: float = 64,
-        stops: Stops | None = None,
+        replay_after: float,
+        stops: Stops | None,
     ) -> None:
-        self.version = version
-        """The weights' version, written beside every sampled token; whoever publishes weights sets it."""
+        self.version = self._sampled_version = 0
+        """The weights' version, written beside every sampled token; whoever loads weights sets it."""
         weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
         self._vocabulary = vocabulary_of(module)
         self._device, self._dtype = weight.device, weight.dtype
         self._config = config
         self._context = context
-        self._sampled_version = version
         # Idle slots fill fixed shapes up to a whole block.
         self._fixed_rows = -(-config.max_rows // BLOCK) * BLOCK if config.deterministic else None
         self._module = module
@@ -105,57 +101,17 @@ class Lane:
         """Whether a row waits or runs."""
         return self._scheduler.has_work
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values held now."""
-        return self._runner.cache_bytes if self._runner is not None else 0
-
-    def enter(self, prompts: Batch, samples: int, sampling: SamplingConfig | None) -> list[list[RowId]]:
-        """Let ``samples`` rows of every prompt wait; their ids, prompt by prompt. See NativeEngine.generate.
-
-        Raises:
-            RolloutError: a prompt cannot be continued, or ids are not unique.
-        """
-        chosen = sampling or self._config
-        columns = prompts.ragged("columns").to_text()
-        limits = [chosen.max_tokens] * len(prompts)
-        if "max_tokens" in prompts.fields:
-            limits = prompts.dense("max_tokens").tolist()
-        order = []
-        for row, tokens, text, most in zip(
-            prompts.row_ids(), prompts.ragged("tokens").lists(), columns, limits, strict=True
-        ):
-            start = Rollout.start(row, tokens, text)
-            check_tokens(start, self._context, self._vocabulary)
-            limit = limit_of(start, most, self._context)
-            prefix = start.tokens[:-1]
-            group = [replace(start, row=row._replace(sample=sample)) for sample in range(samples)]
-            for rollout in group:
-                self._enter(rollout, chosen, prefix, limit)
-            order.append([rollout.row for rollout in group])
-        return order
-
-    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
-        """Let a row run: a prompt, or a row that was taken out, which goes on where it stopped.
-
-        Args:
-            rollout: finish is ABORTED; its tokens are kept.
-            sampling: how its tokens are drawn; None for the engine's own configuration.
-
-        Raises:
-            RolloutError: the row has ended, cannot be continued, or is in the engine already.
-        """
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None) -> None:
+        """See NativeEngine."""
         chosen = sampling or self._config
         check_tokens(rollout, self._context, self._vocabulary)
         limit = limit_of(rollout, chosen.max_tokens, self._context)
-        self._enter(rollout, chosen, self._prefix(rollout), limit)
+        check_stop(chosen, self._config)
+        prefix = self._prefix(rollout)
+        self._scheduler.add(Sequence(rollout=rollout, sampling=chosen, prefix=prefix, limit=limit))
 
     def abort(self, row: RowId) -> Rollout:
-        """Take a waiting or running row out, its tokens kept; ``add`` lets it go on.
-
-        Raises:
-            RolloutError: the row is not in the engine.
-        """
+        """See NativeEngine."""
         sequence = self._scheduler.find(row)
         if sequence.slot >= 0:
             self._slots.collect(self._scheduler.clock, [sequence], self._sampled_version)
@@ -164,20 +120,14 @@ class Lane:
 
     @torch.inference_mode()
     def step(self) -> list[Rollout]:
-        """Draw one token of every running row; return the rows that ended.
-
-        Raises:
-            ModelError: the module is not one the engine can drive (found out at the first step).
-            RolloutError: the logits of a row are not finite; the engine is empty afterwards.
-        """
+        """See NativeEngine, which has the module in evaluation mode meanwhile."""
         if not self.has_work:
             return []
         try:
-            with evaluating(self._module):
-                ended = self._step()
-                if not self.has_work:
-                    self._consistency.check(self._sampled_version)  # of the last draws
-                return ended
+            ended = self._step()
+            if not self.has_work:
+                self._consistency.check(self._sampled_version)  # of the last draws
+            return ended
         except BaseException as error:
             rows = len(self._scheduler.running)
             self.clear()  # half a step has been done, and the cache may hold what is not finite
@@ -297,10 +247,6 @@ class Lane:
         if self._fixed_rows is None or True not in rollout.loss_mask:
             return rollout.tokens[:-1]
         return rollout.tokens[: rollout.loss_mask.index(True) - 1]
-
-    def _enter(self, rollout: Rollout, sampling: SamplingConfig, prefix: tuple[int, ...], limit: int) -> None:
-        check_stop(sampling, self._config)
-        self._scheduler.add(Sequence(rollout=rollout, sampling=sampling, prefix=prefix, limit=limit))
 
     def _check_finite(self, step: Step, logprobs: Tensor) -> None:
         if isfinite(float(logprobs.sum())):  # none is above 0, so nothing cancels

@@ -42,11 +42,6 @@ class Runner:
         self._fixed_rows = fixed_rows
         self._idle = True
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values held now."""
-        return self._cache.nbytes
-
     def run(self, step: Step, feed: Feed, limit: int) -> Tensor:
         """Do what a step says.
 

@@ -70,10 +70,6 @@ class Sequence:
         """Which prompt this is a sample of."""
         return self.rollout.row.group
 
-    def shares(self, other: Sequence) -> bool:
-        """Whether the other's keys and values of the prefix are this one's too."""
-        return self.prefix is other.prefix or (self.group == other.group and self.prefix == other.prefix)
-
     def start(self, slot: int, clock: int) -> None:
         """Run from step ``clock`` on: feed the token after the prefix."""
         self.slot = slot
@@ -174,7 +170,8 @@ class Scheduler:
     def __init__(self, max_rows: int, prefill_tokens: int = PREFILL_TOKENS) -> None:
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
-        self._clock = 0
+        self.clock = 0
+        """The number of the next step."""
         self._waiting: deque[Sequence] = deque()
         self._rows: dict[RowId, Sequence] = {}
         self._slots: list[Sequence] = []  # a free slot keeps who left it: its prefix is still in the cache
@@ -185,11 +182,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a row waits or runs."""
         return bool(self._rows)
-
-    @property
-    def clock(self) -> int:
-        """The number of the next step."""
-        return self._clock
 
     @property
     def running(self) -> list[Sequence]:
@@ -253,8 +245,8 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """The next step; the clock moves on with it."""
-        clock = self._clock
-        self._clock += 1
+        clock = self.clock
+        self.clock += 1
         intake = _Intake()
         while self._waiting and (self._free or len(self._slots) < self._max_rows):
             sequence = self._waiting[0]
@@ -278,9 +270,8 @@ class Scheduler:
     def _prefix_slot(self, sequence: Sequence) -> int | None:
         """A slot whose cache row begins with the sequence's prefix."""
         slot = self._prefix_slots.get(sequence.group)
-        if slot is None or not sequence.prefix or not self._slots[slot].shares(sequence):
-            return None
-        return slot
+        is_there = slot is not None and sequence.prefix and self._slots[slot].prefix == sequence.prefix
+        return slot if is_there else None
 
     def _take(self, sequence: Sequence) -> int:
         """The lowest free slot, or a new one."""

@@ -71,7 +71,6 @@ def engine(tiny: nn.Module) -> Engines:
         stop_tokens: Sequence[int] = (),
         seed: int = 3,
         context: int = CONTEXT,
-        version: int = 0,
         replay_after: float = float("inf"),
         lanes: int | None = None,
         **settings: float,
@@ -82,7 +81,6 @@ def engine(tiny: nn.Module) -> Engines:
             stop_tokens=frozenset(stop_tokens),
             seed=seed,
             context=context,
-            version=version,
             replay_after=replay_after,
             lanes=lanes,
         )

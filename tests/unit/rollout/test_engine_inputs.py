@@ -63,12 +63,6 @@ def test_the_number_of_samples_is_positive(samples: int, engine: Engines, prompt
         engine().generate(prompts([1]), samples=samples)
 
 
-@pytest.mark.parametrize("most", [0, -2])
-def test_a_limit_of_a_prompt_is_positive(most: int, engine: Engines, prompts: Prompts) -> None:
-    with pytest.raises(RolloutError, match=f"prompt 1 sample 0(.|\n)*max_tokens is {most}"):
-        engine().generate(prompts([1], [2], max_tokens=torch.tensor([3, most])))
-
-
 def test_stop_texts_cannot_change_after_the_engine_was_built(engine: Engines, prompts: Prompts) -> None:
     with pytest.raises(RolloutError, match=r"stop at \['\.'\]"):
         engine().generate(prompts([1]), sampling=SamplingConfig(stop=(".",)))

@@ -18,6 +18,7 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from tests.unit.records.singles import rollouts_of
+from tests.unit.rollout.caches import cached_bytes
 
 Build = Callable[..., nn.Module]
 Engines = Callable[..., NativeEngine]
@@ -201,12 +202,6 @@ def test_a_row_ends_when_the_context_is_full(engine: Engines, prompts: Prompts) 
     assert {rollout.finish for rollout in found} == {Finish.LENGTH}
 
 
-def test_every_prompt_may_have_its_own_limit(engine: Engines, prompts: Prompts) -> None:
-    batch = prompts(4, 4, 4, max_tokens=torch.tensor([1, 7, 3]))
-    found = completions(engine(max_rows=2).generate(batch, samples=2))
-    assert found.lengths.tolist() == [1, 1, 7, 7, 3, 3]
-
-
 def test_rows_of_one_batch_may_be_drawn_differently(engine: Engines, prompts: Prompts) -> None:
     kinds = [
         SamplingConfig(max_tokens=9),
@@ -277,7 +272,8 @@ def test_every_token_carries_the_version_it_was_sampled_under(
 ) -> None:
     """New weights while rows run: what follows is drawn as the new weights say, from the first token on."""
     module = build()
-    running = engine(module, version=4, max_rows=2)
+    running = engine(module, max_rows=2)
+    running.load(4, {})
     for row, tokens in zip(prompts(5, 3, 4).row_ids(), prompts(5, 3, 4).ragged("tokens").rows(), strict=True):
         running.add(Rollout.start(row, tokens.tolist()))
     for _ in range(5):
@@ -285,7 +281,7 @@ def test_every_token_carries_the_version_it_was_sampled_under(
     with torch.no_grad():
         for weight in module.parameters():
             weight.mul_(1.1)
-    running.version = 5
+    running.load(5, {})
     found = finish_all(running)
     assert [[v for v in rollout.versions if v >= 0] for _, rollout in sorted(found.items())] == [
         [4] * 5 + [5] * 7,
@@ -306,7 +302,8 @@ def test_a_row_may_keep_what_old_weights_read_of_it(
     module, start = build(), prompts(9, 1)
     plain = AutoModelForCausalLM.from_config(deepcopy(module.config), attn_implementation="eager").eval()
     plain.load_state_dict(module.state_dict())
-    running = engine(module, version=4, keep_cache=keep)
+    running = engine(module, keep_cache=keep)
+    running.load(4, {})
     running.add(Rollout.start(start.row_ids()[0], start.ragged("tokens").lists()[0]))
     for _ in range(5):
         running.step()
@@ -314,7 +311,7 @@ def test_a_row_may_keep_what_old_weights_read_of_it(
     with torch.no_grad():
         for weight in module.parameters():
             weight.mul_(1.1)
-        running.version = 5
+        running.load(5, {})
         running.step()
         rollout = running.abort(before.rollout.row)
         read = torch.tensor([rollout.tokens[:-1]])
@@ -347,12 +344,12 @@ def test_nothing_made_from_old_weights_outlives_a_call(
 def test_no_memory_is_held_between_calls(engine: Engines, prompts: Prompts) -> None:
     used = engine()
     used.generate(prompts(5, 5))
-    assert used.held_bytes == 0
+    assert cached_bytes(used) == 0
     used.add(Rollout.start(RowId(0, 0, 0), [1, 2]))
     used.step()
-    assert used.held_bytes > 0
+    assert cached_bytes(used) > 0
     used.abort(RowId(0, 0, 0))
-    assert used.held_bytes == 0
+    assert cached_bytes(used) == 0
 
 
 def test_dropout_is_off_and_every_part_is_left_as_it_was(
@@ -389,8 +386,7 @@ def test_bfloat16_agrees_with_a_whole_pass_as_far_as_it_can(
 def test_a_long_row_outgrows_the_cache_and_the_window_of_random_numbers(
     tiny: nn.Module, engine: Engines, prompts: Prompts
 ) -> None:
-    batch = prompts(3, 40, max_tokens=torch.tensor([200, 150]))
-    for rollout in rollouts_of(engine(max_rows=2).generate(batch, samples=2)):
+    for rollout in rollouts_of(engine(max_rows=2, max_tokens=200).generate(prompts(3, 40), samples=2)):
         assert sampled_logprobs(rollout) == pytest.approx(replayed(tiny, rollout), abs=1e-5)
 
 
