@@ -64,13 +64,6 @@ def settle_positions(module: PreTrainedModel) -> None:
         )
 
 
-def settle_alike(module: nn.Module, like: nn.Module) -> None:
-    """Give a module of the same class the rotary embeddings that ``settle_positions`` gave ``like``."""
-    for name, part in list(like.named_modules()):
-        if isinstance(part, AtContext):
-            module.set_submodule(name, AtContext(module.get_submodule(name), part.context))
-
-
 def _difference(module: PreTrainedModel) -> float:
     """How far a row's outputs move, over their largest, when the pass ends at the context's last position."""
     far = trial_positions(module)

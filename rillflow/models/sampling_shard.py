@@ -1,8 +1,8 @@
 """Sampling shard: one rank's part of a decoder, for passes without gradients.
 
-    like ── class, config ──> skeleton on the meta device ── plan ──> modules of the local sizes
-      └──── buffers ─────────────────^                                       │
-    {logical name: local tensor} ── assign, nothing is copied ───────────────┴──> a module to sample from
+    like ── copied, its parameters on the meta device ── plan ──> modules of the local sizes
+                                                                            │
+    {logical name: local tensor} ── assign, nothing is copied ──────────────┴──> a module to sample from
 
     COLUMNS               x ─> w_r x                        own outputs; here: own heads, own hidden units
     ROWS                  x_r ─> w_r x_r ─ sum ─> + bias    the same bits on every rank
@@ -32,8 +32,6 @@ from transformers import PreTrainedModel
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import ModelError
 from rillflow.models.attention import AttentionPlan, causal
-from rillflow.models.language_model import quiet
-from rillflow.models.positions import settle_alike
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
@@ -56,14 +54,18 @@ def sampling_module(like: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks)
 
     Raises:
         ModelError: the model has no plan, heads do not divide by the ranks, a weight is too short to be
-            shared out over them, or a part that is to be cut is not plainly a linear layer.
+            shared out over them.
     """
-    module = _skeleton(like)
+    away = {
+        id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=False)
+        for each in like.parameters()
+    }
+    module: PreTrainedModel = copy.deepcopy(like, away)
     if tp.size > 1:
         plan = plan or tensor_plan(like)
         require_heads(like, tp.size)
         _shard(module, plan, tp)
-    _tie(module, like)
+        _tie(module, like)
     return module.eval()
 
 
@@ -123,17 +125,6 @@ def assign(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
             module.get_submodule(owner).register_parameter(kind, new)
 
 
-def _skeleton(like: PreTrainedModel) -> PreTrainedModel:
-    """The decoder anew: parameters on the meta device, buffers real."""
-    with quiet(), torch.device("meta"):
-        module = type(like)(copy.deepcopy(like.config))
-        settle_alike(module, like)
-    for name, buffer in like.named_buffers():
-        owner, _, kind = name.rpartition(".")
-        setattr(module.get_submodule(owner), kind, buffer.detach().clone())
-    return module
-
-
 def _shard(module: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> None:
     """Put the parts that the plan names in their local form."""
     everyone = [local_bounds(module, plan, rank, tp.size) for rank in range(tp.size)]
@@ -150,7 +141,6 @@ def _shard(module: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> Non
             assert isinstance(part, nn.Embedding)  # tensor_plan names no other
             _look_up(part, bounds[tp.rank], tp)
         else:
-            _check_plain(name, part)
             new = _linear(part, Style.ROWS if name in fused else style, bounds, tp)
             module.set_submodule(name, new)
     if fused:
@@ -188,12 +178,9 @@ def _fused(module: PreTrainedModel, plan: Mapping[str, Style]) -> dict[str, int]
 
     What asks Rillflow's attention says which layer it belongs to, as ``layer_idx``; nothing else does.
     """
-    found = {}
-    for name in [name for name, style in plan.items() if style is Style.SPLIT_ROWS]:
-        layer = vars(module.get_submodule(name.rpartition(".")[0])).get("layer_idx")
-        if isinstance(layer, int):
-            found[name] = layer
-    return found
+    owners = {name: name.rpartition(".")[0] for name in plan if plan[name] is Style.SPLIT_ROWS}
+    layers = {name: vars(module.get_submodule(owner)).get("layer_idx") for name, owner in owners.items()}
+    return {name: layer for name, layer in layers.items() if isinstance(layer, int)}
 
 
 def _tie(module: PreTrainedModel, like: PreTrainedModel) -> None:
@@ -203,15 +190,6 @@ def _tie(module: PreTrainedModel, like: PreTrainedModel) -> None:
         owner, _, kind = name.rpartition(".")
         found = first.setdefault(id(parameter), module.get_parameter(name))
         module.get_submodule(owner).register_parameter(kind, found)
-
-
-def _check_plain(name: str, part: nn.Module) -> None:
-    if type(part) is not nn.Linear:
-        raise ModelError(
-            f"{name} is a {type(part).__name__}",
-            why="tensor parallelism would put a plain linear layer in its place",
-            fix="leave tp at 1 in generation",
-        )
 
 
 def _check_names(wanted: set[str], given: set[str]) -> None:

@@ -67,11 +67,11 @@ def tensor_plan(module: PreTrainedModel) -> dict[str, Style]:
     for pattern, style in written.items():
         names = _matching(pattern, parts)
         known = _NAMES.get(style)
-        fits = known is Style.SUMMED or all(isinstance(parts[name], nn.Linear) for name in names)
+        fits = known is Style.SUMMED or all(type(parts[name]) is nn.Linear for name in names)
         if names and (known is None or known is Style.LOOKED_UP or not fits):
             raise ModelError(
                 f"the tensor-parallel plan of {type(module).__name__} has {pattern!r}: {style!r}",
-                why=f"Rillflow cuts linear layers by {', '.join(repr(name) for name in _NAMES)} alone",
+                why=f"Rillflow cuts plain linear layers by {', '.join(repr(name) for name in _NAMES)} alone",
                 fix="leave tp at 1; dp and pp work with every decoder",
             )
         if known is not None:
