@@ -88,15 +88,8 @@ def bootstrapped(
     """The rewards of tokens; where asked, those of rows that were cut off go on into the critic's value."""
     if config.truncated != "bootstrap":
         return token_rewards
-    final = critic.final_values(rollouts)
-    return flow.compute(
-        formulas.bootstrapped_rewards,
-        token_rewards,
-        final,
-        rollouts,
-        into="token_rewards",
-        gamma=config.gamma,
-    )
+    given = (token_rewards, critic.final_values(rollouts), rollouts)
+    return flow.compute(formulas.bootstrapped_rewards, *given, into="token_rewards", gamma=config.gamma)
 
 
 def trained_rows(flow: Flow, batches: list[Handle], config: OnlineConfig) -> list[Handle]:

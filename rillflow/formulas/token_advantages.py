@@ -51,7 +51,7 @@ def gae(
     aligned("gae", loss_mask=loss_mask, token_rewards=token_rewards, values=values, valid=valid)
     _share("gae", gamma=gamma, lam=lam)
     counted = _counted(loss_mask, valid)
-    rewards, expected = _chosen(token_rewards, counted), _chosen(values, counted)
+    rewards, expected = token_rewards.where(counted), values.where(counted)
     following = expected.values.roll(-1).masked_fill(_left(expected) <= 1, 0)
     deltas = rewards.values + gamma * following - expected.values
     return _placed(_discounted_sums(rewards.with_values(deltas), gamma * lam), counted)
@@ -98,7 +98,7 @@ def returns_to_go(token_rewards: Ragged, loss_mask: Ragged, valid: Tensor, *, ga
     aligned("returns_to_go", loss_mask=loss_mask, token_rewards=token_rewards, valid=valid)
     _share("returns_to_go", gamma=gamma)
     counted = _counted(loss_mask, valid)
-    return _placed(_discounted_sums(_chosen(token_rewards, counted), gamma), counted)
+    return _placed(_discounted_sums(token_rewards.where(counted), gamma), counted)
 
 
 def value_targets(advantages: Ragged, values: Ragged, loss_mask: Ragged) -> Ragged:
@@ -147,7 +147,7 @@ def whitened(advantages: Ragged, loss_mask: Ragged, valid: Tensor) -> Ragged:
     """
     aligned("whitened", loss_mask=loss_mask, advantages=advantages, valid=valid)
     counted = _counted(loss_mask, valid)
-    chosen = advantages.values[counted.values].double()
+    chosen = advantages.where(counted).values.double()
     if chosen.numel():
         chosen = chosen - chosen.min()  # so that equal ones are exactly 0, whatever their mean rounds to
         chosen = chosen - chosen.mean()
@@ -183,13 +183,6 @@ def _share(formula: str, **options: float) -> None:
 def _counted(loss_mask: Ragged, valid: Tensor) -> Ragged:
     """Bool, True at the loss tokens of scored rows."""
     return loss_mask.with_values(loss_mask.values & loss_mask.expand(valid))
-
-
-def _chosen(field: Ragged, counted: Ragged) -> Ragged:
-    """The counted tokens' entries alone."""
-    from rillflow.records.ragged import Ragged
-
-    return Ragged(values=field.values[counted.values], lengths=counted.sums())
 
 
 def _placed(chosen: Tensor, counted: Ragged) -> Ragged:

@@ -98,11 +98,7 @@ def _refuse_unknown(rest: dict[str, Any]) -> None:
             )
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
 def register() -> None:
     """Make ``attn_implementation="rillflow"`` known to transformers; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION, attention)
-    AttentionMaskInterface.register(ATTENTION, _no_mask)
+    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)  # rows know their own seams

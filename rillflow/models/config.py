@@ -45,26 +45,21 @@ class ModelConfig(Section):
 
 def misfits(new: NewModel) -> Iterator[ConfigError]:
     """Sizes of a new model that do not go together."""
-    if new.hidden % new.heads:
-        yield ConfigError(
-            f"policy.model.new.heads is {new.heads} and hidden is {new.hidden}",
-            why=f"heads divide the hidden size; {new.hidden} / {new.heads} leaves {new.hidden % new.heads}",
-            fix=f"try heads = {_divisor(new.hidden, new.heads)}",
-        )
-    elif new.hidden // new.heads % 2:
+    yield from _misfit("heads", new.heads, "hidden", new.hidden)
+    yield from _misfit("kv_heads", new.kv_heads, "heads", new.heads)
+    if new.hidden % new.heads == 0 and new.hidden // new.heads % 2:
         yield ConfigError(
             f"policy.model.new.hidden is {new.hidden} and heads is {new.heads}",
             why=f"rotary positions need an even head size, not {new.hidden // new.heads}",
             fix=f"try hidden = {2 * new.hidden}",
         )
-    if new.heads % new.kv_heads:
+
+
+def _misfit(part: str, count: int, of: str, whole: int) -> Iterator[ConfigError]:
+    """A size that does not divide the whole that it is a part of; the nearest one that does is shown."""
+    if whole % count:
         yield ConfigError(
-            f"policy.model.new.kv_heads is {new.kv_heads} and heads is {new.heads}",
-            why=f"one divides the other; {new.heads} / {new.kv_heads} leaves {new.heads % new.kv_heads}",
-            fix=f"try kv_heads = {_divisor(new.heads, new.kv_heads)}",
+            f"policy.model.new.{part} is {count} and {of} is {whole}",
+            why=f"one divides the other; {whole} / {count} leaves {whole % count}",
+            fix=f"try {part} = {min(divisors(whole), key=lambda size: abs(size - count))}",
         )
-
-
-def _divisor(whole: int, wish: int) -> int:
-    """The divisor of ``whole`` nearest to ``wish``, the smaller one of two."""
-    return min(divisors(whole), key=lambda part: abs(part - wish))

@@ -129,16 +129,13 @@ def _shard(module: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> Non
     """Put the parts that the plan names in their local form."""
     everyone = [local_bounds(module, plan, rank, tp.size) for rank in range(tp.size)]
     fused = _fused(module, plan)
-    named = list(module.named_parameters(remove_duplicate=False))
-    first = {id(parameter): name for name, parameter in reversed(named)}
-    logical = {name: first[id(parameter)] for name, parameter in named}
+    logical = {id(parameter): name for name, parameter in module.named_parameters()}
     for name, style in plan.items():
         if style is Style.SUMMED:
             continue
-        part, weight = module.get_submodule(name), logical[f"{name}.weight"]
-        bounds = [held[weight] for held in everyone]
+        part: Any = module.get_submodule(name)
+        bounds = [held[logical[id(part.weight)]] for held in everyone]
         if style is Style.LOOKED_UP:
-            assert isinstance(part, nn.Embedding)  # tensor_plan names no other
             _look_up(part, bounds[tp.rank], tp)
         else:
             new = _linear(part, Style.ROWS if name in fused else style, bounds, tp)

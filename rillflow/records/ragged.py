@@ -118,6 +118,10 @@ class Ragged:
         values = self.values[int(self.bounds[start]) : int(self.bounds[stop])]
         return Ragged(values=values, lengths=self.lengths[start:stop])
 
+    def where(self, mask: Ragged) -> Ragged:
+        """The values where a mask of the same lengths is true, by row."""
+        return Ragged(values=self.values[mask.values], lengths=mask.sums())
+
     def with_values(self, values: Tensor) -> Ragged:
         """Other values [T, ...] of the same lengths."""
         return Ragged(values=values, lengths=self.lengths)

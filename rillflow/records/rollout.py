@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
-from torch import Tensor
 
 from rillflow.errors import RecordError
 from rillflow.records.batch import Batch, row_ids
@@ -117,6 +116,4 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> Batch:
 
 def completions(batch: Batch) -> Ragged:
     """The sampled tokens alone, as a ragged field [B]."""
-    tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
-    lengths: Tensor = mask.sums()
-    return Ragged(values=tokens.values[mask.values], lengths=lengths)
+    return batch.ragged("tokens").where(batch.ragged("loss_mask"))

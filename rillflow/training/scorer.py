@@ -24,6 +24,7 @@ from rillflow.parallel.module import Parallel
 from rillflow.parallel.packed import last_tokens
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged, concatenate_ragged
+from rillflow.records.rollout import completions
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import check_gap, check_ratio, loss_tokens
 from rillflow.training.minibatches import gathered
@@ -173,9 +174,7 @@ class Scorer:
 
 def _loss_tokens_alone(part: Batch) -> Batch:
     """The rows with the ids of their loss tokens, and no other field."""
-    mask = part.ragged("loss_mask")
-    chosen = Ragged(values=part.ragged("tokens").values[mask.values], lengths=mask.sums())
-    return Batch(ids=part.ids, fields={"tokens": chosen})
+    return Batch(ids=part.ids, fields={"tokens": completions(part)})
 
 
 def micro_batches(batch: Batch, budget: int, units: Tensor | None = None) -> list[Tensor]:

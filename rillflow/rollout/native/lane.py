@@ -19,7 +19,7 @@ rows that run. When ``version`` changes while rows run, they are read again unde
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from math import isfinite
@@ -353,8 +353,6 @@ def check_ids(rows: Iterable[RowId]) -> None:
     Raises:
         RolloutError: two have.
     """
-    seen: set[RowId] = set()
-    for row in rows:
-        if row in seen:
-            raise twice(row)
-        seen.add(row)
+    again = [row for row, count in Counter(rows).items() if count > 1]
+    if again:
+        raise twice(again[0])

@@ -27,17 +27,17 @@ _BLOCK = 512
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DrawSettings:
-    """How each of n rows is drawn; a part is None where no row asks for it, and is not computed then."""
+    """How each of n rows is drawn; what no row asks for is None or empty, and is not computed."""
 
     divisor: Tensor | None
     """[n, 1] float32 temperature, 1 for greedy rows; None when all are 1."""
     greedy: Tensor | None
     """[n] bool rows of temperature 0."""
-    filtered: Tensor | None
+    filtered: Tensor
     """[f] int64 the rows with a top-k or top-p."""
-    top_k: Tensor | None
+    top_k: Tensor
     """[f] int64 their top-k; one as large as the vocabulary, or larger, keeps all."""
-    top_p: Tensor | None
+    top_p: Tensor
     """[f] float64 their top-p."""
     most: int
     """The largest top-k of the filtered rows; 0 when one of them has none."""
@@ -53,11 +53,9 @@ class DrawSettings:
         return DrawSettings(
             divisor=torch.tensor(divisors, device=device)[:, None] if set(divisors) - {1.0} else None,
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            filtered=torch.tensor(asking, device=device) if asking else None,
-            top_k=torch.tensor(top_k, device=device) if asking else None,
-            top_p=torch.tensor([rows[i].top_p for i in asking], dtype=torch.float64, device=device)
-            if asking
-            else None,
+            filtered=torch.tensor(asking, dtype=torch.int64, device=device),
+            top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
+            top_p=torch.tensor([rows[i].top_p for i in asking], dtype=torch.float64, device=device),
             most=0 if unlimited else max((rows[index].top_k for index in asking), default=0),
         )
 
@@ -90,7 +88,7 @@ def draw(logits: Tensor, settings: DrawSettings, uniforms: Tensor) -> Drawn:
 
 def _filtered(scaled: Tensor, weights: Tensor, settings: DrawSettings) -> Tensor:
     """[n, V] the weights, 0 where top-k or top-p excludes a token."""
-    if settings.filtered is None or settings.top_k is None or settings.top_p is None:
+    if not len(settings.filtered):
         return weights
     if weights.device.type == "cpu" and weights.shape[1] > FEW:
         space = np.empty(weights.shape[1], np.float32)

@@ -295,13 +295,8 @@ class Scheduler:
             if last in self._free:
                 self._free.remove(last)
                 continue
-            slot = min(self._free)
-            self._free.remove(slot)
-            self._drop_prefix_slot(slot)
-            moves.append(Copy(source=last, target=slot, length=clock - sequence.start_step))
-            sequence.slot = slot
-            self._slots[slot] = sequence
-            self._prefix_slots[sequence.group] = slot
+            sequence.slot = self._take(sequence)
+            moves.append(Copy(source=last, target=sequence.slot, length=clock - sequence.start_step))
         return tuple(moves)
 
     def _drop_prefix_slot(self, slot: int) -> None:
