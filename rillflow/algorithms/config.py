@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.training.config import PassesConfig, RateConfig, UpdateConfig
@@ -47,8 +47,6 @@ class OnlineConfig(AlgorithmConfig, UpdateConfig):
         0.0, ge=0, description="Taken from the reward of a row that was cut off at the limit."
     )
     loss: PolicyLossConfig = PolicyLossConfig()
-    has_critic: ClassVar[bool] = False
-    """Whether someone expects something of a row's end."""
 
     @property
     def rows_per_step(self) -> int:
@@ -59,15 +57,6 @@ class OnlineConfig(AlgorithmConfig, UpdateConfig):
     def draws_again(self) -> bool:
         """Whether a step may sample further prompts."""
         return False
-
-    @model_validator(mode="after")
-    def _expected(self) -> OnlineConfig:
-        if self.truncated == "bootstrap" and not self.has_critic:
-            raise ValueError(
-                f"truncated is 'bootstrap', and {self.name} has no critic to say what was to come: "
-                "'keep' or 'mask', or an algorithm with a critic"
-            )
-        return self
 
 
 def is_ready_first(config: AlgorithmConfig) -> bool:

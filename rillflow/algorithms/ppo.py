@@ -11,7 +11,7 @@ arXiv 2203.02155).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,7 +40,6 @@ PATIENCE = 10
 class CriticTrainedConfig(TokenConfig):
     """What algorithms with a critic share."""
 
-    has_critic: ClassVar[bool] = True
     lam: float = Field(
         0.95, ge=0, le=1, description="What a later error of the critic counts a token earlier."
     )

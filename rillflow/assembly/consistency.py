@@ -179,6 +179,13 @@ def _phases(recipe: Recipe) -> Iterator[ConfigError]:
             why=f"it trains the {own[0].replace('_', ' ')}",
             fix="--set warm_start=none",
         )
+    config = recipe.algorithm
+    if isinstance(config, OnlineConfig) and config.truncated == "bootstrap" and "critic" not in own:
+        yield ConfigError(
+            f'algorithm.truncated is "bootstrap", and {config.name} has no critic',
+            why="what was to come of a row that was cut off is a critic's to say",
+            fix='algorithm.truncated = "keep" or "mask", or an algorithm with a critic',
+        )
 
 
 def _context(recipe: Recipe) -> Iterator[ConfigError]:

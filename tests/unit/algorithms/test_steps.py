@@ -180,9 +180,3 @@ def test_a_row_cut_off_is_worth_at_its_end_what_each_critic_says(name: str) -> N
     critics = [role for role in ("critic", "cost_critic") if f"{role}.values" in names]
     assert [f"{role}.final_values" in names for role in critics] == [True] * len(critics)
     assert names.count("controller.bootstrapped_rewards") == len(critics) == 1 + (name == "safe_rlhf")
-
-
-def test_no_one_but_a_critic_knows_what_was_to_come() -> None:
-    kind = ALGORITHMS["grpo"].config
-    with pytest.raises(ValueError, match="truncated is 'bootstrap', and grpo has no critic"):
-        kind.model_validate({"name": "grpo", "steps": 1, "truncated": "bootstrap"})

@@ -49,6 +49,7 @@ def test_the_small_recipe_is_consistent() -> None:
         ({"rollout": {"max_tokens": 64}}, "max_tokens is 64", "the prompt would have 0 tokens"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature is 0", "the same one"),
         ({"algorithm": {"name": "dapo", "overlong_buffer": 9}}, "overlong_buffer is 9", "fewer"),
+        ({"algorithm": {"truncated": "bootstrap"}}, "grpo has no critic", "a critic's to say"),
         ({"policy": {"model": {}}}, "neither path nor new", "starts from a model"),
         ({"policy": {"model": {"path": "x", "new": {}}}}, 'both path = "x" and new', "one model"),
         ({"policy": {"final_lr": 0.1}}, "policy.final_lr is 0.1", "no end"),
