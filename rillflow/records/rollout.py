@@ -66,18 +66,20 @@ class Rollout:
         empty = Rollout(row=row, tokens=(), loss_mask=(), logprobs=(), versions=(), columns=columns)
         return empty.inserted(prompt)
 
-    def sampled(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> Rollout:
+    def sampled(
+        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, finish: Finish = Finish.ABORTED
+    ) -> Rollout:
         """The trajectory with sampled tokens appended."""
         if len(tokens) != len(logprobs):
             raise RecordError(f"{len(tokens)} sampled tokens but {len(logprobs)} log probabilities")
-        return self._extended(tokens, logprobs, version, is_sampled=True)
+        return self._extended(tokens, logprobs, version, is_sampled=True, finish=finish)
 
     def inserted(self, tokens: Sequence[int]) -> Rollout:
         """The trajectory with tokens appended that the policy did not sample, such as a tool's answer."""
-        return self._extended(tokens, [0.0] * len(tokens), -1, is_sampled=False)
+        return self._extended(tokens, [0.0] * len(tokens), -1, is_sampled=False, finish=Finish.ABORTED)
 
     def _extended(
-        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, is_sampled: bool
+        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, is_sampled: bool, finish: Finish
     ) -> Rollout:
         return replace(
             self,
@@ -85,7 +87,7 @@ class Rollout:
             loss_mask=(*self.loss_mask, *([is_sampled] * len(tokens))),
             logprobs=(*self.logprobs, *logprobs),
             versions=(*self.versions, *([version] * len(tokens))),
-            finish=Finish.ABORTED,
+            finish=finish,
         )
 
 

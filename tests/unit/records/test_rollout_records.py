@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 
 import pytest
 import torch
@@ -31,10 +30,11 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         tokens = draw(TOKENS)
         if draw(st.booleans()):
             logprobs = [float32(draw(st.floats(-9, 0, width=32))) for _ in tokens]
-            rollout = rollout.sampled(tokens, logprobs, version=draw(st.integers(0, 5)))
+            finish = draw(st.sampled_from(Finish))
+            rollout = rollout.sampled(tokens, logprobs, version=draw(st.integers(0, 5)), finish=finish)
         else:
             rollout = rollout.inserted(tokens)
-    return replace(rollout, finish=draw(st.sampled_from(Finish)))
+    return rollout
 
 
 @settings(max_examples=50, deadline=None)
@@ -53,13 +53,13 @@ def test_completions_are_the_sampled_tokens(records: list[Rollout]) -> None:
 
 def test_every_token_tells_where_it_came_from() -> None:
     rollout = Rollout.start(RowId(0, 1, 2), [5, 6]).sampled([7], [-0.5], version=3).inserted([8])
-    rollout = rollout.sampled([9], [-0.25], version=4)
+    rollout = rollout.sampled([9], [-0.25], version=4, finish=Finish.STOP)
     assert rollout.tokens == (5, 6, 7, 8, 9)
     assert rollout.loss_mask == (False, False, True, False, True)
     assert rollout.logprobs == (0.0, 0.0, -0.5, 0.0, -0.25)
     assert rollout.versions == (-1, -1, 3, -1, 4)
-    ended = replace(rollout, finish=Finish.STOP)
-    assert ended.inserted([1]).finish is ended.sampled([1], [0.0], version=4).finish is Finish.ABORTED
+    assert rollout.finish is Finish.STOP
+    assert rollout.inserted([1]).finish is Finish.ABORTED
 
 
 def test_types_of_the_fields() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -80,8 +79,7 @@ def test_prompts_without_columns_are_refused(engine: Engines, prompts: Prompts) 
 
 @pytest.mark.parametrize("finish", [Finish.STOP, Finish.LENGTH])
 def test_a_row_that_has_ended_does_not_go_on(finish: Finish, engine: Engines) -> None:
-    row = Rollout.start(RowId(1, 2, 3), [1, 2]).sampled([4], [-1.0], version=0)
-    ended = replace(row, finish=finish)
+    ended = Rollout.start(RowId(1, 2, 3), [1, 2]).sampled([4], [-1.0], version=0, finish=finish)
     with pytest.raises(RolloutError, match=f"epoch 1 prompt 2 sample 3.*{finish.name}"):
         engine().add(ended)
 
