@@ -11,6 +11,7 @@ Steps and floor alternate, so that all see the same machine; nobody computes whi
     python benchmarks/grpo_step.py                          # Rillflow and its floor
     python -m venv .trl && .trl/bin/pip install trl         # TRL in an environment of its own
     python benchmarks/grpo_step.py --trl .trl/bin/python --write benchmarks/results/grpo_step.md
+    python benchmarks/grpo_step.py --device cuda --shape 0.5b --dtypes bfloat16 --trl .trl/bin/python
 
 Setting: Qwen2 with 3.3 million parameters (hidden 256, 4 layers, 4 heads, 2 key/value heads, vocabulary
 256), 8 prompts of 32 tokens x 8 samples of up to 64 tokens, temperature 1, no divergence, one optimiser step
@@ -39,8 +40,55 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VOCABULARY, STOP, WANTED = 256, 1, 7
-GROUPS, SAMPLES, PROMPT, ANSWER = 8, 8, 32, 64
+STOP, WANTED, GROUPS, SAMPLES = 1, 7, 8, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model, and the rows of a step."""
+
+    vocabulary: int
+    """Its tokens."""
+    hidden: int
+    """Width."""
+    inner: int
+    """Width of the feed-forward."""
+    layers: int
+    """Layers."""
+    heads: int
+    """Attention heads."""
+    kv_heads: int
+    """Heads of keys and values."""
+    prompt: int
+    """Tokens of a prompt."""
+    answer: int
+    """Tokens of an answer at most."""
+
+
+SHAPES = {
+    "3.3m": Shape(vocabulary=256, hidden=256, inner=768, layers=4, heads=4, kv_heads=2, prompt=32, answer=64),
+    "0.5b": Shape(
+        vocabulary=151_936,
+        hidden=896,
+        inner=4864,
+        layers=24,
+        heads=14,
+        kv_heads=2,
+        prompt=128,
+        answer=512,
+    ),
+    "7b": Shape(
+        vocabulary=152_064,
+        hidden=3584,
+        inner=18_944,
+        layers=28,
+        heads=28,
+        kv_heads=4,
+        prompt=128,
+        answer=512,
+    ),
+}
+"""The usual setting, and Qwen2.5's shapes."""
 RATE = 1e-5
 MARK = "grpo_step:"
 
@@ -62,7 +110,7 @@ class Timing:
 def main() -> None:
     arguments = _arguments()
     if arguments.peer:
-        run_trl(Path(arguments.peer), arguments.steps + 1, arguments.dtypes[0])
+        run_trl(Path(arguments.peer), arguments)
         return
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # before torch is imported, here and in the child
     tables = [compared(arguments, dtype) for dtype in arguments.dtypes]
@@ -75,10 +123,11 @@ def main() -> None:
 def compared(arguments: argparse.Namespace, dtype: str) -> str:
     """The table of one type: ours, TRL's where it is given, and the floor, in turns."""
     found: dict[str, list[Timing]] = {"Rillflow": [], "TRL GRPOTrainer": [], "floor": []}
+    shape = SHAPES[arguments.shape]
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
-        step, floor = rillflow_step(Path(folder), arguments.threads, dtype)
-        with trl_steps(arguments.trl, Path(folder), arguments.steps, dtype) as their_step:
+        make_model(Path(folder), shape)
+        step, floor = rillflow_step(Path(folder), arguments, dtype)
+        with trl_steps(arguments, Path(folder), dtype) as their_step:
             for index in range(arguments.steps + 1):
                 found["Rillflow"].append(step(index))
                 if their_step is not None:
@@ -89,7 +138,7 @@ def compared(arguments: argparse.Namespace, dtype: str) -> str:
     return _table({name: own[1:] for name, own in found.items() if own}, dtype)
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, shape: Shape) -> None:
     """A model with random weights and a tokeniser whose words are t0 .. t255."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -97,32 +146,34 @@ def make_model(folder: Path) -> None:
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=2048,
         bos_token_id=None,
         eos_token_id=STOP,
         pad_token_id=0,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCABULARY)}, unk_token="t2"))
+    words = Tokenizer(
+        models.WordLevel({f"t{index}": index for index in range(shape.vocabulary)}, unk_token="t2")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{STOP}", pad_token="t0")
     tokenizer.save_pretrained(folder)
 
 
-def prompts_of(step: int) -> list[list[int]]:
+def prompts_of(step: int, shape: Shape) -> list[list[int]]:
     """The token ids of one step's prompts; token 0 and the stop token are left out."""
     numbers = random.Random(step)
-    return [[numbers.randrange(2, VOCABULARY) for _ in range(PROMPT)] for _ in range(GROUPS)]
+    return [[numbers.randrange(2, shape.vocabulary) for _ in range(shape.prompt)] for _ in range(GROUPS)]
 
 
 def rillflow_step(
-    folder: Path, threads: int, dtype: str
+    folder: Path, arguments: argparse.Namespace, dtype: str
 ) -> tuple[Callable[[int], Timing], Callable[[], Timing]]:
     """A function that makes one step of ours, and one that does the floor of the last."""
     import torch
@@ -141,34 +192,38 @@ def rillflow_step(
     from rillflow.training.loss import PolicyLoss
     from rillflow.training.trainer import Trainer
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(arguments.threads)
     register()
+    shape, device = SHAPES[arguments.shape], torch.device(arguments.device)
     wide = getattr(torch, dtype)
     module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=wide)
+    module = module.to(device)
     exact = {"ratio_tolerance": 1e-5} if dtype == "float32" else {"gap_tolerance": 0.05}
     lengths: list[int] = []
-    config, stop = RolloutConfig(max_tokens=ANSWER), frozenset({STOP})
-    engine = NativeEngine(module, config, stop_tokens=stop, seed=0, context=PROMPT + ANSWER)
+    config, stop = RolloutConfig(max_tokens=shape.answer), frozenset({STOP})
+    engine = NativeEngine(module, config, stop_tokens=stop, seed=0, context=shape.prompt + shape.answer)
     trainer = Trainer(module, TrainConfig(lr=RATE), total_steps=1000)
-    loss = PolicyLoss(PolicyLossConfig(), max_tokens=ANSWER)
+    loss = PolicyLoss(PolicyLossConfig(), max_tokens=shape.answer)
 
     def step(index: int) -> Timing:
         prompts = Batch(
             ids=row_ids([RowId(index, prompt, 0) for prompt in range(GROUPS)]),
             fields={
-                "tokens": Ragged.from_rows(prompts_of(index)),
+                "tokens": Ragged.from_rows(prompts_of(index, shape)),
                 "columns": Ragged.from_text(["{}"] * GROUPS),
             },
         )
         began, cpu = time.perf_counter(), time.process_time()
         rollouts = engine.generate(prompts, SAMPLES)
+        wait(device)
         generated = time.perf_counter()
         answers = completions(rollouts)
-        rewards = answers.with_values((answers.values == WANTED).float()).sums() / ANSWER
+        rewards = answers.with_values((answers.values == WANTED).float()).sums() / shape.answer
         groups, valid = rollouts.ids[:, 1], torch.ones(len(rollouts), dtype=torch.bool)
         advantages = group_advantages(rewards, groups, valid, scale="std")
         trainer.step(trainer.aim(rollouts.with_fields(advantages=advantages), loss, **exact))
         engine.load(index + 1, dict(module.named_parameters()))
+        wait(device)
         lengths[:] = answers.lengths.tolist()
         return Timing(
             seconds=time.perf_counter() - began,
@@ -177,25 +232,25 @@ def rillflow_step(
             tokens=float(answers.lengths.double().mean()),
         )
 
-    return step, lambda: floor_of(module, lengths)
+    return step, lambda: floor_of(module, lengths, shape)
 
 
-def floor_of(module: Any, lengths: list[int]) -> Timing:
+def floor_of(module: Any, lengths: list[int], shape: Shape) -> Timing:
     """The products and the attention of a step whose answers have these lengths."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    config, width = module.config, module.dtype
+    config, how = module.config, {"dtype": module.dtype, "device": module.device}
     linear = [part for part in module.modules() if isinstance(part, torch.nn.Linear)]
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     size, layers = config.hidden_size // heads, config.num_hidden_layers
-    drawn, longest = sum(lengths), PROMPT + max(lengths)
-    packed = GROUPS * PROMPT + drawn
+    drawn, longest = sum(lengths), shape.prompt + max(lengths)
+    packed = GROUPS * shape.prompt + drawn
     running = [sum(length > step for length in lengths) for step in range(max(lengths))]
-    states = {part.in_features: torch.randn(packed, part.in_features, dtype=width) for part in linear}
-    slopes = {part.out_features: torch.randn(packed, part.out_features, dtype=width) for part in linear}
-    keys = torch.randn(len(lengths) * groups, longest, size)
-    rows = torch.randn(3, len(lengths), heads, longest, size).unbind()
+    states = {part.in_features: torch.randn(packed, part.in_features, **how) for part in linear}
+    slopes = {part.out_features: torch.randn(packed, part.out_features, **how) for part in linear}
+    keys = torch.randn(len(lengths) * groups, longest, size, device=module.device)
+    rows = torch.randn(3, len(lengths), heads, longest, size, device=module.device).unbind()
     for each in (*states.values(), *rows):
         each.requires_grad_()
     began, cpu = time.perf_counter(), time.process_time()
@@ -203,12 +258,13 @@ def floor_of(module: Any, lengths: list[int]) -> Timing:
         for step, count in enumerate(running):
             for part in linear:
                 part(states[part.in_features][:count])
-            seen = keys[: count * groups, : PROMPT + step + 1]
+            seen = keys[: count * groups, : shape.prompt + step + 1]
             for _ in range(layers):
                 scores = torch.bmm(keys[: count * groups, : heads // groups], seen.transpose(1, 2))
                 torch.bmm(scores, seen)
         for part in linear:
-            part(states[part.in_features][: GROUPS * (PROMPT - 1)])
+            part(states[part.in_features][: GROUPS * (shape.prompt - 1)])
+    wait(module.device)
     generated = time.perf_counter()
     for part in linear:
         count = drawn if part is module.lm_head else packed
@@ -216,6 +272,7 @@ def floor_of(module: Any, lengths: list[int]) -> Timing:
     for _ in range(layers):
         scaled_dot_product_attention(*rows, is_causal=True).backward(rows[0].detach())
     module.zero_grad()
+    wait(module.device)
     return Timing(
         seconds=time.perf_counter() - began,
         cpu_s=time.process_time() - cpu,
@@ -224,15 +281,33 @@ def floor_of(module: Any, lengths: list[int]) -> Timing:
     )
 
 
+def wait(device: Any) -> None:
+    """Until a device has done what it was asked for."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 @contextmanager
 def trl_steps(
-    python: str | None, folder: Path, steps: int, dtype: str
+    arguments: argparse.Namespace, folder: Path, dtype: str
 ) -> Iterator[Callable[[], Timing] | None]:
     """A function that has the child make one step, or None without ``--trl``."""
-    if python is None:
+    if arguments.trl is None:
         yield None
         return
-    command = [python, __file__, "--peer", str(folder), "--steps", str(steps), "--dtypes", dtype]
+    command = [
+        arguments.trl,
+        __file__,
+        "--peer",
+        str(folder),
+        "--steps",
+        str(arguments.steps),
+        "--dtypes",
+        dtype,
+    ]
+    command += ["--shape", arguments.shape, "--device", arguments.device]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as child:
@@ -249,7 +324,7 @@ def trl_steps(
         yield step
 
 
-def run_trl(folder: Path, steps: int, dtype: str) -> None:
+def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
     """The child: TRL's trainer, one step for every line on its standard input."""
     import torch
     from datasets import Dataset
@@ -257,7 +332,7 @@ def run_trl(folder: Path, steps: int, dtype: str) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    lengths: list[float] = []
+    shape, steps, lengths = SHAPES[arguments.shape], arguments.steps + 1, list[float]()
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -275,13 +350,15 @@ def run_trl(folder: Path, steps: int, dtype: str) -> None:
 
     def share_of_wanted(completion_ids: list[list[int]], **_: Any) -> list[float]:
         lengths.append(statistics.mean(map(len, completion_ids)))
-        return [ids.count(WANTED) / ANSWER for ids in completion_ids]
+        return [ids.count(WANTED) / shape.answer for ids in completion_ids]
 
     texts = [
-        " ".join(f"t{token}" for token in prompt) for step in range(steps) for prompt in prompts_of(step)
+        " ".join(f"t{token}" for token in prompt)
+        for step in range(steps)
+        for prompt in prompts_of(step, shape)
     ]
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtypes[0])),
         processing_class=AutoTokenizer.from_pretrained(folder),
         reward_funcs=share_of_wanted,
         train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
@@ -290,7 +367,7 @@ def run_trl(folder: Path, steps: int, dtype: str) -> None:
             output_dir=str(folder / "trl"),
             per_device_train_batch_size=GROUPS * SAMPLES,
             num_generations=SAMPLES,
-            max_completion_length=ANSWER,
+            max_completion_length=shape.answer,
             max_steps=steps,
             learning_rate=RATE,
             lr_scheduler_type="constant",
@@ -298,7 +375,7 @@ def run_trl(folder: Path, steps: int, dtype: str) -> None:
             temperature=1.0,
             gradient_checkpointing=False,  # on by default; off, it is faster here
             bf16=False,
-            use_cpu=True,
+            use_cpu=arguments.device == "cpu",
             shuffle_dataset=False,
             logging_strategy="no",
             save_strategy="no",
@@ -369,6 +446,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trl", help="a Python interpreter that has trl; without it Rillflow runs alone")
     parser.add_argument(
         "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
+    )
+    parser.add_argument("--shape", default="3.3m", choices=SHAPES, help="of the model and the rows (3.3m)")
+    parser.add_argument(
+        "--device", default="cpu", choices=["cpu", "cuda"], help="where both sides compute (cpu)"
     )
     parser.add_argument("--steps", type=int, default=7, help="steps after the first")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side")
