@@ -195,9 +195,8 @@ def rillflow_step(
     torch.set_num_threads(arguments.threads)
     register()
     shape, device = SHAPES[arguments.shape], torch.device(arguments.device)
-    wide = getattr(torch, dtype)
-    module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=wide)
-    module = module.to(device)
+    how = {"attn_implementation": ATTENTION, "dtype": getattr(torch, dtype)}
+    module = AutoModelForCausalLM.from_pretrained(folder, **how).to(device)
     exact = {"ratio_tolerance": 1e-5} if dtype == "float32" else {"gap_tolerance": 0.05}
     lengths: list[int] = []
     config, stop = RolloutConfig(max_tokens=shape.answer), frozenset({STOP})

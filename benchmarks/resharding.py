@@ -128,7 +128,8 @@ class Rank:
     def note(self, design: str, generation: Mapping[str, Tensor]) -> None:
         """Remember what generation would run with; in the first round, which is not timed."""
         self.found[design] = {
-            name: slice_digest(tensor.view(-1), _line(tensor), DTYPE) for name, tensor in generation.items()
+            name: int(slice_digest(tensor.view(-1), _line(tensor), DTYPE))
+            for name, tensor in generation.items()
         }
 
     def ours(self, check: bool) -> Cost:
@@ -136,7 +137,7 @@ class Rank:
         generation = self.switch.to_generation()
         if check:
             self.note("ours", generation)
-        return Cost(received=self.switch.resharding.received_bytes - before, peak=self.switch.memory.peak)
+        return Cost(received=self.switch.resharding.received_bytes - before, peak=self.switch.peak_bytes)
 
     def gather(self, check: bool) -> Cost:
         return self.gathered("gather the model", self.grouped, check)

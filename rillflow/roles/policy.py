@@ -131,7 +131,7 @@ class Policy(TrainedRole[LanguageModel]):
     def publish(self) -> int:
         """Make the trained weights those that are sampled; return their version."""
         self.version += 1
-        self.weights.publish(self.version)
+        self.weights.publish(self.version, self.version % self._rollout.verify_every == 0)
         return self.version
 
     def _aims(

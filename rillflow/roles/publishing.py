@@ -39,8 +39,13 @@ Links = Sequence[Mapping[int, Sequence[int]]]
 class TrainedWeights(Protocol):
     """What the trainer knows of publishing."""
 
-    def publish(self, version: int) -> None:
-        """Let the trained weights be known as this version; every rank of the trainer calls it."""
+    def publish(self, version: int, compared: bool = True) -> None:
+        """Let the trained weights be known as this version; every rank of the trainer calls it.
+
+        Args:
+            version: publishes so far.
+            compared: whether a sampler has to hold the same bits, and not only this version.
+        """
 
     def turn_to_training(self) -> None:
         """Let the trainer have its weights; every rank calls it."""
@@ -80,8 +85,9 @@ class SharedWeights:
         self.tp: Ranks = SingleRank()
         self._asleep: Callable[[], None] | None = None
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, compared: bool = True) -> None:
         """See TrainedWeights; there is one copy, so there is nothing to compare."""
+        del compared
         self.version = version
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
@@ -120,10 +126,10 @@ class ReshardedWeights:
         self._share, self._switch, self._members = share, switch, members
         self._published: Digests | None = None
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, compared: bool = True) -> None:
         """See TrainedWeights."""
         self.turn_to_training()
-        self.version, self._published = version, _announced(self._share, version)
+        self.version, self._published = version, _announced(self._share, version, compared)
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
         """See SampledWeights."""
@@ -134,7 +140,8 @@ class ReshardedWeights:
             self.publish(self.version)
         assert self._published is not None
         received, plan = self._switch.to_generation(), self._switch.plan
-        found = digests(plan.weights, plan.destination, received, self.tp, members=self._members)
+        how = (plan.weights, plan.destination, received, self.tp)
+        found = digests(*how, members=self._members) if self._published.of else {}
         try:
             verify(self._published, Digests(version=self.version, of=found))
         except WeightError:
@@ -167,9 +174,9 @@ class SentWeights(_End):
     def __init__(self, share: Share[LanguageModel]) -> None:
         self._share, self._announced = share, Digests(version=-1, of={})
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, compared: bool = True) -> None:
         """See TrainedWeights."""
-        self._announced = _announced(self._share, version)
+        self._announced = _announced(self._share, version, compared)
 
     def what_was_published(self) -> Digests:
         """The version and the digests of the last publish."""
@@ -244,7 +251,8 @@ class ReceivedWeights(_End):
         Raises:
             WeightError: a weight is not what was published; nothing is generated until the next publish.
         """
-        found = digests(self._weights, self._layout, self._held, self.tp, members=self._members)
+        how = (self._weights, self._layout, self._held, self.tp)
+        found = digests(*how, members=self._members) if announced.of else {}
         verify(announced, Digests(version=announced.version, of=found))
         self.version = announced.version
         return self.version
@@ -301,7 +309,8 @@ def lay_out(
     return share, ReshardedWeights(module, share, switch, tp, members, version)
 
 
-def _announced(share: Share[LanguageModel], version: int) -> Digests:
-    """The digests of what a trainer's ranks hold together; every one of them calls it."""
-    found = digests(share.weights, share.layout, share.parallel.parameters, share.groups.everyone)
+def _announced(share: Share[LanguageModel], version: int, compared: bool) -> Digests:
+    """The digests of what a trainer's ranks hold together, if they are wanted; every one of them calls it."""
+    held, everyone = share.parallel.parameters, share.groups.everyone
+    found = digests(share.weights, share.layout, held, everyone) if compared else {}
     return Digests(version=version, of=found)

@@ -48,6 +48,11 @@ class RolloutConfig(SamplingConfig):
         description="A row that goes on with new weights keeps keys and values of the old ones, which is "
         "faster and inexact; else it is read again.",
     )
+    verify_every: int = Field(
+        1,
+        gt=0,
+        description="Of so many publishes one is compared by digest before it is used, and the first.",
+    )
     deterministic: bool = Field(
         False, description="Fixed shapes: a row's bits are the same whatever runs beside it. Slower."
     )

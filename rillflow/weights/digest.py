@@ -30,8 +30,10 @@ from rillflow.placement.sbp import Placement
 from rillflow.placement.slices import Slice, keys, slices
 from rillflow.weights.layout import Layout, Weights, intervals, local_index
 
-_CHUNK = 2**15
-"""Elements at a time: what is made of them stays in a core's cache."""
+_CHUNK = {"cpu": 2**15}
+"""Elements at a time by kind of device: what is made of them stays in a core's cache."""
+_LARGE_CHUNK = 2**24
+"""Elements at a time elsewhere: few kernels, each of which has enough to do."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS, _COLUMNS = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -50,7 +52,7 @@ class Digests:
     version: int
     """Updates that are in it."""
     of: Mapping[str, int]
-    """By weight; from 0 to 2^64 - 1."""
+    """By weight; from 0 to 2^64 - 1. Empty where this version's weights are not compared."""
 
 
 def digests(
@@ -75,20 +77,18 @@ def digests(
     """
     among = tuple(range(ranks.size) if members is None else members)
     rank = among[ranks.rank]
-    sums = []
-    for name, weight in weights.items():
+    total = torch.zeros(len(weights), dtype=torch.int64, device=device_of(tensors))
+    for place, (name, weight) in enumerate(weights.items()):
         boxes = owned(layout[name], weight.shape, among).get(rank, ())
         held = intervals(layout[name], weight.shape, rank) if boxes else ()
-        sums.append(
-            sum(slice_digest(own(tensors[name])[local_index(held, box)], box, weight.dtype) for box in boxes)
-        )
-    total = torch.tensor([_signed(each) for each in sums], dtype=torch.int64, device=device_of(tensors))
+        for box in boxes:
+            total[place] += slice_digest(own(tensors[name])[local_index(held, box)], box, weight.dtype)
     ranks.sum_([total])
     return {name: each % 2**64 for name, each in zip(weights, total.tolist(), strict=True)}
 
 
 def verify(expected: Digests, found: Digests) -> None:
-    """Refuse weights that are not the ones that were published.
+    """Refuse weights that are not the ones that were published, as far as the publish has digests.
 
     Raises:
         WeightError: another version, or weights of this one that differ; it names them.
@@ -99,7 +99,7 @@ def verify(expected: Digests, found: Digests) -> None:
             why="they were not brought here, or not all ranks have received them",
             fix="publish again before generating",
         )
-    missing = sorted(expected.of.keys() ^ found.of.keys())
+    missing = sorted(expected.of.keys() ^ found.of.keys()) if expected.of else []
     if missing:
         raise WeightError(
             f"{_listed(missing)} of version {expected.version} is on one side only",
@@ -114,8 +114,10 @@ def verify(expected: Digests, found: Digests) -> None:
         )
 
 
-def slice_digest(values: Tensor, box: Slice, dtype: torch.dtype) -> int:
-    """The part of a weight's digest that a box of it contributes, modulo 2^64.
+def slice_digest(values: Tensor, box: Slice, dtype: torch.dtype) -> Tensor:
+    """The part of a weight's digest that a box of it contributes, modulo 2^64: [] int64, where the box is.
+
+    Nothing is waited for, so on an accelerator kernels of many boxes stand in line.
 
     Args:
         values: of the box, in its shape.
@@ -124,17 +126,19 @@ def slice_digest(values: Tensor, box: Slice, dtype: torch.dtype) -> int:
     """
     bounds = box.bounds or ((0, 1),)
     values = values.reshape(-1, bounds[-1][1] - bounds[-1][0])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
     if not values.numel():
-        return 0
+        return total
     rows, columns = _row_keys(bounds[:-1], values.device), _keys(*bounds[-1], _COLUMNS, values.device)
-    total, step = 0, max(1, _CHUNK // values.shape[1])
+    most = _CHUNK.get(values.device.type, _LARGE_CHUNK)
+    step = max(1, most // values.shape[1])
     for first in range(0, values.shape[0], step):
         chunk = values[first : first + step]
-        for left in range(0, values.shape[1], _CHUNK):
-            mixed = _mixed(chunk[:, left : left + _CHUNK].to(dtype))
-            mixed *= columns[left : left + _CHUNK]
-            total += int((mixed.sum(1) * rows[first : first + step]).sum())
-    return total % 2**64
+        for left in range(0, values.shape[1], most):
+            mixed = _mixed(chunk[:, left : left + most].to(dtype))
+            mixed *= columns[left : left + most]
+            total += (mixed.sum(1) * rows[first : first + step]).sum()
+    return total
 
 
 @lru_cache(maxsize=4096)
@@ -185,6 +189,7 @@ def _row_keys(bounds: Sequence[tuple[int, int]], device: torch.device) -> Tensor
     return found
 
 
+@lru_cache(maxsize=64)
 def _keys(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
     """An odd number for every place from ``start`` to ``stop``: splitmix64 of it."""
     found = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device) * _signed(seed)

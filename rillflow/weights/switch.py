@@ -15,8 +15,7 @@ Nothing comes back over the wire: what a rank trains lies within what it generat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -27,24 +26,6 @@ from rillflow.parallel.tensor import own
 from rillflow.weights.layout import local_shape
 from rillflow.weights.plan import ReshardPlan
 from rillflow.weights.resharding import Resharding, keep, require_shapes
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryUse:
-    """Bytes of parameters on one rank, phase by phase, as the storages of its tensors say."""
-
-    before: int = 0
-    """Parameters held while the rank trains, as the last switch found them."""
-    peak: int = 0
-    """Parameters held at most during the last switch to generation, or back if that was more."""
-    buffers: int = 0
-    """Buffers at most, beside the parameters, during that switch."""
-    generating: int = 0
-    """Parameters held while the rank generates."""
-    after: int = 0
-    """Parameters held once the rank trains again."""
-    stays: int = 0
-    """Of ``generating``, what only training reads: weights of another type, or of other slices."""
 
 
 class WeightSwitch:
@@ -70,7 +51,10 @@ class WeightSwitch:
         self.plan = plan
         self.rank = ranks.rank
         self.is_generating = False
-        self.memory = MemoryUse()
+        self.peak_bytes = 0
+        """Of parameters, the most held since the last turn to generation began."""
+        self.buffer_bytes = 0
+        """Of buffers beside them, the most in that time."""
         self.resharding = Resharding(plan, ranks)
         """What carries the plan out, with the bytes that have crossed since the beginning."""
         self._training = {name: training[name] for name in plan.weights if name in training}
@@ -103,7 +87,7 @@ class WeightSwitch:
         if self.is_generating:
             raise WeightError(f"rank {self.rank} generates already", why="its training weights are not there")
         resharding, plan = self.resharding, self.plan
-        self.memory = MemoryUse(before=self._bytes(), peak=self._bytes())
+        self.peak_bytes, self.buffer_bytes = self.held_bytes, 0
         for place, bucket in enumerate(plan.buckets):
             for part in bucket.parts:
                 if part.piece == 0:
@@ -118,7 +102,6 @@ class WeightSwitch:
             self._note()
         resharding.close()
         self.is_generating = True
-        self.memory = replace(self.memory, generating=self._bytes(), stays=self._stays())
         return self.generation
 
     def to_training(self) -> None:
@@ -137,7 +120,13 @@ class WeightSwitch:
             if name in self.generation and name not in self._shared:
                 self.generation[name].untyped_storage().resize_(0)
         self.is_generating = False
-        self.memory = replace(self.memory, after=self._bytes())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of parameters of both layouts, as the storages of their tensors say; shared ones once."""
+        every = (*self._training.values(), *self.generation.values())
+        storages = (own(tensor).untyped_storage() for tensor in every)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def _is_alike(self, name: str) -> bool:
         """Whether training's elements are generation's."""
@@ -170,17 +159,8 @@ class WeightSwitch:
         return own(tensor).device if tensor is not None else torch.device("cpu")
 
     def _note(self) -> None:
-        self.memory = replace(
-            self.memory,
-            peak=max(self.memory.peak, self._bytes()),
-            buffers=max(self.memory.buffers, self.resharding.buffer_bytes),
-        )
-
-    def _bytes(self) -> int:
-        return _bytes_under([*self._training.values(), *self.generation.values()])
-
-    def _stays(self) -> int:
-        return _bytes_under(tensor for name, tensor in self._training.items() if name not in self._shared)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self.buffer_bytes = max(self.buffer_bytes, self.resharding.buffer_bytes)
 
 
 class _Memory:
@@ -205,9 +185,3 @@ class _Memory:
             # What lies beside a slice (FSDP2 pads it) is gathered with it: no garbage there.
             torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage).zero_()
         self._crossed.discard(name)
-
-
-def _bytes_under(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory under some tensors, shared memory once."""
-    storages = (own(tensor).untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

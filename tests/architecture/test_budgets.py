@@ -35,7 +35,7 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 10_999
+TRUNK_LINES = 10_995
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
 PACKAGE_LINES = 25_101
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""

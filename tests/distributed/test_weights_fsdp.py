@@ -80,6 +80,7 @@ def trained(ranks: Ranks, generating: torch.dtype, tp: int) -> list[str]:
     plan = reshard_plan(crossing, source, destination)
     switch = WeightSwitch(plan, ranks, dict(modules[0].named_parameters()))
     alike = generating == torch.float32
+    before = switch.held_bytes
     for _ in range(3):
         found, wanted = (
             step(module, optimizer, values) for module, optimizer in zip(modules, optimizers, strict=True)
@@ -89,15 +90,15 @@ def trained(ranks: Ranks, generating: torch.dtype, tp: int) -> list[str]:
         generation = switch.to_generation()
         left = sum(own(tensor).untyped_storage().nbytes() for tensor in modules[0].parameters())
         wrong += [f"{left} bytes of training stayed"] if (left == 0) != alike else []
-        if alike and switch.memory.generating != plan.wanted(ranks.rank):
-            wrong.append(f"{switch.memory} {plan.wanted(ranks.rank)}")
+        if alike and switch.held_bytes != plan.wanted(ranks.rank):
+            wrong.append(f"{switch.held_bytes} {plan.wanted(ranks.rank)}")
         shard = ranks.rank % 2 * tp // 2
         for name, tensor in generation.items():
             part = PARTS[name]
             cut = whole[name].chunk(tp, part.dim)[shard] if isinstance(part, Split) else whole[name]
             wrong += [] if torch.equal(tensor, cut.to(generating)) else [f"{name} {tensor} {cut}"]
         switch.to_training()
-        wrong += [f"{switch.memory}"] if switch.memory.after != switch.memory.before else []
+        wrong += [f"{switch.held_bytes} {before}"] if switch.held_bytes != before else []
     received = switch.resharding.received_bytes
     wrong += [] if received == 3 * plan.received(ranks.rank) else [f"{received} received"]
     return wrong

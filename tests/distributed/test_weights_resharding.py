@@ -112,21 +112,18 @@ def switched(ranks: Ranks, meshes: list[tuple[int, int, int]]) -> list[str]:
             for turn in (1, 2):
                 generation = switch.to_generation()
                 said = storage_bytes([*generation.values(), *training.values()])
-                memory = switch.memory
                 wanted = slices_of(plan.weights, plan.destination, ranks.rank)
                 wrong += [f"{title}: {name}" for name in differing(generation, wanted)]
                 numbers = {
                     "sent": (switch.resharding.sent_bytes, turn * plan.sent(ranks.rank)),
                     "received": (switch.resharding.received_bytes, turn * plan.received(ranks.rank)),
-                    "generating": (memory.generating, plan.wanted(ranks.rank)),
+                    "generating": (switch.held_bytes, plan.wanted(ranks.rank)),
                     "storages": (said, plan.wanted(ranks.rank)),
-                    "stays": (memory.stays, 0),
-                    "before": (memory.before, plan.held(ranks.rank)),
                 }
                 switch.to_training()
-                numbers["after"] = (switch.memory.after, plan.held(ranks.rank))
-                numbers["over"] = (max(0, switch.memory.peak - plan.peak(ranks.rank) - 3_000), 0)
-                numbers["buffers"] = (max(0, memory.buffers - 6_000), 0)
+                numbers["after"] = (switch.held_bytes, plan.held(ranks.rank))
+                numbers["over"] = (max(0, switch.peak_bytes - plan.peak(ranks.rank) - 3_000), 0)
+                numbers["buffers"] = (max(0, switch.buffer_bytes - 6_000), 0)
                 wrong += [
                     f"{title} {what}: {one} {other}" for what, (one, other) in numbers.items() if one != other
                 ]
@@ -201,13 +198,13 @@ def with_masters(ranks: Ranks) -> list[object]:
     wanted = slices_of(weights, plan.destination, ranks.rank)
     wrong: list[object] = list(differing(switch.to_generation(), wanted))
     masters = sum(tensor.nbytes for tensor in training.values())
-    if (switch.memory.stays, switch.memory.generating) != (masters, masters + plan.wanted(ranks.rank)):
-        wrong.append(switch.memory)
+    if switch.held_bytes != masters + plan.wanted(ranks.rank):
+        wrong.append(switch.held_bytes)
     if switch.resharding.received_bytes != plan.received(ranks.rank):
         wrong.append(switch.resharding.received_bytes)
     switch.to_training()
-    if switch.memory.after != masters:
-        wrong.append(switch.memory)
+    if switch.held_bytes != masters:
+        wrong.append(switch.held_bytes)
     return [*wrong, *differing(training, before)]
 
 
@@ -277,12 +274,9 @@ def test_one_rank_generates_with_the_memory_it_trains() -> None:
     switch = WeightSwitch(plan, SingleRank(), training)
     generation = switch.to_generation()
     assert all(generation[name].data_ptr() == training[name].data_ptr() for name in training)
-    assert switch.memory.peak == switch.memory.before == plan.held(0)
-    assert (switch.resharding.sent_bytes, switch.resharding.received_bytes, switch.memory.buffers) == (
-        0,
-        0,
-        0,
-    )
+    assert switch.peak_bytes == switch.held_bytes == plan.held(0)
+    crossed = switch.resharding
+    assert (crossed.sent_bytes, crossed.received_bytes, switch.buffer_bytes) == (0, 0, 0)
 
 
 def test_what_cannot_switch() -> None:
@@ -329,9 +323,9 @@ def of_padded_halves(ranks: Ranks) -> list[object]:
     memories = {name: torch.full((30, 5), 7.0) for name in weights}
     held = {name: memory[:25] for name, memory in memories.items()}
     switch = WeightSwitch(replace(plan, most_bytes=500), ranks, held)
+    before = switch.held_bytes
     switch.to_generation()
-    memory = switch.memory
-    found: list[object] = [memory.before, memory.peak, memory.generating, memory.buffers]
+    found: list[object] = [before, switch.peak_bytes, switch.held_bytes, switch.buffer_bytes]
     switch.to_training()
     beside = torch.stack([memory[25:] for memory in memories.values()])
     return [

@@ -5,6 +5,8 @@ Each test runs on the CPU too, so that it is known to work before a GPU is at ha
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, choose_device, load_model
+from rillflow.placement.slices import Slice
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
@@ -21,6 +24,7 @@ from rillflow.rollout.native.engine import NativeEngine
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss
 from rillflow.training.trainer import Trainer
+from rillflow.weights.digest import slice_digest
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 """Largest difference of two log probabilities: kernels of a GPU add in another order for another shape."""
@@ -105,6 +109,28 @@ def test_both_devices_give_the_same_greedy_answers() -> None:
         sampled(model_on(device), temperature=0.0).ragged("tokens").values.cpu() for device in TOLERANCE
     ]
     assert torch.equal(*answers)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_is_the_same_on_both_devices(dtype: torch.dtype) -> None:
+    values, box = torch.randn(70, 70_000).to(dtype), Slice(((3, 73), (11, 70_011)))
+    assert slice_digest(values, box, dtype) == slice_digest(values.cuda(), box, dtype).cpu()
+
+
+@pytest.mark.slow
+def test_the_benchmark_is_ready_for_a_gpu() -> None:
+    """On processors, under the one mesh of one rank."""
+    script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--rehearse", "--ranks", "1"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| one device"))
+    assert "policy.publish" in row and "failed" not in done.stdout
 
 
 @needs_cuda

@@ -14,10 +14,12 @@ from rillflow.errors import WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.placement.mesh import Mesh
+from rillflow.roles.policy import Policy
 from rillflow.roles.publishing import ReceivedWeights, SentWeights, links_of
 from rillflow.roles.sampler import Sampler
 from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
+from rillflow.training.config import TrainConfig
 
 NEW = NewModel(hidden=16, layers=2, heads=2, context=16, alphabet="0123456789+=")
 
@@ -102,6 +104,29 @@ def test_what_is_trained_after_the_announcement_is_not_served() -> None:
     ends.deliver()
     with pytest.raises(WeightError, match="embed_tokens"):
         ends.received.serve(ends.sent.what_was_published())
+
+
+def test_a_publish_that_is_not_compared_is_served_as_it_arrives() -> None:
+    ends = Ends(2**20)
+    ends.sent.publish(4, compared=False)
+    ends.deliver()
+    with torch.no_grad():
+        next(iter(ends.held().values())).mul_(1.5)
+    assert ends.received.serve(ends.sent.what_was_published()) == 4
+
+
+@pytest.mark.parametrize(("every", "wanted"), [(1, [True] * 4), (2, [False, True] * 2)])
+def test_a_policy_has_one_publish_in_so_many_compared(every: int, wanted: list[bool]) -> None:
+    share, found = Share.whole(model(1)), []
+    rollout = RolloutConfig(max_tokens=2, verify_every=every)
+    policy = Policy(
+        share, train=TrainConfig(), rollout=rollout, seed=0, updates=1, weights=SentWeights(share)
+    )
+    for _ in wanted:
+        policy.publish()
+        assert isinstance(policy.weights, SentWeights)
+        found.append(bool(policy.weights.what_was_published().of))
+    assert found == wanted
 
 
 def test_bytes_of_another_plan_are_refused() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import WeightError
@@ -21,8 +22,12 @@ from rillflow.weights.layout import Weight
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
 
 
+def number(found: Tensor) -> int:
+    return int(found) % 2**64
+
+
 def digest(values: Tensor) -> int:
-    return slice_digest(values, Slice(tuple((0, length) for length in values.shape)), values.dtype)
+    return number(slice_digest(values, Slice(tuple((0, length) for length in values.shape)), values.dtype))
 
 
 def cut_digest(values: Tensor, placement: Placement) -> int:
@@ -31,7 +36,7 @@ def cut_digest(values: Tensor, placement: Placement) -> int:
     for boxes in owned(placement, shape, placement.mesh.ranks).values():
         for box in boxes:
             piece = values[tuple(slice(start, stop) for start, stop in box.bounds)]
-            total += slice_digest(piece, box, values.dtype)
+            total += number(slice_digest(piece, box, values.dtype))
     return total % 2**64
 
 
@@ -65,6 +70,26 @@ def test_numbers_and_large_tensors() -> None:
     large = torch.randn(3, 70_000)
     assert cut_digest(large, Placement(Mesh.of(tp=2), {"tp": Split(1)})) == digest(large)
     assert digest(torch.empty(0, 4)) == 0
+
+
+class Counted(TorchDispatchMode):
+    """Counts what a device is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.asked += "view" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_an_accelerator_is_asked_for_a_few_things_and_never_waited_for() -> None:
+    """Tensors without numbers stand for it: whoever waited for one of them would be told."""
+    values = torch.empty(2**7, 2**20, dtype=torch.bfloat16, device="meta")
+    with Counted() as counted:
+        assert slice_digest(values, Slice(((0, 2**7), (0, 2**20))), values.dtype).is_meta
+    assert counted.asked < 40 + 20 * 2**27 / 2**24
 
 
 def flipped(values: Tensor, rng: random.Random) -> Tensor:
@@ -172,8 +197,8 @@ def test_a_version_behind_is_refused_even_with_the_same_bits() -> None:
 def test_what_is_cast_on_the_way_is_digested_as_it_arrives() -> None:
     values = torch.randn(40, 9)
     box = Slice(((0, 40), (0, 9)))
-    assert slice_digest(values, box, torch.bfloat16) == digest(values.bfloat16())
-    assert slice_digest(values, box, torch.bfloat16) != digest(values)
+    assert number(slice_digest(values, box, torch.bfloat16)) == digest(values.bfloat16())
+    assert number(slice_digest(values, box, torch.bfloat16)) != digest(values)
 
 
 def test_ranks_that_lack_a_part_cannot_digest() -> None:
