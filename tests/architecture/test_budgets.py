@@ -37,7 +37,7 @@ TRUNK = [
 ]
 TRUNK_LINES = 10_995
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 25_101
+PACKAGE_LINES = 25_097
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,
