@@ -61,7 +61,7 @@ def soft_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, ste
     ratio = (logprobs - old_logprobs).exp()
     gate = (steepness * (ratio - 1)).sigmoid()
     counts = (4 * gate * (1 - gate)).detach()
-    return TokenLosses(losses=-4 / steepness * gate * advantages, means={"policy/soft_gate/mean": counts})
+    return TokenLosses(losses=-4 / steepness * gate * advantages, metrics={"policy/soft_gate/mean": counts})
 
 
 def step(flow: Flow, prompts: Batch, config: RankedConfig) -> Handle:

@@ -57,7 +57,7 @@ def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) ->
         for each in awaited:
             try:
                 if backend.is_ready(each.reference):
-                    backend.read(each.reference, 0)
+                    backend.read_all([each.reference], 0)
             except Stranded:
                 continue
             except RankLost as lost:

@@ -104,20 +104,13 @@ class Backend(Protocol):
             ``results`` references, of the parts of the tuple it returns (of the value itself for one).
         """
 
-    def read(self, reference: Any, deadline_s: float) -> Any:
-        """The value of a reference.
-
-        Raises:
-            TimeoutError: it is not there in time.
-            RankLost: its rank has died, or the value is gone.
-            Exception: what the call raised.
-        """
-
     def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
         """The values of several references; the first error there is, whoever it comes from, at once.
 
         Raises:
-            TimeoutError, RankLost, Exception: see ``read``.
+            TimeoutError: one is not there in time.
+            RankLost: a rank has died, or a value is gone.
+            Exception: what a call raised.
         """
 
     def is_ready(self, reference: Any) -> bool:

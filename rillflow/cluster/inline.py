@@ -71,10 +71,6 @@ class InlineBackend:
             return (whole,)
         return tuple(_Part(whole, index) for index in range(results))
 
-    def read(self, reference: Any, deadline_s: float) -> Any:
-        """See Backend."""
-        return reference.result(deadline_s)
-
     def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
         """See Backend."""
         whole = {each.whole if isinstance(each, _Part) else each for each in references}

@@ -130,10 +130,6 @@ class RayBackend:
         made = self._method(place, results).remote(message.body, list(message.references), results)
         return (made,) if results == 1 else tuple(made)
 
-    def read(self, reference: Any, deadline_s: float) -> Any:
-        """See Backend."""
-        return self.read_all([reference], deadline_s)[0]
-
     def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
         """See Backend."""
         try:

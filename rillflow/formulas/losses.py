@@ -40,14 +40,9 @@ class TokenLosses:
 
     losses: Tensor
     """[N] with a gradient."""
-    means: Mapping[str, Tensor] = field(default_factory=dict)
-    """By metric, [N] numbers of which the run shows the mean."""
-    largest: Mapping[str, Tensor] = field(default_factory=dict)
-    """By metric, [N] numbers of which the run shows the largest."""
-    variances: Mapping[str, Tensor] = field(default_factory=dict)
-    """By metric, [N] numbers of which the run shows the variance."""
-    histograms: Mapping[str, Tensor] = field(default_factory=dict)
-    """By metric, [N] log ratios of which the run shows how many lie where."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """By metric, [N] numbers; the last word of its name says what the run shows of them: ``max``,
+    ``variance``, ``histogram`` (of log ratios), and else, as ``mean`` and ``share``, the mean."""
 
 
 def policy_loss(
@@ -90,26 +85,26 @@ def policy_loss(
         dual_clip=config.dual_clip,
         surrogate=config.surrogate,
     )
-    means = _policy_means(log_ratio.detach(), advantages, mismatch, config)
-    means["policy/entropy/mean"] = entropy.detach()
+    metrics = _policy_metrics(log_ratio.detach(), advantages, mismatch, config)
+    metrics["policy/entropy/mean"] = entropy.detach()
     clamped = _beyond(log_ratio) | _beyond(mismatch)
     if config.correction != "none":
         moved = Ragged(values=old_logprobs - sampler_logprobs, lengths=row_lengths)
         weights, is_bounded = correction_weights(moved, advantages, config, is_kept)
-        means |= {"mismatch/weight/mean": weights, "mismatch/bounded/share": is_bounded}
+        metrics |= {"mismatch/weight/mean": weights, "mismatch/bounded/share": is_bounded}
         losses = losses * weights
     if reference_logprobs is not None:
         apart = logprobs - reference_logprobs
         distance, clamped = divergence(apart, config.estimator), clamped | _beyond(apart)
-        means["policy/kl/mean"] = distance.detach()
+        metrics["policy/kl/mean"] = distance.detach()
         losses = losses + config.kl * distance
     if config.entropy:
         losses = losses - config.entropy * entropy
-    means["policy/clamped/share"] = clamped
-    largest = {"policy/ratio/max": means["policy/ratio/mean"], "mismatch/logprob_gap/max": mismatch.abs()}
-    is_shown = config.correction != "none" or versions_behind is not None
-    histograms = {"mismatch/log_ratio/histogram": -mismatch} if is_shown else {}
-    return TokenLosses(losses=losses, means=means, largest=largest, histograms=histograms)
+    metrics |= {"policy/clamped/share": clamped, "policy/ratio/max": metrics["policy/ratio/mean"]}
+    metrics["mismatch/logprob_gap/max"] = mismatch.abs()
+    if config.correction != "none" or versions_behind is not None:
+        metrics["mismatch/log_ratio/histogram"] = -mismatch
+    return TokenLosses(losses=losses, metrics=metrics)
 
 
 def clipped_policy_loss(
@@ -160,8 +155,8 @@ def cross_entropy(logprobs: Tensor, likeliest: Tensor) -> TokenLosses:
         logprobs: [N] log pi.
         likeliest: [N] bool, where no token is likelier.
     """
-    means = {"supervised/nll/mean": -logprobs.detach(), "supervised/accuracy/mean": likeliest}
-    return TokenLosses(losses=-logprobs, means=means)
+    metrics = {"supervised/nll/mean": -logprobs.detach(), "supervised/accuracy/mean": likeliest}
+    return TokenLosses(losses=-logprobs, metrics=metrics)
 
 
 def value_loss(
@@ -190,13 +185,14 @@ def value_loss(
         bounded = old + (values - old).clamp(-clip, clip)
         losses = losses.maximum((bounded - returns).square())
     losses, errors = losses / 2, (values.detach() - returns).square()
-    means = {
+    metrics = {
         "critic/value/mean": values.detach(),
         "critic/return/mean": returns,
+        "critic/return/variance": returns,
         "critic/squared_error/mean": errors,
         "critic/clipped/share": losses.detach() > errors / 2,
     }
-    return TokenLosses(losses=losses, means=means, variances={"critic/return/variance": returns})
+    return TokenLosses(losses=losses, metrics=metrics)
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor) -> TokenLosses:
@@ -217,11 +213,11 @@ def preference_loss(chosen: Tensor, rejected: Tensor) -> TokenLosses:
 
     same_length("preference_loss", chosen=chosen, rejected=rejected)
     margin = chosen - rejected
-    means = {"preference/accuracy/mean": chosen > rejected, "preference/margin/mean": margin.detach()}
-    return TokenLosses(losses=-logsigmoid(margin), means=means)
+    metrics = {"preference/accuracy/mean": chosen > rejected, "preference/margin/mean": margin.detach()}
+    return TokenLosses(losses=-logsigmoid(margin), metrics=metrics)
 
 
-def _policy_means(
+def _policy_metrics(
     log_ratio: Tensor, advantages: Tensor, mismatch: Tensor, config: PolicyLossConfig
 ) -> dict[str, Tensor]:
     """What is averaged over tokens; ``mismatch`` [N] is log mu - log old."""

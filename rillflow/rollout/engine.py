@@ -72,6 +72,10 @@ class Engine(Protocol):
     def has_work(self) -> bool:
         """Whether a row waits or runs."""
 
+    @property
+    def held_bytes(self) -> int:
+        """What it holds beside the weights: keys and values of its rows."""
+
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Sample with these weights from now on.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -366,24 +367,21 @@ def _check_pairs(rows: Batch, units: Tensor) -> None:
 
 def _measured(found: TokenLosses) -> dict[str, Metric]:
     """Metrics of [N] or [P] values, fetched from the device at once."""
-    totals = [values.sum(dtype=torch.float64) for values in found.means.values()]
-    tops = [values.detach().max().double() for values in found.largest.values()]
-    spreads = [part for values in found.variances.values() for part in _squares(values)]
-    histograms = {name: histogram_of(each, LOG_RATIOS) for name, each in found.histograms.items()}
-    if not (every := totals + tops + spreads):
-        return {**histograms}
-    numbers = iter(torch.stack(every).tolist())
-    means = {name: Mean(total=next(numbers), count=float(each.numel())) for name, each in found.means.items()}
-    largest = {name: Max(value=next(numbers)) for name in found.largest}
-    variances = {
-        name: Variance(squares=next(numbers), mean=next(numbers), count=float(each.numel()))
-        for name, each in found.variances.items()
-    }
-    return {**means, **largest, **variances, **histograms}
+    asked = {name: _asked(name, values.detach()) for name, values in found.metrics.items()}
+    wanted = [number for _, numbers in asked.values() for number in numbers]
+    fetched = iter(torch.stack(wanted).tolist() if wanted else ())
+    return {name: make(*islice(fetched, len(numbers))) for name, (make, numbers) in asked.items()}
 
 
-def _squares(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The squares about the mean, and the mean, of values [N], one at least."""
-    wide = values.detach().double()
-    mean = wide.mean()
-    return (wide - mean).square().sum(), mean
+def _asked(name: str, values: Tensor) -> tuple[Callable[..., Metric], tuple[Tensor, ...]]:
+    """What makes a metric of values [N], one at least, and the numbers [] that it makes the metric of."""
+    wide, count = values.double(), float(values.numel())
+    match name.rpartition("/")[2]:
+        case "histogram":
+            return lambda: histogram_of(values, LOG_RATIOS), ()
+        case "max":
+            return lambda most: Max(value=most), (wide.max(),)
+        case "variance":
+            squares = (wide - wide.mean()).square().sum()
+            return lambda about, mean: Variance(squares=about, mean=mean, count=count), (squares, wide.mean())
+    return lambda total: Mean(total=total, count=count), (wide.sum(),)

@@ -35,9 +35,9 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 10_995
+TRUNK_LINES = 10_997
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 25_097
+PACKAGE_LINES = 25_099
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,

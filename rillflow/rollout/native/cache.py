@@ -67,6 +67,11 @@ class Cache:
         self._dtype = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
         self.release()
 
+    @property
+    def held_bytes(self) -> int:
+        """What keys and values take, empty slots with them."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+
     def release(self) -> None:
         """Give all memory back."""
         self._rows = self._length = 0

@@ -135,6 +135,11 @@ class NativeEngine:
         """Whether a row waits or runs."""
         return any(lane.has_work for lane in self._lanes)
 
+    @property
+    def held_bytes(self) -> int:
+        """See Engine."""
+        return sum(lane.held_bytes for lane in self._lanes)
+
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Continue every prompt ``samples`` times.
 

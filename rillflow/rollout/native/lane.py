@@ -101,6 +101,11 @@ class Lane:
         """Whether a row waits or runs."""
         return self._scheduler.has_work
 
+    @property
+    def held_bytes(self) -> int:
+        """See Engine."""
+        return self._runner.cache.held_bytes if self._runner is not None else 0
+
     def add(self, rollout: Rollout, sampling: SamplingConfig | None) -> None:
         """See NativeEngine."""
         chosen = sampling or self._config

@@ -38,7 +38,8 @@ class Runner:
 
     def __init__(self, module: RecordedModule, cache: Cache, fixed_rows: int | None = None) -> None:
         self._module = module
-        self._cache = cache
+        self.cache = cache
+        """Keys and values of the running rows."""
         self._fixed_rows = fixed_rows
         self._idle = True
 
@@ -58,11 +59,11 @@ class Runner:
         if self._idle:
             self._module.check_weights()
             self._idle = False
-        self._cache.reserve(len(feed.tokens), length, limit)
-        self._cache.copy(step.copies)
-        self._cache.copy(step.moves)
+        self.cache.reserve(len(feed.tokens), length, limit)
+        self.cache.copy(step.copies)
+        self.cache.copy(step.moves)
         device = feed.tokens.device
-        layers, places = self._cache.layers, torch.arange(length, device=device)
+        layers, places = self.cache.layers, torch.arange(length, device=device)
         if fixed:
             for prefill in step.prefills:
                 fill = -len(prefill.tokens) % BLOCK
@@ -73,7 +74,7 @@ class Runner:
 
     def release(self) -> None:
         """Give the cache's memory back; weights may be exchanged after that."""
-        self._cache.release()
+        self.cache.release()
         self._idle = True
 
 

@@ -45,8 +45,8 @@ def test_a_rank_alone_in_its_pool_adds_up_after_a_failure() -> None:
     backend.open([Pool(name="main", size=1), Pool(name="judge", size=1)])
     number = torch.tensor([3.0])
     with pytest.raises(ZeroDivisionError):
-        backend.read(*backend.submit(there, lambda _: 1 // 0), 10.0)
-    backend.read(*backend.submit(there, lambda site: site.ranks.sum_([number])), 10.0)
+        backend.read_all(backend.submit(there, lambda _: 1 // 0), 10.0)
+    backend.read_all(backend.submit(there, lambda site: site.ranks.sum_([number])), 10.0)
     backend.close()
     assert float(number) == 3.0
     assert (backend.traffic.sent_bytes, backend.traffic.read_bytes) == (0, 0), "nothing travels here"
@@ -76,7 +76,7 @@ def test_close_closes_what_every_rank_has_open(size: int) -> None:
         (done,) = backend.submit(
             Place(pool="main", rank=rank), lambda site: site.stack.callback(closed.append, site.place.rank)
         )
-        backend.read(done, 10.0)
+        backend.read_all([done], 10.0)
     assert closed == []
     backend.close()
     assert sorted(closed) == list(range(size))

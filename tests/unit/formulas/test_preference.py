@@ -21,7 +21,7 @@ def test_by_hand() -> None:
     found = preference_loss(chosen, rejected)
     expected = [math.log(2), math.log1p(math.exp(-1)), math.log1p(math.exp(1)), math.exp(-40), 40.0]
     assert found.losses.tolist() == pytest.approx(expected, rel=1e-12)
-    assert found.means["preference/accuracy/mean"].tolist() == [False, True, False, True, False]
+    assert found.metrics["preference/accuracy/mean"].tolist() == [False, True, False, True, False]
 
 
 @settings(max_examples=50, deadline=None)

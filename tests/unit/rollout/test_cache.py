@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from rillflow.rollout.native.cache import Cache, LayerShape
 from rillflow.rollout.native.scheduler import Copy
-from tests.unit.rollout.caches import num_bytes
 
 SHAPES = {0: LayerShape(heads=2, key_size=4, value_size=6), 1: LayerShape(heads=1, key_size=8, value_size=8)}
 CPU = torch.device("cpu")
@@ -77,9 +76,9 @@ def test_copies_are_as_if_done_one_after_the_other(copies: list[tuple[int, int]]
 
 def test_release_gives_all_memory_back() -> None:
     cache = filled(3, 64)
-    assert num_bytes(cache) == 4 * 3 * 64 * (2 * (4 + 6) + (8 + 8))
+    assert cache.held_bytes == 4 * 3 * 64 * (2 * (4 + 6) + (8 + 8))
     cache.release()
-    assert num_bytes(cache) == 0
+    assert cache.held_bytes == 0
 
 
 def test_a_narrow_module_has_a_float32_cache_on_a_cpu() -> None:

@@ -16,7 +16,6 @@ from rillflow.records.rollout import Rollout, completions
 from rillflow.records.row import RowId
 from rillflow.rollout.native.engine import LANE_ROWS, NativeEngine
 from tests.unit.records.singles import rollouts_of
-from tests.unit.rollout.caches import cached_bytes
 
 Engines = Callable[..., NativeEngine]
 Prompts = Callable[..., Batch]
@@ -76,7 +75,7 @@ def test_rows_added_one_by_one_run_in_lanes(engine: Engines, prompts: Prompts) -
     while used.has_work:
         ended += used.step()
     assert {row.row: row.tokens for row in ended} == {row.row: row.tokens for row in whole}
-    assert cached_bytes(used) == 0
+    assert used.held_bytes == 0
 
 
 def test_a_lane_that_fails_ends_the_others(engine: Engines, build: Callable[..., nn.Module]) -> None:
@@ -90,7 +89,7 @@ def test_a_lane_that_fails_ends_the_others(engine: Engines, build: Callable[...,
     batch = _rows([[9, 9], [1, 2], [9, 8], [3, 4]])
     with pytest.raises(RolloutError, match="epoch 0 prompt 0 sample 0"):
         used.generate(batch)
-    assert not used.has_work and cached_bytes(used) == 0
+    assert not used.has_work and used.held_bytes == 0
     with torch.no_grad():
         embedding.weight[9] = kept
     assert len(used.generate(batch)) == 4
@@ -105,7 +104,7 @@ def test_a_step_that_fails_in_one_lane_empties_all(engine: Engines, build: Calla
         used.add(Rollout.start(RowId(0, prompt, 0), [token, 2]))
     with pytest.raises(RolloutError, match="epoch 0 prompt 0 sample 0"):
         used.step()
-    assert not used.has_work and cached_bytes(used) == 0
+    assert not used.has_work and used.held_bytes == 0
 
 
 def test_versions_reach_every_lane(engine: Engines, prompts: Prompts) -> None:

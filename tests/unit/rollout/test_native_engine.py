@@ -18,7 +18,6 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from tests.unit.records.singles import rollouts_of
-from tests.unit.rollout.caches import cached_bytes
 
 Build = Callable[..., nn.Module]
 Engines = Callable[..., NativeEngine]
@@ -344,12 +343,12 @@ def test_nothing_made_from_old_weights_outlives_a_call(
 def test_no_memory_is_held_between_calls(engine: Engines, prompts: Prompts) -> None:
     used = engine()
     used.generate(prompts(5, 5))
-    assert cached_bytes(used) == 0
+    assert used.held_bytes == 0
     used.add(Rollout.start(RowId(0, 0, 0), [1, 2]))
     used.step()
-    assert cached_bytes(used) > 0
+    assert used.held_bytes > 0
     used.abort(RowId(0, 0, 0))
-    assert cached_bytes(used) == 0
+    assert used.held_bytes == 0
 
 
 def test_dropout_is_off_and_every_part_is_left_as_it_was(

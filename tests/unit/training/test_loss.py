@@ -128,7 +128,7 @@ def ratio_of(old_logprobs: Tensor, logprobs: Tensor, row_lengths: Tensor) -> Tok
     """Reads what has no field, and measures."""
     longest = torch.repeat_interleave(row_lengths, row_lengths)
     ratio = (logprobs - old_logprobs).exp()
-    return TokenLosses(losses=ratio, means={"own/ratio/mean": ratio}, largest={"own/length/max": longest})
+    return TokenLosses(losses=ratio, metrics={"own/ratio/mean": ratio, "own/length/max": longest})
 
 
 def test_a_loss_is_given_the_old_policy_and_the_lengths_of_rows(
