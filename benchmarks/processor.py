@@ -30,7 +30,6 @@ from rillflow.assembly.planning import shape_of_new, this_machine
 from rillflow.graph.graph import Graph, Stage
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
-from rillflow.parallel.buckets import attended_tokens
 from rillflow.parallel.packed import pack
 from rillflow.planner.calibration import Calibration, Observation, calibrate
 from rillflow.planner.grid import Grid
@@ -137,7 +136,7 @@ class Case:
         cut = Ragged.from_rows([row[:-1] for row in self._rows.ragged("tokens").rows()])
         tokens = int(read.sum()) + len(read)
         distinct = len(pack(cut).tokens) / tokens
-        packing = Packing(trained=distinct, scored=distinct, attended=attended_tokens(read.tolist()) / tokens)
+        packing = Packing(trained=distinct, scored=distinct)
         sampled = Lengths(kind="fixed", limit=self.size.answer)
         learnt = Lengths(kind="measured", limit=max(lengths), values=tuple(sorted(lengths)))
         for stages, response in ((STAGES[:1], sampled), (STAGES[1:], learnt)):

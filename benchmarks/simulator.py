@@ -35,7 +35,6 @@ from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem
 from rillflow.planner.request import graph_of
-from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.simulator.result import Simulation
 from rillflow.planner.simulator.simulate import simulate
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
@@ -65,8 +64,8 @@ class Case:
     costs: CostModel
     plan: Plan
 
-    def run(self, steps: int, settings: Settings | None = None, seed: int = 0) -> Simulation:
-        return simulate(self.problem, self.costs, self.plan, steps=steps, seed=seed, settings=settings)
+    def run(self, steps: int) -> Simulation:
+        return simulate(self.problem, self.costs, self.plan, steps=steps)
 
     @property
     def paper_s(self) -> float:
@@ -250,7 +249,7 @@ def packed_lines() -> list[str]:
     return [*lines, "", f"The plain rollout: published 82 s, simulated {plain:.0f} s.", ""]
 
 
-def bounded(freshness: int, late: str) -> Case:
+def bounded(freshness: int, late: str, interrupts: bool = True) -> Case:
     """AReaL: 1.5B on 8 devices, 6 of which generate, 64 prompts x 16."""
     workload = Workload(
         prompts=64,
@@ -269,7 +268,7 @@ def bounded(freshness: int, late: str) -> Case:
         tp=1,
         generate_tp=1,
         freshness=freshness,
-        engine=EngineFactors(rereads=True),
+        engine=EngineFactors(interrupts=interrupts),
         late=late,
     )
 
@@ -282,9 +281,9 @@ def steps_of(freshness: int) -> int:
 def bounded_lines() -> list[str]:
     """Throughput by freshness bound, as ratios to bound 0."""
     kinds = {
-        "wait": ("wait", Settings()),
-        "wait, interrupted": ("wait", Settings(interrupts=True)),
-        "drop, interrupted (its own way)": ("drop", Settings(interrupts=True)),
+        "wait": ("wait", False),
+        "wait, interrupted": ("wait", True),
+        "drop, interrupted (its own way)": ("drop", True),
     }
     lines = [
         "## Throughput by freshness bound (AReaL)",
@@ -298,8 +297,8 @@ def bounded_lines() -> list[str]:
         "| published | " + " | ".join(f"{rate / BOUNDS[0]:.2f}" for rate in BOUNDS.values()) + " | | | |",
     ]
     base = bounded(0, "wait").run(8).rows_per_s
-    for name, (late, settings) in kinds.items():
-        found = {k: bounded(k, late).run(steps_of(k), settings) for k in BOUNDS if k}
+    for name, (late, interrupts) in kinds.items():
+        found = {k: bounded(k, late, interrupts).run(steps_of(k)) for k in BOUNDS if k}
         ratios = ["1.00", *(f"{one.rows_per_s / base:.2f}" for one in found.values())]
         dropped = sum(found[1].dropped.values()) / found[1].begun
         ages = [sum(age * rows for age, rows in found[k].ages.items()) / found[k].trained for k in (4, 16)]

@@ -23,7 +23,6 @@ from rillflow.assembly.recipe import LoadedRecipe, Recipe
 from rillflow.errors import PlanError
 from rillflow.observe import layout
 from rillflow.observe.reader import read_rollouts, read_spans, require_run
-from rillflow.parallel.buckets import attended_tokens
 from rillflow.planner.workload import Lengths, Packing, Workload
 from rillflow.tasks.example import Example
 from rillflow.tasks.preference import Preference
@@ -140,7 +139,7 @@ def _measured(rows: _Rows, run: Path, minibatches: int) -> Workload:
 def _packing(
     steps: Sequence[Sequence[Any]], minibatches: int, texts: Callable[[Sequence[Any]], list[_Row]]
 ) -> Packing:
-    """What training, scoring and attention compute of steps, each cut into minibatches of rows.
+    """What training and scoring compute of steps, each cut into minibatches of rows.
 
     Nothing reads a row's last token.
     """
@@ -150,7 +149,6 @@ def _packing(
     return Packing(
         trained=sum(_distinct(part) for step in read for part in step) / tokens,
         scored=sum(_distinct([row for part in step for row in part]) for step in read) / tokens,
-        attended=sum(attended_tokens([len(row) for row in part]) for step in read for part in step) / tokens,
     )
 
 

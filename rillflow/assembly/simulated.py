@@ -105,7 +105,7 @@ def simulate_as_run(
     )
     planned = problem.of_plan(plan)
     functions = {role: placement.pool_of(role) for role in problem.graph.roles if role not in problem.shapes}
-    settings = Settings(parts=parts if is_in_order else 0, interrupts=not is_in_order, functions=functions)
+    settings = Settings(parts=parts if is_in_order else 0, functions=functions)
     return simulate(planned, GivenCosts(planned, stages_s), plan, steps=steps, settings=settings)
 
 

@@ -130,12 +130,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     require_possible(plan)
     statement = _stated_recipe(load(arguments), arguments)
     share, factor = arguments.stragglers or (0.0, 1.0)
-    settings = Settings(
-        straggler_share=share,
-        straggler_factor=factor,
-        interrupts=arguments.interrupts,
-        parts=arguments.parts,
-    )
+    settings = Settings(straggler_share=share, straggler_factor=factor, parts=arguments.parts)
     steps, seed = arguments.steps, arguments.seed
     found = _simulated(statement.problem, plan, steps, seed=seed, settings=settings)
     title = f"{plan.name} on {statement.problem.hardware.name}, freshness {plan.freshness}, seed {seed}"
@@ -245,10 +240,6 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--parts": _word("N", "hand a step's rows on in N parts, in order, as a run does", int, default=0),
         "--oversample": _word(("PROMPTS", "SAMPLES"), more, float, nargs=2),
         "--stragglers": _word(("SHARE", "FACTOR"), slow, float, nargs=2),
-        "--interrupts": {
-            "action": argparse.BooleanOptionalAction,
-            "help": "new weights interrupt rows, which go on under them; else as the cluster's engine does",
-        },
     }
     _add(parser, LENGTHS | words | FORMAT | PLOT)
 

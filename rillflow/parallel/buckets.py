@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 _FILL = 0.75
 """A row joins a bucket when it is at least this share of the bucket's longest row."""
@@ -22,9 +21,3 @@ def bucket_bounds(lengths: Sequence[int]) -> list[int]:
             bounds.append(place)
             least = length * _FILL if length > _SHORT else 0.0
     return [*bounds, len(filled)]
-
-
-def attended_tokens(lengths: Sequence[int]) -> int:
-    """Tokens that attention over rows of these lengths computes, those that fill rows up included."""
-    ordered = sorted(lengths, reverse=True)
-    return sum((end - start) * ordered[start] for start, end in pairwise(bucket_bounds(ordered)))

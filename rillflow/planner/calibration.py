@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
-from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.cost_model.given import GivenCosts
 from rillflow.planner.evaluate import StepEvaluation, evaluate, stages_by_name
 from rillflow.planner.factors import Factors
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem, Work
-from rillflow.planner.schedule import in_turn, last_s, tasks_of
 
 FITTED = ("train_flops", "score_flops", "decode_flops", "decode_bandwidth", "launch_s", "decode_launch_s")
 """Factors that the stages of any run tell of."""
@@ -67,10 +66,10 @@ class Observation:
             if name in works and works[name] in MODELLED and seconds > 0
         }
 
-    def evaluated(self, factors: Factors) -> StepEvaluation:
-        """What its plan costs with other factors."""
+    def evaluated(self, factors: Factors, stages_s: Mapping[str, float] | None = None) -> StepEvaluation:
+        """What its plan costs with other factors, or with some stages' seconds given."""
         problem = replace(self.problem, hardware=replace(self.problem.hardware, factors=factors))
-        return evaluate(problem, CostModel(problem), self.plan)
+        return evaluate(problem, GivenCosts(problem, stages_s or {}), self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,22 +190,8 @@ def least_squares(
 
 def _overheads(observations: Sequence[Observation], factors: Factors) -> Mapping[str, float]:
     """What steps take beside their stages: by step where no row was written down, the rest by row."""
-    rests = [(one, _rest_s(one, factors)) for one in observations]
+    bare = replace(factors, step_s=0.0, step_row_s=0.0)
+    rests = [(one, max(one.step_s - one.evaluated(bare, one.modelled).step_s, 0.0)) for one in observations]
     step_s = min((rest_s for one, rest_s in rests if not one.is_recorded), default=0.0)
     rows = [max(rest_s - step_s, 0.0) / one.problem.workload.rows for one, rest_s in rests if one.is_recorded]
     return {"step_s": step_s, "step_row_s": max(rows, default=0.0)}
-
-
-def _rest_s(one: Observation, factors: Factors) -> float:
-    """The measured step less the schedule of its measured stages; functions and formulas as predicted."""
-    problem, paper = one.problem, one.evaluated(factors)
-    predicted = stages_by_name(problem, paper)
-    seconds = []
-    for stage in problem.graph.stages:
-        whole = predicted[stage.name]
-        share = paper.seconds[stage.index] / whole if whole else 1.0
-        measured = one.stages_s.get(stage.name, whole)
-        seconds.append(share * (measured if problem.work(stage) in MODELLED else whole))
-    pools = [timing.pool for timing in paper.timings]
-    tasks = tasks_of(problem.graph, seconds=seconds, pools=pools, transfers=paper.transfers_s)
-    return max(one.step_s - last_s(in_turn(tasks)), 0.0)

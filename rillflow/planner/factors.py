@@ -37,10 +37,8 @@ class Factors:
     """How often a forward pass reads or writes each activation beside products; 0 where kernels are fused."""
     head_token_s: Seconds = 0.0
     """Seconds of one head's attention for one token of a row, forward, beside its products: small blocks."""
-    hidden_reads: Part = 1.0
-    """Of what decoding reads of memory, the share that runs beside products; the rest is waited for."""
-    hidden_gathers: Part = 1.0
-    """Of what gathering shards takes, the share that runs beside products; the rest is waited for."""
+    hidden: Part = 1.0
+    """Of reads token by token and gathers of shards, the share that runs beside products, not before them."""
     pass_s: Seconds = 0.0
     """Seconds of a pass over a micro-batch beside its layers: rows are laid out, losses are added up."""
     launch_s: Seconds = 1e-4
@@ -78,11 +76,9 @@ class EngineFactors:
     offloads: bool = False
     """Whether a model that is not computing keeps its state on the host, unless a sampler is apart."""
     interrupts: bool = True
-    """Whether new weights interrupt the rows of a sampler apart; else each replica ends its rows first."""
+    """Whether new weights interrupt rows of a sampler apart, which go on; else replicas end theirs first."""
     drains: bool = False
     """Where they do not: whether they wait until all replicas have ended their rows."""
-    rereads: bool = False
-    """Whether interrupted rows read their prefixes again under new weights; else they keep their cache."""
     holds_prompts: bool = False
     """Whether a prompt counts as in flight until its longest answer has ended."""
     cache: Share = 1.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,14 +73,19 @@ class Fleet:
         return max(1, self.devices // self.per_machine)
 
     def machines_needed(self, sizes: Sequence[int]) -> int:
-        """The least machines that hold pools of these sizes side by side, what is no whole machine on one.
+        """Machines that hold pools of these sizes side by side, parts of a machine laid largest first.
 
         Example:
             fleet_of_8.machines_needed((4, 2, 16)) == 3
         """
-        room = min(self.per_machine, self.devices)
-        parts = tuple(sorted((size % room for size in sizes if size % room), reverse=True))
-        return sum(size // room for size in sizes) + _machines_of_parts(room, parts)
+        room, free = min(self.per_machine, self.devices), list[int]()
+        for part in sorted((size % room for size in sizes if size % room), reverse=True):
+            place = next((place for place, left in enumerate(free) if left >= part), None)
+            if place is None:
+                free.append(room - part)
+            else:
+                free[place] -= part
+        return sum(size // room for size in sizes) + len(free)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,25 +249,6 @@ def _slower(link: float, memory: float, where: str) -> None:
             why=f"a device's memory moves {memory / 1e9:g} GB/s, where what a link brings is written",
             fix="check the number and its unit",
         )
-
-
-@lru_cache(maxsize=65536)
-def _machines_of_parts(room: int, parts: tuple[int, ...]) -> int:
-    least = -(-sum(parts) // room)
-    while not _fits(parts, (room,) * least):
-        least += 1
-    return least
-
-
-def _fits(parts: tuple[int, ...], rooms: tuple[int, ...]) -> bool:
-    """Whether parts, largest first, fit into what the machines have left."""
-    if not parts:
-        return True
-    return any(
-        _fits(parts[1:], tuple(sorted((*rooms[:place], left - parts[0], *rooms[place + 1 :]))))
-        for place, left in enumerate(rooms)
-        if left >= parts[0] and left not in rooms[:place]
-    )
 
 
 _FLEET: Mapping[str, Reader] = {

@@ -117,15 +117,11 @@ def plan_text(plan: Plan) -> str:
         PlanError: it contradicts itself, so that it could not be read back.
     """
     require_possible(plan)
+    usual = Plan(name="", pools=(), units={})
     tables = {
         "name": plan.name,
         "freshness": plan.freshness,
-        "late": plan.late,
-        "streams": plan.streams or None,
-        "publish_every": plan.publish_every or None,
-        "weights": None if plan.weights == "exposed" else plan.weights,
-        "oversample_prompts": float(plan.oversample_prompts),
-        "oversample_samples": float(plan.oversample_samples),
+        **{key: vars(plan)[key] for key in _SELDOM if vars(plan)[key] != vars(usual)[key]},
         "pools": {
             pool.name: {"fleet": pool.fleet, "devices": pool.devices, "device": pool.device or None}
             for pool in plan.pools
@@ -253,6 +249,7 @@ def _unit(data: object, where: str) -> PlannedUnit:
     return PlannedUnit(pool=pool, grid=grid, generate_tp=generate_tp)
 
 
+_SELDOM = ("late", "streams", "publish_every", "weights", "oversample_prompts", "oversample_samples")
 _PREDICTED: Mapping[str, Reader] = {"step_s": number(0.0), "stages_s": TABLE}
 _UNIT: Mapping[str, Reader] = {
     "pool": TEXT,

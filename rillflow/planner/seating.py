@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from rillflow.errors import PlanError, nearest
+from rillflow.observe.wording import size
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.cost_model.transfers import Seat
 from rillflow.planner.hardware import Fleet
@@ -44,8 +45,8 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
             largest = max(options, key=lambda name: options[name].bytes)
             raise PlanError(
                 f"{' + '.join(options)} on {pool.devices} {fleet.device.name} of {fleet.name} need "
-                f"{bytes_text(-room)} more memory on every device",
-                why=f"a device has {bytes_text(fleet.device.memory_bytes)}, and {largest} takes most of it",
+                f"{size(-room)} more memory on every device",
+                why=f"a device has {size(fleet.device.memory_bytes)}, and {largest} takes most of it",
                 fix=_least_text(least_devices(costs, units, fleet), fleet),
             )
         for unit in units:
@@ -55,7 +56,7 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
                 if decoder is None:
                     raise PlanError(
                         f"{unit.name} on pool {pool.name} has no room to generate one row",
-                        why=f"{bytes_text(room)} of a device are left for it beside {', '.join(options)}",
+                        why=f"{size(room)} of a device are left for it beside {', '.join(options)}",
                         fix="give the pool more devices, move a unit to another, or raise generate_tp",
                     )
             found[unit.name] = Seat(unit=unit, pool=pool, option=option, decoder=decoder)
@@ -64,18 +65,18 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
 
 def no_plan_fits(problem: Problem, costs: CostModel) -> PlanError:
     """What to say where there is no plan: what is missing on which role, and the least cluster to do."""
-    places = [(fleet, devices) for fleet in problem.hardware.fleets for devices in fleet.sizes]
 
     def least_missing(units: Sequence[Unit]) -> tuple[float, str]:
         names = " + ".join(unit.name for unit in units)
         return min(
             (missing_bytes(costs, units, fleet, devices), f"{names} on {devices} of {fleet.name}")
-            for fleet, devices in places
+            for fleet in problem.hardware.fleets
+            for devices in fleet.sizes
         )
 
-    every = [least_missing([unit]) for unit in problem.units] + [least_missing(problem.units)]
+    every = [least_missing(units) for units in (*([unit] for unit in problem.units), problem.units)]
     missing, where = next((one for one in every if one[0]), every[-1])
-    why = f"{bytes_text(missing)} are missing on every device: {where}"
+    why = f"{size(missing)} are missing on every device: {where}"
     if not math.isfinite(missing):
         why = f"no grid cuts {where} evenly"
     elif not missing:
@@ -113,23 +114,11 @@ def least_devices(costs: CostModel, units: Sequence[Unit], fleet: Fleet) -> int 
     return next((size for size in sizes if not missing_bytes(costs, units, fleet, size)), None)
 
 
-def bytes_text(count: float) -> str:
-    """So many bytes as people say them: ``13.5 GB``."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count:.0f} bytes"
-
-
 def _least_text(least: int | None, fleet: Fleet) -> str:
     kind = f"{fleet.device.name} like those of {fleet.name}"
     if least is None:
-        return (
-            f"smaller models, shorter rows or another device: {MOST_MACHINES} machines of {kind} will not do"
-        )
-    return (
-        f"the least that would do is {least} {kind}, here are {fleet.devices}; or give a unit other devices"
-    )
+        return f"smaller models, shorter rows, another device: {MOST_MACHINES} machines of {kind} will not do"
+    return f"the least that would do is {least} {kind}, here are {fleet.devices}; or other devices for a unit"
 
 
 def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -97,11 +97,8 @@ def _changed(response: Lengths) -> Iterator[tuple[str, Lengths]]:
 
 def _scaled(response: Lengths, times: float) -> Lengths:
     """Lengths so many times as long, the limit as it is where there is one beyond the lengths."""
-    match response.kind:
-        case "fixed":
-            return replace(response, limit=max(1, round(times * response.limit)))
-        case "lognormal":
-            return replace(response, median=times * response.median)
-        case _:
-            values = tuple(max(1, round(times * value)) for value in response.values)
-            return replace(response, values=values, limit=max(response.limit, values[-1]))
+    if response.kind == "lognormal":
+        return replace(response, median=times * response.median)
+    values = tuple(max(1, round(times * value)) for value in response.known)
+    limit = values[-1] if response.kind == "fixed" else max(response.limit, values[-1])
+    return replace(response, values=values if response.values else (), limit=limit)

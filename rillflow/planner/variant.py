@@ -136,11 +136,8 @@ class Variant:
             freshness=self.problem.freshness,
         )
         plan, found = predicted(self.problem, self._costs, plan)
-        return Ranked(
-            plan=plan,
-            evaluation=found,
-            value=float(self._valued(np.array([found.step_s]), row[None])[0]),
-        )
+        value = float(self._valued(np.array([found.step_s]), row[None])[0])
+        return Ranked(plan=plan, evaluation=found, value=value)
 
     def _allocations(self, partition: Partition, room: Whole) -> Whole:
         """Places of pools, [allocations, pools], pool after pool, the least bounds carried on."""

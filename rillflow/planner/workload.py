@@ -20,7 +20,6 @@ from rillflow.errors import PlanError
 MOST_TOKENS = 100_000_000
 """No row is longer."""
 _MOST_ROWS = 1_000_000_000
-_MOST_FILLED = 1000
 _NORMAL = NormalDist()
 
 
@@ -70,10 +69,7 @@ class Lengths:
     def quantile(self, share: float) -> float:
         """The length that this share of rows does not exceed, in tokens, 0 < share < 1."""
         if self.kind != "lognormal":
-            known, place = self.known, share * len(self.known) - 0.5
-            low = min(max(math.floor(place), 0), len(known) - 1)
-            high = min(low + 1, len(known) - 1)
-            return known[low] + min(max(place - low, 0.0), 1.0) * (known[high] - known[low])
+            return float(self.known[min(int(share * len(self.known)), len(self.known) - 1)])
         return min(max(self.median * math.exp(self.sigma * _NORMAL.inv_cdf(share)), 1.0), float(self.limit))
 
     @cached_property
@@ -112,15 +108,11 @@ class Lengths:
 
     def spread(self, rows: int) -> NDArray[np.float64]:
         """So many lengths, ascending, that stand for the distribution: the middles of as many equal parts."""
-        if self.kind != "lognormal":
-            middles = (np.arange(len(self.known)) + 0.5) / len(self.known)
-            return np.interp((np.arange(rows) + 0.5) / rows, middles, np.asarray(self.known, np.float64))
-        return np.clip(self.median * np.exp(self.sigma * _normal_quantiles(rows)), 1.0, float(self.limit))
+        return _quantiles(self, rows, 1)
 
     def longest(self, rows: int, parts: int = 64) -> NDArray[np.float64]:
         """[parts] Lengths of the longest of so many rows, ascending: their mean is its expectation."""
-        shares = (np.arange(parts) + 0.5) / parts
-        return np.array([self.quantile(share ** (1.0 / rows)) for share in shares.tolist()])
+        return _quantiles(self, parts, rows)
 
 
 def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:
@@ -145,10 +137,10 @@ def require_within(what: str, value: float, least: float, most: float, told: str
         raise PlanError(f"{what} is {value:.12g}", why=f"it lies between {least} and {most:,}{told}")
 
 
-@lru_cache(maxsize=64)
-def _normal_quantiles(count: int) -> NDArray[np.float64]:
-    """The normal distribution's quantiles at the middles of ``count`` equal parts."""
-    return np.array([_NORMAL.inv_cdf((place + 0.5) / count) for place in range(count)])
+@lru_cache(maxsize=1024)
+def _quantiles(lengths: Lengths, parts: int, rows: int) -> NDArray[np.float64]:
+    """[parts] lengths of the longest of so many rows, by equal chances, ascending."""
+    return np.array([lengths.quantile(((place + 0.5) / parts) ** (1.0 / rows)) for place in range(parts)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +151,10 @@ class Packing:
     """In training: rows of an optimiser step that begin alike may share their beginning."""
     scored: float = 1.0
     """In scoring, all rows of a step at once."""
-    attended: float = 1.0
-    """In attention, where rows share nothing; above 1 where short rows are filled up to longer ones."""
 
     def __post_init__(self) -> None:
         require_within("packing.trained", self.trained, 0, 1)
         require_within("packing.scored", self.scored, 0, 1)
-        require_within("packing.attended", self.attended, 0, _MOST_FILLED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,3 +224,8 @@ class Workload:
         """The mean square of a row's tokens; prompt and response taken as independent."""
         cross = 2.0 * self.prompt.mean * self.response.mean
         return self.prompt.mean_square + cross + self.response.mean_square
+
+    @property
+    def running_tokens(self) -> float:
+        """Of a running row met at random: half of a length met by its tokens, ``p + E[L^2] / (2 E[L])``."""
+        return self.prompt.mean + self.response.mean_square / (2 * max(self.response.mean, 1e-9))

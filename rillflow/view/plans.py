@@ -14,7 +14,7 @@ Every second that is shown has its range: between which eight of ten steps predi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ def decision_lines(found: Decision) -> list[str]:
         "",
         *columns(_stage_rows(statement, best), left=2),
         "",
-        *columns(_pool_rows(found)),
+        *columns(_pool_rows(best.plan, found.simulated[0])),
         "",
         "throughput against the size of the cluster",
         *columns(_size_rows(found)),
@@ -127,10 +127,8 @@ def decision_data(found: Decision) -> dict[str, Any]:
         "simulated_s": found.simulated_s,
         "sizes": [
             {
-                "devices": one.devices,
-                "step_s": None if one.best is None else one.best.evaluation.step_s,
-                "rows_per_s": one.rows_per_s,
-                "gain": one.gain,
+                **asdict(replace(one, best=None)),
+                "step_s": one.best and one.best.evaluation.step_s,
                 "gains_little": one.gains_little,
             }
             for one in found.ranking.sizes
@@ -142,14 +140,6 @@ def decision_data(found: Decision) -> dict[str, Any]:
 
 def simulation_lines(plan: Plan, found: Simulation, statement: Statement) -> list[str]:
     """What a person wants to know of a simulation."""
-    rows: Rows = [("pool", "devices", "busy", "idle", "idle because of", "most memory a device")]
-    for pool in found.pools:
-        causes = sorted(pool.idle_s.items(), key=lambda entry: -entry[1])
-        shares = {cause: idle_s / found.wall_s for cause, idle_s in causes}
-        told = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share > 0.005)
-        busy, idle = f"{1 - pool.idle_share:.0%}", f"{pool.idle_share:.0%}"
-        devices = str(plan.pool(pool.pool).devices)
-        rows.append((pool.pool, devices, busy, idle, told, size(pool.peak_bytes)))
     ages = ", ".join(f"{age} old: {count / found.trained:.0%}" for age, count in sorted(found.ages.items()))
     median_s, settled_s = (ranged(statement, one) for one in (found.median_step_s, found.settled_step_s))
     age = [f"age      versions between a row's oldest token and its training: {ages}"]
@@ -161,7 +151,7 @@ def simulation_lines(plan: Plan, found: Simulation, statement: Statement) -> lis
         *(age if plan.freshness else []),
         *_unused(statement, sum(pool.devices for pool in plan.pools)),
         "",
-        *columns(rows),
+        *columns(_pool_rows(plan, found)),
         *said_lines(statement),
     ]
 
@@ -355,33 +345,34 @@ def _unit_rows(plan: Plan) -> Rows:
 def _stage_rows(statement: Statement, one: Ranked) -> Rows:
     """What each stage takes, and its share of what its pool does; generation that streams until it is dry."""
     rows: Rows = [("stage", "pool", "takes", "share of its pool's work")]
-    found = one.evaluation
-    for timing in found.timings:
-        own = [other for other in found.timings if other.pool == timing.pool]
-        spent, whole = found.seconds[timing.stage], sum(other.end_s - other.start_s for other in own)
-        share = f"{spent / whole:.0%}" if timing.pool and whole else ""
-        rows.append((timing.name, timing.pool or "beside", ranged(statement, spent), share))
+    timings, taken = one.evaluation.timings, one.evaluation.seconds
+    for timing in timings:
+        whole = sum(taken[other.stage] for other in timings if other.pool == timing.pool)
+        share = f"{taken[timing.stage] / whole:.0%}" if timing.pool and whole else ""
+        rows.append((timing.name, timing.pool or BESIDE, ranged(statement, taken[timing.stage]), share))
     return rows
 
 
-def _pool_rows(found: Decision) -> Rows:
-    rows: Rows = [("pool", "busy", "idle", "kept a device", "a stage's beside", "left for cache")]
-    for pool, time in zip(found.best.evaluation.pools, found.simulated[0].pools, strict=True):
-        kept = (size(max(0.0, one)) for one in (pool.resident_bytes, pool.working_bytes, pool.room_bytes))
-        rows.append((pool.name, f"{1 - time.idle_share:.0%}", f"{time.idle_share:.0%}", *kept))
+def _pool_rows(plan: Plan, found: Simulation) -> Rows:
+    rows: Rows = [("pool", "devices", "busy", "idle", "idle because of", "most memory a device")]
+    for pool in found.pools:
+        causes = sorted(pool.idle_s.items(), key=lambda entry: -entry[1])
+        shares = {cause: idle_s / found.wall_s for cause, idle_s in causes}
+        told = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share > 0.005)
+        busy, idle = f"{1 - pool.idle_share:.0%}", f"{pool.idle_share:.0%}"
+        devices = str(plan.pool(pool.pool).devices)
+        rows.append((pool.pool, devices, busy, idle, told, size(pool.peak_bytes)))
     return rows
 
 
 def _size_rows(found: Decision) -> Rows:
-    rows: Rows = [("devices", "step", "rows/s", "gain", "rows/s a device", "pools")]
+    rows: Rows = [("devices", "step", "rows/s", "gain", "pools")]
     for one in found.ranking.sizes:
-        if one.best is None:
-            rows.append((str(one.devices), "nothing fits", "", "", "", ""))
-            continue
         gain = "" if one.gain is None else f"{one.gain:+.0%}"
-        each = number(one.rows_per_s / one.devices)
-        step, pools = ranged(found.statement, one.best.evaluation.step_s), pools_text(one.best.plan)
-        rows.append((str(one.devices), step, number(one.rows_per_s), gain, each, pools))
+        step, pools = "nothing fits", ""
+        if one.best is not None:
+            step, pools = ranged(found.statement, one.best.evaluation.step_s), pools_text(one.best.plan)
+        rows.append((str(one.devices), step, number(one.rows_per_s), gain, pools))
     return rows
 
 
@@ -421,16 +412,10 @@ def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -
     spent, idle = one.evaluation, {time.pool: {"idle_share": time.idle_share} for time in times}
     return {
         **asdict(one.plan),
-        "value": one.value,
-        "cause": one.cause,
-        "why": one.why,
+        **{key: vars(one)[key] for key in ("value", "cause", "why")},
         "step_s": spent.step_s,
         "range_s": statement.range_s(spent.step_s),
         "devices": spent.devices,
-        "rows_per_s": statement.problem.workload.rows / spent.step_s if spent.step_s else None,
-        "stages": [
-            {"stage": one.name, "pool": one.pool, "start_s": one.start_s, "end_s": one.end_s}
-            for one in spent.timings
-        ],
+        "stages": [asdict(timing) for timing in spent.timings],
         "pool_use": [asdict(pool) | idle.get(pool.name, {}) for pool in spent.pools],
     }

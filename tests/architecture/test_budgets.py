@@ -35,9 +35,9 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 10_997
+TRUNK_LINES = 10_993
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 25_099
+PACKAGE_LINES = 24_838
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,
@@ -53,7 +53,7 @@ PLANNER = [
     "rillflow/cli/planning.py",
 ]
 """What plans, with what feeds and shows it."""
-PLANNER_LINES = 5_131
+PLANNER_LINES = 4_874
 """Code lines of it at most; lowered whenever something goes."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 _NO_CODE = (

@@ -23,7 +23,7 @@ from rillflow.planner.cost_model.links import (
     send_s,
 )
 from rillflow.planner.factors import Factors
-from rillflow.planner.grid import Grids, Numbers
+from rillflow.planner.grid import Grid, Numbers
 from rillflow.planner.hardware import Fleet
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.workload import Workload
@@ -93,7 +93,7 @@ class Load:
     squares: Numbers
     """Sum of its rows' squared tokens."""
     seats: Numbers
-    """Tokens of its rows as attention has them: none shared, and short rows as long as the longest."""
+    """Tokens of its rows as attention has them: none shared."""
     micro_batches: Numbers
     """Forward and backward passes it takes them in."""
 
@@ -120,7 +120,7 @@ def load_of(workload: Workload, dp: Numbers, parts: int, computed: float = 1.0, 
     return Load(
         tokens=tokens * computed,
         squares=squares,
-        seats=tokens * workload.packing.attended,
+        seats=tokens,
         micro_batches=np.maximum(micro_batches, 1),
     )
 
@@ -140,7 +140,7 @@ def paced_flops(setting: Setting, load: Load) -> Numbers:
     return pass_flops(shape, load) + longer * 2.0 * shape.chosen_parameters * load.tokens
 
 
-def products_s(setting: Setting, load: Load, grids: Grids, passes: float, share: float) -> Numbers:
+def products_s(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> Numbers:
     """Seconds of a device's share of the passes' FLOPs, at a share of its peak."""
     return passes * paced_flops(setting, load) / (grids.pp * grids.tp * setting.peak * share)
 
@@ -156,12 +156,12 @@ def touched_s(setting: Setting, tp: Numbers) -> Numbers:
     return moved / (setting.fleet.device.memory_bandwidth * setting.factors.decode_bandwidth)
 
 
-def activations_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+def activations_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
     """Seconds of memory that activations take in the layers of a device."""
     return passes * load.tokens * setting.shape.layers / grids.pp * touched_s(setting, grids.tp)
 
 
-def attention_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+def attention_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
     """Seconds of attention in the layers of a device beside its products: ``head_token_s`` a head and token.
 
     Rows are attended to each by itself, head by head: on processors blocks so small cost by their number
@@ -172,7 +172,7 @@ def attention_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Nu
     return passes * once
 
 
-def launches_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+def launches_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
     """Seconds that a pass and its layers cost to start, for every micro-batch; layers of experts more.
 
     A backward pass starts once: it has two forwards' products in kernels nobody has to call one by one.
@@ -183,7 +183,7 @@ def launches_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Num
     return (passes - 1 if passes > FORWARD else 1) * load.micro_batches * once
 
 
-def tensor_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+def tensor_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
     """Seconds of tensor parallelism: 2 all-reduces of every layer's activations in each pass.
 
     Shoeybi et al., arXiv 1909.08053, 3: one after attention, one after the feed-forward block; the backward
@@ -195,7 +195,7 @@ def tensor_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbe
     return rounds * load.micro_batches * all_reduce_s(setting.links, sent, grids.tp)
 
 
-def context_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+def context_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
     """Seconds of context parallelism: in each pass a layer gathers a row's other keys and values."""
     shape = setting.shape
     numbers = shape.cached_numbers / shape.layers / (1 if shape.latent else grids.tp)
@@ -204,7 +204,7 @@ def context_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numb
     return rounds * all_gather_s(setting.links, gathered, grids.cp, grids.tp)
 
 
-def experts_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+def experts_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
     """Seconds of expert parallelism: tokens go to their experts and back, 2 all-to-alls a layer and pass.
 
     Every device sends k copies of its tokens (Lepikhin et al., arXiv 2006.16668); as many rounds as
@@ -212,21 +212,21 @@ def experts_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numb
     """
     shape = setting.shape
     if not shape.is_mixture:
-        return np.zeros(len(grids))
+        return 0.0
     rounds = 2 * shape.mixture_layers / grids.pp * (passes - 1 if passes > FORWARD else 1)
     tokens = load.tokens / load.micro_batches / grids.tp
     sent = tokens * shape.experts_per_token * shape.hidden * setting.item_bytes
     return rounds * load.micro_batches * all_to_all_s(setting.links, sent, grids.ep)
 
 
-def pipeline_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+def pipeline_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
     """Seconds of activations and their gradients on their way between stages, once a micro-batch."""
     sent = load.tokens / load.micro_batches / grids.tp * setting.shape.hidden * setting.item_bytes
     ways = 2 if passes > FORWARD else 1
     return ways * load.micro_batches * send_s(setting.links, sent, grids.pp, grids.tp)
 
 
-def bubble(load: Load, grids: Grids) -> Numbers:
+def bubble(load: Load, grids: Grid) -> Numbers:
     """What filling and draining a pipeline adds: (N - 1) / M of the work, N stages and M micro-batches.
 
     1F1B (Narayanan et al., arXiv 2104.04473, 2.2): (M + N - 1)(f + b) instead of M (f + b).
@@ -234,13 +234,13 @@ def bubble(load: Load, grids: Grids) -> Numbers:
     return (grids.pp - 1) / load.micro_batches
 
 
-def stage_parameters(shape: ModelShape, grids: Grids) -> Numbers:
+def stage_parameters(shape: ModelShape, grids: Grid) -> Numbers:
     """Parameters of one pipeline stage that one device computes with, shards gathered."""
     dense = shape.shared_parameters / (grids.pp * grids.tp)
     return dense + shape.routed_parameters / (grids.pp * grids.expert_ways)
 
 
-def gathers_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numbers:
+def gathers_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
     """Seconds of links that shards of parameters take: gathered for every micro-batch, forward and backward.
 
     Zhao et al., arXiv 2304.11277: and gradients are reduce-scattered after each, which is a gather backwards.
@@ -250,13 +250,13 @@ def gathers_s(setting: Setting, load: Load, grids: Grids, passes: float) -> Numb
     weights = stage_parameters(setting.shape, grids) * setting.item_bytes / each
     gather = all_gather_s(setting.links, weights, grids.copies, grids.dp_stride)
     if passes == FORWARD:
-        return np.where(grids.sharded, load.micro_batches * each * gather, 0.0)
+        return np.where(grids.is_sharded, load.micro_batches * each * gather, 0.0)
     gradients = weights / setting.item_bytes * GRADIENT_BYTES
     scatter = all_gather_s(setting.links, gradients, grids.copies, grids.dp_stride)
-    return np.where(grids.sharded, load.micro_batches * each * (2 * gather + scatter), 0.0)
+    return np.where(grids.is_sharded, load.micro_batches * each * (2 * gather + scatter), 0.0)
 
 
-def gradients_s(setting: Setting, grids: Grids) -> Numbers:
+def gradients_s(setting: Setting, grids: Grid) -> Numbers:
     """Seconds to agree over dp on an optimiser step and to add up its float32 gradients.
 
     Experts are added up over fewer devices; shards have been after every pass.
@@ -269,19 +269,19 @@ def gradients_s(setting: Setting, grids: Grids) -> Numbers:
         copies = np.maximum(grids.copies * grids.tp / grids.expert_ways, 1)
         found = found + all_reduce_s(links, routed, copies, grids.expert_ways)
     agreed = AGREEMENTS * all_gather_s(links, 0.0, grids.copies, grids.dp_stride)
-    return agreed + np.where(grids.sharded, 0.0, found)
+    return agreed + np.where(grids.is_sharded, 0.0, found)
 
 
-def optimized_parameters(setting: Setting, grids: Grids) -> Numbers:
+def optimized_parameters(setting: Setting, grids: Grid) -> Numbers:
     """Parameters whose optimiser state a device keeps: all it holds, or its share of them (ZeRO-1)."""
     shape = setting.shape
-    cut = np.where(np.logical_and(setting.zero1, ~grids.sharded), grids.copies, 1.0)
+    cut = np.where(np.logical_and(setting.zero1, np.logical_not(grids.is_sharded)), grids.copies, 1.0)
     spread = np.where(cut > 1, np.maximum(grids.copies * grids.tp / grids.expert_ways, 1), 1.0)
     dense = shape.shared_parameters / grids.dense_cuts / cut
     return dense + shape.routed_parameters / grids.expert_cuts / spread
 
 
-def optimizer_s(setting: Setting, grids: Grids) -> Numbers:
+def optimizer_s(setting: Setting, grids: Grid) -> Numbers:
     """Seconds of Adam: it reads gradient, weight and two moments and writes the last three, float32.
 
     28 bytes a parameter, and the copy for computing where that has another dtype.
@@ -292,10 +292,10 @@ def optimizer_s(setting: Setting, grids: Grids) -> Numbers:
     return held * moved / (setting.fleet.device.memory_bandwidth * factors.decode_bandwidth)
 
 
-def passes_s(setting: Setting, load: Load, grids: Grids, passes: float, share: float) -> Numbers:
+def passes_s(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> Numbers:
     """Seconds of all micro-batches of one load: the work, drained through the pipeline, or the gathers.
 
-    Of gathers, ``hidden_gathers`` run beside the work: they count where they take longer than it.
+    Of gathers, ``hidden`` run beside the work: they count where they take longer than it.
     """
     work = (
         products_s(setting, load, grids, passes, share)
@@ -308,17 +308,17 @@ def passes_s(setting: Setting, load: Load, grids: Grids, passes: float, share: f
         + pipeline_s(setting, load, grids, passes)
     )
     drained = work * (1 + bubble(load, grids))
-    gathers, hidden = gathers_s(setting, load, grids, passes), setting.factors.hidden_gathers
+    gathers, hidden = gathers_s(setting, load, grids, passes), setting.factors.hidden
     return np.maximum(drained, hidden * gathers) + (1 - hidden) * gathers
 
 
-def score_s(setting: Setting, grids: Grids) -> Numbers:
+def score_s(setting: Setting, grids: Grid) -> Numbers:
     """Seconds of one forward pass over a step's rows, [grids]."""
     load = load_of(setting.workload, grids.dp, 1, setting.workload.packing.scored, grids.cp)
     return passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)
 
 
-def train_s(setting: Setting, grids: Grids) -> Numbers:
+def train_s(setting: Setting, grids: Grid) -> Numbers:
     """Seconds of all epochs and optimiser steps over a step's rows, [grids]."""
     workload = setting.workload
     load = load_of(workload, grids.dp, workload.minibatches, workload.packing.trained, grids.cp)

@@ -30,12 +30,10 @@ from rillflow.planner.cost_model.generation import (
 )
 from rillflow.planner.cost_model.links import Links, links_of
 from rillflow.planner.cost_model.options import divisors, grids, sampling_sizes, undominated
-from rillflow.planner.grid import Grid, Option, grids_of
+from rillflow.planner.grid import Grid, Numbers, Option, grids_of
 from rillflow.planner.plan import SAMPLER
 from rillflow.planner.problem import Problem, Unit, Work
 
-FORMULA_S = 1e-6
-"""Seconds of a formula for one row, on the controller."""
 CostsOf: TypeAlias = "Callable[[Problem], CostModel]"
 """The class of cost models, or what makes one of a problem."""
 
@@ -51,8 +49,7 @@ class CostModel:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._options: dict[tuple[str, str, int], tuple[Option, ...]] = {}
-        self._shortfalls: dict[tuple[str, str, int], float] = {}
+        self._options: dict[tuple[str, str, int], tuple[tuple[Option, ...], float]] = {}
         self._decoders: dict[tuple[str, int, str, int, float], Decoder | None] = {}
         self._spreads: dict[tuple[int, int], NDArray[np.float64]] = {}
         self._batches_s: dict[tuple[int, int, Decoder, int], float] = {}
@@ -63,20 +60,19 @@ class CostModel:
         Seconds are those of its stages in sum; a way of other copies for generation beats none. Empty where
         none fits, even alone.
         """
-        self._lay_out(unit, fleet, devices)
-        return self._options[unit.name, fleet, devices]
+        return self._lay_out(unit, fleet, devices)[0]
 
     def shortfall_bytes(self, unit: Unit, fleet: str, devices: int) -> float:
         """By how much the unit's smallest option is too large for its fullest device; 0 where one fits."""
-        self._lay_out(unit, fleet, devices)
-        return self._shortfalls[unit.name, fleet, devices]
+        return self._lay_out(unit, fleet, devices)[1]
 
     def option(self, unit: Unit, fleet: str, devices: int, grid: Grid, generate_tp: int) -> Option:
         """The unit on just this grid, be it better than another or not."""
-        for known in self._options.get((unit.name, fleet, devices), ()):
+        for known in self._options.get((unit.name, fleet, devices), ((), 0.0))[0]:
             if (known.grid, known.generate_tp) == (grid, generate_tp):
                 return known
-        return _Laid(self._problem, self._setting(unit, fleet), unit, [(grid, generate_tp)]).option(0)
+        found = [(grid, generate_tp)]
+        return _picked(self._laid(unit, fleet, found), found, 0)
 
     def room_bytes(self, fleet: str, options: Mapping[str, Option]) -> float:
         """What a device has left for a cache with these units on it; negative by what is missing."""
@@ -143,7 +139,7 @@ class CostModel:
             bound = max(self._problem.freshness, 1)
             longest = workload.response.quantile(0.5 ** (1.0 / workload.samples))
             held_s = longest * self._held_token_s(bound * rows, longest, decoder) / bound
-        return max(decoded_s, held_s) + self._begun_s(rows, decoder) + self._reread_s(running, decoder)
+        return max(decoded_s, held_s) + self._begun_s(rows, decoder)
 
     def longest_s(self, stage: Stage, decoder: Decoder) -> NDArray[np.float64]:
         """Seconds from the beginning of a step's rows until the longest has ended, ahead, by equal chances.
@@ -172,28 +168,20 @@ class CostModel:
 
     def _token_s(self, running: int, decoder: Decoder) -> float:
         """Seconds of a token of running rows of all ages."""
-        return decoder.advance_s(running, running * self._context() - running / 2, 1.0)
-
-    def _reread_s(self, running: int, decoder: Decoder) -> float:
-        """Seconds in which running rows of all ages read their prefixes under new weights."""
-        return decoder.prefill_s(running * self._context()) if self._problem.hardware.engine.rereads else 0.0
-
-    def _context(self) -> float:
-        """Tokens of a running row, met at random."""
-        response = self._problem.workload.response
-        return self._problem.workload.prompt.mean + response.mean_square / (2 * response.mean)
+        context = running * self._problem.workload.running_tokens
+        return decoder.advance_s(running, context - running / 2, 1.0)
 
     def _begun_s(self, rows: int, decoder: Decoder, entered: float = 0.0) -> float:
         """Seconds in which a replica lets its part of so many rows begin, and reads their prompts."""
         read = prompt_tokens(self._problem.workload, rows, decoder.replicas)
-        return decoder.entry_s(entered or rows / decoder.replicas) + decoder.prefill_s(read)
+        entry_s = decoder.begin_s + (entered or rows / decoder.replicas) * decoder.row_begin_s
+        return entry_s + decoder.prefill_s(read)
 
     def function_s(self, stage: Stage, devices: int) -> float:
-        """Seconds of a function, spread over the hosts of so many devices, or of a formula on one."""
+        """Seconds of a function, spread over the hosts of so many devices; a formula's are not counted."""
         workload = self._problem.workload
-        if self._problem.work(stage) is Work.FORMULA:
-            return FORMULA_S * workload.rows
-        return workload.function_s * workload.rows / max(devices, 1)
+        is_function = self._problem.work(stage) is Work.FUNCTION
+        return is_function * workload.function_s * workload.rows / max(devices, 1)
 
     def transfer_s(self, edge: Edge, source: transfers.Seat, destination: transfers.Seat) -> float:
         """Seconds of an edge's fields between two pools."""
@@ -230,25 +218,27 @@ class CostModel:
             zero1=hardware.engine.zero1,
         )
 
-    def _lay_out(self, unit: Unit, fleet: str, devices: int) -> None:
-        """Find what there is at a place; all sizes of a fleet are laid out at once."""
-        if (unit.name, fleet, devices) in self._options:
-            return
-        known = self._problem.hardware.fleet(fleet).sizes
-        is_first = devices in known and (unit.name, fleet, known[0]) not in self._options
-        sizes = known if is_first else (devices,)
-        found = [one for size in sizes for one in self._laid_on(unit, fleet, size)]
-        laid = _Laid(self._problem, self._setting(unit, fleet), unit, found)
-        taken, room, judged = laid.grids.devices, laid.alone_room(), laid.costs()
-        for size in sizes:
-            own = np.flatnonzero(taken == size)
-            fitting = own[room[own] >= 0]
-            kept = [laid.option(index) for index in fitting[undominated(judged[fitting])]]
-            place = unit.name, fleet, size
-            self._options[place] = tuple(sorted(kept, key=lambda option: option.generate_tp))
-            self._shortfalls[place] = float(max(-np.max(room[own], initial=-np.inf), 0.0))
+    def _lay_out(self, unit: Unit, fleet: str, devices: int) -> tuple[tuple[Option, ...], float]:
+        """The options at a place, and by how many bytes the smallest of all grids is too large."""
+        place = unit.name, fleet, devices
+        if place in self._options:
+            return self._options[place]
+        found = self._ways(unit, fleet, devices)
+        setting, laid = self._setting(unit, fleet), self._laid(unit, fleet, found)
+        seconds, tp = sum(laid.seconds.values()), np.array(laid.generate_tp)
+        row = setting.workload.longest_tokens * cached_bytes(setting, np.maximum(tp, 1))
+        sampling = np.where(tp > 0, laid.sampling_bytes + row, 0.0)
+        beside = np.maximum(laid.working_bytes, sampling)
+        room = setting.fleet.device.memory_bytes * setting.factors.memory - laid.resident_bytes - beside
+        bytes_ = (laid.resident_bytes, laid.working_bytes, laid.sampling_bytes)
+        judged = np.stack(np.broadcast_arrays(seconds, *bytes_, tp, -tp), axis=1)  # copies as large compete
+        fitting = np.flatnonzero(room >= 0)
+        kept = [_picked(laid, found, index) for index in fitting[undominated(judged[fitting])]]
+        options = tuple(sorted(kept, key=lambda option: option.generate_tp))
+        self._options[place] = options, float(max(-np.max(room, initial=-np.inf), 0.0))
+        return self._options[place]
 
-    def _laid_on(self, unit: Unit, fleet: str, devices: int) -> list[tuple[Grid, int]]:
+    def _ways(self, unit: Unit, fleet: str, devices: int) -> list[tuple[Grid, int]]:
         """Every grid of so many devices, with every size of the copies that generate."""
         if unit.name == SAMPLER:
             return [(Grid(dp=devices // tp, tp=tp), tp) for tp in sampling_sizes(unit.shape, devices)]
@@ -260,68 +250,51 @@ class CostModel:
             for tp in (divisors(grid.tp) if generates else (0,))
         ]
 
-
-class _Laid:
-    """A unit on many grids at once, with sizes of the copies that generate: seconds and bytes, [grids]."""
-
-    def __init__(
-        self, problem: Problem, setting: Setting, unit: Unit, found: Sequence[tuple[Grid, int]]
-    ) -> None:
-        self._setting = setting
-        self._found = found
-        self.grids = laid = grids_of(*(grid for grid, _ in found))
-        self.generate_tp = np.array([tp for _, tp in found], dtype=np.int64)
+    def _laid(self, unit: Unit, fleet: str, found: Sequence[tuple[Grid, int]]) -> Option:
+        """A unit on many grids at once: seconds and bytes are arrays, [grids]."""
+        problem, setting = self._problem, self._setting(unit, fleet)
+        laid, tp = grids_of(*(grid for grid, _ in found)), _array([tp for _, tp in found])
         works = {index: problem.work(problem.graph.stages[index]) for index in unit.stages}
-        kinds, nothing = set(works.values()), np.zeros(len(laid))
-        weights = np.asarray(memory.weight_bytes(setting, laid))
-        kept = weights + (memory.optimizer_bytes(setting, laid) if Work.TRAIN in kinds else nothing)
-        working = nothing
+        kinds, nothing = set(works.values()), _array([0.0] * len(found))
+        weights = memory.weight_bytes(setting, laid)
+        kept, working = weights, nothing
         if Work.TRAIN in kinds:
-            working = np.maximum(working, memory.training_bytes(setting, laid))
+            kept, working = kept + memory.optimizer_bytes(setting, laid), memory.training_bytes(setting, laid)
         if Work.SCORE in kinds:
-            working = np.maximum(working, memory.scoring_bytes(setting, laid))
-        copy = setting.shape.parameters * setting.item_bytes / np.maximum(self.generate_tp, 1)
-        sampling = np.where(self.generate_tp > 0, np.maximum(copy - weights, 0.0), 0.0)
+            working = _array(np.maximum(working, memory.scoring_bytes(setting, laid)))
+        copy = setting.shape.parameters * setting.item_bytes / np.maximum(tp, 1)
+        sampling: Numbers = np.where(tp > 0, np.maximum(copy - weights, 0.0), 0.0)
         fetched = moved = nothing
         if unit.name == SAMPLER:
             kept, sampling = copy, nothing
         elif problem.offloads:
             fetched, moved = weights / setting.links.host, kept / setting.links.host
             working, kept = working + kept, nothing
-            sampling = np.where(self.generate_tp > 0, copy, 0.0)
-        self.resident, self.working, self.sampling = kept, working, sampling
+            sampling = np.where(tp > 0, copy, 0.0)
         called = np.where(laid.devices > 1, setting.factors.call_s, 0.0)
-        seconds: dict[Work, Any] = {
-            Work.TRAIN: called + train_s(setting, laid) + 2 * moved if Work.TRAIN in kinds else nothing,
-            Work.SCORE: called + score_s(setting, laid) + fetched if Work.SCORE in kinds else nothing,
-            Work.PUBLISH: transfers.in_place_s(setting, laid, np.maximum(self.generate_tp, 1))
-            if Work.PUBLISH in kinds and not problem.samples_apart
-            else nothing,
-        }
-        self.seconds = {index: seconds[work] for index, work in works.items() if work is not Work.GENERATE}
-
-    def costs(self) -> np.ndarray:
-        """All that an option is judged by, [grids, costs]; what copies are as large is compared alone."""
-        seconds, tp = sum(self.seconds.values(), np.zeros(len(self.grids))), self.generate_tp
-        return np.stack([seconds, self.resident, self.working, self.sampling, tp, -tp], axis=1)
-
-    def alone_room(self) -> np.ndarray:
-        """Bytes of a device that are left with nothing else on it but a row it generates, [grids]."""
-        setting = self._setting
-        device = setting.fleet.device.memory_bytes * setting.factors.memory
-        cached = cached_bytes(setting, np.maximum(self.generate_tp, 1))
-        row = setting.workload.longest_tokens * cached
-        sampling = np.where(self.generate_tp > 0, self.sampling + row, 0.0)
-        return device - self.resident - np.maximum(self.working, sampling)
-
-    def option(self, place: int) -> Option:
-        """One of them."""
-        grid, generate_tp = self._found[place]
+        seconds: dict[Work, Any] = dict.fromkeys(works.values(), nothing)
+        if Work.TRAIN in kinds:
+            seconds[Work.TRAIN] = called + train_s(setting, laid) + 2 * moved
+        if Work.SCORE in kinds:
+            seconds[Work.SCORE] = called + score_s(setting, laid) + fetched
+        if Work.PUBLISH in kinds and not problem.samples_apart:
+            seconds[Work.PUBLISH] = nothing + transfers.in_place_s(setting, laid, np.maximum(tp, 1))
         return Option(
-            grid=grid,
-            generate_tp=generate_tp,
-            seconds={index: float(found[place]) for index, found in self.seconds.items()},
-            resident_bytes=float(self.resident[place]),
-            working_bytes=float(self.working[place]),
-            sampling_bytes=float(self.sampling[place]),
+            grid=laid,
+            generate_tp=tp,
+            seconds={index: seconds[work] for index, work in works.items() if work is not Work.GENERATE},
+            resident_bytes=kept,
+            working_bytes=working,
+            sampling_bytes=sampling,
         )
+
+
+def _array(numbers: Numbers) -> Numbers:
+    return np.array(numbers)
+
+
+def _picked(laid: Any, found: Sequence[tuple[Grid, int]], place: int) -> Option:
+    """One of many options."""
+    numbers = {name: float(vars(laid)[name][place]) for name in vars(laid) if name.endswith("_bytes")}
+    seconds = {index: float(spent[place]) for index, spent in laid.seconds.items()}
+    return Option(grid=found[place][0], generate_tp=found[place][1], seconds=seconds, **numbers)

@@ -64,7 +64,7 @@ class Decoder:
     """Seconds of one row beside its products: bytes in collectives, activations, scheduling, sampling."""
     prefill_token_s: float
     """Seconds of one prompt token's products, and of its attention in a prompt of the mean length."""
-    hidden_reads: float
+    hidden: float
     """Of what is read, the share that runs beside products."""
     row_begin_s: float
     """Seconds of a row beside its tokens."""
@@ -87,12 +87,8 @@ class Decoder:
         chosen = 1.0 - math.pow(self.missed_share, rows)
         read_s = self.trunk_s + chosen * self.experts_s + context_tokens * self.cache_s
         compute_s = rows * self.row_s + context_tokens * self.pair_s
-        waited_s = (1.0 - self.hidden_reads) * read_s
-        return max(self.hidden_reads * read_s, compute_s) + waited_s + self.launch_s + rows * self.link_s
-
-    def entry_s(self, rows: float) -> float:
-        """Seconds of a stage's rows on this replica beside their tokens, and of the stage itself."""
-        return self.begin_s + rows * self.row_begin_s
+        waited_s = (1.0 - self.hidden) * read_s
+        return max(self.hidden * read_s, compute_s) + waited_s + self.launch_s + rows * self.link_s
 
     def prefill_s(self, tokens: float) -> float:
         """Seconds to read prompts of so many tokens in sum."""
@@ -138,7 +134,7 @@ def decoder_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
         + (shape.layers * factors.launch_s + latency) / PREFILL_TOKENS
         + (one_row - latency)
         + shape.attention_flops(1.0) / tp / reading * workload.prompt.mean / 2,
-        hidden_reads=factors.hidden_reads,
+        hidden=factors.hidden,
         row_begin_s=factors.row_s,
         begin_s=(factors.call_s if devices > 1 else 0.0) + factors.pass_s + shape.layers * factors.launch_s,
     )
@@ -151,8 +147,7 @@ def running_rows(workload: Workload, decoder: Decoder) -> int:
     ``p + E[L^2] / (2 E[L])``. Rows of one length grow together, and all need room for their last token.
     """
     response = workload.response
-    aged = response.mean_square / (2 * max(response.mean, 1e-9))
-    held = workload.prompt.mean + (response.limit if response.kind == "fixed" else aged)
+    held = workload.prompt.mean + response.limit if response.kind == "fixed" else workload.running_tokens
     return max(min(decoder.most_rows, int(decoder.capacity_tokens / max(held, 1.0))), 1)
 
 
@@ -229,7 +224,7 @@ def _equal_waves_s(workload: Workload, decoder: Decoder, count: int, slots: int)
 def _waves_s(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int) -> float:
     """Seconds of rows that take turns in so many places."""
     full, *ends = _ends_in_turn(lengths.tobytes(), slots)
-    mean = workload.prompt.mean + workload.response.mean_square / (2 * workload.response.mean)
+    mean = workload.running_tokens
     filled_s = decoder.advance_s(slots, slots * (mean - full / 2), full)
     return filled_s + _drain_all_s(workload, decoder, np.array(ends) - full, mean - workload.prompt.mean)
 

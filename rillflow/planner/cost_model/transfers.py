@@ -13,7 +13,7 @@ import numpy as np
 from rillflow.planner.cost_model.compute import Setting
 from rillflow.planner.cost_model.generation import Decoder
 from rillflow.planner.cost_model.links import Links, all_gather_s
-from rillflow.planner.grid import Grids, Numbers, Option
+from rillflow.planner.grid import Grid, Numbers, Option
 from rillflow.planner.plan import PlannedPool
 from rillflow.planner.problem import Unit
 from rillflow.planner.workload import Workload
@@ -24,8 +24,6 @@ NUMBER_BYTES = 4
 """Of a number per token or row."""
 ROW_FIELDS = frozenset({"rewards", "costs", "valid", "outcome", "finish", "limits", "versions", "varied"})
 """Fields with one number a row."""
-TEXT_FIELDS = frozenset({"columns", "completion", "message"})
-"""Fields of text: about as long as the response's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +44,7 @@ def field_bytes(workload: Workload, field: str) -> float:
     """Bytes of one field of one row, ragged: nothing is padded on the way."""
     if field in ROW_FIELDS:
         return NUMBER_BYTES
-    if field in TEXT_FIELDS:
-        return NUMBER_BYTES * workload.response.mean
-    if field == "tokens":
-        return TOKEN_BYTES * workload.row_tokens
-    if field == "loss_mask":
-        return workload.row_tokens
-    return NUMBER_BYTES * workload.row_tokens
+    return (TOKEN_BYTES if field == "tokens" else NUMBER_BYTES) * workload.row_tokens
 
 
 def rows_s(
@@ -64,10 +56,11 @@ def rows_s(
     a replica follow inside the pool and are not counted.
     """
     total = workload.rows * sum(field_bytes(workload, field) for field in fields)
-    return total / (min(source.option.grid.dp, destination.option.grid.dp) * rate)
+    ranks: int = min(source.option.grid.dp, destination.option.grid.dp)
+    return total / (ranks * rate)
 
 
-def received_in_place(total_bytes: Numbers, grids: Grids, generate_tp: Numbers) -> Numbers:
+def received_in_place(total_bytes: Numbers, grids: Grid, generate_tp: Numbers) -> Numbers:
     """Bytes each rank receives to generate on the devices it trains on, (t p - t_g p_g) / (t_g p_g t p) M.
 
     HybridFlow, arXiv 2409.19256, table 2, with p_g = 1: what it trains lies in what it generates with, so
@@ -76,14 +69,14 @@ def received_in_place(total_bytes: Numbers, grids: Grids, generate_tp: Numbers) 
     return np.maximum(np.divide(total_bytes, generate_tp) - total_bytes / grids.dense_cuts, 0.0)
 
 
-def in_place_s(setting: Setting, grids: Grids, generate_tp: Numbers) -> Numbers:
+def in_place_s(setting: Setting, grids: Grid, generate_tp: Numbers) -> Numbers:
     """Seconds from the training grid to the generation grid on the same devices, [grids].
 
     One all-gather among the t p / t_g ranks of a micro-dp group, and over dp where parameters are cut there.
     """
     total = setting.shape.parameters * setting.item_bytes
     if setting.factors.refit:
-        return np.full(len(grids), total / setting.factors.refit)
+        return total / setting.factors.refit
     ways = np.maximum(grids.dense_cuts / generate_tp, 1.0)
     missing = received_in_place(total, grids, generate_tp)
     gathered = np.where(ways > 1, missing * ways / np.maximum(ways - 1, 1e-9), 0.0)
@@ -100,7 +93,7 @@ def apart_s(setting: Setting, links: Links, source: Seat, destination: Seat) -> 
     if setting.factors.refit_apart:
         return total / setting.factors.refit_apart
     grid, pools = source.option.grid, (source.pool, destination.pool)
-    senders = grid.pp * grid.tp * grid.dp if grid.is_sharded else grid.pp * grid.tp
+    senders: int = grid.pp * grid.tp * grid.dp if grid.is_sharded else grid.pp * grid.tp
     is_near = sum(pool.devices for pool in pools) <= links.per_machine
     rate = links.inside if is_near and pools[0].fleet == pools[1].fleet else links.between
     taken_s = total / max(destination.option.generate_tp, 1) / rate

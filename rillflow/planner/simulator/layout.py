@@ -22,7 +22,7 @@ from rillflow.planner.evaluate import StepEvaluation, evaluate
 from rillflow.planner.plan import SAMPLER, Plan
 from rillflow.planner.problem import Problem, Work
 from rillflow.planner.schedule import StageTask, tasks_of
-from rillflow.planner.simulator.draws import Draws, slow_devices
+from rillflow.planner.simulator.draws import Row, rows_of, slow_devices
 from rillflow.planner.simulator.replica import Replica
 from rillflow.planner.workload import require_within
 
@@ -35,12 +35,9 @@ class Settings:
     """What a simulation assumes beside the plan.
 
     Example:
-        Settings(interrupts=True, straggler_share=0.05, straggler_factor=1.5)
+        Settings(straggler_share=0.05, straggler_factor=1.5)
     """
 
-    interrupts: bool | None = None
-    """Whether new weights interrupt rows, which go on under them; else a replica ends what it runs first; as
-    the engine of the cluster does where it is None."""
     parts: int = 0
     """In how many parts a step's rows are handed on, in order, every step sampled by one version, as runs do;
     0: by groups as they end, where the plan lets rows flow."""
@@ -177,12 +174,6 @@ class Layout:
         """Prompts that begin in a round."""
         return _begun(self.problem.workload.prompts, self.plan.oversample_prompts)
 
-    @property
-    def interrupts(self) -> bool:
-        """Whether new weights interrupt rows."""
-        said = self.settings.interrupts
-        return self.problem.hardware.engine.interrupts if said is None else said
-
     def pool_of(self, stage: int) -> str:
         """Whose devices a stage holds; of one beside them a name of its own, which no pool has."""
         role = self.problem.graph.stages[stage].role
@@ -194,10 +185,10 @@ class Layout:
         assert found is not None, "a unit that generates is seated with a decoder"
         return found
 
-    def draws(self) -> Draws:
-        """The lengths of the run's rows; the last sample of a prompt is the greedy one, if there is any."""
+    def rows(self, prompt: int) -> list[Row]:
+        """The rows of a prompt; the last sample is the greedy one, if there is any."""
         extra = any(self.is_greedy(stage) for stage in self.generating)
-        return Draws(self.problem.workload, seed=self.seed, samples=self.samples_begun + extra)
+        return rows_of(self.problem.workload, prompt, seed=self.seed, samples=self.samples_begun + extra)
 
     def is_greedy(self, stage: int) -> bool:
         """Whether a stage answers every prompt once."""
@@ -235,7 +226,7 @@ class Layout:
 
     @cached_property
     def _slow_devices(self) -> Mapping[str, list[bool]]:
-        slow = slow_devices(self.seed, self.evaluation.devices, self.settings.straggler_share).tolist()
+        slow = slow_devices(self.seed, self.evaluation.devices, self.settings.straggler_share)
         found, first = {}, 0
         for pool in self.plan.pools:
             found[pool.name] = slow[first : first + pool.devices]
@@ -272,8 +263,8 @@ def require_flow(layout: Layout) -> None:
             "a step has a whole number of batches of as many prompts each",
         ),
         (
-            plan.oversample_prompts > 1.0,
-            f"oversample_prompts is {plan.oversample_prompts:g}",
+            max(plan.oversample_prompts, plan.oversample_samples) > 1.0,
+            f"oversample_prompts is {plan.oversample_prompts:g}, samples {plan.oversample_samples:g}",
             "where rows flow, long ones hold nobody up: there are no rounds to leave them out of",
         ),
         (not layout.problem.publishing, "no stage publishes weights", "rows would stay of version 0"),

@@ -1,7 +1,6 @@
 """Sampling: replicas and the groups of rows on them, in a round of a step or without end.
 
-prompts ─ rows ─> replicas ─ ended ─┬─> a prompt's wanted samples are there: its others are stopped
-                                    └─> Round: the wanted prompts are there: it ends, the rest is put aside
+prompts ─ rows ─> replicas ─ ended ─> Round: wanted prompts have their wanted samples; the rest is put aside
 new weights ─┬─ interrupts ──> Stream: every replica takes them at once, and its rows go on under them
              └─ else ────────> a replica takes them when it has no rows, or when none has any (``drains``): it
                                gets none that it may not begin
@@ -20,7 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -35,27 +34,96 @@ from rillflow.planner.simulator.result import Book, IdleCause
 class SampleGroup:
     """The rows of a prompt on their way."""
 
-    prompt: int
-    """Its number."""
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     """All that begin."""
-    left: int
-    """Sampled rows that are still waited for."""
-    greedy_left: int
-    """Greedy rows that are still waited for."""
     version: int = 0
     """The version of the policy under which its first row begins: that of its oldest token."""
     versions: dict[int, int] = field(default_factory=dict)
-    """By sample: under which version it began."""
-    homes: dict[int, int] = field(default_factory=dict)
-    """By sample that has begun: the replica it is on."""
-    kept: list[Row] = field(default_factory=list)
-    """Rows that ended and were waited for."""
+    """By sample that has begun: under which version."""
+    left: int = 0
+    """Rows that have not ended."""
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all that it waits for has ended."""
-        return not self.left and not self.greedy_left
+    def prompt(self) -> int:
+        """Its prompt's number."""
+        return self.rows[0].prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """The rows of a step in step, dealt to replicas as cards are; it ends with the wanted prompts."""
+
+    complete_s: Mapping[int, float]
+    """By prompt that is kept, in their order: until its wanted rows had ended."""
+    kept: Sequence[Row]
+    """Their wanted rows, the first to end."""
+    aside: Sequence[int]
+    """Prompts begun that are left for later."""
+    lanes_s: Sequence[float]
+    """Of each replica, the seconds until its last row had ended, or the round."""
+    peak_tokens: float
+    """The most tokens a replica's cache held."""
+
+    @property
+    def seconds(self) -> float:
+        """Until it ended."""
+        return max(self.complete_s.values())
+
+    def handed_s(self, parts: int) -> list[float]:
+        """Of so many parts of the prompts, when each is handed on: when all up to its last are complete."""
+        ends = list(accumulate((self.complete_s[prompt] for prompt in sorted(self.complete_s)), max))
+        return [ends[max(len(ends) * part // parts, 1) - 1] for part in range(1, parts)] + [self.seconds]
+
+
+def played(
+    replicas: Sequence[Replica], prompts: Sequence[Sequence[Row]], *, wanted: int, samples: int
+) -> Round:
+    """A round in which more may begin than is wanted; rows that nobody waits for are stopped.
+
+    Args:
+        replicas: fresh ones.
+        prompts: the rows of each prompt that begins.
+        wanted: prompts that end the round once they are complete.
+        samples: rows that make a prompt complete.
+    """
+    rows, lanes = [row for group in prompts for row in group], len(replicas)
+    homes = {(row.prompt, row.sample): number * lanes // len(rows) for number, row in enumerate(rows)}
+    for place, replica in enumerate(replicas):
+        first, end = (-(-one * len(rows) // lanes) for one in (place, place + 1))
+        replica.begin(rows[first:end], 0.0)
+    begun = {group[0].prompt: group for group in prompts}
+    ended: dict[int, list[Row]] = {prompt: [] for prompt in begun}
+    complete_s: dict[int, float] = {}
+    done_s, heap = [0.0] * lanes, sorted((replica.next_s, place) for place, replica in enumerate(replicas))
+    while heap and heap[0][0] < math.inf and len(complete_s) < wanted:
+        now_s, place = heapq.heappop(heap)
+        if replicas[place].next_s != now_s:
+            continue
+        changed, left = {place}, replicas[place].advance(now_s)
+        while left:
+            row = left.pop()
+            own = ended[row.prompt]
+            own += [row] if len(own) < samples else []
+            if len(own) < samples or row.prompt in complete_s:
+                continue
+            complete_s[row.prompt] = now_s
+            for other in [other for other in begun[row.prompt] if other not in own]:
+                home = homes[other.prompt, other.sample]
+                left += replicas[home].advance(now_s)
+                replicas[home].stop(other)
+                changed.add(home)
+        for place in changed:
+            done_s[place] = now_s
+            heapq.heappush(heap, (replicas[place].next_s, place))
+    complete_s = dict([*complete_s.items()][:wanted])
+    seconds = max(complete_s.values())
+    return Round(
+        complete_s=complete_s,
+        kept=[row for prompt in complete_s for row in ended[prompt]],
+        aside=[prompt for prompt in begun if prompt not in complete_s],
+        lanes_s=[seconds if replica.rows else done for replica, done in zip(replicas, done_s, strict=True)],
+        peak_tokens=max(replica.peak_tokens for replica in replicas),
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,19 +132,46 @@ class _Lane:
 
     replica: Replica
     version: int = 0
-    done_s: float = 0.0
     held_s: float = 0.0
     cause: IdleCause | None = IdleCause.FRESHNESS
 
 
-class _Sampling:
-    """Groups of rows on replicas."""
+class Stream:
+    """Replicas that sample without end.
 
-    def __init__(self, replicas: Sequence[Replica], greedy: int) -> None:
-        self.lanes = [_Lane(replica=replica) for replica in replicas]
+    Args:
+        layout: what is simulated.
+        admission: which groups may begin.
+        book: where spans are written.
+        load_s: seconds for which a replica stands still when it takes new weights.
+    """
+
+    def __init__(
+        self, layout: Layout, admission: HardBound[SampleGroup], book: Book, *, load_s: float
+    ) -> None:
+        stage = next(iter(layout.generating))
+        self.lanes = [_Lane(replica=replica) for replica in layout.replicas(stage)]
         self.live: dict[int, SampleGroup] = {}
-        self._greedy = greedy
-        """The sample from which on rows are greedy."""
+        self.newest = 0
+        self.begun = 0
+        self._layout = layout
+        self._engine = layout.problem.hardware.engine
+        self._admission = admission
+        self._book = book
+        self._load_s = load_s
+        self._pool = layout.pool_of(stage)
+        self._name = layout.problem.graph.stages[stage].name
+        self._next = layout.rows(0)
+        self._waiting: deque[Row] = deque()
+        self._incomplete = 0
+        self._empty = set(range(len(self.lanes)))
+        steps = layout.plan.freshness + 1
+        self._most_groups = math.inf
+        if self._engine.holds_prompts:
+            self._most_groups = max(layout.plan.freshness, 1) * layout.problem.workload.prompts
+        rows = steps * layout.problem.workload.prompts * len(self._next)
+        self._fair = max(-(-rows // len(self.lanes)), 1)
+        self._open = [(0, place) for place in self._empty]
         self._changed: set[int] = set()
 
     @property
@@ -95,153 +190,11 @@ class _Sampling:
         """Let a replica come to its next event, unless it changed since; the groups complete by that."""
         return self._pass(place, now_s) if self.lanes[place].replica.next_s == now_s else []
 
-    def _pass(self, place: int, now_s: float) -> list[SampleGroup]:
-        """Let time pass on a replica; the groups complete by that, their other rows stopped."""
-        complete = []
-        left = self._advance(place, now_s)
-        while left:
-            row = left.pop()
-            group = self.live[row.prompt]
-            if group.is_complete or not self._count(group, row):
-                continue
-            complete.append(group)
-            kept = {item.sample for item in group.kept}
-            for other in group.rows:
-                if other.sample not in kept:
-                    left += self._stop(other, now_s)
-        return complete
-
-    def _count(self, group: SampleGroup, row: Row) -> bool:
-        """Count a row that ended; whether its group is complete by that."""
-        if row.sample >= self._greedy:
-            group.greedy_left -= 1
-        elif group.left:
-            group.left -= 1
-        else:
-            return False
-        group.kept.append(row)
-        return group.is_complete
-
-    def _stop(self, row: Row, now_s: float) -> list[Row]:
-        """Stop a row that nobody waits for; rows of its replica that end at this very moment."""
-        place = self.live[row.prompt].homes[row.sample]
-        ended = self._advance(place, now_s)
-        self.lanes[place].replica.stop(row)
-        return ended
-
-    def _advance(self, place: int, now_s: float) -> list[Row]:
-        self._changed.add(place)
-        self.lanes[place].done_s = now_s
-        return self.lanes[place].replica.advance(now_s)
-
-
-class Round(_Sampling):
-    """The rows of a step in step, dealt to replicas as cards are.
-
-    Args:
-        replicas: fresh ones.
-        prompts: the rows of each prompt that begins.
-        wanted: prompts that end the round once they are complete.
-        samples: rows that make a prompt complete.
-    """
-
-    def __init__(
-        self, replicas: Sequence[Replica], prompts: Sequence[Sequence[Row]], *, wanted: int, samples: int
-    ) -> None:
-        super().__init__(replicas, greedy=1 << 62)
-        for rows in prompts:
-            group = SampleGroup(prompt=rows[0].prompt, rows=tuple(rows), left=samples, greedy_left=0)
-            self.live[group.prompt] = group
-        self.seconds = 0.0
-        """Until it ended."""
-        self.ended_s: dict[int, float] = {}
-        """By prompt, until it was complete."""
-        self.complete = self._run(wanted)[:wanted]
-        """The prompts whose wanted samples are there, in their order; no more than were wanted."""
-        kept = {group.prompt for group in self.complete}
-        self.aside = [prompt for prompt in self.live if prompt not in kept]
-        """Prompts begun that are left for later."""
-        self.kept = [row for group in self.complete for row in group.kept]
-        """Rows of complete prompts that were waited for."""
-        self.stopped = sum(len(group.rows) for group in self.complete) - len(self.kept)
-        """How many were not."""
-
-    @property
-    def lanes_s(self) -> list[float]:
-        """Of each replica, the seconds until its last row had ended."""
-        return [self.seconds if lane.replica.rows else lane.done_s for lane in self.lanes]
-
-    def handed_s(self, parts: int) -> list[float]:
-        """Of so many parts of the prompts, when each is handed on: when all up to its last are complete."""
-        ends = list(accumulate((self.ended_s[prompt] for prompt in sorted(self.ended_s)), max))
-        return [ends[max(len(ends) * part // parts, 1) - 1] for part in range(1, parts)] + [self.seconds]
-
-    def _run(self, wanted: int) -> list[SampleGroup]:
-        self._deal([row for group in self.live.values() for row in group.rows])
-        heap = sorted(self.changes())
-        complete: list[SampleGroup] = []
-        while heap and len(complete) < wanted:
-            self.seconds, place = heapq.heappop(heap)
-            ended = self.advance(place, self.seconds)
-            self.ended_s.update(dict.fromkeys((group.prompt for group in ended), self.seconds))
-            complete += ended
-            for change in self.changes():
-                heapq.heappush(heap, change)
-        return complete
-
-    def _deal(self, rows: Sequence[Row]) -> None:
-        hands: list[list[Row]] = [[] for _ in self.lanes]
-        for number, row in enumerate(rows):
-            place = number * len(hands) // len(rows)
-            hands[place].append(row)
-            self.live[row.prompt].homes[row.sample] = place
-        for place, hand in enumerate(hands):
-            self.lanes[place].replica.begin(hand, 0.0)
-            self._changed.add(place)
-
-
-class Stream(_Sampling):
-    """Replicas that sample without end.
-
-    Args:
-        layout: what is simulated.
-        admission: which groups may begin.
-        book: where spans are written.
-        load_s: seconds for which a replica stands still when it takes new weights.
-    """
-
-    def __init__(
-        self, layout: Layout, admission: HardBound[SampleGroup], book: Book, *, load_s: float
-    ) -> None:
-        stage = next(iter(layout.generating))
-        super().__init__(layout.replicas(stage), greedy=layout.samples_begun)
-        self.newest = 0
-        self.begun = 0
-        self._layout = layout
-        self._engine = layout.problem.hardware.engine
-        self._admission = admission
-        self._book = book
-        self._load_s = load_s
-        self._pool = layout.pool_of(stage)
-        self._name = layout.problem.graph.stages[stage].name
-        self._draws = layout.draws()
-        self._next = self._draws.rows(0)
-        self._waiting: deque[Row] = deque()
-        self._incomplete = 0
-        self._empty = set(range(len(self.lanes)))
-        steps = layout.plan.freshness + 1
-        self._most_groups = math.inf
-        if self._engine.holds_prompts:
-            self._most_groups = max(layout.plan.freshness, 1) * layout.problem.workload.prompts
-        rows = steps * layout.prompts_begun * len(self._next)
-        self._fair = max(-(-rows // len(self.lanes)), 1)
-        self._open = [(0, place) for place in self._empty]
-
     def publish(self, version: int, now_s: float, place: int) -> list[SampleGroup]:
         """Take note of new weights, at one replica or (-1) at all; the groups complete at this moment."""
         self.newest = max(self.newest, version)
         complete = []
-        if self._layout.interrupts:
+        if self._engine.interrupts:
             for one in range(len(self.lanes)) if place < 0 else (place,):
                 if self.lanes[one].version < version:
                     complete += self._pass(one, now_s)
@@ -278,9 +231,8 @@ class Stream(_Sampling):
         if not self._waiting:
             self._begin_group(lane.version)
         self._waiting.popleft()
-        group = self.live[row.prompt]
-        group.versions[row.sample], group.homes[row.sample] = lane.version, place
-        ended = self._advance(place, now_s)
+        self.live[row.prompt].versions[row.sample] = lane.version
+        ended = self._pass(place, now_s)
         assert not ended, "events of this moment are over before rows begin"
         self._mark(place, now_s, None)
         lane.replica.begin([row], now_s)
@@ -306,20 +258,14 @@ class Stream(_Sampling):
         return None
 
     def _begin_group(self, version: int) -> None:
-        rows, samples = tuple(self._next), self._layout.samples_begun
-        group = SampleGroup(
-            prompt=rows[0].prompt,
-            version=version,
-            rows=rows,
-            left=self._layout.problem.workload.samples,
-            greedy_left=len(rows) - samples,
-        )
+        rows = self._next
+        group = SampleGroup(rows=rows, version=version, left=len(rows))
         self.live[group.prompt] = group
         self._admission.begin(group)
         self._waiting.extend(rows)
         self._incomplete += 1
         self.begun += len(rows)
-        self._next = self._draws.rows(group.prompt + 1)
+        self._next = self._layout.rows(group.prompt + 1)
 
     def _refresh(self, now_s: float) -> bool:
         """Let replicas without rows take the newest weights; whether any did."""
@@ -327,7 +273,7 @@ class Stream(_Sampling):
             return False
         stale = [place for place in self._empty if self.lanes[place].version < self.newest]
         for place in stale:
-            self._advance(place, now_s)
+            self._pass(place, now_s)
             self._load(place, now_s)
         return bool(stale)
 
@@ -337,29 +283,21 @@ class Stream(_Sampling):
         lane.version = self.newest
         self._mark(place, now_s, IdleCause.WEIGHTS)
         lane.held_s = now_s + self._load_s
-        lane.replica.stall(self._load_s, reads_again=self._engine.rereads)
+        lane.replica.stall(self._load_s)
         if lane.replica.rows:
             self._mark(place, now_s, None)
         self._touch(place)
 
-    def _count(self, group: SampleGroup, row: Row) -> bool:
-        complete = super()._count(group, row)
-        self._incomplete -= complete
-        return complete
-
-    def _stop(self, row: Row, now_s: float) -> list[Row]:
-        homes = self.live[row.prompt].homes
-        if row.sample not in homes:
-            self._waiting.remove(row)
-            return []
-        ended = super()._stop(row, now_s)
-        self._touch(homes[row.sample])
-        return ended
-
-    def _advance(self, place: int, now_s: float) -> list[Row]:
-        ended = super()._advance(place, now_s)
+    def _pass(self, place: int, now_s: float) -> list[SampleGroup]:
+        """Let time pass on a replica; the groups complete by that."""
+        complete = []
+        for row in self.lanes[place].replica.advance(now_s):
+            group = self.live[row.prompt]
+            group.left -= 1
+            complete += [] if group.left else [group]
+        self._incomplete -= len(complete)
         self._touch(place)
-        return ended
+        return complete
 
     def _touch(self, place: int) -> None:
         """A replica has changed: it may have room, or no rows left."""

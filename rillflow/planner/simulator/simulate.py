@@ -14,18 +14,18 @@ training   consumes batches; waits for enough groups and the pools of its stages
            scored and stages that end; produces versions
 
 When the stages of a step, a batch or a group run is known as it begins: ``schedule.in_turn`` says it, with
-the pools as those before have left them. Where rows flow, one heap holds what will happen: (seconds, kind,
-numbers). The loop takes the events of one moment, lets the stream move, forms a batch if the pool of its
-first stage is free, and begins rows. It ends with the last step; what is then on its way is unfinished.
-Nothing can crash but a row that fits nowhere, which is an error before time passes.
+the pools as those before have left them. Where rows flow, one heap holds what will happen. The loop takes
+the events of one moment, lets the stream move, forms a batch if the pool of its first stage is free, and
+begins rows. It ends with the last step; what is then on its way is unfinished. Nothing can crash but a row
+that fits nowhere, which is an error before time passes.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from enum import IntEnum
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 
 from rillflow.errors import PlanError
@@ -38,7 +38,7 @@ from rillflow.planner.simulator.asking import asked
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.layout import Layout, Settings, require_flow
 from rillflow.planner.simulator.result import WHOLE, Book, IdleCause, Simulation, pool_times
-from rillflow.planner.simulator.sampling import Round, SampleGroup, Stream
+from rillflow.planner.simulator.sampling import Round, SampleGroup, Stream, played
 
 MOST_STEPS = 100_000
 ENOUGH_ROWS = 4096
@@ -146,7 +146,6 @@ class _InOrder(_Run):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        self._draws = layout.draws()
         self._aside: list[int] = []
         self._fresh = 0
         self._free_s: dict[str, float] = {}
@@ -193,7 +192,7 @@ class _InOrder(_Run):
         cause = IdleCause.WEIGHTS if self.layout.plan.freshness and not since_s else IdleCause.DATA
         self.book.write(task.pool, WHOLE, cause, step, timing.start_s)
         self.book.pass_over(task.pool, WHOLE, timing.end_s)
-        idle = [0.0] * (self.layout.lanes[task.pool] - len(one.lanes))
+        idle = [0.0] * (self.layout.lanes[task.pool] - len(one.lanes_s))
         for lane, done_s in enumerate([*one.lanes_s, *idle], 1):
             spent_s = min(max(done_s - since_s, 0.0), task.seconds)
             self.book.pass_over(task.pool, lane, timing.start_s)
@@ -208,19 +207,19 @@ class _InOrder(_Run):
         for stage in sorted(layout.generating, key=layout.is_greedy):
             is_greedy = layout.is_greedy(stage)
             sampled = slice(-1, None) if is_greedy else slice(samples)
-            rows = [self._draws.rows(prompt)[sampled] for prompt in prompts]
+            rows = [layout.rows(prompt)[sampled] for prompt in prompts]
             kept = 1 if is_greedy else workload.samples
-            one = Round(layout.replicas(stage), rows, wanted=workload.prompts, samples=kept)
+            one = played(layout.replicas(stage), rows, wanted=workload.prompts, samples=kept)
             found[stage] = one
-            aside = len(one.aside) * len(rows[0])
+            begun, aside = len(rows) * len(rows[0]), len(one.aside) * len(rows[0])
             self._aside += one.aside
-            self.dropped[STOPPED] += one.stopped
+            self.dropped[STOPPED] += begun - aside - len(one.kept)
             self.dropped[ASIDE] += aside
-            self.begun += len(one.kept) + one.stopped + aside
+            self.begun += begun
             self.trained += len(one.kept)
             self.cached[stage] = max(self.cached[stage], one.peak_tokens)
             tokens += 0 if is_greedy else _tokens(one.kept)
-            prompts = [group.prompt for group in one.complete]
+            prompts = [*one.complete_s]
         if not found:
             self.begun += workload.rows
             self.trained += workload.rows
@@ -239,19 +238,9 @@ class _InOrder(_Run):
         return range(first, self._fresh), self.layout.samples_begun
 
 
-class _Kind(IntEnum):
-    """What happens; of events of one moment, in this order."""
-
-    REPLICA = 0
-    """A replica comes to its next event."""
-    SCORED = 1
-    """A group has its scores."""
-    FREE = 2
-    """The pool of a batch's first stage is free."""
-    TRAINED = 3
-    """All stages of a batch have ended."""
-    WEIGHTS = 4
-    """A version of the weights is there."""
+_REPLICA, _SCORED, _FREE, _TRAINED, _WEIGHTS = range(5)
+"""What happens; of events of one moment, in this order: a replica comes to its next event, a group has its
+scores, the pool of a batch's first stage is free, all stages of a batch have ended, weights are there."""
 
 
 class _Flowing(_Run):
@@ -272,9 +261,9 @@ class _Flowing(_Run):
         self._arrive_s = crossing if plan.weights == "hidden" else 0.0
         self._apart_s = load_s if plan.weights == "staggered" else 0.0
         self._stream = Stream(layout, self._admission, self.book, load_s=load_s)
-        self._events: list[tuple[float, _Kind, int, int]] = []
+        self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._free_s: dict[str, float] = {}
-        self._scored = count()
+        self._pushed = count()
         self._first = next(task.pool for task in layout.by_batch if task.pool in self.pools)
         self._batches: dict[int, Sequence[SampleGroup]] = {}
         self._step_tokens = 0
@@ -286,30 +275,25 @@ class _Flowing(_Run):
             assert self._events, f"rows that cannot begin are waited for after {self.ends}"
             now = self._events[0][0]
             while self._events and self._events[0][0] == now:
-                _, kind, first, second = heapq.heappop(self._events)
-                self._happen(kind, first, second, now)
+                heapq.heappop(self._events)[-1](now)
+                self._push_replicas()
             self._settle(now)
         return self.found(self._close(self.ends[-1]))
 
-    def _happen(self, kind: _Kind, first: int, second: int, now: float) -> None:
-        """A replica, a group, a batch, or weights have come to an event."""
-        match kind:
-            case _Kind.REPLICA:
-                self._score(self._stream.advance(first, now), now)
-            case _Kind.SCORED:
-                self._admission.complete(self._stream.live[second])
-            case _Kind.TRAINED:
-                self._count(first, now)
-            case _Kind.WEIGHTS:
-                self._score(self._stream.publish(first, now, second), now)
-        self._push_replicas()
+    def _advance(self, place: int, now: float) -> None:
+        """A replica has come to its next event."""
+        self._score(self._stream.advance(place, now), now)
+
+    def _publish(self, version: int, place: int, now: float) -> None:
+        """Weights are there, at a replica or (-1) all."""
+        self._score(self._stream.publish(version, now, place), now)
 
     def _settle(self, now: float) -> None:
         """Form batches as long as the pool of their first stage is free, and begin rows."""
         while self._free_s.get(self._first, 0.0) <= now:
             batch, groups = self._admission.batch, self._admission.take()
             for group in self._admission.dropped:
-                self.dropped[TOO_OLD] += len(group.kept)
+                self.dropped[TOO_OLD] += len(group.rows)
                 del self._stream.live[group.prompt]
             self._admission.dropped.clear()
             if not groups:
@@ -330,19 +314,22 @@ class _Flowing(_Run):
         self.begun = self._stream.begun
         self.cached.update(dict.fromkeys(self.layout.generating, self._stream.peak_tokens))
         live = [*self._stream.live.values(), *(group for batch in self._batches.values() for group in batch)]
-        return sum(len(group.kept if group.is_complete else group.rows) for group in live)
+        return sum(len(group.rows) for group in live)
 
     def _score(self, groups: Sequence[SampleGroup], now: float) -> None:
         """Hand complete groups to the stages that take them one by one."""
         tasks, step = self.layout.by_group, self._admission.batch // self.layout.batches + 1
         for group in groups:
-            self.dropped[STOPPED] += len(group.rows) - len(group.kept)
             timings = in_turn(tasks, begin_s=now, free_s=self._free_s)
             self.work(tasks, timings, step)
             if tasks:
-                self._push(last_s(timings), _Kind.SCORED, next(self._scored), group.prompt)
+                self._push(last_s(timings), _SCORED, partial(self._complete, group))
             else:
                 self._admission.complete(group)
+
+    def _complete(self, group: SampleGroup, _now: float) -> None:
+        """A group has its scores."""
+        self._admission.complete(group)
 
     def _begin(self, batch: int, now: float) -> None:
         """Let the training side begin a batch; its rows have travelled but for the last group's."""
@@ -358,29 +345,29 @@ class _Flowing(_Run):
             if layout.is_publish(timing.stage):
                 for place in range(len(self._stream.lanes)) if self._apart_s else (-1,):
                     there_s = timing.start_s + self._arrive_s + max(place, 0) * self._apart_s
-                    self._push(there_s, _Kind.WEIGHTS, version, place)
-        self._push(self._free_s[self._first], _Kind.FREE)
-        self._push(last_s(timings), _Kind.TRAINED, batch)
+                    self._push(there_s, _WEIGHTS, partial(self._publish, version, place))
+        self._push(self._free_s[self._first], _FREE, lambda _: None)
+        self._push(last_s(timings), _TRAINED, partial(self._count, batch))
 
     def _count(self, batch: int, now: float) -> None:
         """Count a batch whose stages have all ended, and the step that ends with it."""
         for group in self._batches.pop(batch):
-            self.trained += len(group.kept)
-            self._step_tokens += _tokens(group.kept)
-            for row in group.kept:
+            self.trained += len(group.rows)
+            self._step_tokens += _tokens(group.rows)
+            for row in group.rows:
                 self.ages[batch // self.layout.published - group.versions[row.sample]] += 1
         if (batch + 1) % self.layout.batches == 0:
             self.ends.append(now)
             self.tokens.append(self._step_tokens)
             self._step_tokens = 0
 
-    def _push(self, at_s: float, kind: _Kind, first: int = 0, second: int = 0) -> None:
+    def _push(self, at_s: float, kind: int, happen: Callable[[float], None]) -> None:
         """Something will happen."""
-        heapq.heappush(self._events, (at_s, kind, first, second))
+        heapq.heappush(self._events, (at_s, kind, next(self._pushed), happen))
 
     def _push_replicas(self) -> None:
         for next_s, place in self._stream.changes():
-            self._push(next_s, _Kind.REPLICA, place)
+            self._push(next_s, _REPLICA, partial(self._advance, place))
 
 
 def _tokens(rows: Sequence[Row]) -> int:

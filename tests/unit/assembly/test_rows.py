@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.assembly.phases import phase_plans
@@ -15,10 +15,7 @@ from rillflow.assembly.rows import distinct_prompts, workload_of
 from rillflow.errors import PlanError
 from rillflow.observe.reader import SpanRecord
 from rillflow.observe.run_directory import RunDirectory, write_rollouts
-from rillflow.parallel.buckets import attended_tokens
-from rillflow.parallel.packed import PackedAttention, pack
 from rillflow.planner.workload import Workload
-from rillflow.records.ragged import Ragged
 
 RECIPE = """
 [policy]
@@ -78,7 +75,6 @@ def test_a_runs_rows_are_measured(tmp_path: Path) -> None:
     assert rows.function_s == pytest.approx(1 / 4), "the clock moves a second a look"
     assert rows.packing.scored == pytest.approx(9 / 22), "1 | 0 3 7 7 | 1 3 7 7 of 22 tokens"
     assert rows.packing.trained == rows.packing.scored, "one optimiser step has all rows"
-    assert rows.packing.attended == pytest.approx(4 * 5 / 22), "rows of 4 and 5 tokens lie side by side"
     assert rows.gradient_share == 0.5, "one of two prompts has an advantage"
 
 
@@ -112,12 +108,3 @@ def test_prompts_are_read_once_in_each_part_that_has_them(samples: int, parts: i
     drawn = torch.randint(parts, (4000, samples), generator=generator).sort(dim=1).values
     counted = 1 + (drawn[:, 1:] != drawn[:, :-1]).sum(1).double().mean()
     assert found * samples == pytest.approx(float(counted), abs=0.12)
-
-
-@settings(max_examples=30)
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12))
-def test_attention_computes_the_tokens_that_are_counted(lengths: list[int]) -> None:
-    rows = Ragged.from_rows([list(range(length)) for length in lengths])
-    plan = PackedAttention(pack(rows), torch.device("cpu"))
-    assert attended_tokens(lengths) == sum(bucket.rows * bucket.longest for bucket in plan._buckets)
-    assert attended_tokens(lengths) >= sum(lengths)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.cost_model.transfers import Seat
-from rillflow.planner.factors import Factors
+from rillflow.planner.factors import EngineFactors, Factors
 from rillflow.planner.grid import Grid, Option
 from rillflow.planner.hardware import Device, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
@@ -204,6 +204,7 @@ def toy(
     weights_s: float = 0.0,
     step_s: float = 0.0,
     freshness: int = 0,
+    interrupts: bool = True,
     **planned: float | str,
 ) -> Toy:
     """The toy step, each unit on the pool it is given: ``policy``, ``critic``, ``reference``, ``sampler``."""
@@ -220,7 +221,12 @@ def toy(
         graph=GRAPH,
         shapes=dict.fromkeys(("policy", "critic", "reference"), SHAPE),
         workload=workload,
-        hardware=Hardware(name="toys", fleets=(fleet,), factors=replace(Factors(), step_s=step_s)),
+        hardware=Hardware(
+            name="toys",
+            fleets=(fleet,),
+            factors=replace(Factors(), step_s=step_s),
+            engine=EngineFactors(interrupts=interrupts),
+        ),
     )
     if SAMPLER in pools:
         problem = problem.apart(freshness)

@@ -92,13 +92,13 @@ def test_a_cluster_of_two_kinds_with_factors_and_a_device_of_its_own() -> None:
                 "flops": {"float32": "1 TFLOP/s"},
             }
         },
-        "factors": {"train_flops": 0.3, "launch_s": "50 us", "touches": 5.0},
+        "factors": {"train_flops": 0.3, "launch_s": "50 us", "hidden": 0.5},
     }
     hardware = read_hardware(data, "two kinds")
     assert [fleet.devices for fleet in hardware.fleets] == [16, 8]
     assert hardware.fleet("mine").device.flops == {"float32": 1e12}
     assert hardware.factors.train_flops == 0.3
-    assert hardware.factors.touches == 5.0
+    assert hardware.factors.hidden == 0.5
     assert hardware.factors.launch_s == pytest.approx(50e-6)
 
 
@@ -139,7 +139,7 @@ def test_a_contradictory_fleet_is_refused(changes: dict[str, object], named: str
         {"fleet": [FLEET], "factors": {"train_flops": 1.5}},
         {"fleet": [FLEET], "factors": {"train_flops": 0.0}},
         {"fleet": [FLEET], "factors": {"launch_s": 0.1}},
-        {"fleet": [FLEET], "factors": {"touches": -1.0}},
+        {"fleet": [FLEET], "factors": {"hidden": -1.0}},
         {"fleet": [FLEET, FLEET]},
         {"fleet": [{"device": "H100"}]},
         {"fleet": [{"device": "H100", "devices": 16, "per_machine": 8}]},

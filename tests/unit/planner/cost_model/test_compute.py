@@ -164,11 +164,11 @@ def test_kernels_that_are_not_fused_cost_what_they_touch_of_memory() -> None:
 
 
 def test_heads_cost_by_the_tokens_that_attention_has() -> None:
-    packed = replace(FIXED, packing=Packing(scored=0.5, attended=1.5))
+    packed = replace(FIXED, packing=Packing(scored=0.5))
     slow = setting(workload=packed, factors=replace(FREE, head_token_s=1e-6))
     found = compute.score_s(slow, grids_of(Grid(), Grid(tp=4)))
     beside = compute.score_s(setting(workload=packed, factors=FREE), grids_of(Grid(), Grid(tp=4)))
-    heads = SHAPE.layers * SHAPE.heads * 1.5 * 256 * 512 * 1e-6
+    heads = SHAPE.layers * SHAPE.heads * 256 * 512 * 1e-6
     assert found - beside == pytest.approx([heads, heads / 4])
 
 
@@ -184,7 +184,7 @@ def test_a_pass_costs_as_often_as_there_are_micro_batches() -> None:
 @given(hidden=st.floats(0.0, 1.0), layers=st.sampled_from([8, 16]))
 def test_gathers_that_are_not_hidden_are_waited_for(hidden: float, layers: int) -> None:
     shape, sharded = replace(SHAPE, layers=layers), grids_of(Grid(dp=8, is_sharded=True))
-    factors = replace(FREE, hidden_gathers=hidden, collective_s=0.1)
+    factors = replace(FREE, hidden=hidden, collective_s=0.1)
     one = setting(shape=shape, workload=FIXED, factors=factors)
     load = compute.load_of(FIXED, 8, 1)
     gathers = compute.gathers_s(one, load, sharded, 1)[0]

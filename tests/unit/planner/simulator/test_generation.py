@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.replica import Replica
-from rillflow.planner.simulator.sampling import Round
+from rillflow.planner.simulator.sampling import Round, played
 from tests.unit.planner.fakes import FakeDecoder
 
 FLAT = FakeDecoder(replicas=2, most_rows=64, token_s=1.0, row_s=0.0, prompt_s=0.0)
@@ -27,24 +27,24 @@ def prompts_of(lengths: list[list[int]]) -> list[list[Row]]:
 
 def ran(lengths: list[list[int]], *, wanted: int, samples: int, decoder: FakeDecoder = FLAT) -> Round:
     replicas = [Replica(decoder) for _ in range(decoder.replicas)]
-    return Round(replicas, prompts_of(lengths), wanted=wanted, samples=samples)
+    return played(replicas, prompts_of(lengths), wanted=wanted, samples=samples)
 
 
 def complete(found: Round) -> list[int]:
-    return [group.prompt for group in found.complete]
+    return [*found.complete_s]
 
 
 def test_a_round_of_all_rows_ends_with_the_longest() -> None:
     found = ran([[10, 20], [30, 5]], wanted=2, samples=2)
     assert (found.seconds, found.lanes_s) == (30.0, [20.0, 30.0])
-    assert (complete(found), found.aside, len(found.kept), found.stopped) == ([0, 1], [], 4, 0)
+    assert (complete(found), found.aside, len(found.kept)) == ([0, 1], [], 4)
     assert sum(row.response_tokens for row in found.kept) == 65
 
 
 def test_more_samples_than_wanted_leave_the_longest_out() -> None:
     found = ran([[10, 90, 20], [30, 5, 80]], wanted=2, samples=2)
     assert (found.seconds, complete(found)) == (30.0, [0, 1])
-    assert (len(found.kept), found.stopped) == (4, 2)
+    assert sorted(row.response_tokens for row in found.kept) == [5, 10, 20, 30]
 
 
 def test_more_prompts_than_wanted_put_the_longest_aside() -> None:
@@ -59,9 +59,9 @@ DECODER = FakeDecoder(replicas=3, most_rows=4)
 @given(lengths=LENGTHS, wanted=st.integers(1, 12), samples=st.integers(1, 3))
 def test_every_row_is_kept_stopped_or_put_aside(lengths: list[list[int]], wanted: int, samples: int) -> None:
     found = ran(lengths, wanted=wanted, samples=samples, decoder=DECODER)
-    assert len(found.kept) == samples * len(found.complete)
-    assert len(found.kept) + found.stopped + 3 * len(found.aside) == 3 * len(lengths)
-    assert len(found.complete) == min(wanted, len(lengths))
+    assert len(found.kept) == samples * len(complete(found))
+    assert sorted([*complete(found), *found.aside]) == list(range(len(lengths)))
+    assert len(complete(found)) == min(wanted, len(lengths))
     assert all(0.0 <= lane <= found.seconds for lane in found.lanes_s)
 
 

@@ -99,23 +99,13 @@ def test_a_slow_replica_takes_as_many_times_as_long(lengths: list[int], factor: 
     assert drained(slow) == [(pytest.approx(seconds), sample) for seconds, sample in expected]
 
 
-def test_new_weights_cost_a_stall_and_prefixes_that_are_read_again() -> None:
+def test_new_weights_cost_a_stall() -> None:
     replica = Replica(FakeDecoder(token_s=1.0, row_s=0.0, prompt_s=0.1))
     replica.begin(rows_of([10, 10]), 0.0)
     assert replica.next_s == pytest.approx(11.0)
     assert replica.advance(6.0) == []
-    replica.stall(2.0, reads_again=True)
-    assert replica.next_s == pytest.approx(11.0 + 2.0 + 0.1 * 2 * (5 + 5))
-
-
-def test_a_stopped_row_leaves_its_room_to_the_next() -> None:
-    replica = Replica(FakeDecoder(most_rows=1, token_s=1.0, row_s=0.0, prompt_s=0.0))
-    first, second, third = rows_of([50, 7, 9])
-    replica.begin([first, second, third], 0.0)
-    replica.advance(20.0)
-    replica.stop(first)
-    replica.stop(third)
-    assert drained(replica) == [(27.0, 1)]
+    replica.stall(2.0)
+    assert replica.next_s == pytest.approx(11.0 + 2.0)
 
 
 def test_a_row_longer_than_the_cache_is_refused_before_time_passes() -> None:
