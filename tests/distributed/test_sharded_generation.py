@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.rollout.caches import cached_bytes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rillflow.cluster.ranks import Ranks, SingleRank
@@ -29,7 +30,6 @@ from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
 from tests.unit.models.shards import local_weights
 from tests.unit.records.singles import rollouts_of
-from tests.unit.rollout.caches import cached_bytes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together
