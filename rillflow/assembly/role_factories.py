@@ -27,8 +27,7 @@ from rillflow.models.language_model import (
     Model,
     ScalarModel,
     choose_device,
-    load_model,
-    load_scalar_model,
+    outline,
 )
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.observe.durable import write_error
@@ -108,18 +107,20 @@ class RoleSetting:
         return self.model_input.context
 
     def language_model(self) -> LanguageModel:
-        """The model, loaded."""
-        assert self.model is not None, f"{self.role} has no model"
-        return load_model(self.model, seed=self.seed, device=choose_device(self.device), base=self.base)
+        """The model, its weights not read."""
+        return self._outline(LanguageModel, "policy.model")
 
     def scalar_model(self, section: str) -> ScalarModel:
-        """The model with a scalar head, loaded; errors call its setting ``section``."""
+        """The model with a scalar head, its weights not read; errors call its setting ``section``."""
+        return self._outline(ScalarModel, section)
+
+    def _outline(self, kind: type[Model], section: str) -> Model:
         assert self.model is not None, f"{self.role} has no model"
         device = choose_device(self.device)
-        return load_scalar_model(self.model, seed=self.seed, device=device, base=self.base, section=section)
+        return outline(kind, self.model, seed=self.seed, device=device, base=self.base, section=section)
 
     def share(self, model: Model) -> Share[Model]:
-        """The rank's share of a model that it has loaded."""
+        """The rank's share of a model, read."""
         return Share.of(model, mesh=self.mesh, is_sharded=self.is_sharded, ranks=self.site.ranks)
 
 

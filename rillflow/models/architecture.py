@@ -1,14 +1,16 @@
 """Architecture: is this a decoder that Rillflow's attention can drive? Found out by trying it.
 
     config ── causal_class, scalar_class ──> its module's class    known, and its attention replaceable?
-    module ── check_attention: 8 tokens through an attention plan, the same through the module's own attention
-                 every layer asked the plan once?  the outputs agree?
+    module ── short_copy: its first layers, with random weights, so that a trial is small however large it is
+                 └─ check_attention: 8 tokens through an attention plan, the same through its own attention
+                       every layer asked the plan once?  the outputs agree?
 
 What the trial cannot show, a long context would: attention in chunks is refused by its name.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from rillflow.models.attention import ATTENTION, causal
 
 _TRIAL_TOKENS = 8
 """How many tokens a module is tried on."""
+_TRIAL_VOCABULARY = 256
+"""How many of its tokens it knows there."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest difference of the outputs, over their largest; rounding stays a tenth below it or less."""
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -88,6 +92,40 @@ def scalar_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         )
     found: type[PreTrainedModel] = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     return found
+
+
+def short_copy(module: PreTrainedModel) -> PreTrainedModel:
+    """What a decoder is tried on: its first layers with random weights, and a few of its tokens, on the CPU.
+
+    As many layers as show every kind that the decoder has, but two at least.
+
+    Args:
+        module: it may be on the meta device; its config, its kinds of layers and its type are looked at.
+    """
+    config = copy.deepcopy(module.config)
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    layers = next((part for part in module.base_model.children() if _are_layers(part, count)), ())
+    of = text.to_dict().get("layer_types") or [""] * count
+    kinds = [(kind, *map(type, layer.modules())) for kind, layer in zip(of, layers, strict=False)]
+    shown = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]) if kinds else count
+    for name, value in text.to_dict().items() if shown < count else ():
+        if isinstance(value, list) and len(value) == count:
+            setattr(text, name, value[:shown])
+    text.num_hidden_layers, text.pad_token_id = min(shown, count), None
+    text.vocab_size = min(text.vocab_size, _TRIAL_VOCABULARY)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        found = type(module)(config).eval()
+        for parameter in found.parameters():
+            if parameter.dim() == 1:  # a bias of 0 would hide that it is added twice
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
+            parameter.data = parameter.data.to(module.dtype)
+    return found
+
+
+def _are_layers(part: nn.Module, count: int) -> bool:
+    return isinstance(part, nn.ModuleList) and len(part) == count
 
 
 def check_attention(module: PreTrainedModel) -> None:

@@ -1,8 +1,11 @@
 """LanguageModel, ScalarModel: a module, its tokeniser and how long a text may be: what a role starts from.
 
-ModelConfig ─┬─ path ─> pretrained ─┐
-             └─ new ──> new_model ──┴─> module + tokeniser ─ checked together ─> LanguageModel, on its device
-                          └ a scalar head: kept where there is one, else new ──> ScalarModel
+ModelConfig ─┬─ path ─> pretrained ─┐                       ┌─ tried on a short copy
+             └─ new ──> new_model ──┴─> module + tokeniser ─┴─ checked together ─> LanguageModel
+                          └ a scalar head: kept where there is one, else new ────> ScalarModel
+
+outline ─> module on the meta device ─┬─ cut (parallel) ─ each rank reads its slices    what a role has
+                                      └─ read whole                                     load_model
 
 either ─> .NAME.draft ─ fsync ─ rename ─> NAME     an older NAME: aside, then away
 """
@@ -15,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rillflow.errors import ConfigError, ModelError, nearest
-from rillflow.models.architecture import check_attention, context_of
+from rillflow.models.architecture import check_attention, context_of, short_copy
 from rillflow.models.attention import register
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
@@ -32,6 +35,7 @@ from rillflow.models.new_model import new_module
 from rillflow.models.positions import settle_positions
 from rillflow.models.pretrained import load_module, load_scalar_module
 from rillflow.models.tokenizer import Tokenizer, listed, load_tokenizer
+from rillflow.models.unread import Source, fill, on_device, taken_out
 from rillflow.observe.durable import flush, publish_folder
 
 _LOADING = threading.Lock()
@@ -49,6 +53,21 @@ class LoadedModel:
     """Its tokeniser."""
     context: int
     """The longest row in tokens, prompt and answer together."""
+    device: torch.device
+    """Where it belongs."""
+    source: Source
+    """The weights that are to be read into the module, while it is on the meta device."""
+
+    def read(self) -> Self:
+        """Read the whole model.
+
+        Raises:
+            ModelError: a weight cannot be read, or is not finite.
+        """
+        on_device(self.module, self.device)
+        held = dict(self.module.named_parameters())
+        fill(self.source, lambda name: [(held[name].detach(), ())])
+        return self
 
 
 class LanguageModel(LoadedModel):
@@ -63,38 +82,15 @@ Model = TypeVar("Model", bound=LoadedModel)
 
 
 def load_model(config: ModelConfig, *, seed: int, device: torch.device, base: Path) -> LanguageModel:
-    """A model from a directory, the hub, or made anew.
-
-    Args:
-        config: exactly one of ``path`` and ``new``.
-        seed: decides a new model's weights; the same on every device.
-        device: where the module goes.
-        base: what a relative ``path`` is relative to.
-
-    Raises:
-        ConfigError: both or none of ``path`` and ``new`` are given.
-        ModelError: the model is not there, or is none that Rillflow can drive.
-    """
-    return _loaded(LanguageModel, config, seed, device, base, "policy.model")
+    """A whole model from a directory, the hub, or made anew; see ``outline``."""
+    return outline(LanguageModel, config, seed=seed, device=device, base=base, section="policy.model").read()
 
 
 def load_scalar_model(
     config: ModelConfig, *, seed: int, device: torch.device, base: Path, section: str = "critic.model"
 ) -> ScalarModel:
-    """A model with a scalar head: a directory's own, else a new one; otherwise as ``load_model``.
-
-    Args:
-        config: exactly one of ``path`` and ``new``.
-        seed: as of ``load_model``.
-        device: where the module goes.
-        base: what a relative ``path`` is relative to.
-        section: what a recipe calls the config, for errors.
-
-    Raises:
-        ConfigError: both or none of ``path`` and ``new`` are given.
-        ModelError: the model is not there, is none that Rillflow can drive, or has a head of several numbers.
-    """
-    return _loaded(ScalarModel, config, seed, device, base, section)
+    """A whole model with a scalar head: a directory's own, else a new one; see ``outline``."""
+    return outline(ScalarModel, config, seed=seed, device=device, base=base, section=section).read()
 
 
 def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -126,10 +122,23 @@ def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor
         raise
 
 
-def _loaded(
-    kind: type[Model], config: ModelConfig, seed: int, device: torch.device, base: Path, section: str
+def outline(
+    kind: type[Model], config: ModelConfig, *, seed: int, device: torch.device, base: Path, section: str
 ) -> Model:
-    """A module on its device, its attention tried, and a tokeniser whose tokens its embedding has."""
+    """A model whose weights are not read: its attention tried, its tokeniser's tokens in its embedding.
+
+    Args:
+        kind: with logits, or with a scalar head.
+        config: exactly one of ``path`` and ``new``.
+        seed: decides a new model's weights; the same on every device.
+        device: where the module belongs.
+        base: what a relative ``path`` is relative to.
+        section: what a recipe calls the config, for errors.
+
+    Raises:
+        ConfigError: both or none of ``path`` and ``new`` are given.
+        ModelError: the model is not there, is none that Rillflow can drive, or has a head of several numbers.
+    """
     if (config.path is None) == (config.new is None):
         raise ConfigError(
             f"{section} has both path and new" if config.new else f"{section} has neither path nor new",
@@ -142,15 +151,18 @@ def _loaded(
         if config.new is not None:
             inner = character_tokenizer(config.new.alphabet, config.new.context)
             count = len(inner.get_vocab())
-            module = new_module(config.new, vocabulary=count, seed=seed, dtype=dtype, is_scalar=is_scalar)
-            module.to(device)
+            module, weights = new_module(
+                config.new, vocabulary=count, seed=seed, dtype=dtype, is_scalar=is_scalar
+            )
         else:
             assert config.path is not None  # exactly one of the two is there
             source = locate(config.path, base)
-            module = (load_scalar_module if is_scalar else load_module)(source, dtype).to(device).eval()
-            check_attention(module)
-            settle_positions(module)
+            module = (load_scalar_module if is_scalar else load_module)(source, dtype).eval()
+            weights = taken_out(module, dtype)
             inner = load_tokenizer(source)
+        tried = short_copy(module)
+        check_attention(tried)
+        settle_positions(module, tried)
     names_ends = module.config.get_text_config() if is_scalar else module.generation_config
     tokenizer = Tokenizer(inner, stop_tokens=listed(names_ends.eos_token_id))
     rows = module.get_input_embeddings().weight.shape[0]
@@ -160,7 +172,8 @@ def _loaded(
             why="a text with a token beyond the embedding could not be read",
             fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
         )
-    return kind(module=module, tokenizer=tokenizer, context=context_of(module))
+    context = context_of(module)
+    return kind(module=module, tokenizer=tokenizer, context=context, device=device, source=weights)
 
 
 @contextmanager

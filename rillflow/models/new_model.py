@@ -1,6 +1,7 @@
 """A small new decoder: any causal type of transformers, with random weights.
 
 NewModel ─ sizes ─> config, by the type's own names ─ seed ─> module, with logits or a scalar head
+                                                              weights: drawn where they are wanted
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from transformers import (
 )
 
 from rillflow.errors import ModelError, nearest
-from rillflow.models.architecture import causal_class, check_attention, scalar_class
+from rillflow.models.architecture import causal_class, scalar_class
 from rillflow.models.attention import ATTENTION
 from rillflow.models.config import NewModel, misfits
-from rillflow.models.positions import settle_positions
 from rillflow.models.scalar_head import require_one_number, start_head
+from rillflow.models.unread import Drawing, Source, taken_out
 
 _FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """What the types call the feed-forward size; the first that a type knows is used."""
@@ -30,8 +31,8 @@ _FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 
 def new_module(
     new: NewModel, *, vocabulary: int, seed: int, dtype: torch.dtype, is_scalar: bool
-) -> PreTrainedModel:
-    """A module on the CPU whose weights depend on settings, vocabulary and seed alone, rounded to the type.
+) -> tuple[PreTrainedModel, Source]:
+    """A module on the meta device; its weights follow from settings, vocabulary and seed alone.
 
     Args:
         new: its sizes.
@@ -49,16 +50,12 @@ def new_module(
         scalar_class(config)
         require_one_number(config)
         kind = AutoModelForSequenceClassification
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), Drawing() as drawing:
         torch.default_generator.manual_seed(seed)
         module: PreTrainedModel = kind.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
-    check_attention(module.eval())
-    settle_positions(module)
-    if is_scalar:
-        start_head(module)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)  # buffers, such as rotary frequencies, stay exact
-    return module
+        if is_scalar:
+            start_head(module)
+    return module.eval(), taken_out(module, dtype, drawing.drawn)
 
 
 def _config(new: NewModel, vocabulary: int) -> PreTrainedConfig:

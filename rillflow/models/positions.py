@@ -44,17 +44,22 @@ class AtContext(nn.Module):
         return tuple(part[..., :-1, :] for part in found)
 
 
-def settle_positions(module: PreTrainedModel) -> None:
+def settle_positions(module: PreTrainedModel, tried: PreTrainedModel) -> None:
     """Give a row the same outputs beside any others, as one that fills the context has them.
+
+    Args:
+        module: the decoder; it may be on the meta device.
+        tried: its ``architecture.short_copy``, by which it is found out.
 
     Raises:
         ModelError: the module looks at the longest row elsewhere than in its rotary embeddings.
     """
-    if _difference(module) == 0:
+    if _difference(tried) == 0:
         return
-    for name in [name for name, part in module.named_modules() if _is_rotary(part)]:
-        module.set_submodule(name, AtContext(module.get_submodule(name), context_of(module)))
-    difference = _difference(module)
+    for each in (tried, module):
+        for name in [name for name, part in each.named_modules() if _is_rotary(part)]:
+            each.set_submodule(name, AtContext(each.get_submodule(name), context_of(each)))
+    difference = _difference(tried)
     if not difference <= _TOLERANCE[module.dtype]:
         raise ModelError(
             f"{type(module).__name__} computes other outputs of a row beside a longer row, "

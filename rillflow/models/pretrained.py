@@ -1,6 +1,6 @@
 """Pretrained: a Hugging Face directory or hub name, looked at before it is loaded.
 
-    directory | hub name ─ config: a decoder? ─> weights: safetensors, all there? ─> module
+    directory | hub name ─ config: a decoder? ─> weights: safetensors, all there? ─> module, unread
                                   └─ with a scalar head, or without: then the head is new
 
 Nothing in a directory is executed: no custom code, no pickle.
@@ -8,6 +8,7 @@ Nothing in a directory is executed: no custom code, no pickle.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,9 +16,7 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -25,19 +24,21 @@ from transformers import (
 from rillflow.errors import ModelError
 from rillflow.models.architecture import causal_class, scalar_class
 from rillflow.models.attention import ATTENTION
-from rillflow.models.scalar_head import head_weights, require_one_number, settle_head, start_head
+from rillflow.models.scalar_head import head_weights, require_one_number, start_head
 from rillflow.models.tokenizer import end_tokens
+from rillflow.models.unread import unread_weights
 from rillflow.models.weight_files import LIBRARY_ERRORS, check_weight_files, unusable
 
 
 def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model with Rillflow's attention, on the CPU.
+    """A causal language model with Rillflow's attention, its weights not read (``models.unread``).
 
     Raises:
         ModelError: the directory holds none we can drive, or not all of its weights.
     """
     config = _config(source)
-    wanted = causal_class(config).__name__
+    kind = causal_class(config)
+    wanted = kind.__name__
     declared = config.architectures or [wanted]
     if wanted not in declared:
         raise ModelError(
@@ -45,13 +46,13 @@ def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
             why=f"as a {wanted} some of its weights would be random, or unused",
             fix="name a checkpoint of a causal language model",
         )
-    module, missing = _weights(source, config, AutoModelForCausalLM, dtype)
+    module, missing = _weights(source, config, kind, dtype)
     _refuse_missing(source, module, missing)
     return module
 
 
 def load_scalar_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A decoder with a scalar head and Rillflow's attention, on the CPU.
+    """A decoder with a scalar head and Rillflow's attention, its weights not read, but for a new head.
 
     A causal language model gets a new head in the place of its logits. A directory that has a head keeps it,
     and its class: ForTokenClassification has a bias that ForSequenceClassification would drop.
@@ -61,10 +62,10 @@ def load_scalar_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
     """
     config = _config(source)
     causal, scalar = causal_class(config).__name__, scalar_class(config).__name__
-    heads: dict[str, Any] = {scalar: AutoModelForSequenceClassification}
+    heads: dict[str, Any] = {scalar: scalar_class(config)}
     if type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
-        name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)].__name__
-        heads[name] = AutoModelForTokenClassification
+        kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)]
+        heads[kind.__name__] = kind
     declared = (config.architectures or [causal])[0]
     if declared != causal and declared not in heads:
         raise ModelError(
@@ -86,7 +87,6 @@ def load_scalar_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
     _refuse_missing(source, module, missing - new)
     if missing & new:
         start_head(module)
-    settle_head(source, module)
     if ends := end_tokens(source):
         config.get_text_config().eos_token_id = ends  # no generation config is saved with a head
     return module
@@ -114,18 +114,22 @@ def _weights(
 ) -> tuple[PreTrainedModel, frozenset[str]]:
     """The module, and the names of the weights that its files lack."""
     check_weight_files(source)
+    unread = unread_weights(source)
     try:
         module, found = kind.from_pretrained(
-            source,
+            None,
+            state_dict=unread,
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION,
-            use_safetensors=True,
-            trust_remote_code=False,
             output_loading_info=True,
         )
     except LIBRARY_ERRORS as error:
         raise unusable(source, "weights", error) from error
+    module.config.name_or_path = source
+    with suppress(OSError):  # where there is no such file its config says how it is sampled from
+        if module.can_generate():
+            module.generation_config = GenerationConfig.from_pretrained(source)
     return module, frozenset(found["missing_keys"])
 
 

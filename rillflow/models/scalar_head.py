@@ -48,22 +48,6 @@ def start_head(module: PreTrainedModel) -> None:
         nn.init.zeros_(parameter)
 
 
-def settle_head(source: str, module: PreTrainedModel) -> None:
-    """Give a head that was read from ``source`` memory of its own, and refuse one that is not finite.
-
-    On a CPU the product of a matrix and a vector rounds by where the vector lies in memory. Weights mapped
-    from a file lie anywhere, so a resumed run would differ from one that was not interrupted.
-    """
-    for parameter in head_of(module).parameters():
-        parameter.data = parameter.data.clone()
-    if not all(bool(torch.isfinite(parameter).all()) for parameter in head_of(module).parameters()):
-        raise ModelError(
-            f"the head of the model {source} has weights that are not finite",
-            why="every value and score would be NaN or infinite",
-            fix="name another checkpoint",
-        )
-
-
 def require_one_number(config: PreTrainedConfig) -> None:
     """Set a config to a head of one number, read at a row's last token.
 

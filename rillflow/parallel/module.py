@@ -1,7 +1,7 @@
 """Parallel: a decoder's part on one rank of a mesh, and the passes that all ranks make together.
 
-    whole module ─ tp: weights cut ─ pp: layers dropped ─ dp: shards ─> part(state, inputs, wanted)
-                        └ tried: the outputs are the whole module's, or it is refused
+    whole module, unread ─ tp: weights cut ─ pp: layers dropped ─ dp: shards ─> part(state, inputs, wanted)
+                                └ tried on a short copy: the outputs are the whole's, or it is refused
 
     micro-batches ─ lay_out ─> readings ─ part ─> outputs on the last stage ─ finish ─> shares of the loss
                                                   an error? kept, passes go on ─ agree ─> raised everywhere
@@ -16,6 +16,7 @@ with shares of 0, and all give up together when the passes are done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import ModelError, NotFiniteError, RillflowError, TrainingError
-from rillflow.models.architecture import trial
+from rillflow.models.architecture import short_copy, trial
 from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
+from rillflow.models.unread import on_device
 from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.mesh import RankGroups, require_processes
 from rillflow.parallel.packed import Reading, empty_reading, lay_out
@@ -60,8 +62,10 @@ class Parallel:
 
     Args:
         module: a decoder with Rillflow's attention, whole and the same on every rank; it is cut in place.
+            Of one on the meta device only what is left takes memory; its numbers are the caller's to read.
         groups: the rank's groups.
         shard: whether parameters are cut over dp as well.
+        device: where the parts belong; where the module is, if that is not the meta device.
 
     Raises:
         ModelError: heads, layers or outputs do not divide, the model says not how it may be cut, or says
@@ -69,11 +73,13 @@ class Parallel:
         PlacementError: the ranks are threads of one process, and not each of them has the whole module.
     """
 
-    def __init__(self, module: Any, groups: RankGroups, *, shard: bool = False) -> None:
+    def __init__(
+        self, module: Any, groups: RankGroups, *, shard: bool = False, device: torch.device | None = None
+    ) -> None:
         self.module = module.eval()
         """What is left of it; parameters have the names they have in the whole module."""
         self.groups = groups
-        self.device = next(module.parameters()).device
+        self.device = device or next(module.parameters()).device
         self.sharded = shard and groups.dp.size > 1
         """Whether parameters are cut over dp."""
         self.is_whole = groups.pp.size == groups.tp.size == 1 and not self.sharded
@@ -81,7 +87,7 @@ class Parallel:
         plan = tensor_plan(module) if groups.tp.size > 1 else {}
         self.parts: dict[str, Part] = weight_parts(plan, module)
         """How tp lays every parameter of the whole module."""
-        self.stages = weight_stages(module, groups.pp.size)
+        self.stages: dict[str, tuple[int, ...]] = {name: (0,) for name, _ in module.named_parameters()}
         """The stages that every parameter of the whole module lies on."""
         self._error: RillflowError | None = None
         if not self.is_whole:
@@ -90,6 +96,8 @@ class Parallel:
         self._part = _Part(module, groups)
         if self.sharded:
             _shard(self._part, self._layers, groups.device_mesh(self.device.type, "dp"))
+        if any(parameter.is_meta for parameter in module.parameters()):
+            on_device(self._part, self.device)
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
         """This rank's parameters, DTensors where they are cut."""
         self.gradients = self._gradients(plan)
@@ -135,17 +143,22 @@ class Parallel:
         """[N, ...] what a whole module puts out for a micro-batch, where ``run`` would read it."""
         return self._pass(lay_out(part, self.device, back=back))[0]
 
-    def agree(self) -> None:
+    def agree(self, met: RillflowError | None = None) -> None:
         """Raise on every rank what was met on any since the last call.
+
+        Args:
+            met: on this rank, outside the passes.
 
         Raises:
             NotFiniteError: on every rank, where that is all that was met.
             RillflowError: this rank's own error.
             TrainingError: another rank's.
         """
+        if self.is_whole and met is not None:
+            raise met
         if self.is_whole:
             return
-        everyone, own, self._error = self.groups.everyone, self._error, None
+        everyone, own, self._error = self.groups.everyone, met or self._error, None
         is_hard = own is not None and not isinstance(own, NotFiniteError)
         failed = torch.tensor([float(own is not None), float(is_hard)])
         everyone.sum_([failed])
@@ -195,22 +208,28 @@ class Parallel:
         return output
 
     def _cut(self, plan: dict[str, Style]) -> None:
-        """Leave in the module what this rank runs, after a trial."""
+        """Leave in the module what this rank runs, after a trial of its short copy."""
         module, groups = self.module, self.groups
-        expected = trial(module)
+        tried: Any = short_copy(module).to(self.device)
+        parts = anatomy(module, tried) if self.sharded or groups.pp.size > 1 else None
+        expected = trial(tried)
         if groups.tp.size > 1:
             require_heads(module, groups.tp.size)
-            cut_tensors(module, plan, groups.device_mesh(self.device.type, "tp"))
-            _check_tensors(module, groups.tp.size, expected)
+            mesh = groups.device_mesh(self.device.type, "tp")
+            cut_tensors(module, plan, mesh)
+            cut_tensors(tried, tensor_plan(tried), mesh)
+            _check_tensors(tried, groups.tp.size, expected)
         self._layers: Sequence[Any] = ()
-        if groups.pp.size > 1:
-            parts = anatomy(module)
-            check_cut(module, parts, groups.pp.size, expected)
-            cut_stage(module, parts, groups.stage, groups.pp.size)
+        if parts is not None:
+            own = range(parts.count)
+            if groups.pp.size > 1:
+                self.stages = weight_stages(module, parts, groups.pp.size)
+                shown = tried.config.get_text_config().num_hidden_layers
+                check_cut(tried, replace(parts, count=shown), min(groups.pp.size, shown), expected)
+                cut_stage(module, parts, groups.stage, groups.pp.size)
+                own = layers_of(groups.stage, groups.pp.size, parts.count)
             layers = module.get_submodule(parts.layers)
-            self._layers = [layers[i] for i in layers_of(groups.stage, groups.pp.size, parts.count)]
-        elif self.sharded:
-            self._layers = list(module.get_submodule(anatomy(module).layers))
+            self._layers = [layers[i] for i in own] if self.sharded else ()
 
     def _gradients(self, plan: dict[str, Style]) -> Gradients:
         groups = self.groups

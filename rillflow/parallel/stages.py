@@ -74,41 +74,42 @@ def layers_of(stage: int, stages: int, count: int) -> range:
     return range(start, start + size + (stage < more))
 
 
-def weight_stages(module: Any, stages: int) -> dict[str, tuple[int, ...]]:
+def weight_stages(module: Any, parts: Anatomy, stages: int) -> dict[str, tuple[int, ...]]:
     """The stages that every parameter of the whole module lies on, by its first name.
 
-    A tied embedding lies on the first and the last. Raises as ``layers_of`` and ``anatomy``.
+    A tied embedding lies on the first and the last. Raises as ``layers_of``.
     """
     names = [name for name, _ in module.named_parameters()]
-    if stages == 1:
-        return dict.fromkeys(names, (0,))
-    parts = anatomy(module)
     runs = [parts.parts_of(stage, stages) for stage in range(stages)]
     owners = {name: next(part for part in runs[0] if name.startswith(f"{part}.")) for name in names}
     return {name: tuple(s for s, own in enumerate(runs) if own[part]) for name, part in owners.items()}
 
 
-def anatomy(module: Any) -> Anatomy:
-    """Find a decoder's parts by running it.
+def anatomy(module: Any, tried: Any) -> Anatomy:
+    """Find a decoder's parts by running a short copy of it.
+
+    Args:
+        module: the decoder; it may be on the meta device.
+        tried: its ``models.architecture.short_copy``.
 
     Raises:
         ModelError: it is not built as embedding, layers, norm, head.
     """
-    body: nn.Module = module.base_model
-    count = module.config.get_text_config().num_hidden_layers
-    names = {id(part): name for name, part in module.named_modules()}
+    body: nn.Module = tried.base_model
+    count = tried.config.get_text_config().num_hidden_layers
+    names = {id(part): name for name, part in tried.named_modules()}
     lists = [part for part in body.children() if isinstance(part, nn.ModuleList) and len(part) == count]
-    embedding = module.get_input_embeddings()
+    embedding = tried.get_input_embeddings()
     if len(lists) != 1 or id(embedding) not in names:
         raise _not_cut(module, f"its body has {len(lists)} lists of {count} layers")
-    seen, tuples = _order(module, lists[0])
+    seen, tuples = _order(tried, lists[0])
     last = max(place for place, part in enumerate(seen) if part is lists[0][-1])
     after = [names[id(part)] for part in seen[last + 1 :]]
-    heads = [names[id(part)] for part in module.children() if part is not body]
-    head = module.get_output_embeddings()
+    heads = [names[id(part)] for part in tried.children() if part is not body]
+    head = tried.get_output_embeddings()
     found = Anatomy(
         layers=names[id(lists[0])],
-        count=count,
+        count=module.config.get_text_config().num_hidden_layers,
         embedding=names[id(embedding)],
         after=tuple(after),
         heads=tuple(heads),
@@ -123,10 +124,10 @@ def anatomy(module: Any) -> Anatomy:
 
 
 def check_cut(module: Any, parts: Anatomy, stages: int, expected: Tensor) -> None:
-    """Run the module stage by stage and compare.
+    """Run a module stage by stage and compare.
 
     Args:
-        module: still whole.
+        module: whole: a decoder, or its short copy.
         parts: its anatomy.
         stages: how many.
         expected: what the whole module said, see ``trial``.

@@ -214,10 +214,9 @@ class ReceivedWeights(_End):
         self._weights = weights = logical_weights(model.module)
         self._layout = layout = generation_layout(weights, weight_parts(plan, model.module), mesh)
         self.module = sampling_module(model.module, plan, self.tp)
-        device = next(model.module.parameters()).device
         self._held = {
             name: torch.empty(
-                local_shape(layout[name], weight.shape, self._rank), dtype=weight.dtype, device=device
+                local_shape(layout[name], weight.shape, self._rank), dtype=weight.dtype, device=model.device
             )
             for name, weight in weights.items()
         }

@@ -8,7 +8,7 @@ A role trains and scores with its share, whatever it is; files hold whole models
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from rillflow.cluster.ranks import Ranks, SingleRank
+from rillflow.errors import ModelError
 from rillflow.models.language_model import Model, save_model
+from rillflow.models.unread import Index, fill
 from rillflow.parallel.mesh import RankGroups, rank_groups
 from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
@@ -25,7 +27,7 @@ from rillflow.placement.sbp import Placement
 from rillflow.training.optimizer import COUNTER
 from rillflow.training.trainer import Trainer
 from rillflow.weights.layout import Layout, Weight, local_shape, logical_weights, training_layout
-from rillflow.weights.resharding import gathered
+from rillflow.weights.resharding import gathered, pieces
 from rillflow.weights.sharded_file import listed_weights, load_sharded, save_sharded
 
 
@@ -34,7 +36,7 @@ class Share(Generic[Model]):
     """One rank's share.
 
     Example:
-        Share.of(load_model(...), mesh=Mesh.of(dp=2, pp=1, tp=2), is_sharded=False, ranks=site.ranks)
+        Share.of(outline(...), mesh=Mesh.of(dp=2, pp=1, tp=2), is_sharded=False, ranks=site.ranks)
     """
 
     model: Model
@@ -55,23 +57,28 @@ class Share(Generic[Model]):
 
     @staticmethod
     def of(model: Model, *, mesh: Mesh, is_sharded: bool, ranks: Ranks) -> Share[Model]:
-        """This rank's share of a model that every rank has loaded; its module is cut in place.
+        """This rank's share of a model; its module is cut in place, and what is left is read.
 
         Args:
-            model: the whole model.
+            model: the whole model, read or not.
             mesh: of dp, pp and tp.
             is_sharded: whether parameters are cut over dp as well.
             ranks: all ranks of the mesh.
 
         Raises:
-            ModelError: the model cannot be cut so.
+            ModelError: the model cannot be cut so, or not be read.
+            TrainingError: another rank cannot read it.
         """
         is_whole = ranks.size == mesh.axis("dp").size and not is_sharded
         weights = logical_weights(model.module)
         groups = RankGroups.whole(ranks) if is_whole else rank_groups(mesh, ranks)
-        parallel = Parallel(model.module, groups, shard=is_sharded)
+        is_unread = next(model.module.parameters()).is_meta
+        parallel = Parallel(model.module, groups, shard=is_sharded, device=model.device)
         layout = training_layout(weights, parallel.parts, parallel.stages, mesh, shard=parallel.sharded)
-        return Share(model=model, parallel=parallel, weights=weights, layout=layout)
+        share = Share(model=model, parallel=parallel, weights=weights, layout=layout)
+        if is_unread:
+            share._read()
+        return share
 
     @property
     def groups(self) -> RankGroups:
@@ -82,6 +89,22 @@ class Share(Generic[Model]):
     def saved_bytes(self) -> int:
         """Bytes of the whole model's weights."""
         return sum(weight.num_bytes for weight in self.weights.values())
+
+    def _read(self) -> None:
+        """Read this rank's slices of the model's weights."""
+        rank, met = self.groups.everyone.rank, None
+
+        def wanted(name: str) -> Iterator[tuple[Tensor, Index]]:
+            if name in self.parallel.parameters:
+                tensor, placement = self.parallel.parameters[name], self.layout[name]
+                for part, box in pieces(tensor, placement, self.weights[name].shape, rank):
+                    yield part, tuple(slice(*bounds) for bounds in box.bounds)
+
+        try:
+            fill(self.model.source, wanted)
+        except ModelError as error:
+            met = error
+        self.parallel.agree(met)
 
     def save_weights(self, folder: Path) -> None:
         """Write the whole model as a Hugging Face directory; every rank calls it, the first one writes.

@@ -27,11 +27,22 @@ from rillflow.errors import ClusterError, PlacementError, WeightError
 from rillflow.parallel.tensor import device_of, own
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
+from rillflow.placement.slices import Slice, slices
 from rillflow.weights.layout import Box, Layout, Weights, intervals, local_index, local_shape
 from rillflow.weights.plan import MOST_BYTES, Portion, ReshardPlan, Way, reshard_plan
 
 DEADLINE_S = 600.0
 """How long a rank waits for the others in one bucket."""
+
+
+def pieces(
+    tensor: Tensor, placement: Placement, shape: tuple[int, ...], rank: int
+) -> Iterator[tuple[Tensor, Slice]]:
+    """What a rank has of a weight: the parts of its own tensor, and which box of the whole each is."""
+    if rank in placement.mesh.ranks:
+        held, mine = intervals(placement, shape, rank), own(tensor)
+        for box in slices(placement, shape)[rank]:
+            yield mine[local_index(held, box)], box
 
 
 class Resharding:

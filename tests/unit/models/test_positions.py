@@ -188,4 +188,4 @@ def test_a_model_that_reads_other_rows_lengths_elsewhere_is_refused() -> None:
 
     module.model.layers[0].register_forward_hook(louder, with_kwargs=True)
     with pytest.raises(ModelError, match=r"LlamaForCausalLM computes other outputs .* beside a longer row"):
-        settle_positions(module)
+        settle_positions(module, module)

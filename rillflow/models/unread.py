@@ -1,0 +1,260 @@
+"""Unread: the weights of a model, of which nothing is read or drawn before somebody asks for a slice.
+
+    files ─ headers ─> {name: Unread} ─ transformers: names, casts, stacks ─> module on the meta device
+    config ─ init under ``Drawing``: every draw made, none kept ─────────────────^     │ taken_out
+                                                                                       v
+    rank ─ the slices it wants ─ fill ───────────────────────────────────────────> Source
+                                 ^── a slice of a file, or a draw made again ─────────┘
+
+An ``Unread`` is on the meta device and remembers what was done to it; a slice is had by doing that to the
+slice of the file. What is not done to elements one by one is done to whole tensors, one weight at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from rillflow.errors import ModelError
+from rillflow.models.weight_files import unusable
+
+aten = torch.ops.aten
+_FILLS = {aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar}
+"""What leaves nothing of what a tensor was before."""
+Index = tuple[slice, ...]
+"""A slice a dim; none for all there is."""
+Read = Callable[[Index], Tensor]
+"""A slice of a weight."""
+Source = Callable[[], Iterator[tuple[str, Read]]]
+"""The weights of a model by name, in the order in which they are had best."""
+
+_ELEMENTWISE = (Tensor.to, Tensor.detach)
+"""What is done to elements one by one, so that a slice can be read alone."""
+
+
+class Unread(Tensor):
+    """A tensor of the meta device that can be read; what is made of it is another one."""
+
+    read: Read
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do it on the meta device, and remember it."""
+        named = dict(kwargs or {})
+        if function == Tensor.device.__get__:
+            return torch.device("cpu")  # whoever asks decides by it whether there are numbers to compare
+        if function is torch.equal:
+            return torch.equal(*map(_whole, args))
+        if function is Tensor.to:
+            named.pop("device", None)
+        found = super().__torch_function__(function, types, args, named)  # type: ignore[no-untyped-call]
+        for place, one in enumerate(found if isinstance(found, tuple) else (found,)):
+            if isinstance(one, Unread) and "read" not in vars(one):
+                one.read = _reader(function, args, named, place if isinstance(found, tuple) else None)
+        return found
+
+
+def unread_weights(source: str) -> dict[str, Unread]:
+    """The weights of a directory or hub name under their names in its files; only headers are read.
+
+    Raises:
+        ModelError: a file is missing or not whole.
+    """
+    found: dict[str, Unread] = {}
+    for path in _files(source):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    found[name] = file.get_tensor(name).to("meta").as_subclass(Unread)  # mapped, not read
+                    found[name].read = partial(_read, path, name)
+        except (OSError, SafetensorError) as error:
+            raise unusable(source, f"file {Path(path).name}", error) from error
+    return found
+
+
+def taken_out(
+    module: nn.Module, dtype: torch.dtype, whole: Callable[[Tensor], Tensor] | None = None
+) -> Source:
+    """The weights of a module, which keeps places for them on the meta device; ties and buffers stay.
+
+    Args:
+        module: its weights are not read, real, or what ``whole`` makes real.
+        dtype: of the places; buffers, such as rotary frequencies, stay exact.
+        whole: a weight's numbers, where they are still to be made.
+    """
+    make = whole or _whole
+
+    def reader(weight: Tensor) -> Read:
+        return weight.read if isinstance(weight, Unread) else lambda index: make(weight)[index]
+
+    readers = {name: reader(parameter.detach()) for name, parameter in module.named_parameters()}
+    for name, buffer in list(module.named_buffers()):
+        owner, _, kind = name.rpartition(".")
+        setattr(module.get_submodule(owner), kind, make(buffer).clone())
+    replace(module, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device="meta"))
+    return lambda: iter(readers.items())
+
+
+def on_device(module: nn.Module, device: torch.device) -> None:
+    """Give what is left of a module memory of its own, where parameters hold nothing yet."""
+    replace(module, lambda parameter: torch.empty_like(parameter, device=device))
+    module.to(device)  # buffers; and FSDP looks at its parameters anew
+
+
+def replace(module: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
+    """Put other tensors in the place of a module's parameters; those that are one parameter stay one."""
+    places: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places[id(parameter)].append(name)
+    for names in places.values():
+        old = module.get_parameter(names[0])
+        new = nn.Parameter(make(old), requires_grad=old.requires_grad)
+        for name in names:
+            owner, _, kind = name.rpartition(".")
+            module.get_submodule(owner).register_parameter(kind, new)
+
+
+@torch.no_grad()
+def fill(source: Source, wanted: Callable[[str], Iterable[tuple[Tensor, Index]]]) -> None:
+    """Read what is wanted of every weight.
+
+    Args:
+        source: the weights.
+        wanted: of a weight by its name, tensors to fill and the slice that belongs in each.
+
+    Raises:
+        ModelError: a file cannot be read any more, or numbers in it are not finite.
+    """
+    for name, read in source():
+        for target, index in wanted(name):
+            try:
+                target.copy_(read(index))
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"the weight {name} cannot be read", why=str(error)) from error
+            if target.numel() and not torch.stack(torch.aminmax(target)).isfinite().all():
+                raise ModelError(
+                    f"the weight {name} has numbers that are not finite",
+                    why="nothing can be computed or learned with them",
+                    fix="name another checkpoint",
+                )
+
+
+class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Building a module on the meta device, with every random number drawn for real.
+
+    Numbers are drawn, so that the next ones are those of a module built as usual, and let go. What was done
+    to each tensor is kept with the generator's state before it, so that its numbers can be drawn again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._done: dict[int, list[Callable[[Tensor], None]]] = defaultdict(list)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Make, or change, a tensor."""
+        named = dict(kwargs or {})
+        if function is aten.empty.memory_format:
+            found = function(*args, **named | {"device": "meta"})
+            self._done[_memory(found)] = []
+            return found
+        first = args[0] if args else None
+        if not function._schema.is_mutable or not isinstance(first, Tensor) or not first.is_meta:
+            return function(*args, **named)
+        state = None
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            state = torch.get_rng_state()
+            function(torch.empty_like(first, device="cpu"), *args[1:], **named)
+        place = (first.size(), first.stride(), first.storage_offset())
+
+        def again(whole: Tensor) -> None:
+            if state is not None:
+                torch.set_rng_state(state)
+            function(whole.as_strided(*place), *args[1:], **named)
+
+        if function in _FILLS and first.untyped_storage().nbytes() == first.nbytes:
+            self._done[_memory(first)] = []
+        self._done[_memory(first)].append(again)
+        return first
+
+    def drawn(self, tensor: Tensor) -> Tensor:
+        """A tensor's numbers, drawn again; what has numbers already has those."""
+        if not tensor.is_meta:
+            return tensor
+        found = torch.empty_like(tensor, device="cpu")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for again in self._done[_memory(tensor)]:
+                again(found)
+        return found
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _reader(function: Any, args: tuple[Any, ...], named: dict[str, Any], place: int | None) -> Read:
+    """How what a function makes of tensors that are not read is read."""
+    if function in _ELEMENTWISE or (function is Tensor.__getitem__ and args[1] is ...):
+        return lambda index: function(args[0].read(index), *args[1:], **named)
+
+    def read(index: Index) -> Tensor:
+        made = function(*map(_whole, args), **named)
+        found: Tensor = made if place is None else made[place]
+        return found[index]
+
+    return read
+
+
+def _whole(value: Any) -> Any:
+    """The same with all that is in it read."""
+    if isinstance(value, Unread):
+        return value.read(())
+    return type(value)(map(_whole, value)) if isinstance(value, list | tuple) else value
+
+
+def _read(path: str, name: str, index: Index) -> Tensor:
+    """A slice of a file's tensor; the file is closed, so that the pages that were looked at can go."""
+    with safe_open(path, framework="pt") as file:
+        found: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
+        return found
+
+
+def _files(source: str) -> list[str]:
+    """The files of a model's weights: one, or those that its index names."""
+    one = _file(source, SAFE_WEIGHTS_NAME)
+    if one is not None:
+        return [one]
+    index = _file(source, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        raise ModelError(
+            f"the model {source} has no weights",
+            why=f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} in it",
+        )
+    names: list[str] = sorted(set(json.loads(Path(index).read_bytes())["weight_map"].values()))
+    paths = {name: _file(source, name) for name in names}
+    for name, path in paths.items():
+        if path is None:
+            raise ModelError(
+                f"the model {source} has no file {name}",
+                why=f"its index says that weights are in {len(names)} files, and this is one of them",
+                fix="copy the file to the others",
+            )
+    return [path for path in paths.values() if path is not None]
+
+
+def _file(source: str, name: str) -> str | None:
+    found: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return found
