@@ -155,7 +155,7 @@ class Reference:
     def __init__(self, site: Site) -> None:
         del site
 
-    @endpoint(DP, reads=("tokens", "loss_mask"), writes=("reference_logprobs",))
+    @endpoint(DP, reads=("sampler_logprobs",), writes=("reference_logprobs",))
     def logprobs(self, rollouts: Batch) -> Batch:
         sampled = rollouts.ragged("sampler_logprobs")
         found = sampled.with_values(sampled.values - 0.001)

@@ -31,6 +31,8 @@ from typing import Any
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
+from rillflow.observe.layout import rollout_files
+from rillflow.observe.reader import rollout_columns
 
 ROLES = ("policy", "critic", "reference", "reward")
 LIMIT = 1e-5
@@ -129,13 +131,17 @@ def ran(folder: Path, placement: Sequence[str]) -> Ran:
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(RECIPE)
     (folder / "reward.py").write_text(REWARD)
-    told = f"run.dir={json.dumps(str(folder / 'run'))}"
-    loaded = load_recipe(folder / "run.toml", [told, *placement])
+    where = f"run.dir={json.dumps(str(folder / 'run'))}"
+    loaded = load_recipe(folder / "run.toml", [where, *placement])
     launch(loaded.recipe, loaded.base, quiet=True)
-    files = sorted((folder / "run" / "rollouts").iterdir())
+    told = [rollout_columns(folder / "run", step) for step in rollout_files(folder / "run")]
     steps = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return Ran(
-        rollouts=[json.loads(line) for file in files for line in file.read_text().splitlines()],
+        rollouts=[
+            dict(zip(columns, row, strict=True))
+            for columns in told
+            for row in zip(*columns.values(), strict=True)
+        ],
         metrics=[
             {name: value for name, value in step["metrics"].items() if name not in CLOCKED} for step in steps
         ],

@@ -22,8 +22,8 @@ from rillflow.errors import DataError
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import choose_device, load_model
 from rillflow.observe import layout
-from rillflow.observe.json_lines import JSON, read_lines
-from rillflow.observe.reader import read_config
+from rillflow.observe.json_lines import JSON
+from rillflow.observe.reader import read_config, rollout_columns
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
@@ -177,7 +177,5 @@ def _instruction(prompt: object) -> JSON:
 
 def _first_prompts(run: Path) -> list[JSON]:
     """The prompts of the first step whose rollouts are kept; none where no step has any."""
-    for file in layout.rollout_files(run).values():
-        if lines := read_lines(file).lines:
-            return [line.data["prompt"] for line in lines]
-    return []
+    found = (rollout_columns(run, step)["prompt"] for step in layout.rollout_files(run))
+    return next((prompts for prompts in found if prompts), [])

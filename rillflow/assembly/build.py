@@ -33,6 +33,7 @@ from rillflow.dataflow.flow import Flow
 from rillflow.dataflow.ready_first import GroupInFlight, ReadyFirst
 from rillflow.freshness.admission import HardBound, MeanBound
 from rillflow.models.language_model import choose_device
+from rillflow.observe import layout
 from rillflow.observe.progress import Progress
 from rillflow.observe.reader import Evaluation
 from rillflow.observe.run_directory import RunDirectory
@@ -88,6 +89,9 @@ class Build:
                 raise together(encoded.problems, f"the task {task.name}")
         self.encoded = encoded
         """Its rows."""
+        if not (run.path / layout.TOKENS).exists():
+            tokenizer = model_input.tokenizer
+            run.write_json(layout.TOKENS, {"texts": tokenizer.pieces(range(tokenizer.vocabulary_size))})
         self._roles.start_scorers(reward_functions(recipe, base, task), cost_functions(recipe, base))
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
@@ -99,6 +103,8 @@ class Build:
             checkpoint_s=recipe.run.checkpoint_minutes * 60,
             keep_checkpoints=recipe.run.keep_checkpoints,
             max_skipped=recipe.run.max_skipped,
+            rollouts_every=1 if recipe.run.rollouts_every is None else recipe.run.rollouts_every,
+            rollouts_share=recipe.run.rollouts_share or 1.0,
         )
         total = plans[-1].first + plans[-1].config.steps
         evaluate, deadline_s = self._evaluator(plans[-1].algorithm.data), recipe.placement.deadline_s

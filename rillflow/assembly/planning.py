@@ -190,11 +190,11 @@ def shape_of_directory(source: str) -> ModelShape:
         ModelError: its config cannot be read.
         PlanError: its config lacks a size.
     """
-    if (folder := Path(source)).is_dir():
-        return open_shape(folder, folder.name)
-    from huggingface_hub import try_to_load_from_cache  # a directory needs none of the hub
+    from huggingface_hub import try_to_load_from_cache
 
-    if not isinstance(file := try_to_load_from_cache(source, "config.json"), str):
+    folder = Path(source)
+    file = folder if folder.is_dir() else try_to_load_from_cache(source, "config.json")
+    if not isinstance(file, str | Path):
         raise ModelError(
             f"the sizes of {source} are not known",
             why="its config.json is not on this machine",

@@ -62,6 +62,14 @@ class RunConfig(Section):
     keep_checkpoints: int = Field(
         2, gt=0, description="Newest checkpoints that stay on the disk; the best held-out one stays too."
     )
+    rollouts_every: int | None = Field(
+        None,
+        ge=0,
+        description="Steps between those whose rollouts are written; 0 for none, left out: every step.",
+    )
+    rollouts_share: float | None = Field(
+        None, gt=0, le=1, description="Share of such a step's prompts whose rollouts are; left out: all."
+    )
 
 
 class PolicyConfig(TrainConfig):

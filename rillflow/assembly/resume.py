@@ -26,7 +26,7 @@ _LOSS = ("kl", "entropy", "clip_low", "clip_high", "dual_clip", "correction", "c
 _TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight_decay")
 _MEMORY = ("tokens_per_micro_batch", "gradient_checkpointing")
 _RUN = (
-    *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints"),
+    *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "rollouts_every", "rollouts_share"),
     *("max_skipped", "dir", "device", "threads"),
 )
 _REWARD = ("timeout_s", "memory_bytes", "workers", "max_failures")

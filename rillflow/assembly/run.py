@@ -16,14 +16,15 @@ from rillflow.observe import layout
 from rillflow.observe.json_lines import JSON
 from rillflow.observe.reader import (
     EvaluationRecord,
-    RolloutRecord,
     best_step,
     read_config,
     read_evaluations,
     read_metrics,
     read_rollouts,
     require_run,
+    rollout_columns,
 )
+from rillflow.observe.rollouts import RolloutRecord
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.view.curves import cards
 from rillflow.view.html import el
@@ -96,6 +97,12 @@ class Run:
         """
         made = max(layout.rollout_files(self.path), default=0)
         return read_rollouts(self.path, made if step is None else step)
+
+    def columns(self, step: int | None = None) -> dict[str, list[Any]]:
+        """The same as columns, an entry a row: ``pandas.DataFrame(run.columns())``."""
+        return rollout_columns(
+            self.path, max(layout.rollout_files(self.path), default=0) if step is None else step
+        )
 
     def checkpoint(self, step: int | None = None, *, best: bool = False, role: str = "policy") -> Path:
         """The folder of a role's model, a Hugging Face directory: the newest, a step's, or the best.

@@ -47,12 +47,14 @@ class Site:
     """Which rank this is."""
     ranks: Ranks
     """The other ranks of the pool, for collectives."""
-    fetch: Callable[[Sequence[Any]], list[Any]]
-    """The values of references."""
+    fetch: Callable[..., list[Any]]
+    """The values of references; of batches, given names beside them, these fields at least."""
     objects: dict[str, Any] = field(default_factory=dict)
     """What calls left here for later ones: the role programs."""
     stack: ExitStack = field(default_factory=ExitStack)
     """What is closed when the rank ends: children, files."""
+    fetched_bytes: int = 0
+    """Of the messages that were fetched; inline there are none."""
 
 
 RankCall = Callable[..., Any]
@@ -96,6 +98,10 @@ class Backend(Protocol):
         Raises:
             ClusterError: it cannot travel, or is too large for an argument.
         """
+
+    def table(self, references: tuple[Any, ...]) -> Any:
+        """Make some that hold references ready for any number of calls: they arrive as they are, or, of
+        many, as a reference that a rank can fetch them by."""
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """Run ``work(site, *arguments)`` at a place, after what was submitted there before.

@@ -4,8 +4,10 @@
                         large   [bytes, arrays]: arrays lie in the object store, and a reader on the
                                 same machine maps them without a copy
 
-References inside a value stay behind as names and travel beside it, so that Ray knows who holds them. Bytes
-are cloudpickle: a call carries functions. They pass between the ranks of one run, never through a file.
+References inside a value stay behind as names and travel beside it, so that Ray knows who holds them: of a
+call, of a table of references, and of a batch whose large fields lie in the store one by one, so that a rank
+fetches those it reads. Bytes are cloudpickle: a call carries functions. They pass between the ranks of one
+run, never through a file.
 Imported by ``cluster.ray``, which asks Ray for its protection first.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -23,13 +25,18 @@ import ray
 import torch
 from torch import Tensor
 
+from rillflow.records.batch import Batch, Field
+from rillflow.records.ragged import Ragged
+
 MAX_INLINE_BYTES = 32 * 2**10
 """A tensor of this size or more goes to the object store; smaller ones are copied into the message."""
+MIN_APART_BYTES = 2**20
+"""A field of this size or more is an object of its own, where a batch has several."""
 MAX_REPLY_BYTES = 100 * 2**10
 """Ray's own limit: a result below it comes back to the caller inside the reply."""
 
-Body = bytes | list[Any]
-"""What is given to Ray."""
+Body = bytes | list[Any] | tuple[Any, list[Any]]
+"""What is given to Ray: a message, with the references that its Slots stand for where it has some."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,23 @@ class Reply:
     """Those of the other results that were small enough to come with it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchApart:
+    """A batch whose large fields are objects of their own."""
+
+    batch: Batch
+    """The other fields."""
+    order: tuple[str, ...]
+    """All fields."""
+    apart: Mapping[str, Any]
+    """References to the large ones."""
+
+    def whole(self, fetched: Mapping[str, Any]) -> Batch:
+        """The batch with what was fetched of these."""
+        there = {**self.batch.fields, **fetched}
+        return self.batch.with_fields(**{name: there[name] for name in self.order if name in there})
+
+
 def packed(value: Any) -> PackedValue:
     """A value as a message.
 
@@ -93,18 +117,79 @@ def unpacked(body: Body) -> Any:
     """The value of a message's body; its references are Slots."""
     if isinstance(body, bytes):
         return ray.cloudpickle.loads(body)
+    assert isinstance(body, list)
     return ray.cloudpickle.loads(body[0], buffers=body[1:])
 
 
-def replies(results: tuple[Any, ...]) -> tuple[Body, ...]:
-    """The results of one call as bodies, the last with what comes beside it."""
-    first = [packed(result).body for result in results[:-1]]
+def opened(
+    bodies: Sequence[Body],
+    get: Callable[[list[Any]], list[Any]],
+    held: dict[str, Any] | None = None,
+    fields: Collection[str] | None = None,
+) -> tuple[list[Any], int]:
+    """The values of messages that were fetched, and their bytes.
+
+    Args:
+        bodies: the messages.
+        get: fetches further ones.
+        held: takes what the Slots of tables of references stand for.
+        fields: what is wanted of batches; None: all.
+    """
+    known, values, wanted = {} if held is None else held, list[Any](), list[Any]()
+    total = sum(map(body_bytes, bodies))
+    for body in bodies:
+        inner, references = body if isinstance(body, tuple) else (body, [])
+        value, own = unpacked(inner), by_name(references)
+        if isinstance(value, BatchApart):
+            names = [
+                name for name in value.order if name in value.apart and (fields is None or name in fields)
+            ]
+            wanted += [(len(values), name, own[value.apart[name].name]) for name in names]
+        else:
+            known |= own
+        if isinstance(value, Reply):
+            total += value.beside_bytes
+            value = value.value
+        values.append(value)
+    fetched = get([reference for *_, reference in wanted]) if wanted else []
+    columns: dict[int, dict[str, Any]] = {}
+    for (place, name, _), body in zip(wanted, fetched, strict=True):
+        total += body_bytes(body)
+        columns.setdefault(place, {})[name] = unpacked(body)
+    for place, value in enumerate(values):
+        if isinstance(value, BatchApart):
+            values[place] = value.whole(columns.get(place, {}))
+    return values, total
+
+
+def replies(results: tuple[Any, ...], put: Callable[[Any], Any]) -> tuple[Body, ...]:
+    """The results of one call as bodies, the last with what comes beside it; ``put`` makes an object."""
+    first = [_body(result, put) for result in results[:-1]]
     beside = sum(size for size in map(body_bytes, first) if size < MAX_REPLY_BYTES)
     return (*first, packed(Reply(value=results[-1], beside_bytes=beside)).body)
 
 
+def _body(result: Any, put: Callable[[Any], Any]) -> Body:
+    """A result's message; a batch with several large fields has them apart."""
+    large = {}
+    if isinstance(result, Batch):
+        large = {name: field for name, field in result.fields.items() if _nbytes(field) >= MIN_APART_BYTES}
+    if len(large) < 2:
+        return packed(result).body
+    near = result.only(*(name for name in result.fields if name not in large))
+    apart = {name: put(packed(field).body) for name, field in large.items()}
+    message = packed(BatchApart(batch=near, order=tuple(result.fields), apart=apart))
+    return message.body, list(message.references)
+
+
+def _nbytes(field: Field) -> int:
+    return (field.values if isinstance(field, Ragged) else field).nbytes
+
+
 def body_bytes(body: Body) -> int:
-    """What a body weighs."""
+    """What a body weighs, references aside."""
+    if isinstance(body, tuple):
+        return body_bytes(body[0])
     return len(body) if isinstance(body, bytes) else len(body[0]) + sum(array.nbytes for array in body[1:])
 
 

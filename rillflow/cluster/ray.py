@@ -24,8 +24,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,10 +58,12 @@ from ray import exceptions as faults
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rillflow.cluster.messages import Body, Reply, Slot, body_bytes, by_name, packed, replies, unpacked
+from rillflow.cluster.messages import Body, Slot, by_name, opened, packed, replies, unpacked
 
 MAX_ARGUMENT_BYTES = 16 * 2**20
 """An option larger than this is data, and data travel as batches."""
+MAX_BESIDE = 32
+"""References that travel beside every call; more are put into the object store, once for all ranks."""
 _CLOSE_S = 3.0
 """How long ranks have to close what is open on them before they are killed."""
 _START_S = 60.0
@@ -119,6 +122,13 @@ class RayBackend:
             )
         return message
 
+    def table(self, references: tuple[Any, ...]) -> Any:
+        """See Backend."""
+        message = packed(references)
+        if len(message.references) <= MAX_BESIDE:
+            return message
+        return ray.put((message.body, list(message.references)))
+
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """See Backend."""
         try:
@@ -127,7 +137,8 @@ class RayBackend:
             raise _cannot_travel("something a call needs", error) from None
         self.traffic.calls += 1
         self.traffic.sent_bytes += message.nbytes
-        made = self._method(place, results).remote(message.body, list(message.references), results)
+        sent = (message.body, list(message.references), results)  # one argument: Ray's price is by argument
+        made = self._method(place, results).remote(sent)
         return (made,) if results == 1 else tuple(made)
 
     def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
@@ -140,7 +151,9 @@ class RayBackend:
             _raise_cause(error)
         except faults.RayError as error:
             raise RankLost(*_loss(error)) from None
-        return [self._taken(body) for body in bodies]
+        values, fetched_bytes = opened(bodies, ray.get)
+        self.traffic.read_bytes += fetched_bytes
+        return values
 
     def is_ready(self, reference: Any) -> bool:
         """See Backend."""
@@ -181,15 +194,6 @@ class RayBackend:
         if key not in self._methods:
             self._methods[key] = self._ranks[place].run.options(num_returns=results)
         return self._methods[key]
-
-    def _taken(self, body: Body) -> Any:
-        """A value that has come here, weighed."""
-        self.traffic.read_bytes += body_bytes(body)
-        value = unpacked(body)
-        if isinstance(value, Reply):
-            self.traffic.read_bytes += value.beside_bytes
-            return value.value
-        return value
 
     def _join(self, ranks: int) -> None:
         """Join a cluster, or start one for so many ranks: they share the cores, whatever their number."""
@@ -283,7 +287,7 @@ class RankProcess:
         if size > 1:
             ranks = ProcessRanks.join(place.rank, size, Path(rendezvous), backend, deadline_s)
         self._deadline_s = deadline_s
-        self._held: Mapping[str, Any] = {}
+        self._held: dict[str, Any] = {}
         self._site = Site(place=place, ranks=ranks, fetch=self._fetch)
 
     def is_up(self) -> Body:
@@ -294,22 +298,25 @@ class RankProcess:
         """Close what is open on this rank."""
         self._site.stack.close()
 
-    def run(self, body: Body, references: list[Any], results: int) -> Any:
-        """One call; ``references`` are what the Slots of its arguments stand for."""
-        self._held = by_name(references)
+    def run(self, sent: tuple[Body, list[Any], int]) -> Any:
+        """One call: its message, what the Slots of its arguments stand for, and how many results it has."""
+        body, references, results = sent
+        self._held = dict(by_name(references))
         work, arguments = unpacked(body)
         try:
             found = work(self._site, *arguments)
         finally:
             self._held = {}  # what is held after a call stays in the store, and its owner has to ask for it
         try:
-            return packed(found).body if results == 1 else replies(found)
+            return packed(found).body if results == 1 else replies(found, ray.put)
         except Exception as error:  # noqa: BLE001  whatever a result's own pickling raises
             raise _cannot_travel(f"the result of {arguments[0]} on {self._site.place}", error) from None
 
-    def _fetch(self, slots: Sequence[Slot]) -> list[Any]:
+    def _fetch(self, slots: Sequence[Slot], fields: Collection[str] | None = None) -> list[Any]:
+        get = partial(ray.get, timeout=self._deadline_s)
         try:
-            bodies = ray.get([self._held[slot.name] for slot in slots], timeout=self._deadline_s)
+            bodies = get([self._held[slot.name] for slot in slots])
+            values, fetched_bytes = opened(bodies, get, self._held, fields)
         except faults.GetTimeoutError:
             raise ClusterError(
                 f"{self._site.place} waited {self._deadline_s:g} s for an argument",
@@ -320,8 +327,8 @@ class RankProcess:
         except faults.RayError as error:
             what, why, fix = _loss(error)
             raise Stranded(f"the rank of an argument {what}", why=why, fix=fix) from None
-        values = [unpacked(body) for body in bodies]
-        return [value.value if isinstance(value, Reply) else value for value in values]
+        self._site.fetched_bytes += fetched_bytes
+        return values
 
 
 def _heaviest(value: Any) -> str:

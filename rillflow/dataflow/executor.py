@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +23,7 @@ from rillflow.cluster.backend import Backend, Place
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.flow import StageResult
 from rillflow.errors import RecordError, nearest
+from rillflow.formulas import Granularity, granularity
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import Formula, Options
 from rillflow.graph.loss import field_parameters
@@ -29,10 +32,10 @@ from rillflow.observe.durable import write_error
 from rillflow.records.batch import Batch, Field, concatenate
 from rillflow.records.stored import load_batch, save_batch
 from rillflow.workers import program
-from rillflow.workers.endpoint import Measure
+from rillflow.workers.endpoint import Endpoint, Measure
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
-from rillflow.workers.values import Facts, RemoteValue
+from rillflow.workers.values import GROUPS, Facts, Lie, Own, RemoteValue, Rows, Whole, group_shares, groups_of
 
 
 class GroupExecutor:
@@ -68,7 +71,9 @@ class GroupExecutor:
         group = self._serving(role, endpoint)
         if self.sampled and group.role == SAMPLER:
             file = self.sampled.popleft()
-            return self._at(group.places[:1], f"{role}.{endpoint}", "", load_batch, [file])
+            places, lie = group.takes(endpoint), Lie.new(is_even=True, is_whole=True)
+            cut = [[index, len(places)] for index in range(len(places))]
+            return self._at(places, f"{role}.{endpoint}", "", load_rows, [file], lie=lie, cut=cut)
         if self.ready is not None and endpoint == "generate" and args and args[0] is self.ready[0]:
             (_, made), self.ready = self.ready, None
             return made
@@ -80,10 +85,22 @@ class GroupExecutor:
         """A stage of a role, asked of its group."""
         return group.call(endpoint, *args, **options)
 
-    def measure(self, stage: str) -> Measure | None:
-        """What is measured of a stage's result."""
-        role, _, endpoint = stage.partition(".")
-        return None if role == CONTROLLER else self._serving(role, endpoint).endpoints[endpoint].measures
+    def endpoint(self, stage: str) -> Endpoint | None:
+        """The endpoint of a stage; None of a formula's."""
+        role, _, name = stage.partition(".")
+        return None if role == CONTROLLER else self._serving(role, name).endpoints[name]
+
+    def measured(self, measure: Measure, rows: Pending) -> Pending:
+        """The metrics of rows, a share from every rank that holds some."""
+        return self._where_rows_are(measure.__name__, "group", measure, [], [rows], ())
+
+    def on_holders(
+        self, function: Callable[..., Any], given: Sequence[Sequence[Any]], batches: Sequence[Pending]
+    ) -> Pending:
+        """Call a function on every rank that holds a part of batches that lie alike: what is given for the
+        part, then its part of each."""
+        cut = [[*each, *(batch.own(index) for batch in batches)] for index, each in enumerate(given)]
+        return self._at(batches[0].holders, function.__name__, "", function, [], sources=batches, cut=cut)
 
     def keep_sampled(self, stages: Sequence[StageResult], name: str) -> list[Pending]:
         """Have what the sampler made of some stages written, in order, to files that begin with a name."""
@@ -106,13 +123,66 @@ class GroupExecutor:
         self, formula: Formula, batches: Sequence[Any], into: str | None, options: Options
     ) -> Pending:
         """See Executor."""
-        home, given = self._home(batches), [formula, into, *batches]
-        return self._at([home], formula.__name__, "", apply_formula, given, options)
+        name, seen = formula.__name__, granularity(formula) if into is not None else "batch"
+        reads = field_parameters(formula, options)
+        return self._where_rows_are(name, seen, apply_formula, [formula, into], batches, reads, options)
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""
-        given = [batch] if by is None else [batch, by]
-        return self.apply(rows_where, field, *given, place=self._home(given))
+        given, reads = [batch] if by is None else [batch, by], (field,)
+        made = self._where_rows_are(f"where {field}", "row", rows_where, [field], given, reads)
+        flags = given[-1]
+        if made.lie is not None and isinstance(flags, Pending):
+            made.lie = replace(made.lie, rows=(made.lie.rows, field, flags.token), is_even=False)
+        return made
+
+    def _where_rows_are(
+        self,
+        name: str,
+        seen: Granularity,
+        function: Callable[..., Any],
+        given: Sequence[Any],
+        batches: Sequence[Any],
+        reads: tuple[str, ...],
+        options: Options = MappingProxyType({}),
+    ) -> Pending:
+        """Call a function of batches; what sees rows or groups alone, on every rank that holds the first.
+
+        Args:
+            name: of what is done.
+            seen: what it has to see.
+            function: called with what is given and the batches.
+            given: the same everywhere.
+            batches: whose rows are the same where not all are seen; else the first's place gets all.
+            reads: fields; of the first batch all are there.
+            options: the same everywhere.
+        """
+        lies = [each.lie if isinstance(each, Pending) else None for each in batches]
+        first = lies[0] if lies else None
+        wanted = [reads if index else None for index in range(len(batches))]
+        if seen == "batch" or first is None or any(each is None or each.rows != first.rows for each in lies):
+            whole = [
+                each.whole(fields) if isinstance(each, Pending) else each
+                for each, fields in zip(batches, wanted, strict=True)
+            ]
+            lie = None if first is None else first.again(1)
+            sources = [each for each in batches if isinstance(each, Pending)]
+            return self._at(
+                [self._home(batches)], name, "", function, [*given, *whole], options, lie, sources
+            )
+        places, is_as_held = batches[0].holders, lies.count(first) == len(lies)
+        is_as_held = is_as_held and (seen == "row" or first.is_whole)
+        cut = [
+            [
+                each.own(index, fields)
+                if is_as_held
+                else each.rows(index, len(places), places[0], GROUPS, None, fields)
+                for each, fields in zip(batches, wanted, strict=True)
+            ]
+            for index in range(len(places))
+        ]
+        lie = first if is_as_held else first.again(len(places))
+        return self._at(places, name, "", function, given, options, lie, batches, cut)
 
     def gather(self, batches: Sequence[Any], rows: int) -> Pending:
         """The first ``rows`` rows of the batches laid end to end; see Supply."""
@@ -130,37 +200,50 @@ class GroupExecutor:
         function: Callable[..., Any],
         arguments: Sequence[Any],
         options: Options = MappingProxyType({}),
+        lie: Lie | None = None,
+        sources: Sequence[Any] = (),
+        cut: Sequence[Sequence[Any]] = (),
     ) -> Pending:
+        """Call a function at places; where something is cut each has a piece, and all results are one."""
         given = [self._sent(each, name) for each in arguments]
         named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
         packed = self._backend.pack(named, f"option of {name}:")
         made = []
-        for place in places:
-            described = (name, role, function, given, packed)
+        for index, place in enumerate(places):
+            described = (name, role, function, [*given, *(cut[index] if cut else ())], packed)
             value, facts = self._backend.submit(place, program.apply, *described, results=2)
             made.append(RemoteValue(value=value, facts=facts))
-        sources = [each for each in (*arguments, *options.values()) if isinstance(each, Pending)]
-        return self._pending(name, places, made, sources)
+        waited = [each for each in (*sources, *arguments, *options.values()) if isinstance(each, Pending)]
+        lie = lie or Lie.new(is_whole=not cut)
+        return self._pending(name, places, made, waited, lie, len(places) if cut else 1)
 
     def _pending(
-        self, name: str, places: Sequence[Place], made: Sequence[RemoteValue], sources: Sequence[Pending]
+        self,
+        name: str,
+        places: Sequence[Place],
+        made: Sequence[RemoteValue],
+        sources: Sequence[Pending],
+        lie: Lie | None = None,
+        taken: int = 1,
     ) -> Pending:
         return Pending(
             name,
             given="",
             places=places,
-            references=made[:1],
-            others=made[1:],
+            references=made[:taken],
+            others=made[taken:],
             is_partial=False,
             sources=sources,
             backend=self._backend,
+            lie=lie,
         )
 
     def _sent(self, argument: Any, name: str) -> Any:
         """An argument as it travels: what is no batch is packed."""
         if isinstance(argument, Pending):
             return argument.whole()
-        return argument if isinstance(argument, Batch) else self._backend.pack(argument, f"what {name} needs")
+        is_ready = isinstance(argument, Batch | Own | Rows | Whole)
+        return argument if is_ready else self._backend.pack(argument, f"what {name} needs")
 
     def deal(
         self, role: str, rank: int, parts: int, function: Callable[..., Any], *arguments: Any
@@ -221,6 +304,13 @@ def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch
         )
     result = formula(**{name: fields[name] for name in names}, **options)
     return float(result) if into is None else batches[0].with_fields(**{into: result})
+
+
+def load_rows(file: Path, index: int, count: int) -> Batch:
+    """One of so many parts of rows that were written, as the sampler's ranks had them."""
+    rows = load_batch(file)
+    ends = [0, *accumulate(group_shares(groups_of(rows), count))]
+    return rows.slice(ends[index], ends[index + 1])
 
 
 def rows_where(field: str, batch: Batch, by: Batch | None = None) -> Batch:

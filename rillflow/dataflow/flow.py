@@ -60,6 +60,8 @@ class StageResult:
     """Its handle."""
     is_number: bool = False
     """Whether a formula made one number, not a field of rows."""
+    into: str = ""
+    """The field of rows that a formula made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ class Flow:
             The first batch with the formula's result added (or replaced) as the field ``into``.
         """
         result = self._executor.compute(formula, batches, into, options)
-        return self._noted(f"{CONTROLLER}.{formula.__name__}", result)
+        return self._noted(f"{CONTROLLER}.{formula.__name__}", result, into=into)
 
     def number(self, formula: Callable[..., Any], *batches: Any, **options: Any) -> Handle:
         """Apply a formula to fields and numbers; its result is a number, a handle as all results are."""
@@ -231,6 +233,6 @@ class Flow:
         self.journal.published = version = role.publish()
         return version
 
-    def _noted(self, stage: str, result: Handle, *, is_number: bool = False) -> Handle:
-        self.journal.stages.append(StageResult(stage=stage, result=result, is_number=is_number))
+    def _noted(self, stage: str, result: Handle, **kind: Any) -> Handle:
+        self.journal.stages.append(StageResult(stage=stage, result=result, **kind))
         return result

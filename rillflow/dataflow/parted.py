@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rillflow.cluster.backend import Backend, Place
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.executor import GroupExecutor
-from rillflow.formulas import is_of_groups
+from rillflow.formulas import granularity
 from rillflow.graph.handle import Formula, Handle, Options
 from rillflow.records.batch import Batch
 from rillflow.rollout.config import answering
@@ -57,7 +57,7 @@ class Parted(Pending):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name not in ("places", "_facts", "_references"):  # what others begin with
+            if name not in ("places", "lie", "_facts", "_references", "_held"):  # what others begin with
                 return super().__getattr__(name)
             self._submit()
             return self.__dict__[name]
@@ -86,7 +86,7 @@ class PartedExecutor(GroupExecutor):
     ) -> Pending:
         """See Executor."""
         is_whole = into is None or any(isinstance(each, Parted) for each in options.values())
-        parts = 0 if is_whole or not is_of_groups(formula) else _parts(batches)
+        parts = 0 if is_whole or granularity(formula) == "batch" else _parts(batches)
         one = super().compute
         if not parts:
             return one(formula, batches, into, options)
@@ -162,9 +162,9 @@ class PartedExecutor(GroupExecutor):
         for made, _ in chain:
             made.complete()
 
-    def _at(self, places: Sequence[Place], *how: Any) -> Pending:
+    def _at(self, places: Sequence[Place], *how: Any, **cut: Any) -> Pending:
         self._submit()
-        return super()._at(places, *how)
+        return super()._at(places, *how, **cut)
 
     def deal(self, *how: Any) -> list[Pending]:
         """See GroupExecutor."""

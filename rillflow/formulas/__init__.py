@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from rillflow.formulas.advantages import *
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rillflow.formulas.ratios import *
     from rillflow.formulas.token_advantages import *
 
+Formula = TypeVar("Formula", bound=Callable[..., Any])
 _NAMES = {
     "advantages": (
         "group_advantages lagrangian_advantages leave_one_out over_greedy penalised_group_advantages "
@@ -49,12 +50,17 @@ _NAMES = {
     ),
 }
 """The public names of each module."""
-_OF_GROUPS = (
-    "bootstrapped_rewards ended gae group_advantages leave_one_out missing_end_rewards "
-    "overlong_rewards penalised_group_advantages penalised_rewards penalised_token_costs "
-    "penalised_token_rewards returns_to_go token_costs token_rewards value_targets varied_groups"
-)
-"""Formulas that give a row the same whatever other groups are in its batch."""
+Granularity = Literal["row", "group", "batch"]
+"""What a formula has to see to know a row's result: the row, all rows of its prompt, or all there are."""
+_SEEN: dict[Granularity, str] = {
+    "row": (
+        "bootstrapped_rewards ended gae lagrangian_advantages lambda_returns "
+        "missing_end_rewards overlong_rewards penalised_rewards penalised_token_costs "
+        "penalised_token_rewards returns_to_go token_costs token_rewards value_targets"
+    ),
+    "group": "group_advantages leave_one_out penalised_group_advantages varied_groups",
+}
+"""Formulas that run where their rows are; the others see the whole batch."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
@@ -64,9 +70,27 @@ def __getattr__(name: str) -> Any:
     return vars(import_module(f"{__name__}.{_HOMES[name]}"))[name]
 
 
-def is_of_groups(formula: Callable[..., Any]) -> bool:
-    """Whether a formula's result for a row follows from the rows of its group alone."""
-    return formula.__module__.startswith(f"{__name__}.") and formula.__name__ in _OF_GROUPS.split()
+def granularity(formula: Callable[..., Any]) -> Granularity:
+    """What a formula has to see; an own one says so by ``seeing``."""
+    if formula.__module__.startswith(f"{__name__}."):
+        return next((seen for seen, names in _SEEN.items() if formula.__name__ in names.split()), "batch")
+    said: Granularity = vars(formula).get("granularity", "batch")
+    return said
+
+
+def seeing(what: Granularity) -> Callable[[Formula], Formula]:
+    """Say of an own formula what it has to see: one of rows or groups runs on every rank that holds some.
+
+    Example:
+        @formulas.seeing("group")
+        def best_of_group(rewards, groups): ...
+    """
+
+    def said(formula: Formula) -> Formula:
+        vars(formula)["granularity"] = what
+        return formula
+
+    return said
 
 
 def __dir__() -> list[str]:

@@ -27,7 +27,7 @@ from rillflow.models.attention import ATTENTION
 from rillflow.models.scalar_head import head_weights, require_one_number, start_head
 from rillflow.models.tokenizer import end_tokens
 from rillflow.models.unread import unread_weights
-from rillflow.models.weight_files import check_weight_files, library_errors, unusable
+from rillflow.models.weight_files import LIBRARY_ERRORS, check_weight_files, unusable
 
 
 def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -98,7 +98,7 @@ def _config(source: str) -> PreTrainedConfig:
         settings, _ = PreTrainedConfig.get_config_dict(source)
         _check_settings(source, settings)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except library_errors() as error:
+    except LIBRARY_ERRORS as error:
         raise unusable(source, "config", error) from error
     if config.is_encoder_decoder:
         raise ModelError(
@@ -124,7 +124,7 @@ def _weights(
             attn_implementation=ATTENTION,
             output_loading_info=True,
         )
-    except library_errors() as error:
+    except LIBRARY_ERRORS as error:
         raise unusable(source, "weights", error) from error
     module.config.name_or_path = source
     with suppress(OSError):  # where there is no such file its config says how it is sampled from

@@ -26,7 +26,7 @@ from tokenizers import decoders, pre_tokenizers
 
 from rillflow.errors import ModelError
 from rillflow.models.bare import BareTokenizer, bare_tokenizer, settings_of
-from rillflow.models.weight_files import library_errors, unusable
+from rillflow.models.weight_files import LIBRARY_ERRORS, unusable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # importing it takes a second or two
@@ -347,7 +347,7 @@ def load_tokenizer(
             from transformers import AutoTokenizer  # it imports torch
 
             inner = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except library_errors(KeyError, TypeError) as error:
+    except (*LIBRARY_ERRORS, KeyError, TypeError) as error:
         raise _no_tokenizer(source, str(error).strip().split("\n")[0]) from error
     if len(inner.get_vocab()) <= len(inner.added_tokens_decoder):
         raise _no_tokenizer(source, "no file in it holds a vocabulary")

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from rillflow.errors import ModelError
 
+LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
+"""What transformers raises for a directory it cannot use."""
 _INDEX = "model.safetensors.index.json"
-
-
-def library_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """What transformers raises for a directory it cannot use, and more."""
-    from huggingface_hub.errors import StrictDataclassError  # a sixth of a second, where nothing is raised
-
-    return OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError, *more
 
 
 def check_weight_files(source: str) -> None:

@@ -5,7 +5,8 @@ RUN/
   config.json          the resolved config            environment.json   each start of the run
   data.json            what its rows are known by
   metrics.jsonl        one line a step                spans.jsonl        one line a stage and step
-  evaluations.jsonl    one line an evaluation         rollouts/          one file a step
+  evaluations.jsonl    one line an evaluation         rollouts/          a file a step and rank, in columns
+tokens.json          the text of every token
   checkpoints/         written by another package     summary.json, report.html
   reference/           the policy as the last phase found it, where one is asked for
   skips.jsonl          one line an update left out    bundles/           what each was, a folder a step
@@ -30,6 +31,7 @@ METRICS = "metrics.jsonl"
 SPANS = "spans.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 ROLLOUTS = "rollouts"
+TOKENS = "tokens.json"
 CHECKPOINTS = "checkpoints"
 REFERENCE = "reference"
 SOURCES = "sources"
@@ -43,7 +45,7 @@ FINISHED = "finished.json"
 PLAN = "plan.toml"
 LINE_FILES = (METRICS, SPANS, EVALUATIONS, SKIPS, GIVEN_UP)
 
-_ROLLOUT_FILE = re.compile(r"step-(\d{6,})\.jsonl")
+_ROLLOUT_FILE = re.compile(r"step-(\d{6,})(?:\.jsonl|-(\d{4,})-of-(\d{4,})\.safetensors)")
 
 
 def is_run_directory(path: Path) -> bool:
@@ -51,15 +53,27 @@ def is_run_directory(path: Path) -> bool:
     return (path / LOCK).is_file() or ((path / ENVIRONMENT).is_file() and (path / CONFIG).is_file())
 
 
-def rollout_file(run: Path, step: int) -> Path:
-    """Where the rollouts of one step lie."""
-    return run / ROLLOUTS / f"step-{step:06d}.jsonl"
+def rollout_file(run: Path, step: int, part: int, count: int) -> Path:
+    """Where one of so many parts of a step's rollouts lies, counted from 1."""
+    return run / ROLLOUTS / f"step-{step:06d}-{part:04d}-of-{count:04d}.safetensors"
 
 
-def rollout_files(run: Path) -> Mapping[int, Path]:
+def rollout_files(run: Path) -> Mapping[int, tuple[Path, ...]]:
+    """The rollout files of steps that have all of theirs, by step, in order; an older run's step has one."""
+    found = written_rollouts(run)
+    return {step: files for step, files in found.items() if len(files) == _parts(files[0])}
+
+
+def written_rollouts(run: Path) -> Mapping[int, tuple[Path, ...]]:
     """The rollout files there are, by step, in order; anything else in the folder is not ours."""
-    folder = run / ROLLOUTS
-    if not folder.is_dir():
-        return {}
-    found = [(match, entry) for entry in folder.iterdir() if (match := _ROLLOUT_FILE.fullmatch(entry.name))]
-    return dict(sorted((int(match[1]), entry) for match, entry in found))
+    folder, found = run / ROLLOUTS, dict[int, tuple[Path, ...]]()
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if match := _ROLLOUT_FILE.fullmatch(entry.name):
+            found[int(match[1])] = (*found.get(int(match[1]), ()), entry)
+    return dict(sorted(found.items()))
+
+
+def _parts(file: Path) -> int:
+    """Of how many files this is one."""
+    match = _ROLLOUT_FILE.fullmatch(file.name)
+    return int(match[3] or 1) if match else 0

@@ -1,7 +1,7 @@
 """Reading a run directory back, while it is written or years later.
 
     metrics.jsonl ─> MetricsRecord     spans.jsonl ─> SpanRecord
-    evaluations.jsonl ─> EvaluationRecord     rollouts/step-N.jsonl ─> RolloutRecord
+    evaluations.jsonl ─> EvaluationRecord     rollouts/step-N... ─> columns ─> RolloutRecord
 
 A last line that is cut off is left out. Anything else that is not what it should be is an error that
 names file, line and field. A field this version does not know is no error.
@@ -9,17 +9,17 @@ names file, line and field. A field this version does not know is no error.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe import layout
 from rillflow.observe.fields import Fields
 from rillflow.observe.json_lines import JSON, read_json, read_lines
+from rillflow.observe.rollouts import RolloutRecord, prompt_text, read_columns, rollout_records
 from rillflow.records.metrics import Histogram, Max, Mean, Metric, Min, Sum, Variance
 from rillflow.records.row import RowId
 
@@ -164,47 +164,6 @@ class EvaluationRecord(Evaluation):
         return "reward" if self.accuracy is None else "accuracy"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutRecord:
-    """One row of one step. The per-token tuples are aligned to ``tokens``; see ``sampled``."""
-
-    row: RowId
-    """The row's stable id."""
-    prompt: str
-    """The prompt's text; of chat messages, one paragraph each."""
-    completion: str
-    """The text of what was sampled."""
-    tokens: tuple[int, ...]
-    """Token ids: the prompt's and all after it."""
-    token_texts: tuple[str, ...]
-    """The text of each token; empty when it was not written."""
-    logprobs: tuple[float, ...]
-    """The sampler's log probability of each token, 0 where it was not sampled."""
-    versions: tuple[int, ...]
-    """The weight version that sampled each token, -1 where none did."""
-    finish: str
-    """Why it ended: stop, length or aborted."""
-    reward: float | None
-    """Its reward; None when the outcome is not a score."""
-    outcome: str
-    """What scoring gave: score, abstain, timeout or error; empty when nothing scored it."""
-    message: str
-    """What scoring said about an outcome that is not a score."""
-    penalised_reward: float | None = None
-    """What was made of its reward, where a penalty changed it."""
-    advantage: float | None
-    """Its advantage; None when it has none."""
-    parts: Mapping[str, JSON] = field(default_factory=dict)
-    """What each reward function said, by name and before its weight, where several are summed."""
-    columns: Mapping[str, JSON]
-    """The prompt's other columns."""
-
-    @property
-    def sampled(self) -> tuple[int, ...]:
-        """The places of the sampled tokens."""
-        return tuple(place for place, version in enumerate(self.versions) if version >= 0)
-
-
 def read_config(run: Path) -> Mapping[str, JSON]:
     """The resolved config."""
     require_run(run)
@@ -266,12 +225,49 @@ def read_rollouts(run: Path, step: int) -> list[RolloutRecord]:
     Raises:
         RunDirectoryError: the step has no file (the message names the steps that have), or a line is garbage.
     """
-    file = layout.rollout_file(run, step)
-    if not file.exists():
-        known = list(layout.rollout_files(run))
-        have = f"there are files of steps {known[0]} to {known[-1]}" if known else "there are none at all"
-        raise RunDirectoryError(f"{run} has no rollouts of step {step}", why=have)
-    return _read(file, _rollout_record)
+    files = _rollout_files(run, step)
+    if files[0].suffix == ".jsonl":
+        return _read(files[0], _rollout_record)
+    return rollout_records(read_columns(files), _token_texts(run))
+
+
+def rollout_columns(run: Path, step: int) -> dict[str, list[Any]]:
+    """The rollouts of one step as columns, an entry a row; see the table of docs/design/run_directory.md.
+
+    Raises:
+        RunDirectoryError: see ``read_rollouts``.
+    """
+    files = _rollout_files(run, step)
+    if files[0].suffix != ".jsonl":
+        return read_columns(files)
+    lines = [line.data for line in read_lines(files[0]).lines]
+    names = dict.fromkeys(name for line in lines for name in line if name != "token_texts")
+    return {name: [line.get(name) for line in lines] for name in names}
+
+
+def first_prompt(run: Path, *, newest: bool = False) -> JSON:
+    """The prompt, a text or chat messages, of the first row of the first step, or of the newest, that has
+    rollouts; None where none has."""
+    steps = list(layout.rollout_files(run))
+    found = (rollout_columns(run, step)["prompt"] for step in (reversed(steps) if newest else steps))
+    prompt: JSON = next((prompts[0] for prompts in found if prompts), None)
+    return prompt
+
+
+def _rollout_files(run: Path, step: int) -> tuple[Path, ...]:
+    known = layout.rollout_files(run)
+    if step in known:
+        return known[step]
+    steps = list(known)
+    have = f"there are files of steps {steps[0]} to {steps[-1]}" if steps else "there are none at all"
+    raise RunDirectoryError(f"{run} has no rollouts of step {step}", why=have)
+
+
+def _token_texts(run: Path) -> Sequence[str]:
+    """The text of every token; none where the run has no such file."""
+    file = run / layout.TOKENS
+    texts = read_json(file).get("texts") if file.exists() else []
+    return cast(list[str], texts)
 
 
 def require_run(run: Path) -> None:
@@ -369,7 +365,7 @@ def _evaluation_record(fields: Fields) -> EvaluationRecord:
 def _rollout_record(fields: Fields) -> RolloutRecord:
     record = RolloutRecord(
         row=RowId(fields.integer("epoch"), fields.integer("prompt_id"), fields.integer("sample")),
-        prompt=_prompt_text(fields.value("prompt")),
+        prompt=prompt_text(fields.value("prompt")),
         completion=fields.text("completion") if fields.has("completion") else "",
         tokens=fields.integers("tokens"),
         token_texts=fields.texts("token_texts"),
@@ -390,21 +386,3 @@ def _rollout_record(fields: Fields) -> RolloutRecord:
                 f"{len(values)} {name} of {len(record.tokens)} tokens", "every token has one"
             )
     return record
-
-
-def _prompt_text(prompt: JSON) -> str:
-    match prompt:
-        case str():
-            return prompt
-        case [*messages]:
-            return "\n\n".join(_message_text(message) for message in messages)
-        case _:
-            return "" if prompt is None else json.dumps(prompt, ensure_ascii=False)
-
-
-def _message_text(message: JSON) -> str:
-    match message:
-        case {"role": str() as role, "content": str() as content}:
-            return f"{role}: {content}"
-        case _:
-            return json.dumps(message, ensure_ascii=False)

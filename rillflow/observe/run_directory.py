@@ -2,7 +2,7 @@
 
     open ─ lock ─> holds a step? ─ no ──> config.json
                      └──────────── yes ─> same config? torn lines mended ─ rewind(step of the checkpoint) ─┐
-    every step: log_metrics, log_span, write_rollouts, sometimes log_evaluation <──────────────────────────┘
+    every step: log_metrics, log_span, sometimes log_evaluation <──────────────────────────────────────────┘
 
 The caller resumes from a checkpoint of step s by ``rewind(s)``: what the lost steps had written goes,
 and is written again. Steps count from 1 over all phases; step 0 is before the first update.
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 
 from rillflow.errors import RunDirectoryError
@@ -179,8 +178,8 @@ class RunDirectory(ExitStack):
             kept = [line.text for line in lines if Fields(file, line).integer("step") <= step]
             if len(kept) < len(lines):
                 durable.replace(file, kept)
-        for written, file in layout.rollout_files(self.path).items():
-            if written > step:
+        for written, files in layout.written_rollouts(self.path).items():
+            for file in files if written > step else ():
                 file.unlink()
         self._set_clock()
 
@@ -315,15 +314,3 @@ def _mend(path: Path) -> None:
     for folder in (path, path / layout.ROLLOUTS):
         for temporary in folder.glob(".*.tmp"):
             temporary.unlink()
-
-
-def write_rollouts(run: Path, step: int, rows: Iterable[Mapping[str, JSON]]) -> None:
-    """Write the file of one step's rollouts into a run directory, from wherever the rows are.
-
-    It is there whole or not at all; a step that sampled nothing has no file.
-    """
-    lines = (encode(row) for row in rows)
-    first = next(lines, None)
-    if first is None:
-        return
-    durable.replace(layout.rollout_file(run, step), chain([first], lines))

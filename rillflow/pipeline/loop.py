@@ -68,6 +68,10 @@ class Cadence:
     """Checkpoints that stay on the disk."""
     max_skipped: int
     """Updates that are not finite and left out, in the whole run, before it stops."""
+    rollouts_every: int = 1
+    """Steps between two whose rollouts are kept."""
+    rollouts_share: float = 1.0
+    """Share of their prompts whose rollouts are."""
 
 
 class Loop:
@@ -106,6 +110,7 @@ class Loop:
         self._saved_at, self._saving_s, self._saved_step = clock(), 0.0, 0
         self._finished_at = 0.0
         self._arriving: list[Pending] = []
+        self._writing: Sequence[Pending] = ()
         self._evaluated = {record.step for record in read_evaluations(run.path)}
         self._best = best_checkpoint(run.path)
         self.version = 0
@@ -192,7 +197,8 @@ class Loop:
     def _open(self, phase: Phase, index: int, number: int, done: int) -> OpenStep:
         """Submit a step; one that is evaluated, or after which a checkpoint is due, is saved beside it."""
         arriving, self._arriving = self._arriving, []
-        step = OpenStep(phase, index, number, done, arriving, self._run, self._deadline_s)
+        share = self._cadence.rollouts_share if _due(number, self._cadence.rollouts_every) else 0.0
+        step = OpenStep(phase, index, number, done, arriving, self._run, self._deadline_s, share)
         looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
         if phase.freshness and (done == phase.steps or looked_at or self._is_due(done)):
             self._begin_saving(phase, step)
@@ -242,7 +248,9 @@ class Loop:
 
     def _finish(self, phase: Phase, step: OpenStep) -> Metrics:
         """Wait for a step, and write down what is known of it."""
-        self._place, metrics = step.finish(self.version)
+        place, metrics = step.finish(self.version)
+        self._written(self._deadline_s)  # the rows of the step before
+        self._place, self._writing = place, step.writing
         self.version = self._place.state["version"]
         began, self._finished_at = max(step.began, self._finished_at), time.monotonic()
         seconds = self._finished_at - began
@@ -259,6 +267,7 @@ class Loop:
         """Evaluate what is trained, where that is wanted and not yet done; whether it is the best so far."""
         if self._evaluator is None or not phase.evaluated or step in self._evaluated:
             return False
+        self._written(self._deadline_s)  # until then its rows take their room
         if phase.ready is not None:
             phase.ready.settle()
         found = self._evaluator(phase.executor)
@@ -299,11 +308,17 @@ class Loop:
         step.written = [phase.executor.on_all_ranks(role, write_role, folder) for role in phase.trained]
         self._saved_at = self._clock()
 
+    def _written(self, wait_s: float) -> None:
+        """Wait until the rows of finished steps are on the disk."""
+        wait_for(self._writing, wait_s)
+        self._writing = ()
+
     def _checkpoint(
         self, phase: Phase, wait_s: float, of: OpenStep | None = None, later: Sequence[OpenStep] = ()
     ) -> Path:
         """Save the last whole step: what the ranks have now, or had written before later steps were begun."""
         began, step = self._clock(), self._place.step
+        self._written(wait_s)
 
         def write(folder: Path) -> None:
             begun = None if of is None else of.saving

@@ -26,9 +26,9 @@ from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import reports_of
 from rillflow.observe.reader import RankSpan, SpanRecord
 from rillflow.observe.run_directory import RunDirectory
-from rillflow.pipeline.telemetry import record
+from rillflow.pipeline.telemetry import asked
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Max, Mean, Metric
+from rillflow.records.metrics import Max, Mean, Metric, merge_metrics
 from rillflow.training.skipping import taken_skips
 from rillflow.workers.pending import Pending, wait_for
 from rillflow.workers.values import Facts
@@ -65,7 +65,7 @@ class Phase:
     executor: GroupExecutor
     """What runs it."""
     trained: tuple[str, ...]
-    """The roles it trains; checkpoints hold them, and rows are recorded where the first one is."""
+    """The roles it trains; checkpoints hold them."""
     stream: DataStream
     """Its data."""
     beside: DataStream | None
@@ -111,6 +111,7 @@ class OpenStep:
         arriving: the version it samples with, on its way to the sampler; empty where it is there.
         run: the run directory.
         deadline_s: longest wait for any stage.
+        share: of the prompts whose rollouts are written down.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class OpenStep:
         arriving: list[Pending],
         run: RunDirectory,
         deadline_s: float,
+        share: float = 1.0,
     ) -> None:
         self.number, self.done = number, done
         self.saving: Path | None = None
@@ -150,7 +152,7 @@ class OpenStep:
         if ready is not None:
             self.journal.measured |= ready.measured
             self._given_up = ready.opened()
-        self._recorded = self._record()
+        self._telemetry = asked(executor, self.journal.stages, run.path.absolute(), number, share)
         self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}
         self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
         self.parcels = deque[Parcel](phase.delivery.take() if phase.delivery is not None else ())
@@ -160,20 +162,19 @@ class OpenStep:
     @property
     def late(self) -> list[Pending]:
         """What has not been done of it."""
-        asked = [made.result for made in self.journal.stages]
-        asked += [self._recorded, *self._reports, *self._updates.values(), *self._left_out.values()]
-        return [each for each in asked if not each.is_ready]
+        waited = [made.result for made in self.journal.stages]
+        waited += [
+            *self._telemetry.measured,
+            *self._reports,
+            *self._updates.values(),
+            *self._left_out.values(),
+        ]
+        return [each for each in waited if not each.is_ready]
 
-    def _record(self) -> Pending:
-        """Have the sampled rows written down and measured where the first trained role is."""
-        measures, batches, executor = [], [], self._phase.executor
-        for entry in self.journal.stages:
-            measure = executor.measure(entry.stage)
-            if measure is not None or (entry.stage.startswith(f"{CONTROLLER}.") and not entry.is_number):
-                measures.append(measure)
-                batches.append(entry.result)
-        home, path = self._phase.trained[0], self._run.path.absolute()
-        return executor.on_first_rank(home, record, path, self.number, measures, *batches)
+    @property
+    def writing(self) -> Sequence[Pending]:
+        """What tells when its rows are on the disk; nobody waits for them before the next step is done."""
+        return self._telemetry.written
 
     def finish(self, version: int) -> tuple[Standing, dict[str, Metric]]:
         """Wait for all of it, and write down its stages and what was left out.
@@ -190,7 +191,7 @@ class OpenStep:
             self._phase.delivery.arrived(self._arriving)
         wait_for([each.result for each in self.journal.stages], wait_s)
         self._log_spans()
-        metrics = dict(self._recorded.read(wait_s)) | self._measured()
+        metrics = self._sampled() | self._measured()
         if self.journal.published is not None:
             version = self.journal.published.read(wait_s)
             metrics["policy/version/max"] = Max(value=version)
@@ -228,6 +229,13 @@ class OpenStep:
         moved, executor.moved = executor.moved, {}
         for stage, facts in moved.items():
             self._run.log_span(span_of(stage, self.number, facts, ahead_s, [], []))
+
+    def _sampled(self) -> dict[str, Metric]:
+        """What ranks measured of the rows that they hold."""
+        found = [each.read(self._deadline_s) for each in self._telemetry.measured]
+        return merge_metrics(
+            share for each in found for share in (each if isinstance(each, list) else [each])
+        )
 
     def _measured(self) -> dict[str, Metric]:
         """What the controller measured, and the numbers of formulas."""

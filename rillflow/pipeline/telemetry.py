@@ -1,128 +1,128 @@
-"""What one step's journal says: metrics of the sampled rows, and the rows themselves for the disk.
+"""Telemetry: what the ranks say of a step where its rows lie, metrics and the rows themselves.
+
+    results that lie alike ── write_part ──> one file of columns a rank, in the run directory
+    each result ── its endpoint's measure ──> shares of metrics, merged
 
 Reads fields, not algorithms: whatever an algorithm calls, rows that were generated are recorded with
-whatever scores and advantages were computed for them.
+whatever scores and advantages were computed for them. No row moves for it; the reader joins files by row.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rillflow.observe.run_directory import write_rollouts
+from rillflow.dataflow.executor import GroupExecutor
+from rillflow.dataflow.flow import StageResult
+from rillflow.formulas.counter import uniform
+from rillflow.observe.durable import replace
+from rillflow.observe.layout import rollout_file
 from rillflow.records.batch import Batch, Field
-from rillflow.records.metrics import Metrics, merge_metrics
+from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish
-from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS, parts_of
-from rillflow.roles.trained_role import TrainedRole
-from rillflow.workers.endpoint import Measure
+from rillflow.records.stored import batch_bytes
+from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS
+from rillflow.workers.pending import Pending
+
+_SAMPLED = ("tokens", "sampler_logprobs", "versions", "columns")
+"""What is written of rows that were sampled, beside why they ended."""
+_PRICED = {"rewards": "penalised", "penalised": "penalised", "advantages": "advantages"}
+"""What is written of a formula's result, by the field it makes."""
 
 
-def record(
-    trained: TrainedRole[Any], run: Path, step: int, measures: Sequence[Measure | None], *batches: Batch
-) -> Metrics:
-    """Write the rows sampled in a step into the run directory, and measure what was sampled and scored.
+@dataclass(frozen=True, kw_only=True)
+class Telemetry:
+    """What was asked of the ranks for the records of a step."""
 
-    Runs where the policy is, so that rollouts do not pass through the controller.
+    measured: Sequence[Pending]
+    """Shares of metrics."""
+    written: Sequence[Pending]
+    """What tells when the rows are on the disk."""
+
+
+def asked(
+    executor: GroupExecutor, stages: Sequence[StageResult], run: Path, step: int, share: float
+) -> Telemetry:
+    """Have what was sampled in a step measured, with what was computed for it, and written down.
 
     Args:
-        trained: the policy, or what is trained in its place; its tokeniser knows each token's text.
-        run: the run directory, as this rank sees it.
+        executor: runs the step.
+        stages: of the step.
+        run: the run directory, as the ranks see it.
         step: of the run.
-        measures: what is to be measured of each batch, if its rows are sampled ones.
-        batches: those of the step that are measured, and those that formulas made, in order.
+        share: of the prompts whose rows are written.
     """
-    told = [(measure, batch) for measure, batch in zip(measures, batches, strict=True) if measure is not None]
-    sampled = [batch for _, batch in told if "versions" in batch.fields]
-    measured = [
-        measure(batch)
-        for measure, batch in told
-        if any(torch.equal(batch.ids, rollouts.ids) for rollouts in sampled)
-    ]
-    write_rollouts(run, step, rollout_rows(sampled, batches, trained.model.tokenizer.pieces))
-    return merge_metrics(measured)
+    endpoints = [executor.endpoint(each.stage) for each in stages]
+    told = [(at, each.result) for at, each in zip(endpoints, stages, strict=True) if at and at.measures]
+    sampled = [made.lie.rows for at, made in told if "versions" in at.writes and made.lie is not None]
+    told = [(at, made) for at, made in told if made.lie is not None and made.lie.rows in sampled]
+    measured = [executor.measured(at.measures, made) for at, made in told if at.measures is not None]
+    kept = [("", made) for _, made in told]
+    kept += [(each.into, each.result) for each in stages if each.into in _PRICED]
+    alike: list[list[tuple[str, Pending]]] = []
+    for name, made in kept if share and sampled else ():
+        known = next((each for each in alike if _lie_alike(each[0][1], made)), None)
+        if known is None:
+            alike.append(known := [])
+        known.append((name, made))
+    count, written, before = sum(len(each[0][1].holders) for each in alike), [], 0
+    for each in alike:
+        names, batches = [name for name, _ in each], [made for _, made in each]
+        parts = range(before + 1, before + 1 + len(batches[0].holders))
+        given = [(str(rollout_file(run, step, part, count)), share, names) for part in parts]
+        written.append(executor.on_holders(write_part, given, batches))
+        before += len(given)
+    return Telemetry(measured=measured, written=written)
 
 
-def rollout_rows(
-    sampled: Sequence[Batch], batches: Sequence[Batch], decode: Callable[[list[int]], list[str]]
-) -> Iterator[dict[str, Any]]:
-    """One JSON record a sampled row, with whatever was computed for it.
+def _lie_alike(one: Pending, other: Pending) -> bool:
+    return one.lie is not None and one.lie == other.lie and one.holders == other.holders
+
+
+def write_part(path: str, share: float, names: Sequence[str], *batches: Batch) -> None:
+    """Write the rows that lie on this rank, with what is known of them, as one file.
 
     Args:
-        sampled: what was generated.
-        batches: everything of the step that is known of rows.
-        decode: gives each token's text. Lists are aligned to the row's tokens, prompt included.
+        path: where.
+        share: of the prompts; which they are follows from their ids.
+        names: of each batch, the field that a formula made; empty for what an endpoint made.
+        batches: the same rows.
+
+    Raises:
+        RunDirectoryError: the disk fails.
     """
-    advantages, paid = _by_row(batches, "advantages"), _by_row(batches, "penalised", "rewards")
-    for rollouts in sampled:
-        known: dict[str, Field] = {}
-        for batch in batches:
-            if torch.equal(batch.ids, rollouts.ids):
-                known = {**(_costs(batch) if "costs" in batch.fields else batch.fields), **known}
-        records = _rows(Batch(ids=rollouts.ids, fields=known), decode)
-        for row, record in zip(rollouts.row_ids(), records, strict=True):
-            if record.get("reward") is not None and paid[row] != record["reward"]:
-                record["penalised_reward"] = paid[row]
-            yield record | ({"advantage": advantages[row]} if row in advantages else {})
+    ids, fields = batches[0].ids, dict[str, Field]()
+    for name, batch in zip(names, batches, strict=True):
+        if name:
+            made = batch.fields[name]
+            fields |= {_PRICED[name]: made} if isinstance(made, Tensor) else {}
+        else:
+            fields = {**_known(batch), **fields}
+    rows = Batch(ids=ids, fields=fields)
+    if share < 1:
+        prompts = torch.cat([ids[:, :2], torch.zeros_like(ids[:, :1])], 1)
+        drawn = uniform(0, prompts, torch.zeros_like(ids[:, 0]))
+        rows = rows.select((drawn < share).nonzero()[:, 0])
+    replace(Path(path), [batch_bytes(rows)])
 
 
-def _by_row(batches: Sequence[Batch], *names: str) -> dict[tuple[int, ...], float]:
-    """The number of each row in the last batch that has one of the fields, the first it has."""
-    found: dict[tuple[int, ...], float] = {}
-    for batch in batches:
-        values = next((batch.fields[name] for name in names if name in batch.fields), None)
-        if isinstance(values, Tensor):
-            found |= zip(map(tuple, batch.ids.tolist()), values.tolist(), strict=True)
+def _known(batch: Batch) -> dict[str, Field]:
+    """What is written of a result: of sampled rows, of scores, or of costs (NaN where a row has none)."""
+    there = batch.fields
+    if "versions" in there:
+        ends = Ragged.from_text(Finish(number).name.lower() for number in batch.dense("finish").tolist())
+        tokens = batch.ragged("tokens")
+        narrow = tokens.with_values(tokens.values.int())
+        return {**{name: there[name] for name in _SAMPLED}, "tokens": narrow, "finish": ends}
+    if "costs" in there:
+        return {"costs": batch.dense("costs").masked_fill(~batch.dense("valid"), torch.nan)}
+    found = {name: there[name] for name in (*SCORE_FIELDS, "parts") if name in there}
+    if "outcome" in found:
+        outcomes: list[Any] = batch.dense("outcome").tolist()
+        found["outcome"] = Ragged.from_text(str(OUTCOMES[index]) for index in outcomes)
     return found
-
-
-def _rows(batch: Batch, decode: Callable[[list[int]], list[str]]) -> Iterator[dict[str, Any]]:
-    lists = [batch.ragged(name).lists() for name in ("tokens", "sampler_logprobs", "versions")]
-    ended = [Finish(number).name.lower() for number in batch.dense("finish").tolist()]
-    computed = _verdicts(batch)
-    told = zip(batch.row_ids(), batch.ragged("columns").to_text(), *lists, strict=True)
-    for index, (row, text, tokens, logprobs, versions) in enumerate(told):
-        columns = json.loads(text)
-        yield {
-            "epoch": row.epoch,
-            "prompt_id": row.prompt,
-            "sample": row.sample,
-            "prompt": columns.pop("prompt"),
-            "columns": columns,
-            "tokens": tokens,
-            "token_texts": decode(tokens),
-            "logprobs": logprobs,
-            "versions": versions,
-            "finish": ended[index],
-            **{name: values[index] for name, values in computed.items()},
-        }
-
-
-def _verdicts(batch: Batch) -> dict[str, list[Any]]:
-    """What was computed for the rows after they were sampled, by name."""
-    texts = [name for name in ("completion", "message") if name in batch.fields]
-    found: dict[str, list[Any]] = {name: batch.ragged(name).to_text() for name in texts}
-    if "outcome" in batch.fields:
-        found["outcome"] = [str(OUTCOMES[index]) for index in batch.dense("outcome").tolist()]
-        found["reward"] = _known(batch.dense("rewards"), batch.dense("valid"))
-    if any(parts := parts_of(batch)):
-        found["parts"] = parts
-    if "costs" in batch.fields:
-        found["cost"] = _known(batch.dense("costs"), ~batch.dense("costs").isnan())
-    return found
-
-
-def _known(values: Tensor, valid: Tensor) -> list[float | None]:
-    """Each row's number; None where it has none."""
-    return [value if kept else None for value, kept in zip(values.tolist(), valid.tolist(), strict=True)]
-
-
-def _costs(batch: Batch) -> dict[str, Field]:
-    """What a batch says of costs; NaN where a row has none. Its other verdicts are not the reward's."""
-    kept = {name: field for name, field in batch.fields.items() if name not in SCORE_FIELDS}
-    return {**kept, "costs": batch.dense("costs").masked_fill(~batch.dense("valid"), torch.nan)}

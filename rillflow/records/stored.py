@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from rillflow.records.batch import Batch, Field
@@ -20,13 +20,23 @@ def save_batch(batch: Batch, path: Path) -> None:
     Raises:
         OSError, SafetensorError: the disk fails.
     """
+    save_file(_tensors(batch), path)
+
+
+def batch_bytes(batch: Batch) -> bytes:
+    """The content of such a file."""
+    content: bytes = save(_tensors(batch))
+    return content
+
+
+def _tensors(batch: Batch) -> dict[str, Tensor]:
     found = {"ids": batch.ids.clone()}
     for name, field in batch.fields.items():
-        parts = (
-            {"values": field.values, "lengths": field.lengths} if isinstance(field, Ragged) else {"": field}
-        )
-        found |= {f"{name}:{part}": tensor.clone() for part, tensor in parts.items()}
-    save_file(found, path)
+        if isinstance(field, Ragged):
+            found |= {f"{name}:values": field.values.clone(), f"{name}:lengths": field.lengths.clone()}
+        else:
+            found[f"{name}:"] = field.clone()
+    return found
 
 
 def load_batch(path: Path) -> Batch:

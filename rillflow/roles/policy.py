@@ -34,6 +34,8 @@ from rillflow.workers.transfer import THREE_D, TOGETHER, TRAIN
 
 SAYS = ("logprobs", "entropy", "likeliest", "old_logprobs", "row_lengths")
 """What a loss is given beside fields."""
+KNOWN = ("versions", SAMPLED, "old_logprobs")
+"""What an update looks at of rows that were sampled."""
 
 
 class Policy(TrainedRole[LanguageModel]):
@@ -74,7 +76,7 @@ class Policy(TrainedRole[LanguageModel]):
         found = self.trainer.scorer.logprobs(rollouts, temperature=self._rollout.temperature)
         return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
 
-    @endpoint(TRAIN, reads=("tokens", "loss_mask"), says=SAYS, by_parts=True)
+    @endpoint(TRAIN, reads=("tokens", "loss_mask"), also=KNOWN, says=SAYS, by_parts=True)
     def update(
         self,
         /,

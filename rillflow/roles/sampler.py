@@ -36,9 +36,12 @@ def rollout_metrics(rollouts: Batch) -> dict[str, Metric]:
     """Lengths and endings of sampled rows."""
     lengths = rollouts.ragged("loss_mask").sums().double()
     ended = rollouts.dense("finish") == Finish.STOP
+    longest: dict[str, Metric] = {}
+    if len(rollouts):
+        longest["rollout/length/max"] = Max(value=float(lengths.max()))
     return {
         "rollout/length/mean": mean_of(lengths),
-        "rollout/length/max": Max(value=float(lengths.max())),
+        **longest,
         "rollout/stopped/share": mean_of(ended.double()),
         "rollout/tokens/sum": Sum(value=float(lengths.sum())),
         "rollout/rows/sum": Sum(value=float(len(rollouts))),

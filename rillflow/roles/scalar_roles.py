@@ -157,7 +157,7 @@ class RewardModel(ScalarRole):
         """
         return self._scored(rollouts)
 
-    @endpoint(TRAIN_PAIRS, reads=("tokens",), says=("chosen", "rejected"))
+    @endpoint(TRAIN_PAIRS, reads=("tokens",), also=("loss_mask",), says=("chosen", "rejected"))
     def update(self, /, pairs: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
         """Optimiser steps over pairs of answers, one better than the other.
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rillflow.observe.layout import rollout_files
-from rillflow.observe.reader import RolloutRecord, read_rollouts
+from rillflow.observe.reader import read_rollouts
+from rillflow.observe.rollouts import RolloutRecord
 from rillflow.view.html import Html, cut, el
 
 MAX_FILES = 8

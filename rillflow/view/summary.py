@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rillflow.dataflow.checkpoint import kept_steps
 from rillflow.observe import layout
-from rillflow.observe.json_lines import JSON, read_lines
+from rillflow.observe.json_lines import JSON
 from rillflow.observe.lessons import streaks
-from rillflow.observe.reader import EvaluationRecord, best_checkpoint
+from rillflow.observe.reader import EvaluationRecord, best_checkpoint, first_prompt
 from rillflow.observe.wording import duration
 from rillflow.view.run_data import RunData, load
 
@@ -154,7 +154,9 @@ def warnings_of(data: RunData) -> tuple[str, ...]:
 def _gone(data: RunData) -> list[str]:
     """Steps that sampled rows and whose file of rollouts is not there."""
     there = layout.rollout_files(data.path)
-    gone = [one.step for one in data.steps if "rollout/length/mean" in one.metrics and one.step not in there]
+    every = data.setting("run.rollouts_every")
+    due = [one for one in data.steps if not isinstance(every, int) or (every and one.step % every == 0)]
+    gone = [one.step for one in due if "rollout/length/mean" in one.metrics and one.step not in there]
     few = ", ".join(map(str, gone[:5])) + (" ..." if len(gone) > 5 else "")
     return [f"the rollouts of {len(gone):,} steps are gone: {few}"] if gone else []
 
@@ -306,8 +308,7 @@ def _recipe(typed: Sequence[str]) -> str:
 
 def _question(run: Path) -> tuple[str, ...]:
     """How ``ask`` is given the first prompt of the last step: a text, or what a user says after a system."""
-    read = (read_lines(file).lines for file in reversed([*layout.rollout_files(run).values()]))
-    prompt = next((lines[0].data["prompt"] for lines in read if lines), None)
+    prompt = first_prompt(run, newest=True)
     match prompt:
         case [{"role": "system", "content": str() as system, **more}, *rest] if not more:
             words, prompt = [f"--system={system}"] if system[:1] == "-" else ["--system", system], rest

@@ -15,6 +15,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from rillflow.graph.loss import loss_terms
 from rillflow.graph.trace import Signature
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
@@ -44,6 +45,20 @@ class Endpoint:
     """What is measured of its result in every step."""
     by_parts: bool = False
     """Whether rows that come in parts may be given to it one part after the other; see ``Policy.update``."""
+    also: tuple[str, ...] = ()
+    """Fields that it reads of batches that have them."""
+
+    @property
+    def is_row_by_row(self) -> bool:
+        """Whether its result has the rows that it was given: fields of theirs, and no tokens of its own."""
+        return bool(self.writes) and "tokens" not in self.writes
+
+    def read(self, options: Mapping[str, Any]) -> tuple[str, ...] | None:
+        """The fields that travel to it, with those of the losses among its options; None: all."""
+        if not self.reads:
+            return None
+        losses = [name for term in loss_terms(options, 0) for name in term.reads]
+        return tuple(dict.fromkeys((*self.reads, *losses, *self.also)))
 
     @property
     def signature(self) -> Signature:
@@ -70,19 +85,22 @@ def endpoint(
     says: tuple[str, ...] = (),
     measures: Measure | None = None,
     by_parts: bool = False,
+    also: tuple[str, ...] = (),
 ) -> Callable[[Callable[Concatenate[Any, _P], _T]], Marked[_P, _T]]:
     """Mark a method as an endpoint.
 
     Args:
         transfer: how arguments and results travel.
-        reads: fields its batches must have between them.
-        writes: fields of the batch it returns.
+        reads: fields its batches must have between them. Where there are any, no others come to it: these,
+            ``also`` and what a loss reads.
+        writes: fields of the batch it returns: of the rows it was given, unless ``tokens`` are among them.
         says: what a loss among its options is given by the model, beside fields.
         measures: a function of a module: the metrics of a batch that it returned for rows of the step.
         by_parts: whether it takes ``part`` = (index, count) and then is given a part of the rows alone.
+        also: fields that it reads of batches that have them.
     """
     how = {"reads": reads, "writes": writes, "says": says, "measures": measures, "by_parts": by_parts}
-    said = partial(Endpoint, transfer=transfer, **how)  # type: ignore[arg-type]
+    said = partial(Endpoint, transfer=transfer, also=also, **how)  # type: ignore[arg-type]
     return lambda method: Marked(method, said(name=method.__name__))
 
 

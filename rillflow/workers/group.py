@@ -8,6 +8,8 @@ call(endpoint, *arguments, **options)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from rillflow.cluster.awaited import Awaited, answers
@@ -21,7 +23,7 @@ from rillflow.workers.endpoint import Endpoint
 from rillflow.workers.pending import Pending
 from rillflow.workers.program import Call, Factory
 from rillflow.workers.transfer import AXES, Transfer
-from rillflow.workers.values import RemoteValue, piece
+from rillflow.workers.values import Lie, Names, RemoteValue, are_whole, piece, shares
 
 
 class Group:
@@ -99,20 +101,23 @@ class Group:
                 why=f"it has {', '.join(sorted(self.endpoints))}",
                 fix=nearest(endpoint, self.endpoints),
             )
-        transfer = self.endpoints[endpoint].transfer
-        call = Call(role=self.role, of=self.of, endpoint=endpoint, reads=self.endpoints[endpoint].reads)
+        called = self.endpoints[endpoint]
+        transfer = called.transfer
+        call = Call(role=self.role, of=self.of, endpoint=endpoint, reads=called.reads)
         self._refuse_empty(call, arguments)
         ready = [self._ready(call, argument) for argument in arguments]
         named = {key: _described(value) for key, value in options.items()}
         packed = self._backend.pack(named, f"option of {call}:") if named else named
-        weighed = _weighed(transfer, arguments)
+        cut = _Cut.of(transfer, self.mesh, arguments, called.read(options))
+        said, taken = self._backend.pack(call, str(call)), self._taken(transfer)
+        speaks = set(taken)
         made = []
         for rank, place in enumerate(self.places):
-            given = [self._part(argument, transfer, rank, weighed) for argument in ready]
-            value, facts = self._backend.submit(place, program.run, call, given, packed, results=2)
+            given = [cut.part(argument, rank, self.places[0]) for argument in ready]
+            described = (said, given, packed, rank in speaks)
+            value, facts = self._backend.submit(place, program.run, *described, results=2)
             made.append(RemoteValue(value=value, facts=facts))
-        taken = self._taken(transfer)
-        others = [rank for rank in range(len(made)) if rank not in taken]
+        others = [rank for rank in range(len(made)) if rank not in speaks]
         return Pending(
             str(call),
             given=program.described(arguments),
@@ -122,31 +127,18 @@ class Group:
             is_partial=any(isinstance(part, Partial) for part in transfer.receive.values()),
             sources=[each for each in (*arguments, *options.values()) if isinstance(each, Pending)],
             backend=self._backend,
+            lie=cut.of_result(called),
         )
+
+    def takes(self, endpoint: str) -> list[Place]:
+        """The ranks whose results of an endpoint are taken."""
+        return [self.places[rank] for rank in self._taken(self.endpoints[endpoint].transfer)]
 
     def _ready(self, call: Call, argument: Any) -> Any:
         """An argument that is no batch travels packed, once for all ranks."""
         if isinstance(argument, Batch | Pending):
             return argument
         return self._backend.pack(argument, f"an argument of {call}, {type(argument).__name__},")
-
-    def _part(self, argument: Any, transfer: Transfer, rank: int, weighed: Batch | Pending | None) -> Any:
-        """What one rank is sent of an argument."""
-        index, count = self._share(transfer, rank)
-        if isinstance(argument, Pending):
-            by = weighed if isinstance(weighed, Pending) else None
-            return argument.whole() if count == 1 else argument.rows(index, count, transfer.unit, by)
-        if isinstance(argument, Batch):
-            return piece(argument, index, count, transfer.unit, balanced=weighed is not None)
-        return argument
-
-    def _share(self, transfer: Transfer, rank: int) -> tuple[int, int]:
-        """Which of how many parts a rank gets: its coordinate along the axes that cut rows."""
-        index, count, mesh, coordinates = 0, 1, self.mesh, self.mesh.coordinates(rank)
-        for axis in mesh.axes:
-            if isinstance(transfer.send.get(axis.name), Split):
-                index, count = index * axis.size + coordinates[axis.name], count * axis.size
-        return index, count
 
     def _taken(self, transfer: Transfer) -> list[int]:
         """The ranks whose results are taken: along axes that receive nothing, one copy is enough."""
@@ -169,6 +161,80 @@ class Group:
                 why="there is nothing to compute, and a mean over nothing is no number",
                 fix="look at what filtered or drew the rows",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """How the rows of a call's batches are cut."""
+
+    transfer: Transfer
+    """Of the call."""
+    shares: Sequence[int]
+    """Which part each rank gets: its coordinate along the axes that cut rows."""
+    count: int
+    """Of how many."""
+    fields: Names
+    """What is read."""
+    weighed: Batch | Pending | None
+    """Whose tokens decide."""
+    lie: Lie | None
+    """How the rows lie over the parts, where that is known."""
+    is_as_held: bool
+    """Whether every part is one that there is."""
+
+    @classmethod
+    def of(cls, transfer: Transfer, mesh: Mesh, arguments: Sequence[Any], fields: Names) -> _Cut:
+        """How a transfer cuts batches."""
+        axes = [axis for axis in mesh.axes if isinstance(transfer.send.get(axis.name), Split)]
+        indices = []
+        for rank in sorted(mesh.ranks):
+            index, coordinates = 0, mesh.coordinates(rank)
+            for axis in axes:
+                index = index * axis.size + coordinates[axis.name]
+            indices.append(index)
+        count, weighed = prod(axis.size for axis in axes), _weighed(transfer, arguments)
+        batches = [each for each in arguments if isinstance(each, Batch | Pending)]
+        lie, is_as_held = None, False
+        if batches and not transfer.is_balanced:
+            first, unit = batches[0], transfer.unit
+            if isinstance(first, Batch):
+                lie = Lie.new(is_even=True, is_whole=are_whole(first, shares(len(first), count, unit)))
+            else:
+                lies = [each.lie if isinstance(each, Pending) else None for each in batches]
+                lie, equal = lies[0] or Lie.new(), lies.count(lies[0]) == len(lies)
+                is_as_held = equal and lie.is_even and unit == 1 and len(first.holders) == count
+                lie = lie if is_as_held else lie.again(count, unit)
+        return cls(
+            transfer=transfer,
+            shares=indices,
+            count=count,
+            fields=fields,
+            weighed=weighed,
+            lie=lie,
+            is_as_held=is_as_held,
+        )
+
+    def part(self, argument: Any, rank: int, asks: Place) -> Any:
+        """What one rank is sent of an argument; ``asks`` is one of the ranks."""
+        index, unit = self.shares[rank], self.transfer.unit
+        if isinstance(argument, Pending):
+            if self.is_as_held:
+                return argument.own(index, self.fields)
+            by = self.weighed if isinstance(self.weighed, Pending) else None
+            if self.count == 1:
+                return argument.whole(self.fields)
+            return argument.rows(index, self.count, asks, unit, by, self.fields)
+        if isinstance(argument, Batch):
+            return piece(argument, index, self.count, unit, balanced=self.weighed is not None)
+        return argument
+
+    def of_result(self, called: Endpoint) -> Lie | None:
+        """How the rows of the result lie, where it has the part of every rank."""
+        if self.transfer.send != self.transfer.receive:
+            return None
+        if self.lie is not None and called.is_row_by_row:
+            return self.lie
+        return Lie.new(is_even=bool(called.writes), is_whole=self.lie is not None and self.lie.is_whole)
 
 
 def _weighed(transfer: Transfer, arguments: Sequence[Any]) -> Batch | Pending | None:

@@ -14,7 +14,11 @@ from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import Backend, Place
 from rillflow.errors import ClusterError
 from rillflow.graph.handle import Handle
-from rillflow.workers.values import Facts, RemoteValue, Rows, Whole, assembled
+from rillflow.workers import program
+from rillflow.workers.values import Facts, Held, Lie, Names, Own, RemoteValue, Rows, Whole, assembled
+
+MANY = 16
+"""Of more parts than this one rank gathers the facts for all that want to know them."""
 
 
 class Pending(Handle):
@@ -29,6 +33,7 @@ class Pending(Handle):
         is_partial: whether results are shares.
         sources: pendings among its arguments, to say who waits for whom.
         backend: where it is made.
+        lie: how its rows lie over the references; None where it has none.
     """
 
     def __init__(
@@ -42,8 +47,14 @@ class Pending(Handle):
         is_partial: bool,
         sources: Sequence[Pending],
         backend: Backend,
+        lie: Lie | None = None,
     ) -> None:
         super().__init__(stage)
+        self.lie = lie
+        """How its rows lie over the ranks that hold them; None where that is not known, or it has none."""
+        self.token = object()
+        """Stands for the result, where a Lie has to."""
+        self._held: Held | None = None
         self.places = tuple(places)
         self._given = given
         self._references = tuple(references)
@@ -60,14 +71,46 @@ class Pending(Handle):
         self.worked: Sequence[Facts] = ()
         """When ranks were at work for it before they were asked for it."""
 
-    def rows(self, index: int, count: int, unit: int = 1, by: Pending | None = None) -> Rows:
-        """The description of one rank's rows; see ``values.Rows``."""
-        weighed = None if by is None else by._references
-        return Rows(references=self._references, index=index, count=count, unit=unit, by=weighed)
+    @property
+    def holders(self) -> tuple[Place, ...]:
+        """The ranks whose results are taken."""
+        return self.places[: len(self._references)]
 
-    def whole(self) -> Whole:
+    @property
+    def held(self) -> Held:
+        """Where its parts are."""
+        if self._held is None:
+            self._held = Held(table=self._backend.table(self._references))
+        return self._held
+
+    def counted(self, place: Place) -> Held:
+        """The same; of many parts this rank gathers what is known of them, for all who ask after it."""
+        if self.held.facts is None and len(self._references) > MANY:
+            facts = self._backend.submit(place, program.gather_facts, self.held)[0]
+            self._held = Held(table=self.held.table, facts=facts)
+        return self.held
+
+    def own(self, index: int, fields: Names = None) -> Own:
+        """The description of a rank's part as it lies."""
+        return Own(value=self._references[index].value, fields=fields)
+
+    def rows(
+        self,
+        index: int,
+        count: int,
+        at: Place,
+        unit: int = 1,
+        by: Pending | None = None,
+        fields: Names = None,
+    ) -> Rows:
+        """The description of one rank's rows; see ``values.Rows``. ``at`` is one of those that ask."""
+        weighed = None if by is None else by.counted(at)
+        held = self.counted(at)
+        return Rows(held=held, index=index, count=count, unit=unit, by=weighed, fields=fields)
+
+    def whole(self, fields: Names = None) -> Whole:
         """The description of all of it."""
-        return Whole(references=self._references, is_partial=self._is_partial)
+        return Whole(held=self.held, is_partial=self._is_partial, fields=fields)
 
     @property
     def is_ready(self) -> bool:
@@ -155,9 +198,19 @@ def joined(
         is_partial=is_partial,
         sources=[source for each in parts for source in each._sources],
         backend=parts[0]._backend,
+        lie=None if is_partial else _laid([each.lie for each in parts]),
     )
     made.parts, made.worked = parts, worked
     return made
+
+
+def _laid(lies: Sequence[Lie | None]) -> Lie | None:
+    """How rows lie that are laid end to end."""
+    known = [each for each in lies if each is not None]
+    if len(known) < len(lies):
+        return None
+    rows, cut = tuple(each.rows for each in known), tuple(each.cut for each in known)
+    return Lie(rows=rows, cut=cut, is_even=False, is_whole=all(each.is_whole for each in known))
 
 
 def wait_for_any(stages: Sequence[Pending], deadline_s: float) -> None:

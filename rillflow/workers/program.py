@@ -2,6 +2,7 @@
 
     start(site, role, factory)          the role's object is made and stays here
     run(site, call, arguments)          references become values, the method runs, its result and Facts stay
+    gather_facts(site, held)            the Facts of many parts, for all ranks that want to know them
     apply(site, role, function, ...)    the same for a function, given the role's object first if one is named
     deal(site, role, function, ...)     the same, each element of the tuple it returns a result of its own
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
 from rillflow.observe.raised import innermost_line
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
-from rillflow.workers.values import Facts, lengths_of, resolved
+from rillflow.workers.values import Facts, Held, Own, Rows, Whole, facts_of, groups_of, lengths_of, resolved
 
 Factory = Callable[[Site], Any]
 """Makes a role's object on one rank."""
@@ -64,10 +65,19 @@ def start(site: Site, role: str, factory: Factory) -> None:
         raise _located(error, f"making {role}", site, []) from error
 
 
-def run(site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Facts]:
-    """Call a role's method; its result, and the facts about it."""
+def run(
+    site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, Any], speaks: bool
+) -> tuple[Any, Facts]:
+    """Call a role's method; its result, None of a rank whose result nobody takes, and the facts about it."""
     method = getattr(site.objects[call.role], call.endpoint)  # the group has checked the name
-    return _run(site, str(call), partial(_reading, call, method), arguments, options)
+    whole = partial(_whole, site, arguments)
+    found, facts = _run(site, str(call), partial(_reading, call, method, whole), arguments, options)
+    return found if speaks else None, facts
+
+
+def gather_facts(site: Site, held: Held) -> list[Facts]:
+    """What is known of every part of a result, gathered once for all ranks that share out its rows."""
+    return facts_of(held, site.fetch)
 
 
 def apply(
@@ -103,12 +113,24 @@ def _run(
     return result, _facts(result, began, site.place)
 
 
-def _reading(call: Call, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _whole(site: Site, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments with all of their fields."""
+    described = [
+        replace(each, fields=None) if isinstance(each, Own | Rows | Whole) else each for each in arguments
+    ]
+    return [resolved(each, site.fetch) for each in described]
+
+
+def _reading(
+    call: Call, method: Callable[..., Any], whole: Callable[[], list[Any]], *arguments: Any, **options: Any
+) -> Any:
     """The method's result; the fields it reads are there before it begins."""
     batches = [each for each in (*arguments, *options.values()) if isinstance(each, Batch)]
     there = sorted({name for batch in batches for name in batch.fields})
     missing = [name for name in call.reads if name not in there]
     if missing:
+        batches += [each for each in whole() if isinstance(each, Batch)]
+        there = sorted({name for batch in batches for name in batch.fields})
         raise RecordError(
             f"{call} reads the field {missing[0]!r}, which no batch it is given has",
             why=f"the fields are {', '.join(there) or 'none'}",
@@ -136,10 +158,12 @@ def _refuse_writes(name: str, before: list[tuple[str, int]], after: list[tuple[s
 
 
 def _facts(result: Any, began: float, place: Place) -> Facts:
-    rows, lengths = -1, tuple[int, ...]()
-    if isinstance(result, Batch):
-        rows, lengths = len(result), lengths_of(result)
-    return Facts(rows=rows, tokens=sum(lengths), lengths=lengths, began=began, ended=time.time(), place=place)
+    when: dict[str, Any] = {"began": began, "ended": time.time(), "place": place}
+    if not isinstance(result, Batch):
+        return Facts(rows=-1, tokens=0, **when)
+    lengths, rows = lengths_of(result), len(result)
+    ends = tuple(result.row_id(index).group for index in (0, -1)) if rows else ()
+    return Facts(rows=rows, tokens=sum(lengths), lengths=lengths, groups=groups_of(result), ends=ends, **when)
 
 
 def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> RillflowError:

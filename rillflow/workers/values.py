@@ -1,21 +1,24 @@
 """Values: how an argument is described to a rank, and how it becomes one there.
 
-    controller                                     rank
-    Rows(references, index, count)  ────────────>  its rows of the batch, pulled from the ranks that hold them
-    Whole(references, receive)      ────────────>  all of it
-    anything else                   ────────────>  as it is
+    controller                             rank
+    Own(value)                 ─────────>  its part, where rows lie as they are wanted: a Lie says so
+    Rows(held, index, count)   ─────────>  its rows of the batch, pulled from the ranks that hold them
+    Whole(held, is_partial)    ─────────>  all of it
+    anything else              ─────────>  as it is
 
 A reference is a pair: the value, and facts about it. The facts are small and pulled first, so that a rank
-pulls no value it needs no row of; where there are as many parts as ranks, its own comes with them.
+pulls no value it needs no row of; where there are as many parts as ranks, its own comes with them. Of many
+parts the references are a table in the object store, and one rank gathers the facts for all. Of a batch the
+fields that are read come, and no others.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from rillflow.cluster.backend import Place
 from rillflow.errors import ClusterError
@@ -25,7 +28,17 @@ from rillflow.placement.sbp import Placement, Split
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import merge_metrics
 
-Fetch = Callable[[Sequence[Any]], list[Any]]
+GROUPS = 0
+"""A unit: rows of one prompt, which stand one after the other, are never parted."""
+Names = tuple[str, ...] | None
+"""Fields that are wanted; None: all."""
+
+
+class Fetcher(Protocol):
+    """Gets the values of references."""
+
+    def __call__(self, references: Sequence[Any], fields: Names = None) -> list[Any]:
+        """The values; of batches these fields at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +51,10 @@ class Facts:
     """Tokens in them."""
     lengths: tuple[int, ...] = ()
     """Tokens of each row; empty where rows have none."""
+    groups: tuple[int, ...] = ()
+    """Neighbouring rows of one prompt, prompt after prompt."""
+    ends: tuple[tuple[int, int], ...] = ()
+    """The first of these groups and the last, by epoch and prompt; empty where there is no row."""
     began: float
     """When the method began, in seconds since the epoch; its arguments were there by then."""
     ended: float
@@ -57,38 +74,102 @@ class RemoteValue:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Held:
+    """Where the parts of a result are."""
+
+    table: Any
+    """Their RemoteValues, in order; of many a reference to these, see Backend.table."""
+    facts: Any = None
+    """A reference to the Facts of all; None: each part's own are asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lie:
+    """How the rows of a result lie over its parts; of two that are equal a part has the same rows."""
+
+    rows: Any
+    """Stands for the rows: what is equal here has the same, in the same order."""
+    cut: Any
+    """Stands for where they are cut."""
+    is_even: bool
+    """Whether parts are about as large, so that ranks may take them as they are."""
+    is_whole: bool
+    """Whether all rows of a prompt are in one part."""
+
+    @classmethod
+    def new(cls, *, is_even: bool = False, is_whole: bool = False) -> Lie:
+        """Rows that nothing else is known to have."""
+        return cls(rows=object(), cut=object(), is_even=is_even, is_whole=is_whole)
+
+    def again(self, count: int, unit: int = GROUPS) -> Lie:
+        """The same rows shared out anew over so many ranks."""
+        whole = count == 1 or unit == GROUPS
+        return Lie(rows=self.rows, cut=(count, unit), is_even=True, is_whole=whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """One rank's part of a batch, as it lies."""
+
+    value: Any
+    """The backend's reference to it."""
+    fields: Names = None
+    """What is read of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """One rank's part of a batch that lies on other ranks, end to end."""
 
-    references: tuple[RemoteValue, ...]
-    """The parts, in order."""
+    held: Held
+    """The parts."""
     index: int
     """Which part is wanted."""
     count: int
     """Of how many."""
     unit: int = 1
-    """So many neighbouring rows are never parted."""
-    by: tuple[RemoteValue, ...] | None = None
+    """So many neighbouring rows are never parted; GROUPS: those of one prompt."""
+    by: Held | None = None
     """Rows are shared out by their tokens, or where they have none by those of this batch; None: evenly."""
+    fields: Names = None
+    """What is read of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """All of a value that lies on other ranks."""
 
-    references: tuple[RemoteValue, ...]
-    """The parts, in order."""
+    held: Held
+    """The parts."""
     is_partial: bool
     """Whether the parts are shares to be added, not pieces to be laid end to end."""
+    fields: Names = None
+    """What is read of it."""
 
 
-def resolved(value: Any, fetch: Fetch) -> Any:
+def resolved(value: Any, fetch: Fetcher) -> Any:
     """What a described argument stands for."""
+    if isinstance(value, Own):
+        return _read(fetch([value.value], value.fields)[0], value.fields)
     if isinstance(value, Rows):
         return _rows(value, fetch)
     if isinstance(value, Whole):
-        return assembled(fetch([each.value for each in value.references]), is_partial=value.is_partial)
+        parts = fetch([each.value for each in parts_of(value.held, fetch)], value.fields)
+        return assembled([_read(part, value.fields) for part in parts], is_partial=value.is_partial)
     return value
+
+
+def parts_of(held: Held, fetch: Fetcher) -> tuple[RemoteValue, ...]:
+    """The parts of a result."""
+    found: tuple[RemoteValue, ...] = held.table if isinstance(held.table, tuple) else fetch([held.table])[0]
+    return found
+
+
+def facts_of(held: Held, fetch: Fetcher) -> list[Facts]:
+    """What is known of each part."""
+    if held.facts is not None:
+        return list(fetch([held.facts])[0])
+    return fetch([each.facts for each in parts_of(held, fetch)])
 
 
 def assembled(parts: Sequence[Any], *, is_partial: bool) -> Any:
@@ -153,20 +234,35 @@ def lengths_of(batch: Batch) -> tuple[int, ...]:
     return tuple(batch.ragged("tokens").lengths.tolist()) if "tokens" in batch.fields else ()
 
 
-def _rows(wanted: Rows, fetch: Fetch) -> Batch:
-    parts = [each.facts for each in wanted.references]
-    likely = [wanted.references[wanted.index].value] if len(parts) == wanted.count else []
-    found = fetch([*parts, *likely])  # in one request, for cut as they are wanted is how parts mostly are
-    lengths = tuple(facts.rows for facts in found[: len(parts)])
+def groups_of(batch: Batch) -> tuple[int, ...]:
+    """Neighbouring rows of one prompt, prompt after prompt."""
+    prompts = batch.ids[:, :2]
+    starts = (prompts[1:] != prompts[:-1]).any(1).nonzero().squeeze(1).add(1).tolist()
+    ends = [0, *starts, len(batch)] if len(batch) else [0]
+    return tuple(stop - start for start, stop in pairwise(ends))
+
+
+def are_whole(batch: Batch, sizes: Sequence[int]) -> bool:
+    """Whether pieces of such sizes part no rows of one prompt."""
+    return {*accumulate(sizes)} <= {0, *accumulate(groups_of(batch))}
+
+
+def _rows(wanted: Rows, fetch: Fetcher) -> Batch:
+    parts, fields = parts_of(wanted.held, fetch), wanted.fields
+    about = [wanted.held.facts] if wanted.held.facts is not None else [each.facts for each in parts]
+    likely = [parts[wanted.index].value] if len(parts) == wanted.count else []
+    found = fetch([*about, *likely], fields)  # one request: cut as they are wanted is how parts mostly are
+    facts = found[0] if wanted.held.facts is not None else found[: len(parts)]
+    lengths = tuple(each.rows for each in facts)
     if min(lengths) < 0:
         raise ClusterError(
             "an argument that is to be cut by rows is no batch",
             why="the method that made it returned something else",
             fix="give it as an option by name: options are the same for every rank",
         )
-    sizes = _sizes(wanted, found[: len(parts)], fetch)
+    sizes = _sizes(wanted, facts, fetch)
     if lengths == sizes:
-        return _batch(found[-1])
+        return _batch(found[-1], fields)
     held = Placement(Mesh.of(part=len(lengths)), {"part": Split(0, sizes=lengths)})
     first = len(lengths)
     asked = Placement(Mesh.of(part=wanted.count, first=first), {"part": Split(0, sizes=sizes)})
@@ -174,27 +270,59 @@ def _rows(wanted: Rows, fetch: Fetch) -> Batch:
     moves = boxing(held, asked, (sum(lengths),)).moves
     mine = [move for move in moves if move.destination == first + wanted.index]
     if not mine:
-        return _batch(fetch([wanted.references[0].value])[0]).slice(0, 0)
-    sources = fetch([wanted.references[move.source].value for move in mine])
+        return _batch(fetch([parts[0].value], fields)[0], fields).slice(0, 0)
+    sources = fetch([parts[move.source].value for move in mine], fields)
     pieces = []
     for move, source in zip(mine, sources, strict=True):
         begin, end = move.slice.bounds[0]
-        pieces.append(_batch(source).slice(begin - starts[move.source], end - starts[move.source]))
+        pieces.append(_batch(source, fields).slice(begin - starts[move.source], end - starts[move.source]))
     return concatenate(pieces)
 
 
-def _sizes(wanted: Rows, facts: Sequence[Facts], fetch: Fetch) -> tuple[int, ...]:
+def _sizes(wanted: Rows, facts: Sequence[Facts], fetch: Fetcher) -> tuple[int, ...]:
     """How many rows each rank gets."""
     rows = sum(each.rows for each in facts)
     if wanted.by is not None:
         tokens = [length for each in facts for length in each.lengths]
-        if not tokens and wanted.by:
-            tokens = [length for each in fetch([each.facts for each in wanted.by]) for length in each.lengths]
+        if not tokens:
+            tokens = [length for each in facts_of(wanted.by, fetch) for length in each.lengths]
         if len(tokens) == rows:
             return balanced_shares(tokens, wanted.count, wanted.unit)
-    return shares(rows, wanted.count, wanted.unit)
+    if wanted.unit != GROUPS:
+        return shares(rows, wanted.count, wanted.unit)
+    return group_shares(_groups(facts), wanted.count)
 
 
-def _batch(value: Any) -> Batch:
+def group_shares(groups: Sequence[int], count: int) -> tuple[int, ...]:
+    """How many rows each of ``count`` ranks gets of groups of such sizes, as ``shares`` of whole groups."""
+    before = [0, *accumulate(groups)]
+    ends = [before[end] for end in (0, *accumulate(shares(len(groups), count)))]
+    return tuple(stop - start for start, stop in pairwise(ends))
+
+
+def _groups(facts: Sequence[Facts]) -> list[int]:
+    """The rows of every group, those that go on in the next part in one."""
+    sizes, last = list[int](), None
+    for each in facts:
+        if each.ends:
+            first, *rest = each.groups
+            if each.ends[0] == last:
+                sizes[-1] += first
+                sizes += rest
+            else:
+                sizes += each.groups
+            last = each.ends[1]
+    return sizes
+
+
+def _batch(value: Any, fields: Names) -> Batch:
     assert isinstance(value, Batch)
-    return value
+    found: Batch = _read(value, fields)
+    return found
+
+
+def _read(value: Any, fields: Names) -> Any:
+    """A value; of a batch what is read."""
+    if fields is None or not isinstance(value, Batch):
+        return value
+    return value.only(*(name for name in value.fields if name in fields))

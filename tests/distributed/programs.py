@@ -26,7 +26,7 @@ class Worker:
     updates = 0
 
     def __init__(self, site: Site) -> None:
-        self.ranks = site.ranks
+        self.site, self.ranks = site, site.ranks
 
     @endpoint(DP, reads=("x",), writes=("y",))
     def double(self, batch: Batch) -> Batch:
@@ -53,6 +53,21 @@ class Worker:
     def make(self, batch: Batch, *, numbers: int) -> Batch:
         """A large field."""
         return Batch(ids=batch.ids, fields={"big": torch.ones(len(batch), numbers)})
+
+    @endpoint(DP)
+    def make_two(self, batch: Batch, *, numbers: int) -> Batch:
+        """Two large fields."""
+        fields = {
+            name: torch.full((len(batch), numbers), value) for name, value in (("x", 1.0), ("big", 2.0))
+        }
+        return Batch(ids=batch.ids, fields=fields)
+
+    @endpoint(DP, reads=("x",), writes=("fetched",))
+    def weigh(self, batch: Batch) -> Batch:
+        """How much this rank has fetched so far, and whether another field came with the one it reads."""
+        assert set(batch.fields) == {"x"}
+        fetched = torch.full((len(batch),), self.site.fetched_bytes)
+        return Batch(ids=batch.ids, fields={"fetched": fetched})
 
     @endpoint(TRAIN)
     def measure(self, batch: Batch) -> dict[str, Metric]:

@@ -26,6 +26,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
+from rillflow.workers.pending import MANY, joined
 from rillflow.workers.transfer import Transfer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -131,6 +132,30 @@ def test_results_of_uneven_lengths_are_shared_out_again(groups: dict[int, Group]
     assert 0 < len(kept) < 13
     assert torch.equal(doubled.ids, kept.ids)
     assert torch.equal(doubled.dense("y"), kept.dense("x") * 2)
+
+
+def test_rows_in_many_parts_are_shared_out_by_a_table(groups: dict[int, Group]) -> None:
+    """More parts than travel with a message: one rank gathers what is known of them for the others."""
+    batches = [rows(3 + index % 2) for index in range(18)]
+    parts = joined("worker2.same", [groups[2].call("same", batch) for batch in batches])
+    assert len(parts.holders) > MANY
+    doubled = groups[4].call("double", parts).read(WAIT_S)
+    assert torch.equal(doubled.ids, torch.cat([batch.ids for batch in batches]))
+    assert groups[2].call("measure", parts).read(WAIT_S)["x/all/mean"].count == sum(map(len, batches))
+    assert torch.equal(parts.read(WAIT_S).ids, doubled.ids)
+
+
+def test_the_fields_that_an_endpoint_reads_travel_and_no_others(
+    backend: Backend, groups: dict[int, Group]
+) -> None:
+    """Two fields of 4 MiB on each of four ranks, one of them read: by the same ranks, and by two."""
+    made = groups[4].call("make_two", rows(4), numbers=2**20)
+    for ranks, parts in ((4, 1), (2, 2)):
+        before = groups[ranks].call("weigh", groups[ranks].call("scale", rows(4), by=1.0))
+        first = before.read(WAIT_S).dense("fetched")
+        after = groups[ranks].call("weigh", made).read(WAIT_S).dense("fetched")
+        more = [int(after[-1]) - int(first[-1]), parts * 4 * 2**20]
+        assert isinstance(backend, InlineBackend) or more[1] <= more[0] < 1.1 * more[1]
 
 
 def test_every_kind_of_field_travels_unchanged(groups: dict[int, Group]) -> None:

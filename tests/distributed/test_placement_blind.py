@@ -13,6 +13,8 @@ import pytest
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
+from rillflow.observe import layout
+from rillflow.observe.reader import read_rollouts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from placements import LIMIT, ROLES, Ran, cluster, partitions, ran, settings, together
@@ -76,9 +78,9 @@ def grpo(folder: Path, placement: dict[str, Any]) -> tuple[list[Any], list[dict[
     loaded = load_recipe(folder / "run.toml", settings)
     launch(loaded.recipe, loaded.base, quiet=True)
     rollouts = [
-        (row["prompt_id"], row["sample"], row["tokens"], row["logprobs"])
-        for file in sorted((folder / "run" / "rollouts").iterdir())
-        for row in map(json.loads, file.read_text().splitlines())
+        (row.row.prompt, row.row.sample, row.tokens, row.logprobs)
+        for step in layout.rollout_files(folder / "run")
+        for row in read_rollouts(folder / "run", step)
     ]
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [

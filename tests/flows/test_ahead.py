@@ -18,7 +18,7 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.errors import ConfigError, Interrupted
 from rillflow.observe import layout
-from rillflow.observe.reader import read_evaluations, read_metrics, read_spans
+from rillflow.observe.reader import read_evaluations, read_metrics, read_spans, rollout_columns
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.records.batch import Batch
 from rillflow.rollout.native.engine import NativeEngine
@@ -55,7 +55,7 @@ def ran(
     launch(loaded.recipe, loaded.base, quiet=True, **how)
     newest = max((run / layout.CHECKPOINTS).iterdir())
     return {
-        "rows": [file.read_text() for file in sorted((run / layout.ROLLOUTS).iterdir())],
+        "rows": [rollout_columns(run, step) for step in layout.rollout_files(run)],
         "metrics": [
             {key: metric.value for key, metric in each.metrics.items() if "seconds" not in key}
             for each in read_metrics(run)
@@ -67,8 +67,7 @@ def ran(
 
 def versions(found: dict[str, Any]) -> list[set[int]]:
     """Of every sampled step, the versions of its tokens."""
-    steps = [[json.loads(line) for line in rows.splitlines()] for rows in found["rows"]]
-    return [{v for row in rows for v in row["versions"] if v >= 0} for rows in steps if rows]
+    return [{v for row in step["versions"] for v in row if v >= 0} for step in found["rows"]]
 
 
 @pytest.mark.parametrize("freshness", [0, 1, 2])

@@ -15,6 +15,7 @@ import pytest
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import load_recipe
 from rillflow.cli.main import main
+from rillflow.observe.reader import read_rollouts
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SAMPLED = sorted(ALGORITHMS.keys() - {"sft", "preference"})
@@ -145,10 +146,9 @@ def test_greedy_answers_are_neither_recorded_nor_counted(tmp_path: Path) -> None
     settings = ("algorithm.steps=1", "warm_start.steps=1", "algorithm.samples_per_prompt=1")
     (line,) = run(recipe, tmp_path / "run", *settings)
     assert line["rollout/rows/sum"]["sum"] == 80
-    (file,) = (tmp_path / "run" / "rollouts").glob("*.jsonl")
-    rows = [json.loads(text) for text in file.read_text().splitlines()]
-    assert len(rows) == 80 and {row["sample"] for row in rows} == {0}
-    assert all("advantage" in row for row in rows)
+    rows = read_rollouts(tmp_path / "run", 2)
+    assert len(rows) == 80 and {row.row.sample for row in rows} == {0}
+    assert all(row.advantage is not None for row in rows)
 
 
 def test_a_step_whose_groups_are_all_alike_learns_nothing_and_goes_on(tmp_path: Path) -> None:
@@ -190,12 +190,12 @@ def test_groups_that_agree_are_replaced_from_further_prompts_and_a_resume_draws_
         drawn, kept = line["refill/groups/sum"]["sum"], line["refill/kept/share"]
         assert kept["count"] == drawn and round(kept["mean"] * drawn) == 5
         assert line["rollout/rows/sum"]["sum"] == 4 * drawn, "rows of all rounds are counted"
-        rows = (recipe.parent / f"whole/rollouts/step-{step:06}.jsonl").read_text().splitlines()
-        taught = [row for row in map(json.loads, rows) if "advantage" in row]
+        rows = read_rollouts(recipe.parent / "whole", step)
+        taught = [row for row in rows if row.advantage is not None]
         assert len(rows) == 4 * drawn and len(taught) == 20
         groups: dict[int, set[float]] = {}
         for row in taught:
-            groups.setdefault(row["prompt_id"], set()).add(row["reward"])
+            groups.setdefault(row.row.prompt, set()).add(row.reward or 0.0)
         assert all(len(rewards) > 1 for rewards in groups.values())
     shutil.copytree(recipe.parent / "whole", recipe.parent / "cut")
     (recipe.parent / "cut" / "finished.json").unlink()

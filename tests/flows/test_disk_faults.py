@@ -61,13 +61,22 @@ for line in sys.stdin:
 NUMBERS = re.compile(r"(?<=step-)\d{6}|(?<=reward-)[0-9a-f]{16}|(?<=/\.tmp)\w{6}")
 DRAFT = "checkpoints/.step-N.draft"
 MODEL = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
-REPLACED = ("config.json", "environment.json", "data.json", "finished.json", "summary.json", "report.html")
+ROLLOUTS = "step-N-0001-of-0001.safetensors"
+REPLACED = (
+    "config.json",
+    "environment.json",
+    "tokens.json",
+    "data.json",
+    "finished.json",
+    "summary.json",
+    "report.html",
+)
 WRITES = {
     "create write": ["evaluations.jsonl", "spans.jsonl", "metrics.jsonl"],
     "create write flush": [
         *(f".{name}.tmp" for name in REPLACED),
         "sources/.reward-N.py.tmp",
-        "rollouts/.step-N.jsonl.tmp",
+        f"rollouts/.{ROLLOUTS}.tmp",
         *(f"{folder}/{name}" for folder in (".reference.draft", f"{DRAFT}/.policy.draft") for name in MODEL),
         f"{DRAFT}/.policy.optimizer.draft/.weights.json.tmp",
         f"{DRAFT}/state.json",
@@ -92,7 +101,7 @@ WRITES = {
     "rename flush": [f"{DRAFT}/policy", f"{DRAFT}/policy.optimizer"],
     "rename": [
         *REPLACED,
-        *("sources/reward-N.py", "reference", "rollouts/step-N.jsonl", "checkpoints/step-N"),
+        *("sources/reward-N.py", "reference", f"rollouts/{ROLLOUTS}", "checkpoints/step-N"),
         f"{DRAFT}/.policy.optimizer.draft/weights.json",
     ],
 }
@@ -100,7 +109,7 @@ WRITES = {
 KILL = -1
 EVERY_DAY = {
     ("write", "metrics.jsonl", errno.ENOSPC),
-    ("write", "rollouts/.step-N.jsonl.tmp", errno.EIO),
+    ("write", f"rollouts/.{ROLLOUTS}.tmp", errno.EIO),
     ("write", f"{DRAFT}/.policy.draft/.tmpN", errno.ENOSPC),
     ("rename", "checkpoints/step-N", errno.EIO),
     ("write", ".report.html.tmp", errno.ENOSPC),

@@ -10,6 +10,7 @@ import pytest
 
 from rillflow.assembly.resume import MAY_CHANGE
 from rillflow.cli.main import main
+from rillflow.observe.reader import read_rollouts
 from tests.flows.conftest import REWARD, Tiny
 
 REST = """
@@ -103,8 +104,7 @@ def test_edited_data_and_other_settings_are_refused(tiny: Tiny, capsys: pytest.C
 
 def prompts_of(tiny: Tiny, name: str, step: int) -> list[tuple[int, int]]:
     """Epoch and place of the prompts that a step sampled."""
-    lines = tiny.lines(name, f"rollouts/step-{step:06d}.jsonl")
-    return [(line["epoch"], line["prompt_id"]) for line in lines if line["sample"] == 0]
+    return [row.row.group for row in read_rollouts(tiny.folder / name, step) if row.row.sample == 0]
 
 
 def test_rows_that_were_added_join_at_the_next_epoch_and_change_nothing_before_it(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rillflow.cli.main import main
-from rillflow.observe.reader import best_step
+from rillflow.observe.reader import best_step, read_rollouts
 from rillflow.pipeline import loop
 from rillflow.pipeline.open_step import OpenStep, Phase
 from rillflow.training.trainer import Trainer
@@ -93,7 +93,7 @@ BOTH = (*APART, "placement.backend=inline")
 
 def prompt_of(tiny: Tiny, name: str, step: int) -> str:
     """A prompt of the last rank's part of a step; none of those that a reward is tried on before."""
-    return str(tiny.lines(name, f"rollouts/step-{step:06d}.jsonl")[-3]["prompt"])
+    return read_rollouts(tiny.folder / name, step)[-3].prompt
 
 
 def test_an_outage_at_one_rank_of_several_loses_no_step(

@@ -12,6 +12,7 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.errors import ConfigError
 from rillflow.observe import layout
+from rillflow.observe.reader import rollout_columns
 
 sys.path.insert(0, str(Path(__file__).parent))
 import own_engine
@@ -52,7 +53,7 @@ def ran(folder: Path, *settings: str) -> list[str]:
     run = folder / "run"
     loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(run))}", *settings])
     launch(loaded.recipe, loaded.base, quiet=True)
-    return [file.read_text() for file in sorted((run / layout.ROLLOUTS).iterdir())]
+    return [rollout_columns(run, step) for step in layout.rollout_files(run)]
 
 
 def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import rillflow
 from rillflow.errors import CallbackError, ConfigError, DataError, Interrupted, RewardError, RunDirectoryError
+from rillflow.observe.layout import rollout_files
 from tests.flows.conftest import Tiny
 
 REST = """steps = 6
@@ -88,6 +89,10 @@ def test_a_run_is_opened_by_its_path_and_read(tiny: Tiny) -> None:
     assert (run.settings["task"]["source"], run.settings["task"]["held_out"]) == ("<prompts>", 0)  # type: ignore[index,call-overload]
     first, last = run.rollouts(1), run.rollouts()
     assert [len(first), len(last), last[0].row.epoch] == [8, 8, 0]
+    columns = run.columns(1)
+    assert columns["completion"] == [row.completion for row in first]
+    assert [tuple(tokens) for tokens in columns["tokens"]] == [row.tokens for row in first]
+    assert {len(column) for column in columns.values()} == {8}
     for row in first:
         said = [row.parts["length"], *([row.parts["right"]] if "right" in row.parts else [])]
         assert row.reward == pytest.approx(said[0] + (0.5 * said[1] if len(said) > 1 else 0))
@@ -121,8 +126,9 @@ def test_a_callback_that_raises_ends_the_run_with_its_step_saved_and_a_second_on
     def third(result: rillflow.StepResult) -> None:
         called.append(f"third {result.step}")
 
+    few = {"task.held_out": 4, "run.rollouts_every": 2, "run.rollouts_share": 0.9}
     with pytest.raises(CallbackError) as caught:
-        train(tiny.folder / "run", first, second, third)
+        train(tiny.folder / "run", first, second, third, settings=few)
     assert "first failed after step 2: KeyError: 'loss'" in caught.value.what
     assert "test_python.py" in caught.value.why and 'raise KeyError("loss")' in caught.value.why
     assert isinstance(caught.value.__cause__, KeyError)
@@ -130,8 +136,9 @@ def test_a_callback_that_raises_ends_the_run_with_its_step_saved_and_a_second_on
     assert "second failed after step 2: ValueError: no disk" in note
     assert called == ["second 1", "third 1", "second 2", "third 2"]
     assert tiny.steps_kept("run") == [2]
-    again = train(tiny.folder / "run", third)
+    again = train(tiny.folder / "run", third, settings=few)
     assert again.is_finished and called[-1] == "third 6"
+    assert list(rollout_files(again.path)) == [2, 4, 6], "every second step, whatever is drawn of it"
     train(tiny.folder / "other")
     tiny.assert_same("run", "other")
 

@@ -20,7 +20,8 @@ from rillflow.assembly.recipe import load_recipe
 from rillflow.dataflow.flow import Flow
 from rillflow.errors import ConfigError, Interrupted
 from rillflow.observe import layout
-from rillflow.observe.reader import RolloutRecord, read_metrics, read_rollouts, read_spans
+from rillflow.observe.reader import read_metrics, read_rollouts, read_spans
+from rillflow.observe.rollouts import RolloutRecord
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout

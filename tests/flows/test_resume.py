@@ -52,8 +52,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(newest / "policy" / "model.safetensors")
 
 
-def rollouts(run: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in (run / "rollouts").glob("*.jsonl")}
+def rollouts(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "rollouts").iterdir()}
 
 
 def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> None:

@@ -157,7 +157,7 @@ def test_remembered_numbers_and_critics_resume_bit_for_bit(
     for file in files:
         assert (newest(run) / file).read_bytes() == (newest(whole) / file).read_bytes(), file
     for file in (whole / "rollouts").iterdir():
-        assert (run / "rollouts" / file.name).read_text() == file.read_text()
+        assert (run / "rollouts" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.slow

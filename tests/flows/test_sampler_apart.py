@@ -17,7 +17,7 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.dataflow import delivery
 from rillflow.observe import layout
-from rillflow.observe.reader import read_spans
+from rillflow.observe.reader import read_spans, rollout_columns
 from rillflow.roles.policy import Policy
 from rillflow.weights.plan import ReshardPlan
 
@@ -37,7 +37,7 @@ def ran(folder: Path, *settings: str, name: str = "grpo") -> tuple[list[str], li
     run = folder / "run"
     loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(run))}", *settings])
     launch(loaded.recipe, loaded.base, quiet=True)
-    rows = [file.read_text() for file in sorted((run / layout.ROLLOUTS).iterdir())]
+    rows = [rollout_columns(run, step) for step in layout.rollout_files(run)]
     newest = max((run / layout.CHECKPOINTS).iterdir())
     return rows, [file.read_bytes() for file in sorted((newest / "policy").glob("*.safetensors"))]
 

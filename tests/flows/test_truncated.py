@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rillflow.cli.main import main
+from rillflow.observe.reader import read_rollouts
 
 SMALL = ("steps=2", "prompts_per_step=3", "samples_per_prompt=2", "epochs=1", "loss.kl=0")
 
@@ -49,11 +50,10 @@ def test_rows_cut_off_are_scored_and_not_learnt_from(recipe: Path) -> None:
         )
         for how in ("keep", "mask")
     }
-    rows = (recipe.parent / "mask" / "rollouts" / "step-000007.jsonl").read_text().splitlines()
     sampled = {True: 0, False: 0}
-    for row in map(json.loads, rows):
-        sampled[row["finish"] == "length"] += sum(version >= 0 for version in row["versions"])
-        assert "advantage" in row and row["reward"] is not None
+    for row in read_rollouts(recipe.parent / "mask", 7):
+        sampled[row.finish == "length"] += len(row.sampled)
+        assert row.advantage is not None and row.reward is not None
     assert sampled[True] and sampled[False], "some ended, some did not"
     assert seen["keep"][0]["policy/ratio/mean"]["count"] == sum(sampled.values())
     assert seen["mask"][0]["policy/ratio/mean"]["count"] == sampled[False]

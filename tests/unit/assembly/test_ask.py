@@ -21,8 +21,9 @@ from rillflow.dataflow.checkpoint import save_checkpoint
 from rillflow.errors import ConfigError, DataError, RolloutError, RunDirectoryError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, save_model
-from rillflow.observe.run_directory import RunDirectory, write_rollouts
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.view.summary import render_text, summarise
+from tests.unit.written_rollouts import write_rollouts
 
 NEW = NewModel(hidden=32, layers=2, heads=4, kv_heads=2, context=24, alphabet="0123456789+=")
 

@@ -15,10 +15,11 @@ from rillflow.assembly.resume import resolved
 from rillflow.cli.main import main
 from rillflow.errors import PlanError
 from rillflow.observe.reader import SpanRecord
-from rillflow.observe.run_directory import RunDirectory, write_rollouts
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.planner.calibration import calibrate
 from rillflow.records.metrics import Mean
 from rillflow.view.run_data import load
+from tests.unit.written_rollouts import write_rollouts
 
 ROOT = Path(__file__).parents[3]
 RECIPE = """

@@ -14,8 +14,9 @@ from rillflow.assembly.recipe import load_recipe
 from rillflow.assembly.rows import distinct_prompts, workload_of
 from rillflow.errors import PlanError
 from rillflow.observe.reader import SpanRecord
-from rillflow.observe.run_directory import RunDirectory, write_rollouts
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.planner.workload import Workload
+from tests.unit.written_rollouts import write_rollouts
 
 RECIPE = """
 [policy]

@@ -16,11 +16,13 @@ FILL = """
 import resource, sys
 from pathlib import Path
 from rillflow.errors import RunDirectoryError
-from rillflow.observe.run_directory import RunDirectory, write_rollouts
+from rillflow.observe.durable import replace
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.records.metrics import Sum
 
 run = RunDirectory.open(Path(sys.argv[1]), {})
-write_rollouts(run.path, 1, [{"completion": "a"}])
+file = run.path / "rollouts" / "step-000001-0001-of-0001.safetensors"
+replace(file, [b"a"])
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 step = 0
 try:
@@ -30,7 +32,7 @@ try:
 except RunDirectoryError as error:
     print(error)
 long = {"text": "y" * 5000}
-for act in (lambda: write_rollouts(run.path, 1, [long]), lambda: run.write_json("config.json", long)):
+for act in (lambda: replace(file, [b"y" * 5000]), lambda: run.write_json("config.json", long)):
     try:
         act()
     except RunDirectoryError as error:
@@ -49,11 +51,11 @@ def test_when_no_more_can_be_written_the_earlier_lines_and_files_are_whole(tmp_p
     assert (path / "metrics.jsonl").read_bytes().endswith(b"}\n")
     assert [record.step for record in records] == list(range(1, int(last)))
     assert len(records) > 5
-    for name in ("metrics.jsonl", "step-000001.jsonl", "config.json"):
+    for name in ("metrics.jsonl", "step-000001-0001-of-0001.safetensors", "config.json"):
         assert any(line.startswith("cannot write") and name in line for line in text), name
     assert sum("are free on its disk" in line for line in text) == 3
     assert sum("make room" in line for line in text) == 3
-    assert (path / "rollouts" / "step-000001.jsonl").read_text() == '{"completion": "a"}\n'
+    assert (path / "rollouts" / "step-000001-0001-of-0001.safetensors").read_text() == "a"
     assert (path / "config.json").read_text() == "{}\n"
     assert not list(path.rglob("*.tmp"))
 

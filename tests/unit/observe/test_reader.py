@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe.json_lines import encode, read_lines
+from rillflow.observe.layout import rollout_files
 from rillflow.observe.reader import (
     Evaluation,
     RankSpan,
@@ -25,10 +26,12 @@ from rillflow.observe.reader import (
     read_rollouts,
     read_spans,
     read_starts,
+    rollout_columns,
 )
-from rillflow.observe.run_directory import RunDirectory, write_rollouts
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.records.metrics import Histogram, Max, Mean, Metric, Min, Sum, Variance
 from rillflow.records.row import RowId
+from tests.unit.written_rollouts import write_rollouts
 
 ROW = {
     "epoch": 1,
@@ -151,13 +154,44 @@ def test_a_file_cut_anywhere_gives_the_lines_before_the_cut(
 def test_a_rollout_comes_back(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", {}) as run:
         write_rollouts(run.path, 12, [ROW, {**ROW, "outcome": "timeout", "reward": None, "message": "10 s"}])
-    assert (tmp_path / "run" / "rollouts" / "step-000012.jsonl").is_file()
+    assert (tmp_path / "run" / "rollouts" / "step-000012-0001-of-0001.safetensors").is_file()
     first, second = read_rollouts(tmp_path / "run", 12)
     assert first.row == RowId(epoch=1, prompt=17, sample=3)
     assert (first.prompt, first.completion, first.tokens) == ("17+25=", "42", (7, 4, 2, 0))
     assert (first.sampled, first.token_texts) == ((1, 2, 3), ("=", "4", "2", ""))
     assert (first.versions, first.finish, first.reward, first.advantage) == ((-1, 3, 3, 4), "stop", 1.0, 0.5)
     assert (second.outcome, second.reward, second.message) == ("timeout", None, "10 s")
+
+
+def test_an_older_run_s_rollouts_are_lines_of_json(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        (run.path / "rollouts").mkdir()
+        (run.path / "rollouts" / "step-000001.jsonl").write_bytes(encode(ROW))
+        write_rollouts(run.path, 2, [ROW])
+        (older,), (newer,) = (read_rollouts(run.path, step) for step in (1, 2))
+    assert older == newer
+    assert rollout_columns(run.path, 1)["prompt"] == rollout_columns(run.path, 2)["prompt"] == ["17+25="]
+
+
+def test_a_step_of_which_a_file_is_missing_is_as_if_it_had_none(tmp_path: Path) -> None:
+    """A run that was killed while ranks wrote; what is there goes when the run is taken up again."""
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        for step in (1, 2):
+            write_rollouts(run.path, step, [ROW])
+        kept = run.path / "rollouts" / "step-000002-0001-of-0001.safetensors"
+        cut = kept.rename(kept.with_name("step-000002-0001-of-0002.safetensors"))
+        assert list(rollout_files(run.path)) == [1]
+        run.rewind(1)
+        assert not cut.exists() and list(rollout_files(run.path)) == [1]
+
+
+def test_a_damaged_file_of_rollouts_is_named(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        write_rollouts(run.path, 1, [ROW])
+        file = run.path / "rollouts" / "step-000001-0001-of-0001.safetensors"
+        file.write_bytes(file.read_bytes()[:-20])
+        with pytest.raises(RunDirectoryError, match=r"cannot read .*step-000001-0001-of-0001"):
+            read_rollouts(run.path, 1)
 
 
 def test_a_span_covers_its_ranks_and_counts_the_rows_of_those_that_are_taken(tmp_path: Path) -> None:

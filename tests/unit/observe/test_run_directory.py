@@ -23,8 +23,9 @@ from rillflow.observe.reader import (
     read_spans,
     read_starts,
 )
-from rillflow.observe.run_directory import RunDirectory, set_aside, write_rollouts
+from rillflow.observe.run_directory import RunDirectory, set_aside
 from rillflow.records.metrics import Mean
+from tests.unit.written_rollouts import write_rollouts
 
 CONFIG = {"policy": {"lr": 1e-5, "betas": (0.9, 0.95)}, "run": {"dir": "runs/a", "threads": 2}}
 

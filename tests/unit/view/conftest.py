@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from rillflow.observe.reader import Evaluation, SpanRecord
-from rillflow.observe.run_directory import RunDirectory, write_rollouts
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.records.metrics import Max, Mean, Metric, Sum
+from tests.unit.written_rollouts import write_rollouts
 
 CONFIG = {
     "run": {"seed": 0, "dir": None},

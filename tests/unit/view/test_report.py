@@ -12,10 +12,11 @@ import pytest
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe.reader import SpanRecord
-from rillflow.observe.run_directory import RunDirectory, write_rollouts
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.records.metrics import Max, Mean
 from rillflow.view.chart import MAX_POINTS
 from rillflow.view.report import write_report
+from tests.unit.written_rollouts import write_rollouts
 
 MakeRun = Callable[..., Path]
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=\"alert(1)\">"

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rillflow.observe.reader import RolloutRecord
-from rillflow.observe.run_directory import RunDirectory, write_rollouts
+from rillflow.observe.rollouts import RolloutRecord
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.records.row import RowId
 from rillflow.view.html import el, markup
 from rillflow.view.samples import Sample, best, draw_sample, longest, read_samples, worst
+from tests.unit.written_rollouts import write_rollouts
 
 ROW = RolloutRecord(
     row=RowId(0, 0, 0),

@@ -13,10 +13,11 @@ import pytest
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe.reader import Evaluation, EvaluationRecord
-from rillflow.observe.run_directory import RunDirectory, write_rollouts
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.records.metrics import Mean
 from rillflow.view.report import write_report
 from rillflow.view.summary import render_text, summarise, verdict
+from tests.unit.written_rollouts import write_rollouts
 
 MakeRun = Callable[..., Path]
 
@@ -181,7 +182,7 @@ def test_what_should_not_be_overlooked_is_said(make_run: MakeRun, tmp_path: Path
     run = make_run()
     assert "Warning" not in render_text(summarise(run))
     for step in (21, 25):
-        (run / "rollouts" / f"step-{step:06d}.jsonl").unlink()
+        (run / "rollouts" / f"step-{step:06d}-0001-of-0001.safetensors").unlink()
     assert "Warning            the rollouts of 2 steps are gone: 21, 25" in render_text(summarise(run))
     write_report(run)
     assert "the rollouts of 2 steps are gone" in (run / "report.html").read_text()

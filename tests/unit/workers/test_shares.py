@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,10 +18,13 @@ from rillflow.records.batch import Batch, concatenate, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.workers.values import (
+    GROUPS,
     Facts,
+    Held,
     RemoteValue,
     Rows,
     balanced_shares,
+    groups_of,
     lengths_of,
     piece,
     resolved,
@@ -35,15 +39,22 @@ def batch_of(rows: int) -> Batch:
     return Batch(ids=ids, fields={"x": torch.arange(rows)})
 
 
-def lying(parts: list[Batch]) -> tuple[RemoteValue, ...]:
+def here(references: Sequence[Any], fields: Any = None) -> list[Any]:
+    """The values that references are."""
+    return list(references)
+
+
+def lying(parts: list[Batch]) -> Held:
     """References to parts, which are the values themselves."""
-    return tuple(
+    table = tuple(
         RemoteValue(
             value=part,
             facts=Facts(
                 rows=len(part),
                 tokens=0,
                 lengths=lengths_of(part),
+                groups=groups_of(part),
+                ends=tuple(part.row_id(place).group for place in (0, -1)) if len(part) else (),
                 began=0.0,
                 ended=0.0,
                 place=Place("main", 0),
@@ -51,6 +62,7 @@ def lying(parts: list[Batch]) -> tuple[RemoteValue, ...]:
         )
         for part in parts
     )
+    return Held(table=table)
 
 
 @settings(max_examples=100, deadline=None)
@@ -76,13 +88,30 @@ def test_rows_that_lie_anyhow_arrive_in_whole_units(
     parts = [batch.slice(start, stop) for start, stop in pairwise(ends)]
     found = []
     for index in range(count):
-        wanted = Rows(references=lying(parts), index=index, count=count, unit=unit)
-        got: Any = resolved(wanted, lambda reference: reference)
+        wanted = Rows(held=lying(parts), index=index, count=count, unit=unit)
+        got: Any = resolved(wanted, here)
         cut = piece(batch, index, count, unit)
         assert torch.equal(got.ids, cut.ids) and torch.equal(got.dense("x"), cut.dense("x"))
         assert len(got) % unit == 0
         found.append(got)
     assert torch.equal(concatenate(found).ids, batch.ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 4), max_size=8), count=st.integers(1, 5), cuts=st.data())
+def test_groups_that_parts_cut_arrive_whole(sizes: list[int], count: int, cuts: st.DataObject) -> None:
+    """Wherever rows lie, a rank has the rows of its share of the groups, and no group is on two."""
+    ids = [RowId(0, group, row) for group, size in enumerate(sizes) for row in range(size)]
+    batch = Batch(ids=row_ids(ids), fields={"x": torch.arange(len(ids))})
+    inner = sorted(cuts.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
+    held = lying([batch.slice(start, stop) for start, stop in pairwise([0, *inner, len(ids)])])
+    found: list[Any] = [
+        resolved(Rows(held=held, index=index, count=count, unit=GROUPS), here) for index in range(count)
+    ]
+    assert torch.equal(concatenate(found).ids, batch.ids)
+    groups = [{row.group for row in part.row_ids()} for part in found]
+    assert [len(each) for each in groups] == list(shares(len(sizes), count))
+    assert sum(map(len, groups)) == len(sizes)
 
 
 def test_a_unit_that_is_not_whole_is_refused() -> None:
@@ -112,10 +141,11 @@ def test_balanced_shares_differ_by_no_more_than_a_unit_s_tokens(
 def test_where_some_parts_do_not_say_their_lengths_rows_are_shared_out_evenly() -> None:
     ids = row_ids([RowId(0, row, 0) for row in range(10)])
     rollouts = Batch(ids=ids, fields={"tokens": Ragged.from_rows([[1] * 9, *([1] for _ in range(9))])})
-    told, untold = lying([rollouts.slice(0, 4), rollouts.slice(4, 10)])
+    told, untold = lying([rollouts.slice(0, 4), rollouts.slice(4, 10)]).table
     untold = replace(untold, facts=replace(untold.facts, lengths=()))
-    parts = [Rows(references=(told, untold), index=index, count=2, by=(told, untold)) for index in range(2)]
-    assert [len(resolved(part, list)) for part in parts] == [5, 5]
+    both = Held(table=(told, untold))
+    parts = [Rows(held=both, index=index, count=2, by=both) for index in range(2)]
+    assert [len(resolved(part, here)) for part in parts] == [5, 5]
 
 
 def test_rows_that_differ_in_length_are_shared_out_by_their_tokens() -> None:
@@ -126,9 +156,9 @@ def test_rows_that_differ_in_length_are_shared_out_by_their_tokens() -> None:
     values = Batch(ids=ids, fields={"x": torch.arange(10)})
     held, more = lying([rollouts.slice(0, 4), rollouts.slice(4, 10)]), lying([values])
 
-    def part(references: tuple[RemoteValue, ...], index: int) -> Batch:
-        wanted = Rows(references=references, index=index, count=2, by=held)
-        found: Batch = resolved(wanted, list)
+    def part(references: Held, index: int) -> Batch:
+        wanted = Rows(held=references, index=index, count=2, by=held)
+        found: Batch = resolved(wanted, here)
         return found
 
     for references in (held, more):
