@@ -35,7 +35,7 @@ import torch
 
 from rillflow.algorithms import ppo
 from rillflow.cluster.backend import Backend, Pool, Site
-from rillflow.cluster.ray import RayBackend
+from rillflow.cluster.start import ray_backend, settle
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.placement.mesh import Mesh
@@ -47,7 +47,8 @@ from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.transfer import DP, TOGETHER, TRAIN
 
-import ray  # isort: skip
+settle()  # before Ray is imported
+import ray  # noqa: E402  # isort: skip
 
 RANKS, CALLS, MIB = 4, 100, 64
 WAIT_S = 300.0
@@ -197,7 +198,7 @@ def main() -> None:
     parser.add_argument("--verl-python", metavar="PYTHON", help="an interpreter that has verl")
     parser.add_argument("--write", metavar="FILE", help="where the table goes, besides the screen")
     arguments = parser.parse_args()
-    backend = RayBackend(WAIT_S)
+    backend = ray_backend(WAIT_S)
     backend.open([Pool(name="a", size=RANKS), Pool(name="b", size=RANKS)])
     try:
         groups = [group_on(backend, "worker", Worker, pool, RANKS) for pool in ("a", "b")]

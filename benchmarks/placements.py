@@ -33,6 +33,7 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.observe.layout import rollout_files
 from rillflow.observe.reader import rollout_columns
+from rillflow.cluster.start import settle
 
 ROLES = ("policy", "critic", "reference", "reward")
 LIMIT = 1e-5
@@ -210,11 +211,9 @@ def cluster(backend: str, ranks: int) -> Iterator[None]:
     if backend == "inline":
         yield
         return
-    import rillflow.cluster.ray  # asks Ray for its protection, so it is imported first
+    settle()  # before Ray is imported
+    import ray
 
-    import ray  # isort: skip
-
-    del rillflow
     ray.init(num_cpus=ranks, include_dashboard=False, logging_level="WARNING")
     try:
         yield

@@ -275,7 +275,7 @@ def on_rank(said: Any, rank: int, rendezvous: str, sizes: tuple[int, int], round
     """One process: every design once to see that all agree, then the rounds."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    ranks = ProcessRanks.join(rank, RANKS, Path(rendezvous))
+    ranks = ProcessRanks.join(rank, RANKS, dist.FileStore(rendezvous, RANKS))
     own = Rank(ranks, *sizes, Path(folder))
     seconds: dict[str, list[float]] = {name: [] for name in DESIGNS}
     costs: dict[str, Cost] = {}

@@ -20,10 +20,11 @@ from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.encoding import EncodedTask, encode_task
 from rillflow.assembly.evaluate import judged, ranked
 from rillflow.assembly.phases import PhasePlan, phase_plans
-from rillflow.assembly.preflight import cost_functions, reward_functions
+from rillflow.assembly.preflight import cost_functions, model_source, reward_functions, scorer_sources
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.role_table import EVAL_REWARD
-from rillflow.assembly.roles import RoleGroups
+from rillflow.assembly.roles import RoleGroups, pools_of
+from rillflow.assembly.where import require_shared
 from rillflow.cluster.config import SAMPLER
 from rillflow.cluster.start import start_backend
 from rillflow.config.problems import together
@@ -78,9 +79,22 @@ class Build:
         stack: ExitStack,
     ) -> None:
         self._recipe, self._task, self._run, self._checkpoint = recipe, task, run, checkpoint
-        self.device = choose_device(recipe.run.device)
-        backend = start_backend(recipe.placement, devices=0 if self.device.type == "cpu" else 1)
+        placement, device = recipe.placement, recipe.run.device
+        pools = pools_of(recipe)
+        backend = start_backend(
+            placement, pools, str(choose_device(device)) if placement.is_inline else device
+        )
         stack.callback(backend.close)
+        self.devices = backend.devices
+        """What the ranks of every pool compute on, by its name."""
+        self.nodes = backend.nodes
+        """Where every rank is; empty where all are on this machine."""
+        functions, costs = reward_functions(recipe, base, task), cost_functions(recipe, base)
+        if backend.nodes:
+            files = [function.file for function in (*functions, *costs) if not function.text]
+            sources = [model_source(recipe, base), *scorer_sources(recipe, base).values()]
+            files += [Path(source) for source in sources if source is not None and Path(source).exists()]
+            require_shared(run.path.absolute(), files, backend, placement.deadline_s)
         self._roles = RoleGroups(recipe, base.absolute(), run.path, checkpoint, backend)
         model_input = self._roles.model_input
         if encoded is None or not encoded.model_input.reads_as(model_input):
@@ -92,7 +106,7 @@ class Build:
         if not (run.path / layout.TOKENS).exists():
             tokenizer = model_input.tokenizer
             run.write_json(layout.TOKENS, {"texts": tokenizer.pieces(range(tokenizer.vocabulary_size))})
-        self._roles.start_scorers(reward_functions(recipe, base, task), cost_functions(recipe, base))
+        self._roles.start_scorers(functions, costs)
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
         """Run what is left of every phase."""

@@ -40,6 +40,13 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
     if not unknown:
         yield from _meshes(recipe)
         yield from _ahead(recipe)
+    ranks, device = sum(recipe.placement.pools.values()), recipe.run.device
+    if ":" in device and not recipe.placement.is_inline:
+        yield ConfigError(
+            f"run.device is {device}, and the pools have {ranks} ranks on Ray",
+            why="Ray gives every rank a device of its own, and the rank sees no other",
+            fix='run.device = "cuda"; CUDA_VISIBLE_DEVICES says which devices Ray may give',
+        )
 
 
 def _ahead(recipe: Recipe) -> Iterator[ConfigError]:

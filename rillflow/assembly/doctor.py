@@ -25,6 +25,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from rillflow.observe.environment import CONTROL_GROUP, usable_cores, words_of
 from rillflow.observe.wording import size
 
 GIB = 1024**3
@@ -32,7 +33,6 @@ LEAST_MEMORY_BYTES = 2 * GIB
 LEAST_DISK_BYTES = 2 * GIB
 LEAST_FILES = 256
 LEAST_PROCESSES = 64
-CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 class Health(StrEnum):
@@ -175,15 +175,6 @@ def threads_finding(threads: int, cores: float) -> list[Finding]:
     return _found("threads", f"torch would use {threads} of {cores:g} cores", fix)
 
 
-def usable_cores() -> float:
-    """Cores this process may use: its affinity, or a container's share where that is less."""
-    cores = float(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
-    quota = _words(CONTROL_GROUP / "cpu.max")
-    if len(quota) == 2 and quota[0].isdigit():
-        return min(cores, int(quota[0]) / int(quota[1]))
-    return cores
-
-
 def processor() -> list[Finding]:
     """Whether the processor computes in bfloat16, which torch otherwise emulates."""
     try:
@@ -212,17 +203,10 @@ def available_memory() -> int | None:
         return None
     entries = dict(line.split(":", 1) for line in lines if ":" in line)
     free = int(entries["MemAvailable"].split()[0]) * 1024
-    limit, used = _words(CONTROL_GROUP / "memory.max"), _words(CONTROL_GROUP / "memory.current")
+    limit, used = words_of(CONTROL_GROUP / "memory.max"), words_of(CONTROL_GROUP / "memory.current")
     if limit and limit[0].isdigit() and used:
         return min(free, int(limit[0]) - int(used[0]))
     return free
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text("ascii").split()
-    except OSError:
-        return []
 
 
 def disk(folder: Path) -> list[Finding]:

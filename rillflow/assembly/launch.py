@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -150,6 +151,7 @@ def _train(
     interruption: Interruption,
 ) -> None:
     from rillflow.assembly.build import Build
+    from rillflow.assembly.where import clock_notes
     from rillflow.dataflow.checkpoint import latest_checkpoint
 
     task, encoded = sound.rows, sound.encoded
@@ -173,16 +175,19 @@ def _train(
     build = Build(recipe, base, task, encoded, run, checkpoint, stack)
     for note in build.encoded.notes if build.encoded is not encoded else ():
         progress.note(f"note: {note}")
+    for note in clock_notes(build.nodes):
+        progress.note(f"note: {note}")
     is_planned = keep_plan(run.path, plan, recipe.placement)
     left = run.path / layout.PLAN
     if not is_planned and left.is_file():
         progress.note(f"not placed as {left} says, so no longer compared with it; --plan {left} goes on")
     run.log_start(
         {
-            **environment(device=str(build.device), command=command),
+            **environment(device=", ".join(sorted(set(build.devices.values()))), command=command),
             "base": str(base.absolute()),
             "after_step": kept,
             "placement": recipe.placement.model_dump(mode="json"),
+            "nodes": {f"{at.pool} {at.rank}": asdict(node) for at, node in build.nodes.items()},
             "is_planned": is_planned,
             "left_out": {str(use): count for use, count in build.encoded.left_out.items()},
         }

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.assembly.doctor import available_memory, cuda_devices, usable_cores
+from rillflow.assembly.doctor import available_memory, cuda_devices
 from rillflow.assembly.encoding import EncodedTask, encode_task, read_model_input
 from rillflow.assembly.memory import estimate, rank_lines, sizes_of_directory, sizes_of_new
 from rillflow.assembly.meshes import unfit
@@ -35,6 +35,7 @@ from rillflow.assembly.preflight import (
 from rillflow.assembly.recipe import Recipe
 from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
+from rillflow.observe.environment import usable_cores
 from rillflow.observe.wording import size
 from rillflow.rewards.columns import Text
 from rillflow.rewards.function import FunctionPath

@@ -8,11 +8,12 @@ Imports nothing heavy; ``rillflow check`` prints it before anything runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from rillflow.cluster.config import GENERATE_AXES, SAMPLER, TRAIN_AXES, MeshSizes, PlacementConfig
-from rillflow.errors import ConfigError, nearest
-from rillflow.placement.mesh import divisors
+from rillflow.errors import ClusterError, ConfigError, nearest
+from rillflow.placement.mesh import Mesh, divisors
 
 
 def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigError]:
@@ -100,6 +101,34 @@ def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
             f"divides the first; {mesh.tp} / {tp} leaves {mesh.tp % tp}",
             fix=f"choose generate.tp among {', '.join(map(str, divisors(mesh.tp)))}",
         )
+
+
+def require_near(role: str, pool: str, mesh: Mesh, nodes: Mapping[int, str]) -> None:
+    """Refuse ranks that share layers over the links between nodes.
+
+    Args:
+        role: whose ranks they are.
+        pool: its pool.
+        mesh: its grid.
+        nodes: the node of each rank, where there are several.
+
+    Raises:
+        ClusterError: a tensor-parallel group lies on two nodes.
+    """
+    for group in mesh.groups("tp") if nodes and "tp" in mesh.names else ():
+        on = dict.fromkeys(nodes[rank] for rank in group)
+        if len(on) > 1:
+            there = Counter(nodes.values())
+            raise ClusterError(
+                f"the tp of {role} crosses nodes: {_ranks(group)} of pool {pool!r} are on {', '.join(on)}",
+                why="its ranks exchange activations in every layer; the pool has "
+                + ", ".join(f"{count} on {node}" for node, count in there.items()),
+                fix="choose a pool and a tp that fill nodes evenly, or set placement.tp_across_nodes = true",
+            )
+
+
+def _ranks(group: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, group))}"
 
 
 def _apart(placement: PlacementConfig) -> Iterator[ConfigError]:

@@ -68,6 +68,11 @@ class RoleKind:
         """Whether its ranks share a model."""
         return self.start in (Start.SECTION, Start.PHASE, Start.NAMED)
 
+    @property
+    def takes_device(self) -> bool:
+        """Whether its ranks compute on accelerators: all but functions that score, which are Python."""
+        return self.factory not in ("reward", "cost")
+
 
 def _samples(recipe: Recipe) -> bool:
     return recipe.has_policy

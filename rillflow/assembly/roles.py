@@ -16,12 +16,13 @@ from typing import Any
 
 from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.encoding import ModelInput
+from rillflow.assembly.meshes import require_near
 from rillflow.assembly.phases import PhasePlan
 from rillflow.assembly.preflight import scorer_source
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.role_factories import RoleSetting, keep_policy, made, model_input, role_class
 from rillflow.assembly.role_table import EVAL_REWARD, Start, roles_of
-from rillflow.cluster.backend import Backend
+from rillflow.cluster.backend import Backend, Pool
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.checkpoint import Checkpoint
 from rillflow.dataflow.delivery import Delivery
@@ -142,7 +143,7 @@ class RoleGroups:
             RoleSetting,
             role=role,
             base=self._base,
-            device=recipe.run.device,
+            device=self._backend.devices[pool],
             threads=recipe.run.threads,
             seed=recipe.run.seed,
             rollout=recipe.rollout,
@@ -154,6 +155,13 @@ class RoleGroups:
         )
         mesh = lies or (grid if kind.is_model else rows)
         endpoints = endpoints_of(role_class(role, kind))
+        if not placement.tp_across_nodes:
+            require_near(
+                role,
+                pool,
+                mesh,
+                {at.rank: node.address for at, node in self._backend.nodes.items() if at.pool == pool},
+            )
         group = Group(role, endpoints, mesh=mesh, pool=pool, backend=self._backend, of=of)
         group.start(partial(made, kind.factory, setting), placement.deadline_s)
         self._groups[role] = group
@@ -206,6 +214,13 @@ class RoleGroups:
 
     def _directory(self, path: Path) -> ModelConfig:
         return ModelConfig(path=str(path.absolute()), dtype=self._recipe.policy.model.dtype)
+
+
+def pools_of(recipe: Recipe) -> list[Pool]:
+    """The pools, and whether a role there computes on a device; reward functions do not."""
+    placement, kinds = recipe.placement, roles_of(recipe)
+    taking = {placement.pool_of(role) for role, kind in kinds.items() if kind.takes_device}
+    return [Pool(name=name, size=size, takes_device=name in taking) for name, size in placement.pools.items()]
 
 
 def executor_of(recipe: Recipe, groups: Mapping[str, Group], backend: Backend) -> GroupExecutor:

@@ -61,7 +61,8 @@ def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) ->
             except Stranded:
                 continue
             except RankLost as lost:
-                found = ClusterError(f"{each.place} {lost.what}", why=lost.why, fix=lost.fix)
+                on = f" on node {backend.nodes[each.place].address}" if each.place in backend.nodes else ""
+                found = ClusterError(f"{each.place}{on} {lost.what}", why=lost.why, fix=lost.fix)
                 found.add_note(f"in {each.doing} on {each.place}")
                 return found
             except Exception as cause:  # noqa: BLE001  whatever a rank raised

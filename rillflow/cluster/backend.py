@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ class Pool:
     """How a recipe calls it."""
     size: int
     """Its ranks, one to a device."""
+    takes_device: bool = False
+    """Whether its ranks compute on accelerators, where there are any."""
 
 
 @dataclass(frozen=True, order=True)
@@ -55,6 +58,22 @@ class Site:
     """What is closed when the rank ends: children, files."""
     fetched_bytes: int = 0
     """Of the messages that were fetched; inline there are none."""
+    ahead_s: float = 0.0
+    """Seconds by which the clock here is ahead of the driver's."""
+
+    def clock(self) -> float:
+        """Seconds since the epoch, as the driver counts them."""
+        return time.time() - self.ahead_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """The machine that a rank is on."""
+
+    address: str
+    """As the cluster knows it."""
+    ahead_s: float
+    """Seconds by which its clock is ahead of the driver's; what ranks say of time is told without them."""
 
 
 RankCall = Callable[..., Any]
@@ -84,9 +103,18 @@ class Backend(Protocol):
     """Counted since the start."""
     pools: dict[str, int]
     """Ranks of every open pool, by its name."""
+    devices: dict[str, str]
+    """What the ranks of every open pool compute on, by its name: ``cpu``, ``cuda``."""
+    nodes: Mapping[Place, Node]
+    """Where every rank is; empty where all are on the driver's own machine."""
 
-    def open(self, pools: Sequence[Pool]) -> None:
+    def open(self, pools: Sequence[Pool], device: str = "cpu") -> None:
         """Start every rank.
+
+        Args:
+            pools: the ranks.
+            device: what they compute on where their pool takes one: ``cpu``, ``cuda``; on Ray ``auto`` is
+                ``cuda`` where the cluster has accelerators.
 
         Raises:
             ClusterError: a pool does not fit; it says what is there and what is missing.

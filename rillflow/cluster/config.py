@@ -55,7 +55,8 @@ class PlacementConfig(Section):
         "auto", description="inline: all in one process; ray: a process a rank; auto: ray for several ranks."
     )
     address: str | None = Field(
-        None, description="A running Ray cluster to join; left out, one is started on this machine."
+        None,
+        description="A running Ray cluster to join: host:port or auto; RAY_ADDRESS's if left out, else none.",
     )
     pools: dict[str, int] = Field({"main": 1}, min_length=1, description="Ranks of each pool, by its name.")
     roles: dict[str, str] = Field(
@@ -68,12 +69,17 @@ class PlacementConfig(Section):
     generate: dict[str, int] = Field(
         {}, description="How ranks share the policy while it answers: tp; 1 where not said."
     )
+    tp_across_nodes: bool = Field(
+        False,
+        description="Whether ranks that share layers (tp) may be on several nodes, over slower links.",
+    )
     deadline_s: float = Field(3600.0, gt=0, description="Longest wait for any rank before the run stops.")
 
     @property
     def is_inline(self) -> bool:
         """Whether everything runs in one process."""
-        return self.backend == "inline" or (self.backend == "auto" and sum(self.pools.values()) == 1)
+        alone = sum(self.pools.values()) == 1 and self.address is None
+        return self.backend == "inline" or (self.backend == "auto" and alone)
 
     def pool_of(self, role: str) -> str:
         """The pool a role is on; the sampler's, where nothing is said, is the policy's."""

@@ -14,11 +14,11 @@ Loop of a rank's thread
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from rillflow.cluster.backend import Place, Pool, RankCall, Site, Traffic, places
+from rillflow.cluster.backend import Node, Place, Pool, RankCall, Site, Traffic, places
 from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ClusterError
 
@@ -33,14 +33,17 @@ class InlineBackend:
     def __init__(self, deadline_s: float = 3600.0) -> None:
         self.traffic = Traffic()
         self.pools: dict[str, int] = {}
+        self.devices: dict[str, str] = {}
+        self.nodes: Mapping[Place, Node] = {}
         self._deadline_s = deadline_s
         self._sites: dict[Place, Site] = {}
         self._threads: dict[Place, ThreadPoolExecutor] = {}
         self._groups: dict[str, ThreadGroup] = {}
 
-    def open(self, pools: Sequence[Pool]) -> None:
+    def open(self, pools: Sequence[Pool], device: str = "cpu") -> None:
         """See Backend."""
         found = places(pools)
+        self.devices = {pool.name: device if pool.takes_device else "cpu" for pool in pools}
         self.pools = {pool.name: pool.size for pool in pools}
         for pool in pools:
             if pool.size > 1:

@@ -17,13 +17,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from rillflow.errors import ClusterError
 
@@ -191,18 +190,17 @@ class ProcessRanks:
 
     @staticmethod
     def join(
-        rank: int, size: int, rendezvous: Path, backend: str = "gloo", deadline_s: float = 3600.0
+        rank: int, size: int, store: Store, backend: str = "gloo", deadline_s: float = 3600.0
     ) -> ProcessRanks:
         """Join the other processes of a pool.
 
         Args:
             rank: which one this is.
             size: how many there are.
-            rendezvous: a file that all of them see and that is new; where they find each other.
+            store: where they find each other; new.
             backend: of torch.distributed; ``cpu:gloo,cuda:nccl`` where tensors are on either.
             deadline_s: how long a collective of these ranks, or of a part of them, waits for one of them.
         """
-        store = FileStore(str(rendezvous), size)
         timeout = timedelta(seconds=deadline_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         assert dist.group.WORLD is not None  # it has just been made

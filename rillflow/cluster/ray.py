@@ -4,9 +4,11 @@
        │                                      │ results: Ray's object store of the machine they are made on
        └── references only                    └ a tensor travels as the memory it is, read without a copy
 
-A cluster that we start ourselves listens on 127.0.0.1 alone and asks for a token; it ends with us, killed
-or not, and its files with it (``cluster.watchdog``). One that is there already (``address``) is joined with
-whatever protection it has.
+Processes have no rank until all have told where they are (``cluster.nodes``): ranks count the nodes in
+turn, and on each the devices. A cluster that we start ourselves listens on 127.0.0.1 alone and asks for a
+token; it ends with us, killed or not, and its files with it (``cluster.watchdog``). One that is there
+already (``address``) is joined with whatever protection it has. Which of the two is settled before Ray is
+imported, so this module is imported by ``cluster.start`` alone.
 
 Loop of a rank's process
     consumes      calls submitted to it, in order
@@ -20,45 +22,35 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
-from rillflow.cluster.awaited import Awaited, answers
-from rillflow.cluster.backend import Place, Pool, RankCall, RankLost, Site, Traffic, places
-from rillflow.cluster.ranks import ProcessRanks, Ranks, SingleRank, Stranded
-from rillflow.cluster.watchdog import MARK, watch
-from rillflow.errors import ClusterError
-
-if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
-    raise ClusterError(
-        "ray was imported before Rillflow could ask it for protection",
-        why="whether a cluster wants a token is settled when ray is imported",
-        fix="import rillflow.cluster.ray first, or set RAY_AUTH_MODE=token in the environment",
-    )
-# Read when ray is imported.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle processes, one a core, never used
-os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # whoever reads a result gets its error
-if "RAY_ADDRESS" not in os.environ:
-    # Despite its name this is what keeps every port of a cluster of one machine on the loopback device.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-
 import ray
+import torch
 from ray import exceptions as faults
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rillflow.cluster import nodes
+from rillflow.cluster.awaited import Awaited, answers
+from rillflow.cluster.backend import Node, Place, Pool, RankCall, RankLost, Site, Traffic, places
 from rillflow.cluster.messages import Body, Slot, by_name, opened, packed, replies, unpacked
+from rillflow.cluster.nodes import Seat, Seating
+from rillflow.cluster.ranks import Stranded
+from rillflow.cluster.watchdog import MARK, watch
+from rillflow.errors import ClusterError
+from rillflow.observe.environment import usable_cores
 
 MAX_ARGUMENT_BYTES = 16 * 2**20
 """An option larger than this is data, and data travel as batches."""
@@ -66,6 +58,8 @@ MAX_BESIDE = 32
 """References that travel beside every call; more are put into the object store, once for all ranks."""
 _CLOSE_S = 3.0
 """How long ranks have to close what is open on them before they are killed."""
+_REACH_S = 10.0
+"""How long the head of a cluster may take to answer at all."""
 _START_S = 60.0
 """How long a pool may take to be scheduled, and the ranks to start, where they are few."""
 _START_EACH_S = 15.0
@@ -77,16 +71,16 @@ class RayBackend:
 
     Args:
         deadline_s: how long a rank waits for another one's result.
-        address: of a running cluster; None starts one on this machine, unless RAY_ADDRESS names one.
-        devices: accelerators of each rank.
+        address: of a running cluster; None starts one on this machine.
     """
 
-    def __init__(self, deadline_s: float = 3600.0, *, address: str | None = None, devices: int = 0) -> None:
+    def __init__(self, deadline_s: float = 3600.0, *, address: str | None = None) -> None:
         self.traffic = Traffic()
         self.pools: dict[str, int] = {}
+        self.devices: dict[str, str] = {}
+        self.nodes: Mapping[Place, Node] = {}
         self._deadline_s = deadline_s
         self._address = address
-        self._devices = devices
         self._ranks: dict[Place, Any] = {}
         self._methods: dict[tuple[Place, int], Any] = {}
         self._groups: list[Any] = []
@@ -94,15 +88,19 @@ class RayBackend:
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._started = False
 
-    def open(self, pools: Sequence[Pool]) -> None:
+    def open(self, pools: Sequence[Pool], device: str = "cpu") -> None:
         """See Backend."""
         found = places(pools)
         try:
             self._join(len(found))
-            self._fit(pools)
+            there = [node for node in ray.nodes() if node["Alive"]]
+            if device == "auto":
+                device = "cuda" if any("GPU" in node["Resources"] for node in there) else "cpu"
+            self.devices = {pool.name: device if pool.takes_device else "cpu" for pool in pools}
+            self._fit(pools, there)
             for pool in pools:
-                self._start(pool, len(found))
-            self._await_all()
+                self._start(pool)
+            self._seat(there)
             self.pools = {pool.name: pool.size for pool in pools}
         except BaseException:
             self.close()
@@ -175,7 +173,7 @@ class RayBackend:
             ray.kill(rank)
         for group in self._groups:
             remove_placement_group(group)
-        for held in (self.pools, self._ranks, self._methods, self._groups):
+        for held in (self.pools, self.devices, self._ranks, self._methods, self._groups):
             held.clear()
         if self._started:
             ray.shutdown()
@@ -197,19 +195,19 @@ class RayBackend:
 
     def _join(self, ranks: int) -> None:
         """Join a cluster, or start one for so many ranks: they share the cores, whatever their number."""
-        self._folder = Path(tempfile.mkdtemp(prefix="rf-", dir=os.environ.get("RAY_TMPDIR")))
         if ray.is_initialized():
             return
         self._started = True
-        address = self._address or os.environ.get("RAY_ADDRESS")
-        if address is not None:
-            ray.init(address=address, log_to_driver=True)
+        if self._address is not None:
+            _join_cluster(self._address)
             return
+        self._folder = Path(tempfile.mkdtemp(prefix="rf-", dir=os.environ.get("RAY_TMPDIR")))
         self._watchdog = watch(self._folder)
         os.environ[MARK] = str(self._folder)
         try:
             ray.init(
                 num_cpus=max(ranks, os.cpu_count() or 1),
+                num_gpus=torch.cuda.device_count(),
                 include_dashboard=False,
                 log_to_driver=True,
                 logging_level=logging.WARNING,
@@ -218,80 +216,130 @@ class RayBackend:
         finally:
             del os.environ[MARK]
 
-    def _fit(self, pools: Sequence[Pool]) -> None:
-        there = ray.cluster_resources()
-        for kind, each in (("CPU", 1), ("GPU", self._devices)):
-            wanted = sum(pool.size for pool in pools) * each
-            if wanted > there.get(kind, 0):
-                listed = ", ".join(f"{pool.name} {pool.size}" for pool in pools)
+    def _fit(self, pools: Sequence[Pool], there: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse pools that take more than all nodes have."""
+        for kind in ("CPU", "GPU"):
+            taking = [pool for pool in pools if kind == "CPU" or self.devices[pool.name] != "cpu"]
+            wanted = sum(pool.size for pool in taking)
+            has = sum(node["Resources"].get(kind, 0) for node in there)
+            if wanted > has:
+                listed = ", ".join(f"{pool.name} {pool.size}" for pool in taking)
                 raise ClusterError(
-                    f"the pools ({listed}) take {wanted} {kind}s, and the cluster has {there.get(kind, 0):g}",
-                    why=f"{wanted - there.get(kind, 0):g} are missing; every rank takes {each}",
+                    f"the pools ({listed}) take {wanted} {kind}s, and the cluster has {has:g}",
+                    why=f"{wanted - has:g} are missing, for every rank takes 1; {_listed(there)}",
                     fix="make a pool smaller, let roles share one, or add machines to the cluster",
                 )
 
-    def _start(self, pool: Pool, ranks: int) -> None:
-        assert self._folder is not None  # there is one from _join to close
-        bundle = {"CPU": 1.0} | ({"GPU": float(self._devices)} if self._devices else {})
+    def _start(self, pool: Pool) -> None:
+        """Start a pool's processes wherever there is room, counted as they come."""
+        bundle = {"CPU": 1.0} | ({} if self.devices[pool.name] == "cpu" else {"GPU": 1.0})
         group = placement_group([bundle] * pool.size, strategy="PACK")
         self._groups.append(group)
         if not group.wait(_START_S):
             raise ClusterError(
                 f"pool {pool.name!r} of {pool.size} was not scheduled in {_START_S:g} s",
-                why=f"free in the cluster: {ray.available_resources()}",
+                why=f"free in the cluster: {ray.available_resources()}; {_listed(ray.nodes())}",
                 fix="end what else runs on the cluster, or make the pool smaller",
             )
-        rendezvous = str(self._folder / pool.name)
-        threads = max(1, (os.cpu_count() or 1) // ranks)
-        backend = "cpu:gloo,cuda:nccl" if self._devices else "gloo"
         actor = ray.remote(RankProcess)
-        for rank in range(pool.size):
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-            made = actor.options(num_cpus=1, num_gpus=self._devices, scheduling_strategy=strategy)
-            place = Place(pool.name, rank)
-            given = (pool.size, rendezvous, self._deadline_s, sys.path, backend, threads)
-            self._ranks[place] = made.remote(place, *given)
+        for index in range(pool.size):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            given = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
+            self._ranks[Place(pool.name, index)] = actor.options(**given).remote(sys.path)
 
-    def _await_all(self) -> None:
+    def _seat(self, there: Sequence[Mapping[str, Any]]) -> None:
+        """Give every process its rank, in the order of nodes and devices; the ranks of a pool meet."""
+        driver, came = nodes.versions(), self._ranks
+        seats = self._asked("its start", {at: each.seat.remote(driver) for at, each in came.items()})
+        self._ranks, seated = {}, dict[Place, Seat]()
+        for at in sorted(came, key=lambda at: (at.pool, seats[at].order, at.rank)):
+            place = Place(at.pool, sum(each.pool == at.pool for each in seated))
+            self._ranks[place], seated[place] = came[at], seats[at]
+        if self._address is not None:
+            self.nodes = self._looked_at(seated, there)
+        sizes, neighbours = Counter(at.pool for at in seated), Counter(seat.node for seat in seated.values())
+        first = [at for at in seated if at.rank == 0 and sizes[at.pool] > 1]
+        hosting = {at: self._ranks[at].host.remote(sizes[at.pool], self._deadline_s) for at in first}
+        ports = self._asked("hosting its pool", hosting)
+        joining = {}
+        for at, seat in seated.items():
+            host = Place(at.pool, 0)
+            seating = Seating(
+                place=at,
+                size=sizes[at.pool],
+                host=seated[host].node,
+                port=ports.get(host, 0),
+                backend="gloo" if self.devices[at.pool] == "cpu" else "cpu:gloo,cuda:nccl",
+                neighbours=neighbours[seat.node],
+                ahead_s=self.nodes[at].ahead_s if at in self.nodes else 0.0,
+                deadline_s=self._deadline_s,
+            )
+            joining[at] = self._ranks[at].join.remote(seating)
+        self._asked("meeting its pool", joining)
+
+    def _looked_at(
+        self, seated: Mapping[Place, Seat], there: Sequence[Mapping[str, Any]]
+    ) -> dict[Place, Node]:
+        """The node of every rank, each looked at once: the room of its store, its clock."""
+        stores = {node["NodeManagerAddress"]: node["Resources"] for node in there}
+        found: dict[str, Node] = {}
+        for at, seat in seated.items():
+            if seat.node not in found:
+                nodes.require_room(seat, stores[seat.node].get("object_store_memory", 0))
+                ahead_s = nodes.clock_ahead_s(partial(_time_of, self._ranks[at]))
+                found[seat.node] = Node(address=seat.node, ahead_s=ahead_s)
+        return {at: found[seat.node] for at, seat in seated.items()}
+
+    def _asked(self, doing: str, calls: Mapping[Place, Any]) -> dict[Place, Any]:
+        """What processes answer while they start."""
         timeout_s = _START_S + _START_EACH_S * len(self._ranks)
-        awaited = [
-            Awaited(doing="its start", place=place, reference=rank.is_up.remote())
-            for place, rank in self._ranks.items()
-        ]
+        awaited = [Awaited(doing=doing, place=at, reference=made) for at, made in calls.items()]
         try:
-            answers(awaited, self, timeout_s)
+            return dict(zip(calls, answers(awaited, self, timeout_s), strict=True))
         except TimeoutError:
             late = ", ".join(str(each.place) for each in awaited if not self.is_ready(each.reference))
             raise ClusterError(
-                f"{late} did not start in {timeout_s:g} s", why="a process is not there, or imports still"
+                f"{late} did not end {doing} in {timeout_s:g} s",
+                why="a process is not there, imports still, or does not reach the others",
             ) from None
 
 
 class RankProcess:
-    """One rank: the process that runs its calls."""
+    """One rank: the process that runs its calls.
 
-    def __init__(
-        self,
-        place: Place,
-        size: int,
-        rendezvous: str,
-        deadline_s: float,
-        paths: Sequence[str],
-        backend: str,
-        threads: int,
-    ) -> None:
-        sys.path += [path for path in paths if path not in sys.path]  # the driver's own modules
-        os.environ |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
-        torch.set_num_threads(threads)
-        ranks: Ranks = SingleRank()
-        if size > 1:
-            ranks = ProcessRanks.join(place.rank, size, Path(rendezvous), backend, deadline_s)
-        self._deadline_s = deadline_s
+    Args:
+        paths: where the driver finds its modules.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        sys.path += [path for path in paths if path not in sys.path]
+        self._node = ray.util.get_node_ip_address()
+        self._store: Any = None
         self._held: dict[str, Any] = {}
-        self._site = Site(place=place, ranks=ranks, fetch=self._fetch)
 
-    def is_up(self) -> Body:
-        """Answers once the process has started."""
+    def seat(self, driver: Mapping[str, str]) -> Body:
+        """Where this process is; see ``nodes.seat_of``."""
+        devices = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return packed(nodes.seat_of(self._node, devices, driver)).body
+
+    def time(self) -> float:
+        """Seconds since the epoch, as this node counts them."""
+        return time.time()
+
+    def host(self, size: int, deadline_s: float) -> Body:
+        """Let the other ranks of the pool find this one; at which port."""
+        self._store = nodes.hosted_store(self._node, size, deadline_s)
+        return packed(self._store.port).body
+
+    def join(self, seating: Seating) -> Body:
+        """Be the rank that this process is to be."""
+        threads = max(1, int(usable_cores()) // seating.neighbours)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+        nodes.settle_interface(self._node)
+        ranks = nodes.meet(self._node, seating, self._store)
+        self._deadline_s = seating.deadline_s
+        self._site = Site(place=seating.place, ranks=ranks, fetch=self._fetch, ahead_s=seating.ahead_s)
         return packed(True).body
 
     def close(self) -> None:
@@ -329,6 +377,51 @@ class RankProcess:
             raise Stranded(f"the rank of an argument {what}", why=why, fix=fix) from None
         self._site.fetched_bytes += fetched_bytes
         return values
+
+
+def _listed(there: Sequence[Mapping[str, Any]]) -> str:
+    """What every node has, for an error."""
+    alive = [node for node in there if node["Alive"]]
+    return "; ".join(
+        f"node {node['NodeManagerAddress']}: "
+        + ", ".join(f"{node['Resources'].get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+        for node in sorted(alive, key=lambda node: str(node["NodeManagerAddress"]))
+    )
+
+
+def _time_of(rank: Any) -> float:
+    """A process's seconds since the epoch."""
+    return float(ray.get(rank.time.remote(), timeout=_START_S))
+
+
+def _join_cluster(address: str) -> None:
+    """Join a running cluster.
+
+    Raises:
+        ClusterError: nothing answers there, or it is none that this process can be part of.
+    """
+    host, _, port = address.rpartition(":")
+    what = f"the cluster at {address} cannot be joined"
+    fix = "look at the address, and at ray status there; between nodes a firewall lets every TCP port through"
+    try:
+        if port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+        if not any(b"raylet/raylet" in command for command in _commands()):  # Ray would abort this process
+            why = "Ray is not up on this machine, and a driver is on a node of its cluster"
+            raise ClusterError(what, why=why, fix=f"ray start --address={address} first, or run it on a node")
+        fix = "the same Python and Ray on all nodes; where there is a token, RAY_AUTH_MODE=token and that one"
+        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+    except (OSError, RuntimeError, ValueError, faults.RayError) as error:
+        told = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+        why = told[-1] if any("Traceback" in line for line in told) else " ".join(told)
+        raise ClusterError(what, why=why or type(error).__name__, fix=fix) from None
+
+
+def _commands() -> Iterator[bytes]:
+    """The command line of every process here."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            yield file.read_bytes()
 
 
 def _heaviest(value: Any) -> str:
@@ -374,8 +467,16 @@ def _loss(error: faults.RayError) -> tuple[str, str, str]:
         (said for kinds, said in _LOSSES.items() if isinstance(error, kinds)),
         ("has failed", "the same command goes on from the last checkpoint"),
     )
-    told = [line for line in str(error).splitlines() if line.strip()]
-    return what, f"{type(error).__name__}: {told[0].strip() if told else 'Ray says no more'}", fix
+    told = [line.strip() for line in str(error).splitlines() if line.strip()] or ["Ray says no more"]
+    if "creation task" in told[0]:
+        on = re.search(r"ip=([\w.:]+)", told[0])
+        what = f"could not be started{f' on node {on[1]}' if on else ''}"
+        return (
+            what,
+            told[-1],
+            "install the same on every node: one image, or one environment on a shared disk",
+        )
+    return what, f"{type(error).__name__}: {told[0]}", fix
 
 
 def _raise_cause(error: faults.RayTaskError) -> NoReturn:

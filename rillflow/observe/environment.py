@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
+import rillflow
 from rillflow.observe.json_lines import JSON
 
 _PACKAGES = ["rillflow", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic"]
 _PACKAGES += ["vllm", "ray"]
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Where a container's limits stand."""
 
 
 def environment(*, device: str, command: Sequence[str]) -> dict[str, JSON]:
@@ -41,6 +46,30 @@ def installed_versions() -> Mapping[str, JSON]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def own_version() -> str:
+    """This package's version, and a digest of its files: two copies that differ in a line differ here."""
+    files = sorted(Path(rillflow.__file__).parent.rglob("*.py"))
+    text = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
+    return f"{rillflow.__version__} ({hashlib.sha256(text).hexdigest()[:8]})"
+
+
+def usable_cores() -> float:
+    """Cores this process may use: its affinity, or a container's share where that is less."""
+    cores = float(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
+    quota = words_of(CONTROL_GROUP / "cpu.max")
+    if len(quota) == 2 and quota[0].isdigit():
+        return min(cores, int(quota[0]) / int(quota[1]))
+    return cores
+
+
+def words_of(path: Path) -> list[str]:
+    """The words of a file of the system; none where there is no such file."""
+    try:
+        return path.read_text("ascii").split()
+    except OSError:
+        return []
 
 
 def git_revision(folder: Path) -> str | None:

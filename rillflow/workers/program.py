@@ -12,13 +12,12 @@ there are several), how many rows it was given, and the line.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rillflow.cluster.backend import Place, Site
+from rillflow.cluster.backend import Site
 from rillflow.cluster.ranks import Stranded
 from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
 from rillflow.observe.raised import innermost_line
@@ -104,13 +103,13 @@ def _run(
 ) -> tuple[Any, Facts]:
     given = [resolved(argument, site.fetch) for argument in arguments]
     named = {key: resolved(option, site.fetch) for key, option in options.items()}
-    began, before = time.time(), _written([*given, *named.values()])
+    began, before = site.clock(), _written([*given, *named.values()])
     try:
         result = function(*given, **named)
         _refuse_writes(name, before, _written([*given, *named.values()]))
     except Exception as error:
         raise _located(error, name, site, given) from error
-    return result, _facts(result, began, site.place)
+    return result, _facts(result, began, site)
 
 
 def _whole(site: Site, arguments: Sequence[Any]) -> list[Any]:
@@ -157,8 +156,8 @@ def _refuse_writes(name: str, before: list[tuple[str, int]], after: list[tuple[s
             )
 
 
-def _facts(result: Any, began: float, place: Place) -> Facts:
-    when: dict[str, Any] = {"began": began, "ended": time.time(), "place": place}
+def _facts(result: Any, began: float, site: Site) -> Facts:
+    when: dict[str, Any] = {"began": began, "ended": site.clock(), "place": site.place}
     if not isinstance(result, Batch):
         return Facts(rows=-1, tokens=0, **when)
     lengths, rows = lengths_of(result), len(result)

@@ -82,6 +82,7 @@ def _run(
     arguments: Any,
 ) -> None:
     import torch
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     from rillflow.cluster.ranks import ProcessRanks, Ranks, SingleRank
 
@@ -90,7 +91,7 @@ def _run(
     try:
         ranks: Ranks = SingleRank()
         if size > 1:
-            ranks = ProcessRanks.join(rank, size, Path(meeting), deadline_s=patience_s)
+            ranks = ProcessRanks.join(rank, size, FileStore(meeting, size), deadline_s=patience_s)
         said.put((rank, None, function(ranks, *arguments)))
     except BaseException:  # noqa: BLE001  the parent raises it
         said.put((rank, traceback.format_exc(), None))

@@ -14,6 +14,7 @@ import torch
 
 from rillflow.cluster.backend import Backend, Pool, Site, places
 from rillflow.cluster.inline import InlineBackend
+from rillflow.cluster.start import ray_backend
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.errors import ClusterError, GraphError, PlacementError, RecordError, RillflowError
@@ -44,9 +45,7 @@ def backend_of(kind: str, deadline_s: float = WAIT_S) -> Backend:
         return InlineBackend(deadline_s)
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed")
-    from rillflow.cluster.ray import RayBackend
-
-    return RayBackend(deadline_s)
+    return ray_backend(deadline_s)
 
 
 @pytest.fixture(scope="module", params=["inline", "ray"])

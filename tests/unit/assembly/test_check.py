@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rillflow.assembly.check import check, run_state, setting_lines
-from rillflow.assembly.doctor import usable_cores
 from rillflow.assembly.launch import launch
 from rillflow.assembly.looks import Report, require_sound
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.assembly.resume import keep_data, resolved
 from rillflow.errors import ConfigError, DataError, RunDirectoryError
+from rillflow.observe.environment import usable_cores
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.tasks.task import open_task
 

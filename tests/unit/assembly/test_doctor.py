@@ -20,9 +20,9 @@ from rillflow.assembly.doctor import (
     examine,
     package_finding,
     threads_finding,
-    usable_cores,
     writing,
 )
+from rillflow.observe.environment import usable_cores
 
 LIMITED = """
 import resource

@@ -7,16 +7,24 @@ from typing import Any
 import pytest
 
 from rillflow.assembly.memory import rank_lines, sizes_of_new
+from rillflow.assembly.meshes import require_near
 from rillflow.assembly.recipe import Recipe
+from rillflow.assembly.roles import pools_of
 from rillflow.cluster.config import MeshSizes
 from rillflow.config.load import validate
-from rillflow.errors import ConfigError
+from rillflow.errors import ClusterError, ConfigError
+from rillflow.placement.mesh import Mesh
 
 NEW = {"hidden": 64, "heads": 8, "kv_heads": 4, "layers": 4, "context": 64}
 
 
 def recipe(**placement: Any) -> Recipe:
+    return recipe_on("auto", **placement)
+
+
+def recipe_on(device: str, **placement: Any) -> Recipe:
     data = {
+        "run": {"device": device},
         "policy": {"model": {"new": NEW}},
         "rollout": {"max_tokens": 8},
         "algorithm": {"name": "ppo", "steps": 3, "prompts_per_step": 4, "loss": {"kl": 0.01}},
@@ -106,3 +114,34 @@ def test_bytes_of_a_rank_by_phase() -> None:
     assert "/ 4 =" in training and "dp 2 x pp 2 x tp 2" in training
     assert "/ 2 =" in generation and "4 replicas of 64 rows" in generation
     assert rank_lines(recipe(pools={"main": 8}), sizes) == []
+
+
+def test_a_tensor_parallel_group_across_nodes_is_named_with_what_each_node_has() -> None:
+    on_two = dict(enumerate(["10.0.0.1", "10.0.0.1", "10.0.0.1", "10.0.0.2"]))
+    require_near("policy", "main", Mesh.of(dp=2, tp=2), {})
+    require_near("policy", "main", Mesh.of(dp=4), on_two)
+    even = dict(enumerate(["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2"]))
+    require_near("policy", "main", Mesh.of(dp=2, tp=2), even)
+    with pytest.raises(ClusterError) as caught:
+        require_near("policy", "main", Mesh.of(dp=2, tp=2), on_two)
+    said = "the tp of policy crosses nodes: ranks 2, 3 of pool 'main' are on 10.0.0.1, 10.0.0.2"
+    assert caught.value.what == said
+    assert "the pool has 3 on 10.0.0.1, 1 on 10.0.0.2" in caught.value.why
+    assert "placement.tp_across_nodes" in caught.value.fix
+
+
+def test_a_pool_takes_devices_where_a_model_is_and_not_for_python_that_scores() -> None:
+    apart = recipe(
+        pools={"main": 2, "answers": 1, "critics": 1, "scorers": 4},
+        roles={"sampler": "answers", "critic": "critics", "reward": "scorers"},
+    )
+    taken = {pool.name: pool.takes_device for pool in pools_of(apart)}
+    assert taken == {"main": True, "answers": True, "critics": True, "scorers": False}
+    assert [pool.takes_device for pool in pools_of(recipe(pools={"main": 2}))] == [True]
+
+
+def test_a_device_by_its_number_is_for_one_process() -> None:
+    with pytest.raises(ConfigError, match=r"run\.device is cuda:1, and the pools have 2 ranks on Ray"):
+        recipe_on("cuda:1", pools={"main": 2})
+    assert recipe_on("cuda", pools={"main": 2}).run.device == "cuda"
+    assert recipe_on("cuda:1", pools={"main": 1}).run.device == "cuda:1"

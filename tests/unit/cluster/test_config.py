@@ -21,6 +21,11 @@ def test_one_rank_runs_in_this_process_unless_it_is_said(backend: str, pools: di
     assert PlacementConfig(backend=backend, pools=pools).is_inline == inline
 
 
+def test_one_rank_joins_a_cluster_that_is_named() -> None:
+    assert not PlacementConfig(address="10.0.0.9:6379").is_inline
+    assert PlacementConfig(address="10.0.0.9:6379", backend="inline").is_inline
+
+
 def test_dp_is_what_pp_and_tp_leave_of_a_pool() -> None:
     placement = PlacementConfig(pools={"main": 12}, train={"main": {"pp": 2, "tp": 3}})
     assert placement.mesh_of("policy") == MeshSizes(dp=2, pp=2, tp=3)

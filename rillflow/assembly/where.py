@@ -1,0 +1,79 @@
+"""Where: what a run asks of the nodes that its ranks are on, and says of them.
+
+driver writes a mark ─> run directory <─ one rank a node sees it, and writes there too
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rillflow.cluster.awaited import Awaited, answers
+from rillflow.cluster.backend import Backend, Node, Place, Site
+from rillflow.errors import RunDirectoryError
+from rillflow.observe.durable import write_error
+from rillflow.observe.wording import duration
+
+SEEN_S = 10.0
+"""How long a shared disk may take to show another node what has been written."""
+MENTIONED_S = 1.0
+"""A clock that is off by more is mentioned."""
+
+
+def require_shared(run: Path, files: Sequence[Path], backend: Backend, deadline_s: float) -> None:
+    """Refuse a run whose nodes do not all have its directory, to read and to write, and its files.
+
+    Args:
+        run: the run directory.
+        files: what else ranks read: of reward functions and models.
+        backend: where the ranks are.
+        deadline_s: how long a rank may take to answer.
+
+    Raises:
+        RunDirectoryError: a node has it not, or cannot write there.
+    """
+    first = {node.address: at for at, node in backend.nodes.items()}
+    mark = run / f".seen-{time.time_ns()}"
+    mark.touch()
+    try:
+        awaited = [
+            Awaited(doing="looking for the run directory", place=at, reference=made)
+            for node, at in first.items()
+            for made in backend.submit(at, _require_here, node, mark, list(files))
+        ]
+        answers(awaited, backend, deadline_s)
+    finally:
+        mark.unlink()
+
+
+def _require_here(site: Site, node: str, mark: Path, files: Sequence[Path]) -> None:
+    del site
+    until = time.monotonic() + SEEN_S
+    while not mark.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    missing = [str(path) for path in (*files, mark) if not path.exists()]
+    if missing:
+        path = str(mark.parent) if missing == [str(mark)] else missing[0]
+        raise RunDirectoryError(
+            f"node {node} does not see {path} as this machine does",
+            why="ranks read and write there: checkpoints, rollouts, what a recipe names",
+            fix="put it on a disk that all nodes share, at one path; --dir chooses the run directory",
+        )
+    try:
+        with tempfile.NamedTemporaryFile(dir=mark.parent, prefix=".node-"):
+            pass
+    except OSError as error:
+        found = write_error(mark.parent, error)
+        raise RunDirectoryError(f"on node {node}: {found.what}", why=found.why, fix=found.fix) from error
+
+
+def clock_notes(nodes: Mapping[Place, Node]) -> list[str]:
+    """Of every node whose clock is far off, by how much."""
+    return [
+        f"the clock of node {node.address} is {duration(abs(node.ahead_s))} "
+        f"{'ahead of' if node.ahead_s > 0 else 'behind'} this machine's; the times it tells are corrected"
+        for node in dict.fromkeys(nodes.values())
+        if abs(node.ahead_s) > MENTIONED_S
+    ]
