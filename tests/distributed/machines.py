@@ -71,7 +71,7 @@ class Machine:
         given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2, **(env or {})}
         return subprocess.Popen(
             [*inside, *words],
-            env=given,
+            env={name: value for name, value in given.items() if value},
             cwd="/",
             text=True,
             stdin=subprocess.DEVNULL,
@@ -106,8 +106,10 @@ def machines(folder: Path, *, count: int = 2, shared: Sequence[str] = ()) -> Ite
             inside = ["nsenter", "-t", str(first), "-U", "-m", "-p", "--preserve-credentials"]
             pid = stack.enter_context(_held([*inside, "unshare", "--net", "--mount", "--uts"]))
             found.append(Machine(address=f"10.77.0.{number}", pid=pid))
-            link = f"ip link add name v{number} type veth peer name eth0 netns /proc/{_seen(pid)}/ns/net; "
-            found[0].run("bash", "-ec", f"{link} ip link set v{number} up master br0")
+            link = (
+                f"ip link add name v{number} type veth peer name eth0 netns /proc/{number_within(pid)}/ns/net"
+            )
+            found[0].run("bash", "-ec", f"{link}; ip link set v{number} up master br0")
             found[-1].run("bash", "-ec", f"ip addr add 10.77.0.{number}/24 dev eth0; ip link set eth0 up")
         for number, each in enumerate(found):
             size = shared[number] if number < len(shared) else "1g"
@@ -126,7 +128,7 @@ def _held(command: Sequence[str]) -> Iterator[int]:
         process.stdin.close()
 
 
-def _seen(pid: int) -> int:
+def number_within(pid: int) -> int:
     """A process's number within its namespace."""
     status = Path(f"/proc/{pid}/status").read_text("ascii")
     return int(next(line for line in status.splitlines() if line.startswith("NSpid")).split()[-1])

@@ -6,6 +6,7 @@ What each rule says for itself is in tests/unit/cluster/test_nodes.py and test_s
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))
-from machines import PORT, SHARED, Machine, machines, start_ray, stop_ray, why_not
+from machines import PORT, SHARED, Machine, machines, number_within, start_ray, stop_ray, why_not
 from small_recipe import RECIPE, REWARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
@@ -260,3 +261,58 @@ def test_a_run_directory_that_a_node_cannot_write_or_does_not_see_is_refused(clu
     said = cluster.refused("unseen")
     assert "node 10.77.0.5 does not see /mnt/reward.py as this machine does" in said
     stop_ray(node)
+
+
+BARE = {"RAY_AUTH_MODE": "", "RAY_AUTH_TOKEN": ""}
+"""As a shell is before anything of the page was typed into it."""
+IN_SMALL = " ".join(f"--set {setting}" for setting in SHORT)
+
+
+def test_the_pages_commands_bring_up_two_machines(tmp_path: Path) -> None:
+    page = (FOLDER / "docs" / "cluster.md").read_text("utf-8").replace("10.0.0.1", "10.77.0.1")
+    blocks = [
+        re.sub(r"^\$ ", "", block, flags=re.M) for block in re.findall(r"```console\n(.*?)```", page, re.S)
+    ]
+    on_first, on_other, run = blocks[1:4]
+    assert "ray start --head" in on_first and "ray start --address" in on_other and "rillflow run" in run
+    (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "grpo"))
+    (tmp_path / "reward.py").write_text(REWARD)
+    with machines(tmp_path, shared=["9g", "9g"]) as (first, other):
+        first.run("bash", "-ec", f"{on_first}\ncp ~/.ray/auth_token {SHARED}", env=BARE)
+        other.run("bash", "-ec", f"mkdir ~/.ray\ncp {SHARED}/auth_token ~/.ray\n{on_other}", env=BARE)
+        typed = f"cd {SHARED}\nexport RAY_AUTH_MODE=token\n{run.strip()} {IN_SMALL}"
+        first.run("bash", "-ec", typed, env=BARE)
+    assert len(Cluster(tmp_path, [first, other]).nodes_of("runs/run")) == 2
+
+
+STAND_INS = {
+    "scontrol": "#!/bin/bash\nprintf 'node-1\\nnode-2\\n'\n",
+    "srun": """#!/bin/bash
+while [[ $1 == --* ]]; do [[ $1 == --nodelist=* ]] && node=${1#*=}; shift; done
+[[ $node == node-1 ]] && exec "$@"
+exec nsenter -t OTHER -n -m -u "$@"
+""",
+}
+"""Slurm's commands, as far as the script uses them: the second node is entered, not asked."""
+
+
+def test_the_slurm_script_runs_on_two_nodes(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "grpo"))
+    (tmp_path / "reward.py").write_text(REWARD)
+    script = (FOLDER / "examples" / "cluster" / "slurm.sbatch").read_text("utf-8")
+    (tmp_path / "slurm.sbatch").write_text(script)
+    with machines(tmp_path) as (first, other):
+        (tmp_path / "bin").mkdir()
+        for name, text in STAND_INS.items():
+            (tmp_path / "bin" / name).write_text(text.replace("OTHER", str(number_within(other.pid))))
+            (tmp_path / "bin" / name).chmod(0o755)
+        job = {"SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_JOB_ID": "1234567", **BARE}
+        job["RAY_START_OPTIONS"] = "--num-cpus=1 --object-store-memory=100000000"
+        typed = f"bash slurm.sbatch run.toml --dir run --set '{DP}' {IN_SMALL}"
+        first.run("bash", "-ec", f"PATH={SHARED}/bin:$PATH; cd {SHARED}; {typed}", env=job)
+        left = first.run("bash", "-c", "ps -e -o args= | grep -c '[r]aylet/raylet' || true")
+    assert {each["address"] for each in Cluster(tmp_path, [first, other]).nodes_of("run").values()} == {
+        "10.77.0.1",
+        "10.77.0.2",
+    }
+    assert left.strip() == "0", "the job ends with its cluster"
