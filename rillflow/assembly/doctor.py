@@ -31,6 +31,7 @@ from rillflow.observe.wording import size
 GIB = 1024**3
 LEAST_MEMORY_BYTES = 2 * GIB
 LEAST_DISK_BYTES = 2 * GIB
+LEAST_SHARED_BYTES = GIB
 LEAST_FILES = 256
 LEAST_PROCESSES = 64
 
@@ -70,6 +71,7 @@ def examine(folder: Path) -> list[Finding]:
         torch_and_device,
         processor,
         memory,
+        shared_memory,
         lambda: disk(folder),
         lambda: writing(folder),
         limits,
@@ -193,6 +195,15 @@ def memory() -> list[Finding]:
         return []
     fix = "close something large; a small model needs about 1 GiB"
     return _found("memory", f"{size(free)} free", fix if free < LEAST_MEMORY_BYTES else "")
+
+
+def shared_memory() -> list[Finding]:
+    """Room of /dev/shm, where Ray keeps batches; containers have 64 MiB unless told."""
+    if not Path("/dev/shm").is_dir():
+        return []
+    free = shutil.disk_usage("/dev/shm").free
+    fix = "docker run --shm-size=8g; less only slows down runs on several ranks"
+    return _found("shared memory", f"{size(free)} free", fix if free < LEAST_SHARED_BYTES else "")
 
 
 def available_memory() -> int | None:

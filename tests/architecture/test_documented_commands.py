@@ -106,6 +106,7 @@ ELSEWHERE = ("arithmetic", "preference", "safe_rlhf", "your_own")
 LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/algorithms/README.md",
     "docs/cli.md",
+    "docs/cluster.md",
     "docs/design/controller.md",
     "docs/design/parallel.md",
 ]
