@@ -31,9 +31,9 @@ from typing import Any
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
+from rillflow.cluster.start import settle
 from rillflow.observe.layout import rollout_files
 from rillflow.observe.reader import rollout_columns
-from rillflow.cluster.start import settle
 
 ROLES = ("policy", "critic", "reference", "reward")
 LIMIT = 1e-5

@@ -77,6 +77,8 @@ def unread_settings(recipe: Recipe) -> list[str]:
         "task.operators": source != "arithmetic",
         "task.held_out": recipe.task.held_out_source is not None,
         "policy.final_lr": recipe.policy.schedule == "constant",
+        "placement.tp_across_nodes": recipe.placement.is_inline,
+        "rollout.verify_every": recipe.placement.is_inline,
     }
     if isinstance(config, OnlineConfig):
         unread |= {

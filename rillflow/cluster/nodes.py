@@ -1,6 +1,6 @@
 """Nodes: the machines that ranks have been put on, and how ranks find each other there.
 
-    rank's process ── Seat: node, device, room ──> driver ── in the order of node and device ──> its rank
+    rank's process ── ProcessSeat: node, device, room ──> driver ── by node, then device ──> its rank
            │                                         └── rank 0 of a pool hosts a store on a free port
            └── refused in the process itself: versions that are not the driver's
 
@@ -45,11 +45,11 @@ _ADDRESS_OF_INTERFACE = 0x8915
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class ProcessSeat:
     """Where a rank's process has been put.
 
     Example:
-        Seat(node="10.0.0.2", device=3, shared_bytes=64 * 2**30)
+        ProcessSeat(node="10.0.0.2", device=3, shared_bytes=64 * 2**30)
     """
 
     node: str
@@ -87,7 +87,7 @@ class Seating:
     """How long a rank waits for another one."""
 
 
-def seat_of(node: str, devices: list[str], driver: Mapping[str, str]) -> Seat:
+def seat_of(node: str, devices: list[str], driver: Mapping[str, str]) -> ProcessSeat:
     """This process's seat.
 
     Args:
@@ -109,7 +109,7 @@ def seat_of(node: str, devices: list[str], driver: Mapping[str, str]) -> Seat:
         )
     room = os.statvfs("/dev/shm")
     found = [int(device) for device in devices if device.isdigit()]
-    return Seat(node=node, device=min(found, default=-1), shared_bytes=room.f_blocks * room.f_frsize)
+    return ProcessSeat(node=node, device=min(found, default=-1), shared_bytes=room.f_blocks * room.f_frsize)
 
 
 def versions() -> dict[str, str]:
@@ -118,7 +118,7 @@ def versions() -> dict[str, str]:
     return {**found, "python": platform.python_version(), "rillflow": own_version()}
 
 
-def require_room(seat: Seat, store_bytes: float) -> None:
+def require_room(seat: ProcessSeat, store_bytes: float) -> None:
     """Refuse a node whose object store does not fit in its shared memory.
 
     Raises:

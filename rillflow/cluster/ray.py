@@ -46,7 +46,7 @@ from rillflow.cluster import nodes
 from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import Node, Place, Pool, RankCall, RankLost, Site, Traffic, places
 from rillflow.cluster.messages import Body, Slot, by_name, opened, packed, replies, unpacked
-from rillflow.cluster.nodes import Seat, Seating
+from rillflow.cluster.nodes import ProcessSeat, Seating
 from rillflow.cluster.ranks import Stranded
 from rillflow.cluster.watchdog import MARK, watch
 from rillflow.errors import ClusterError
@@ -100,7 +100,7 @@ class RayBackend:
             self._fit(pools, there)
             for pool in pools:
                 self._start(pool)
-            self._seat(there)
+            self._seat()
             self.pools = {pool.name: pool.size for pool in pools}
         except BaseException:
             self.close()
@@ -247,16 +247,16 @@ class RayBackend:
             given = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
             self._ranks[Place(pool.name, index)] = actor.options(**given).remote(sys.path)
 
-    def _seat(self, there: Sequence[Mapping[str, Any]]) -> None:
+    def _seat(self) -> None:
         """Give every process its rank, in the order of nodes and devices; the ranks of a pool meet."""
         driver, came = nodes.versions(), self._ranks
         seats = self._asked("its start", {at: each.seat.remote(driver) for at, each in came.items()})
-        self._ranks, seated = {}, dict[Place, Seat]()
+        self._ranks, seated = {}, dict[Place, ProcessSeat]()
         for at in sorted(came, key=lambda at: (at.pool, seats[at].order, at.rank)):
             place = Place(at.pool, sum(each.pool == at.pool for each in seated))
             self._ranks[place], seated[place] = came[at], seats[at]
         if self._address is not None:
-            self.nodes = self._looked_at(seated, there)
+            self.nodes = self._looked_at(seated)
         sizes, neighbours = Counter(at.pool for at in seated), Counter(seat.node for seat in seated.values())
         first = [at for at in seated if at.rank == 0 and sizes[at.pool] > 1]
         hosting = {at: self._ranks[at].host.remote(sizes[at.pool], self._deadline_s) for at in first}
@@ -277,11 +277,9 @@ class RayBackend:
             joining[at] = self._ranks[at].join.remote(seating)
         self._asked("meeting its pool", joining)
 
-    def _looked_at(
-        self, seated: Mapping[Place, Seat], there: Sequence[Mapping[str, Any]]
-    ) -> dict[Place, Node]:
+    def _looked_at(self, seated: Mapping[Place, ProcessSeat]) -> dict[Place, Node]:
         """The node of every rank, each looked at once: the room of its store, its clock."""
-        stores = {node["NodeManagerAddress"]: node["Resources"] for node in there}
+        stores = {node["NodeManagerAddress"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         found: dict[str, Node] = {}
         for at, seat in seated.items():
             if seat.node not in found:

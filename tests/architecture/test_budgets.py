@@ -35,9 +35,9 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 11_579
+TRUNK_LINES = 11_835
 """Code lines of the trunk at most: no blank, no comment, no docstring."""
-PACKAGE_LINES = 25_558
+PACKAGE_LINES = 25_937
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,

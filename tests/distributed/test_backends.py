@@ -54,7 +54,7 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     made, closed = backend_of(request.param), tmp_path_factory.mktemp("closed")
     made.open(POOLS)
     for place in places(POOLS):
-        made.read(*made.submit(place, leave_open, closed), WAIT_S)
+        made.read_all(made.submit(place, leave_open, closed), WAIT_S)
     yield made
     assert not list(closed.iterdir())
     made.close()

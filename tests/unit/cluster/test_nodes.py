@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rillflow.cluster.backend import Place
 from rillflow.cluster.nodes import (
-    Seat,
+    ProcessSeat,
     Seating,
     clock_ahead_s,
     hosted_store,
@@ -26,8 +26,8 @@ from rillflow.cluster.nodes import (
 from rillflow.errors import ClusterError
 
 
-def seat(node: str, device: int = -1, shared_bytes: int = 2**30) -> Seat:
-    return Seat(node=node, device=device, shared_bytes=shared_bytes)
+def seat(node: str, device: int = -1, shared_bytes: int = 2**30) -> ProcessSeat:
+    return ProcessSeat(node=node, device=device, shared_bytes=shared_bytes)
 
 
 def test_ranks_count_the_nodes_in_turn_and_on_each_the_devices() -> None:
