@@ -283,7 +283,7 @@ def _look_at_scorers(recipe: Recipe, base: Path, report: Report) -> None:
 
 def _look_at_machine(recipe: Recipe, report: Report) -> None:
     device, there = recipe.run.device, cuda_devices()
-    if device.startswith("cuda") and there is not None:
+    if device.startswith("cuda") and there is not None and recipe.placement.address is None:
         number = int(device.removeprefix("cuda").removeprefix(":") or 0)
         if number >= there:
             names = ["cpu", *(f"cuda:{index}" for index in range(there))]

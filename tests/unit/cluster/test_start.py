@@ -19,7 +19,8 @@ OWN = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 @pytest.fixture(autouse=True)
 def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has imported Ray, or set anything for it."""
-    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # what was there comes back, or goes
+    del sys.modules["ray"]
     for name in [*os.environ]:
         if name.startswith("RAY_"):
             monkeypatch.delenv(name)
