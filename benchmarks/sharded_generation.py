@@ -85,6 +85,17 @@ class Timed:
         return found
 
 
+def own_weights(whole: Any, plan: Any, ranks: Any) -> dict[str, Any]:
+    """What a rank has of a whole decoder's weights."""
+    from rillflow.models.sampling_shard import local_bounds
+
+    bounds = local_bounds(whole, plan, ranks.rank, ranks.size) if ranks.size > 1 else {}
+    return {
+        name: weight.detach()[tuple(slice(*each) for each in bounds.get(name, ()))]
+        for name, weight in whole.named_parameters()
+    }
+
+
 def measure(ranks: Any, name: str, recorded: bool, rounds: int) -> dict[str, Any]:
     """One rank's figures; a first round warms up and is dropped."""
     import torch
@@ -92,7 +103,7 @@ def measure(ranks: Any, name: str, recorded: bool, rounds: int) -> dict[str, Any
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from rillflow.models.attention import ATTENTION, register
-    from rillflow.models.sampling_shard import assign, local_weights, sampling_module
+    from rillflow.models.sampling_shard import assign, sampling_module
     from rillflow.models.tensor_plan import tensor_plan
     from rillflow.rollout.config import RolloutConfig
     from rillflow.rollout.native.engine import NativeEngine
@@ -115,7 +126,7 @@ def measure(ranks: Any, name: str, recorded: bool, rounds: int) -> dict[str, Any
     whole = Qwen2ForCausalLM._from_config(config, attn_implementation=ATTENTION).eval()
     plan, ranks = tensor_plan(whole), Timed(ranks)
     module = sampling_module(whole, plan, ranks)
-    assign(module, local_weights(whole, plan, ranks.rank, ranks.size))
+    assign(module, own_weights(whole, plan, ranks))
     engine = NativeEngine(
         module,
         RolloutConfig(max_rows=SLOTS, max_tokens=NEW),

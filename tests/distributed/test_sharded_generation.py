@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.rollout.caches import cached_bytes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rillflow.cluster.ranks import Ranks, SingleRank
@@ -210,7 +209,7 @@ def cache_sizes(ranks: Ranks) -> dict[str, int]:
         for row in range(4):
             used.add(Rollout.start(RowId(0, row, 0), [1, 2, 4]))
         used.step()
-        found[kind] = cached_bytes(used)
+        found[kind] = used.held_bytes
     return found
 
 

@@ -57,9 +57,11 @@ def test_what_a_process_with_a_cluster_of_its_own_has_left_does_not_keep_another
     assert settle(HEAD) == HEAD and protection() == {"RAY_AUTH_MODE": "token"}
 
 
-def test_a_ray_that_was_imported_for_another_kind_of_cluster_is_refused() -> None:
+def test_a_ray_that_was_imported_for_another_kind_of_cluster_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     settle()
-    sys.modules["ray"] = ModuleType("ray")
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     assert settle() is None
     with pytest.raises(ClusterError, match=rf"this process cannot join the cluster at {HEAD}"):
         settle(HEAD)
