@@ -35,8 +35,10 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 11_835
-"""Code lines of the trunk at most: no blank, no comment, no docstring."""
+TRUNK_LINES = 10_984
+"""Code lines of the trunk at most: no blank, no comment, no docstring; what it grew by since stands below."""
+GROWN = {"several machines": 264, "models larger than a rank": 231, "a controller of many ranks": 356}
+"""Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
 PACKAGE_LINES = 25_937
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
@@ -102,7 +104,11 @@ def test_the_trunk_and_the_whole_are_small(package: list[Any]) -> None:
         name: sum(lines.pop(path) for path in [*lines] if path.startswith(f"rillflow/{name}"))
         for name in SUBSYSTEMS
     }
-    assert 5_000 < sum(lines[path] for path in lines if path.split("/")[1] in TRUNK) <= TRUNK_LINES
+    assert (
+        5_000
+        < sum(lines[path] for path in lines if path.split("/")[1] in TRUNK)
+        <= TRUNK_LINES + sum(GROWN.values())
+    )
     assert all(0 < apart[name] <= most for name, most in SUBSYSTEMS.items())
     assert sum(lines.values()) <= PACKAGE_LINES
     assert 3_000 < sum(lines[path] for path in lines if path.startswith(tuple(PLANNER))) <= PLANNER_LINES
