@@ -13,7 +13,6 @@ either ─> .NAME.draft ─ fsync ─ rename ─> NAME     an older NAME: aside,
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,11 +34,9 @@ from rillflow.models.new_model import new_module
 from rillflow.models.positions import settle_positions
 from rillflow.models.pretrained import load_module, load_scalar_module
 from rillflow.models.tokenizer import Tokenizer, listed, load_tokenizer
-from rillflow.models.unread import Source, fill, on_device, taken_out
+from rillflow.models.unread import ALONE, Source, fill, on_device, taken_out
 from rillflow.observe.durable import flush, publish_folder
 
-_LOADING = threading.Lock()
-"""One model at a time: while the library makes a module it changes settings of the whole process."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -147,7 +144,7 @@ def outline(
         )
     register()
     dtype, is_scalar = _DTYPES[config.dtype], kind is ScalarModel
-    with _LOADING, quiet():
+    with ALONE, quiet():
         if config.new is not None:
             inner = character_tokenizer(config.new.alphabet, config.new.context)
             count = len(inner.get_vocab())

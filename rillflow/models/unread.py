@@ -13,6 +13,7 @@ slice of the file. What is not done to elements one by one is done to whole tens
 from __future__ import annotations
 
 import json
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -28,6 +29,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from rillflow.errors import ModelError
 from rillflow.models.weight_files import unusable
 
+ALONE = threading.RLock()
+"""One thread at a time makes or draws a model: generator and the library's settings are the process's."""
 aten = torch.ops.aten
 _FILLS = {aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar}
 """What leaves nothing of what a tensor was before."""
@@ -195,7 +198,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not tensor.is_meta:
             return tensor
         found = torch.empty_like(tensor, device="cpu")
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with ALONE, torch.random.fork_rng(devices=[]), torch.no_grad():
             for again in self._done[_memory(tensor)]:
                 again(found)
         return found

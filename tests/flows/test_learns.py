@@ -11,6 +11,9 @@ from statistics import mean
 
 import pytest
 
+from rillflow.observe.layout import rollout_files
+from rillflow.observe.reader import read_rollouts
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -81,13 +84,12 @@ def test_the_checkpoint_is_plain_hugging_face(own: Path, tmp_path: Path) -> None
 def test_every_step_leaves_its_rollouts(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     rillflow("run", str(recipe), "--dir", str(run), "--quiet")
-    files = sorted((run / "rollouts").glob("*.jsonl"))
-    assert [path.name for path in files] == [f"step-{step:06d}.jsonl" for step in range(7, 13)]
-    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert [*rollout_files(run)] == [*range(7, 13)]
+    rows = read_rollouts(run, 7)
     assert len(rows) == 24
     for row in rows:
-        assert len(row["tokens"]) == len(row["logprobs"]) == len(row["versions"]) == len(row["token_texts"])
-        assert row["outcome"] == "score"
-        assert row["reward"] in (0.0, 1.0)
-        assert row["prompt"].endswith("=")
-        assert set(row["versions"]) <= {-1, 6}
+        assert len(row.tokens) == len(row.logprobs) == len(row.versions) == len(row.token_texts)
+        assert row.outcome == "score"
+        assert row.reward in (0.0, 1.0)
+        assert row.prompt.endswith("=")
+        assert set(row.versions) <= {-1, 6}

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.observe import layout
+from rillflow.observe.layout import rollout_files
+from rillflow.observe.reader import read_rollouts
 from rillflow.weights.sharded_file import listed_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -52,9 +54,9 @@ def ran(
     loaded = load_recipe(folder / "run.toml", [*settings, f"placement.generate.tp={generate}", *more])
     launch(loaded.recipe, loaded.base, quiet=True)
     rollouts = [
-        (row["prompt_id"], row["sample"], row["tokens"])
-        for file in sorted((folder / "run" / "rollouts").iterdir())
-        for row in map(json.loads, file.read_text().splitlines())
+        (row.row.prompt, row.row.sample, row.tokens)
+        for step in rollout_files(folder / "run")
+        for row in read_rollouts(folder / "run", step)
     ]
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     wanted = ("loss/mean", "squared_error/mean", "grad_norm/mean", "nll/mean")
