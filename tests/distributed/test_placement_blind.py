@@ -39,7 +39,7 @@ max_rows = 32
 max_tokens = 4
 deterministic = true
 [warm_start]
-steps = 20
+steps = 5
 prompts_per_step = 33
 lr = 3e-3
 [algorithm]
@@ -99,7 +99,7 @@ def test_roles_in_pools_of_their_own(tmp_path: Path, alone: tuple[Any, Any]) -> 
     assert grpo(tmp_path / "apart", APART) == alone
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_data_parallel_ranks_inline(ranks: int, tmp_path: Path, alone: tuple[Any, Any]) -> None:
     """Rows that do not divide by the ranks; rollouts are the same, losses within 1e-5 of each other.
 
@@ -164,8 +164,8 @@ def test_placement_blind_in_every_placement_of_ppo(
 @needs_ray
 def test_backend_blind_ppo_has_the_bits_of_inline(tmp_path: Path) -> None:
     """Pools of unequal sizes, so that every batch is cut again between them."""
-    pools = ["placement.pools.a=2", "placement.pools.b=1", "placement.pools.c=1"]
-    roles = ['placement.roles.critic="b"', 'placement.roles.reference="b"', 'placement.roles.reward="c"']
+    pools = ["placement.pools.a=2", "placement.pools.b=1"]
+    roles = ['placement.roles.critic="b"', 'placement.roles.reference="b"', 'placement.roles.reward="b"']
     inline = ran(tmp_path / "inline", ['placement.backend="inline"', *pools, *roles])
     assert ran(tmp_path / "ray", ['placement.backend="ray"', *pools, *roles]) == inline
 

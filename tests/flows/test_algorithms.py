@@ -21,7 +21,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 SAMPLED = sorted(ALGORITHMS.keys() - {"sft", "preference"})
 WHERE = ("inline", "together", "apart")
 """One process; Ray with every role on one pool of two ranks; Ray with a pool of one rank for each role."""
-EVERY_DAY = {("dapo", "inline"), ("ppo", "inline"), ("remax", "inline")}
+EVERY_DAY = {("dapo", "inline"), ("ppo", "inline")}
 STEPS, LONGER = 14, 24
 BOUND, BOUND_STEPS = "safe_rlhf", 44
 """Held back by its limit it rises more slowly."""

@@ -10,7 +10,9 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rillflow.cli.main import main
 from rillflow.observe.layout import rollout_files
 from rillflow.observe.reader import read_rollouts
 
@@ -70,22 +72,24 @@ def test_the_same_learns_in_bfloat16(own: Path, tmp_path: Path) -> None:
     assert mean(seen[-5:]) > mean(seen[:5]) + 0.1
 
 
-def test_the_checkpoint_is_plain_hugging_face(own: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@pytest.fixture(scope="module")
+def ran(shared_recipe: Path) -> Path:
+    """The directory of a run of 6 steps after a warm start of 6."""
+    run = shared_recipe.parent / "run"
+    assert main(["run", str(shared_recipe), "--dir", str(run), "--quiet"]) == 0
+    return run
 
-    run = tmp_path / "run"
-    rillflow("run", str(own / "run.toml"), "--dir", str(run), "--set", "algorithm.steps=1", "--quiet")
-    policy = max((run / "checkpoints").glob("step-*")) / "policy"
+
+def test_the_checkpoint_is_plain_hugging_face(ran: Path) -> None:
+    policy = max((ran / "checkpoints").glob("step-*")) / "policy"
     model = AutoModelForCausalLM.from_pretrained(policy)
-    tokens = AutoTokenizer.from_pretrained(policy)("say a: ", return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(policy)("1+2=", return_tensors="pt")
     assert model(**tokens).logits.isfinite().all()
 
 
-def test_every_step_leaves_its_rollouts(recipe: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    rillflow("run", str(recipe), "--dir", str(run), "--quiet")
-    assert [*rollout_files(run)] == [*range(7, 13)]
-    rows = read_rollouts(run, 7)
+def test_every_step_leaves_its_rollouts(ran: Path) -> None:
+    assert list(rollout_files(ran)) == [7, 8, 9, 10, 11, 12]
+    rows = read_rollouts(ran, 7)
     assert len(rows) == 24
     for row in rows:
         assert len(row.tokens) == len(row.logprobs) == len(row.versions) == len(row.token_texts)

@@ -227,7 +227,8 @@ def test_an_algorithm_that_samples_more_than_its_prompts_once_is_refused(tmp_pat
 
 
 @RAY
-def test_processes_of_their_own_sample_what_is_ready(tmp_path: Path) -> None:
-    settings: list[Any] = ['placement.backend="ray"', *TWO[1:], READY, *LONG, "rollout.keep_cache=true"]
+@pytest.mark.parametrize("pools", [INLINE[1], pytest.param(TWO[1], marks=pytest.mark.slow)])
+def test_processes_of_their_own_sample_what_is_ready(tmp_path: Path, pools: str) -> None:
+    settings = ('placement.backend="ray"', pools, APART, READY, *LONG, "rollout.keep_cache=true")
     found = ran(tmp_path, 2, *settings)
     assert set(once(tmp_path / "run").values()) == {3} and len(found["judged"]) == 4

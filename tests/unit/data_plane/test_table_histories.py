@@ -179,5 +179,5 @@ class History(RuleBasedStateMachine):
 
 def test_exactly_once_whoever_dies() -> None:
     run_state_machine_as_test(
-        History, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+        History, settings=settings(max_examples=30, stateful_step_count=40, deadline=None)
     )

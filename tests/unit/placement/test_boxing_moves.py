@@ -145,7 +145,7 @@ def placements(draw: st.DrawFn, shape: list[int]) -> Placement:
     return Placement(Mesh.of(ranks=ranks, **dict(zip(names, sizes, strict=True))), parts, order=order)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), shape=SHAPES)
 def test_any_placement_becomes_any_other(data: st.DataObject, shape: list[int]) -> None:
     check(data.draw(placements(shape)), data.draw(placements(shape)), shape)
@@ -159,7 +159,7 @@ def test_a_placement_becomes_itself_without_a_move(data: st.DataObject, shape: l
     assert (plan.moves, plan.fills) == ((), ())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), shape=SHAPES)
 def test_the_least_is_received(data: st.DataObject, shape: list[int]) -> None:
     """To placements without contributions, element by element.

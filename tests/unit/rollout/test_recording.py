@@ -52,25 +52,25 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "deterministic"),
     [
-        None,
-        AutoConfig.for_model("mistral", **SIZE, sliding_window=8),
-        AutoConfig.for_model("gpt_neox", **SIZE),
-        AutoConfig.for_model("mixtral", **SIZE, num_local_experts=4, sliding_window=None),
+        (None, False),
+        (None, True),
+        (AutoConfig.for_model("mistral", **SIZE, sliding_window=8), True),
+        (AutoConfig.for_model("gpt_neox", **SIZE), False),
+        (AutoConfig.for_model("mixtral", **SIZE, num_local_experts=4, sliding_window=None), False),
     ],
-    ids=["qwen2", "mistral", "gpt_neox", "mixtral"],
+    ids=["qwen2", "qwen2 deterministic", "mistral deterministic", "gpt_neox", "mixtral"],
 )
 def test_a_recording_has_the_bits_of_the_module(
-    config: PreTrainedConfig | None, build: Build, engine: Engines, prompts: Prompts
+    config: PreTrainedConfig | None, deterministic: bool, build: Build, engine: Engines, prompts: Prompts
 ) -> None:
     """Rows come and go, prefixes of many lengths and shared ones beside them."""
     module = build(config)
     batch = prompts(*range(1, 12))
-    for deterministic in (False, True):
-        make = {"max_rows": 4, "deterministic": deterministic, "stop_tokens": STOPS}
-        recorded = engine(module, **make, replay_after=1).generate(batch, samples=3)
-        assert same(recorded, engine(module, **make).generate(batch, samples=3))
+    make = {"max_rows": 4, "deterministic": deterministic, "stop_tokens": STOPS}
+    recorded = engine(module, **make, replay_after=1).generate(batch, samples=2)
+    assert same(recorded, engine(module, **make).generate(batch, samples=2))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
