@@ -39,7 +39,7 @@ TRUNK_LINES = 10_984
 """Code lines of the trunk at most: no blank, no comment, no docstring; what it grew by since stands below."""
 GROWN = {"several machines": 264, "models larger than a rank": 231, "a controller of many ranks": 356}
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 25_937
+PACKAGE_LINES = 25_944
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,
@@ -55,7 +55,7 @@ PLANNER = [
     "rillflow/cli/planning.py",
 ]
 """What plans, with what feeds and shows it."""
-PLANNER_LINES = 4_874
+PLANNER_LINES = 4_881
 """Code lines of it at most; lowered whenever something goes."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 _NO_CODE = (

@@ -17,6 +17,8 @@ from rillflow.assembly.check import check
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import ConfigError, Interrupted, RunDirectoryError
+from rillflow.observe.layout import rollout_files
+from rillflow.observe.reader import read_rollouts
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.view.summary import render_text, summarise
 
@@ -204,7 +206,7 @@ def test_the_two_recipes_raise_the_true_accuracy(tmp_path: Path) -> None:
     use = load_recipe(RECIPES / "use.toml", [*settings, "algorithm.steps=25"])
     run = Path(launch(use.recipe, use.base, quiet=True).run)
     right = [
-        mean(row["completion"] == row["columns"]["answer"] for row in map(json.loads, file.open()))
-        for file in sorted((run / "rollouts").iterdir())
+        mean(row.completion == row.columns["answer"] for row in read_rollouts(run, step))
+        for step in rollout_files(run)
     ]
     assert mean(right[-5:]) > mean(right[:5]) + 0.1

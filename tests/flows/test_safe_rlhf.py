@@ -18,6 +18,8 @@ from rillflow.assembly.drawing import graphs
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.errors import ConfigError, RillflowError
+from rillflow.observe.layout import rollout_files
+from rillflow.observe.reader import rollout_columns
 
 RECIPE = """
 [run]
@@ -133,8 +135,8 @@ def test_a_step_in_which_no_row_has_a_cost_leaves_the_multiplier(folder: Path) -
 
 def costs(run: Path) -> list[tuple[dict[str, Any], float]]:
     """The rows of the last step, each with what the recipe's cost function would say."""
-    newest = max((run / "rollouts").glob("*.jsonl"))
-    rows = [json.loads(line) for line in newest.read_text().splitlines()]
+    columns = rollout_columns(run, max(rollout_files(run)))
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [(row, 0.25 * max(0, len(row["completion"]) - len(row["columns"]["answer"]))) for row in rows]
 
 
