@@ -232,7 +232,7 @@ def page(fitted: Calibration) -> str:
         "|---|---|---|---|---|---|",
         *(
             f"| {one.phase} | {one.stage.removeprefix('policy.')} | {1e3 * one.measured_s:.1f} "
-            f"| {1e3 * one.fitted_s:.1f} | {one.error:+.0%} |"
+            f"| {1e3 * one.predicted_s:.1f} | {one.error:+.0%} |"
             for one in fitted.stages
         ),
         "",

@@ -231,7 +231,7 @@ def page(
         "| stage of the calibrated run | phase | measured s | fitted s | error |",
         "|---|---|---|---|---|",
         *(
-            f"| {one.stage} | {one.phase} | {one.measured_s:.4f} | {one.fitted_s:.4f} | {one.error:+.1%} |"
+            f"| {one.stage} | {one.phase} | {one.measured_s:.4f} | {one.predicted_s:.4f} | {one.error:+.1%} |"
             for one in fitted.stages
         ),
         "",

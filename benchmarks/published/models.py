@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rillflow.planner.model_shape import ModelShape, read_shape
@@ -59,4 +60,4 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 def shape(name: str, *, is_scalar: bool = False) -> ModelShape:
     """The shape of a published model."""
-    return read_shape(CONFIGS[name], name, is_scalar=is_scalar)
+    return replace(read_shape(CONFIGS[name], name), is_scalar=is_scalar)

@@ -97,8 +97,8 @@ def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
 
 
 def grid_of(mesh: MeshSizes) -> Grid:
-    """The grid of a recipe's mesh."""
-    return Grid(**vars(mesh))
+    """The grid of a recipe's mesh; parameters cut over some ranks of dp count as cut over all."""
+    return Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, is_sharded=mesh.fsdp > 1)
 
 
 def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:

@@ -11,9 +11,10 @@ run ─ recipe, placement, medians of its spans ─> Observation a phase, which 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rillflow.algorithms.algorithm import Algorithm, Data
@@ -39,9 +40,9 @@ from rillflow.planner.grid import Grid
 from rillflow.planner.hardware import Fleet, Hardware, read_hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import ENDPOINTS, Problem, Statement, Work
+from rillflow.planner.problem import ENDPOINTS, Problem, Statement, Work, assumed
 from rillflow.planner.request import open_shape
-from rillflow.view.predicted import stage_medians, usual_step_s
+from rillflow.view.predicted import stage_medians, steps_s
 from rillflow.view.run_data import RunData, load
 
 WARM_UP = 2
@@ -78,8 +79,10 @@ def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | Non
     """
     recipe = loaded.recipe
     problem = _problem(loaded, phase_plans(recipe)[-1], graphs(recipe)[-1], hardware, measured)
-    assumptions = _assumptions(problem, characters_per_token(recipe) if measured is None else 1)
-    return Statement(problem=problem, assumptions=tuple(assumptions), steps=recipe.algorithm.steps)
+    per_token, runs = characters_per_token(recipe) if measured is None else 1, "--lengths RUN measures"
+    characters = [f"prompts: {per_token} characters a token; {runs}"] if per_token > 1 else []
+    others = assumed(problem, lengths=runs, seconds=runs)
+    return Statement(problem=problem, assumptions=(*characters, *others), steps=recipe.algorithm.steps)
 
 
 def _problem(
@@ -92,21 +95,6 @@ def _problem(
         hardware=hardware,
         recomputes=loaded.recipe.policy.gradient_checkpointing,
     )
-
-
-def _assumptions(problem: Problem, per_token: int) -> Iterator[str]:
-    """What nobody said of a problem, and what would replace it."""
-    response = problem.workload.response
-    if per_token > 1:
-        yield f"prompts: {per_token} characters a token; --lengths RUN measures"
-    if response.kind == "lognormal":
-        yield (
-            f"responses: log-normal, median {response.median:g} tokens, sigma {response.sigma}, clipped at "
-            f"{response.limit:,}; --lengths RUN measures"
-        )
-    functions = [role for role in problem.graph.roles if role not in problem.shapes]
-    if functions and not problem.workload.function_s:
-        yield f"{' and '.join(functions)}: a function that takes no time; --lengths RUN measures"
 
 
 def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
@@ -190,11 +178,13 @@ def shape_of_directory(source: str) -> ModelShape:
         ModelError: its config cannot be read.
         PlanError: its config lacks a size.
     """
+    folder = Path(source)
+    if folder.is_dir():
+        return open_shape(folder, folder.name)
     from huggingface_hub import try_to_load_from_cache
 
-    folder = Path(source)
-    file = folder if folder.is_dir() else try_to_load_from_cache(source, "config.json")
-    if not isinstance(file, str | Path):
+    file = try_to_load_from_cache(source, "config.json")
+    if not isinstance(file, str):
         raise ModelError(
             f"the sizes of {source} are not known",
             why="its config.json is not on this machine",
@@ -241,7 +231,7 @@ def observe(
                 problem=_problem(loaded, phase, graph, hardware, run if is_sampled else None),
                 plan=plan_of(recipe, graph, hardware.fleets[0]),
                 stages_s=stage_medians(data, first, last),
-                step_s=usual_step_s(data, first, last),
+                step_s=median(steps_s(data, first, last)),
                 is_recorded=is_sampled,
             )
             found.append(one)

@@ -21,7 +21,7 @@ from rillflow.errors import PlanError
 from rillflow.planner.cost_model.given import GivenCosts
 from rillflow.planner.evaluate import StepEvaluation, evaluate, stages_by_name
 from rillflow.planner.factors import Factors
-from rillflow.planner.plan import Plan
+from rillflow.planner.plan import Plan, Predicted
 from rillflow.planner.problem import Problem, Work
 
 FITTED = ("train_flops", "score_flops", "decode_flops", "decode_bandwidth", "launch_s", "decode_launch_s")
@@ -73,31 +73,12 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FittedStage:
-    """One stage, measured and as the fitted factors have it."""
-
-    phase: str
-    """The phase."""
-    stage: str
-    """The stage's name."""
-    measured_s: float
-    """Seconds of a usual step."""
-    fitted_s: float
-    """Seconds by the cost model."""
-
-    @property
-    def error(self) -> float:
-        """fitted / measured - 1."""
-        return self.fitted_s / self.measured_s - 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """What was fitted, and how well."""
 
     factors: Factors
     """The factors."""
-    stages: tuple[FittedStage, ...]
+    stages: tuple[Predicted, ...]
     """Every stage whose seconds the factors decide."""
     at_limit: tuple[str, ...]
     """Shares that came out at 1: the device does more than its description says."""
@@ -132,18 +113,18 @@ def calibrate(observations: Sequence[Observation], names: Sequence[str] | None =
     def factors_at(place: NDArray[np.float64]) -> Factors:
         return replace(guess, **dict(zip(names, np.exp(place).tolist(), strict=True)))
 
-    def stages_at(factors: Factors) -> list[FittedStage]:
-        found: list[FittedStage] = []
+    def stages_at(factors: Factors) -> list[Predicted]:
+        found: list[Predicted] = []
         for one in observations:
             fitted = stages_by_name(one.problem, one.evaluated(factors))
             found += [
-                FittedStage(phase=one.name, stage=name, measured_s=seconds, fitted_s=fitted[name])
+                Predicted(phase=one.name, stage=name, measured_s=seconds, predicted_s=fitted[name])
                 for name, seconds in one.modelled.items()
             ]
         return found
 
     def residuals(place: NDArray[np.float64]) -> NDArray[np.float64]:
-        found = [math.log(stage.fitted_s / stage.measured_s) for stage in stages_at(factors_at(place))]
+        found = [math.log(stage.predicted_s / stage.measured_s) for stage in stages_at(factors_at(place))]
         return np.concatenate([found, PRIOR * (place - start)])
 
     high = np.where(shares, 0.0, np.log(1e6))

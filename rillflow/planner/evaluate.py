@@ -47,9 +47,6 @@ class StepEvaluation:
 
     step_s: float
     """Seconds of a step: of one after another, or from update to update where generation runs ahead."""
-    latency_s: float
-    """Seconds from the beginning of a step's generation until weights made of it are published; ahead the
-    mean."""
     seconds: Mapping[int, float]
     """By stage; of generation until the last row has ended."""
     transfers_s: tuple[float, ...]
@@ -117,12 +114,10 @@ def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
         own = [stages[index] for index in sampler.unit.stages]
         longer = [costs.longest_s(stage, sampler.decoder) - seconds[stage.index] for stage in own]
         latencies = latency + np.asarray(np.sum(longer, axis=0))
-        latency = float(latencies.mean())
         step = period_s(loads, latencies_s=latencies.tolist(), freshness=plan.freshness)
     step += problem.overhead_s
     return StepEvaluation(
         step_s=step,
-        latency_s=latency,
         seconds=seconds,
         transfers_s=tuple(transfers),
         timings=timings,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,6 @@ from rillflow.planner.factors import Accuracy, EngineFactors, Factors
 from rillflow.planner.quantities import FLOPS, MEMORY, RATE, Rate, Reader, read, readers_of, values
 
 _OVERHEADS = {"step_s", "step_row_s"}
-NO_ENGINE = EngineFactors()
 UNFITTED = "default"
 """The factor set of a cluster's file that names none."""
 
@@ -98,7 +97,7 @@ class Hardware:
     """Its machines by kind; a pool lies in one of them."""
     factors: Factors
     """The share of the devices' numbers that models reach."""
-    engine: EngineFactors = NO_ENGINE
+    engine: EngineFactors = field(default_factory=EngineFactors)
     """What the stack on it does."""
     calibrated: str = ""
     """What the factors were fitted to; empty where the file does not say."""

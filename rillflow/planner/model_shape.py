@@ -119,11 +119,6 @@ class ModelShape:
         return self.mixture_layers * self.experts * self.expert_parameters
 
     @property
-    def embedding_parameters(self) -> int:
-        """Of the table of tokens."""
-        return self.vocabulary * self.hidden
-
-    @property
     def head_parameters(self) -> int:
         """Of the last matrix product: a row per token it knows, or one."""
         return self.hidden if self.is_scalar else self.vocabulary * self.hidden
@@ -140,7 +135,7 @@ class ModelShape:
     def parameters(self) -> int:
         """All numbers to train; a tied head is counted once."""
         head = 0 if self.is_tied and not self.is_scalar else self.head_parameters
-        return self.embedding_parameters + self.trunk_parameters + self.routed_parameters + head
+        return self.vocabulary * self.hidden + self.trunk_parameters + self.routed_parameters + head
 
     @cached_property
     def shared_parameters(self) -> int:
@@ -186,7 +181,7 @@ class ModelShape:
         return np.add(6 * self.hidden, np.divide(kept + inner, tp))
 
 
-def read_shape(config: Mapping[str, Any], name: str, *, is_scalar: bool = False) -> ModelShape:
+def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape behind the content of a Hugging Face ``config.json``.
 
     Llama, Mistral, Qwen2 and Qwen3 by their common names, GPT-2 by its own, mixtures of Qwen3, Mixtral and
@@ -228,7 +223,6 @@ def read_shape(config: Mapping[str, Any], name: str, *, is_scalar: bool = False)
         inner=inner,
         vocabulary=size("vocab_size"),
         is_tied=tied,
-        is_scalar=is_scalar,
         matrices=2 if is_plain else 3,
         experts=experts,
         experts_per_token=size("num_experts_per_tok", most=experts) if experts else 0,

@@ -6,7 +6,7 @@ stage's endpoint ─> kind of work ─> the cost model's term
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -149,6 +149,11 @@ class Problem:
         """The stages that bring weights to generation."""
         return self._of_kind(Work.PUBLISH)
 
+    @cached_property
+    def training(self) -> frozenset[int]:
+        """The stages that change weights."""
+        return self._of_kind(Work.TRAIN)
+
     def _of_kind(self, kind: Work) -> frozenset[int]:
         return frozenset(stage.index for stage in self.graph.stages if self.work(stage) is kind)
 
@@ -170,6 +175,25 @@ class Problem:
     def of_plan(self, plan: Plan) -> Problem:
         """The same step as a plan has it: with a sampler where it has one, and its freshness bound."""
         return replace(self, samples_apart=SAMPLER in plan.units, freshness=plan.freshness)
+
+
+def assumed(problem: Problem, *, lengths: str, seconds: str) -> Iterator[str]:
+    """What nobody said of a problem, a sentence each.
+
+    Args:
+        problem: the step.
+        lengths: what would replace assumed lengths of answers; empty where they were said.
+        seconds: what would say how long a reward's function takes.
+    """
+    response = problem.workload.response
+    if lengths and response.kind == "lognormal":
+        yield (
+            f"responses: log-normal, median {response.median:,.4g} tokens, sigma {response.sigma:.2g}, "
+            f"clipped at {response.limit:,}; {lengths}"
+        )
+    functions = [role for role in problem.graph.roles if role not in problem.shapes]
+    if functions and not problem.workload.function_s:
+        yield f"{' and '.join(functions)}: a function that takes no time; {seconds}"
 
 
 @dataclass(frozen=True, kw_only=True)

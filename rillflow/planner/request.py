@@ -17,7 +17,7 @@ from rillflow.errors import ModelError, PlanError, nearest
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.hardware import Hardware, read_hardware
 from rillflow.planner.model_shape import ModelShape, read_shape
-from rillflow.planner.problem import Problem, Statement
+from rillflow.planner.problem import Problem, Statement, assumed
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 SIGMA = 0.9
@@ -68,18 +68,18 @@ def state_request(
         workload=workload,
         hardware=cluster(gpus, like, between or LINK, price),
     )
-    answers = workload.response
-    assumed = [f"{' and '.join(models)}: models of this one shape; the reward is a function"]
-    if not reward_seconds:
-        assumed.append("the reward takes no time; --reward-seconds says how much for a row")
-    if answers.kind == "lognormal" and "sigma" not in response:
-        assumed.append(
-            f"answers: log-normal, median {answers.median:,.0f}, sigma {answers.sigma:.2g}, clipped at "
-            f"{answers.limit:,}; sigma=... or p90=... in --response says otherwise"
-        )
+    otherwise = "sigma=... or p90=... in --response says otherwise"
+    said = [
+        f"{' and '.join(models)}: models of this one shape",
+        *assumed(
+            problem,
+            lengths="" if "sigma" in response else otherwise,
+            seconds="--reward-seconds says how much for a row",
+        ),
+    ]
     if not between and problem.hardware.devices > MACHINE:
-        assumed.append(f"{LINK} from one device to other machines; --between says otherwise")
-    return Statement(problem=problem, assumptions=tuple(assumed), steps=steps)
+        said.append(f"{LINK} from one device to other machines; --between says otherwise")
+    return Statement(problem=problem, assumptions=tuple(said), steps=steps)
 
 
 def open_shape(file: Path, name: str = "") -> ModelShape:

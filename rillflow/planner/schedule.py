@@ -10,7 +10,7 @@ same rule from one batch to the next: a pool is free where the batch before has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,6 @@ _SETTLED, _COUNTED = 64, 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """An edge into a stage."""
-
-    source: int
-    """The stage it comes from."""
-    seconds: Any
-    """What it takes on its way."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StageTask:
     """A stage as pools take it; its numbers may be those of many plans at once."""
 
@@ -47,20 +37,14 @@ class StageTask:
     """Whose devices it holds; empty for what runs beside them."""
     seconds: Any
     """What it takes."""
-    inputs: tuple[Arrival, ...]
-    """The edges into it; what no task makes is there from the beginning."""
+    inputs: Mapping[int, float]
+    """Seconds on its way of what it reads, by the stage it comes from; what none makes is there already."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
-    """When a stage runs, from the beginning of its step."""
+class Timing(StageTask):
+    """A stage, and when it runs, from the beginning of its step."""
 
-    stage: int
-    """Its index in the graph."""
-    name: str
-    """Its name in the graph."""
-    pool: str
-    """Whose devices it holds; empty for what runs beside them."""
     start_s: Any
     """When what it reads has arrived and its pool is free."""
     end_s: Any
@@ -68,7 +52,7 @@ class Timing:
 
 
 def tasks_of(
-    graph: Graph, *, seconds: Sequence[Numbers], pools: Sequence[str], transfers: Sequence[Numbers]
+    graph: Graph, *, seconds: Sequence[Numbers], pools: Sequence[str], transfers: Sequence[float]
 ) -> tuple[StageTask, ...]:
     """A step's stages, in the order of the program.
 
@@ -78,12 +62,13 @@ def tasks_of(
         pools: whose devices every stage holds; ``BESIDE`` for none.
         transfers: seconds of every edge, in the order of ``graph.edges``.
     """
-    inputs: list[list[Arrival]] = [[] for _ in graph.stages]
+    inputs: list[dict[int, float]] = [{} for _ in graph.stages]
     for edge, spent in zip(graph.edges, transfers, strict=True):
-        inputs[edge.destination].append(Arrival(source=edge.source, seconds=spent))
+        known = inputs[edge.destination]
+        known[edge.source] = max(spent, known.get(edge.source, 0.0))
     return tuple(
-        StageTask(stage=stage.index, name=stage.name, pool=pool, seconds=spent, inputs=tuple(arrivals))
-        for stage, pool, spent, arrivals in zip(graph.stages, pools, seconds, inputs, strict=True)
+        StageTask(stage=stage.index, name=stage.name, pool=pool, seconds=spent, inputs=known)
+        for stage, pool, spent, known in zip(graph.stages, pools, seconds, inputs, strict=True)
     )
 
 
@@ -107,13 +92,12 @@ def in_turn(
     found = []
     for task in tasks:
         start = latest(begin_s, free_s.get(task.pool, begin_s))
-        for edge in task.inputs:
-            start = latest(start, ends.get(edge.source, begin_s) + edge.seconds)
+        for source, spent in task.inputs.items():
+            start = latest(start, ends.get(source, begin_s) + spent)
         ends[task.stage] = start + task.seconds
         if task.pool != BESIDE:
             free_s[task.pool] = ends[task.stage]
-        end = ends[task.stage]
-        found.append(Timing(stage=task.stage, name=task.name, pool=task.pool, start_s=start, end_s=end))
+        found.append(Timing(**vars(task), start_s=start, end_s=ends[task.stage]))
     return tuple(found)
 
 

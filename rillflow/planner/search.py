@@ -95,7 +95,7 @@ def _room(hardware: Hardware) -> NDArray[np.int64]:
 
 def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> Ranking:
     """The best plans on so many devices of each fleet."""
-    every = [(variant, partition) for variant in variants for partition in variant.partitions()]
+    every = [(variant, partition) for variant in variants for partition in variant.partitions]
     bounds = [variant.bound(partition, room) for variant, partition in every]
     found: list[Ranked] = []
     nowhere = 0

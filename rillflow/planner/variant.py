@@ -78,6 +78,8 @@ class Variant:
         self._costs, self._objective = costs, objective
         self._units, self._stages = problem.units, problem.graph.stages
         self._fleets = problem.hardware.fleets
+        self.partitions = [*partitions([unit.name for unit in self._units])]
+        """Every way to put the units into pools."""
         self._found: dict[tuple[Pool, int], _Way | None] = {}
         self._places = [(fleet, size) for fleet in self._fleets for size in fleet.sizes]
         """Where a pool may lie; the arrays say of each its fleet's number, devices, price an hour."""
@@ -93,10 +95,6 @@ class Variant:
             if way is not None:
                 self._loads[unit, place] = way.load_s
                 self._seconds[unit, place, list(way.seconds)] = list(way.seconds.values())
-
-    def partitions(self) -> list[Partition]:
-        """Every way to put the units into pools."""
-        return list(partitions([unit.name for unit in self._units]))
 
     def bound(self, partition: Partition, room: Whole) -> float:
         """The value if each stage had the place where it is fastest; infinite where a unit fits nowhere."""

@@ -74,37 +74,26 @@ class Lengths:
 
     @cached_property
     def mean(self) -> float:
-        """Tokens of a row on average, clipped mass counted at the limit.
-
-        Of a clipped log-normal: m exp(s^2 / 2) N(z - s) + limit (1 - N(z)), z = ln(limit / m) / s.
-        """
-        if self.kind != "lognormal":
-            return sum(self.known) / len(self.known)
-        if self.sigma == 0.0:
-            return min(self.median, float(self.limit))
-        z = math.log(self.limit / self.median) / self.sigma
-        below = self.median * math.exp(self.sigma**2 / 2) * _NORMAL.cdf(z - self.sigma)
-        return below + self.limit * self.clipped
-
-    @property
-    def clipped(self) -> float:
-        """The share of rows that end at the limit because it is there."""
-        if self.kind != "lognormal":
-            return 0.0
-        if self.sigma == 0.0:
-            return float(self.median >= self.limit)
-        return 1.0 - _NORMAL.cdf(math.log(self.limit / self.median) / self.sigma)
+        """Tokens of a row on average, clipped mass counted at the limit."""
+        return self._moment(1)
 
     @cached_property
     def mean_square(self) -> float:
         """The mean of a length's square, tokens^2: what attention and the live context are made of."""
+        return self._moment(2)
+
+    def _moment(self, power: int) -> float:
+        """The mean of a length to a power p.
+
+        Of a clipped log-normal: m^p exp((p s)^2 / 2) N(z - p s) + limit^p (1 - N(z)), z = ln(limit / m) / s.
+        """
         if self.kind != "lognormal":
-            return sum(value * value for value in self.known) / len(self.known)
+            return math.fsum(math.pow(value, power) for value in self.known) / len(self.known)
         if self.sigma == 0.0:
-            return self.mean**2
-        z = math.log(self.limit / self.median) / self.sigma
-        below = self.median**2 * math.exp(2 * self.sigma**2) * _NORMAL.cdf(z - 2 * self.sigma)
-        return below + self.limit**2 * self.clipped
+            return math.pow(min(self.median, self.limit), power)
+        z, spread = math.log(self.limit / self.median) / self.sigma, power * self.sigma
+        below = math.pow(self.median, power) * math.exp(spread**2 / 2) * _NORMAL.cdf(z - spread)
+        return below + math.pow(self.limit, power) * (1.0 - _NORMAL.cdf(z))
 
     def spread(self, rows: int) -> NDArray[np.float64]:
         """So many lengths, ascending, that stand for the distribution: the middles of as many equal parts."""

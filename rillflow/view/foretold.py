@@ -14,7 +14,7 @@ from typing import TypeAlias
 from rillflow.planner.simulator.result import Simulation
 from rillflow.view.columns import seconds
 from rillflow.view.measured import Measured, measured_bars
-from rillflow.view.predicted import mean_step_s
+from rillflow.view.predicted import steps_s
 from rillflow.view.run_data import RunData
 from rillflow.view.timeline import MOST_LANES, Bar
 
@@ -47,7 +47,7 @@ def foretold_lines(data: RunData, found: Foretold | str) -> list[str]:
     if isinstance(found, str):
         return [f"not predicted: {found}"]
     last = found.first + len(found.steps_s) - 1
-    predicted, measured = fmean(found.steps_s), mean_step_s(data, found.first, last)
+    predicted, measured = fmean(found.steps_s), fmean(steps_s(data, found.first, last))
     which = f"step {last:,}" if last == found.first else f"steps {found.first:,} to {last:,}"
     error = f" ({predicted / measured - 1:+.0%})" if measured else ""
     return [

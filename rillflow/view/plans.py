@@ -174,7 +174,7 @@ def simulation_data(plan: Plan, found: Simulation, statement: Statement) -> dict
 def calibration_lines(found: Calibration) -> list[str]:
     """What a person wants to know of a calibration: every stage, measured and fitted; the factors."""
     stages = [
-        (one.stage, one.phase, seconds(one.measured_s), seconds(one.fitted_s), f"{one.error:+.1%}")
+        (one.stage, one.phase, seconds(one.measured_s), seconds(one.predicted_s), f"{one.error:+.1%}")
         for one in found.stages
     ]
     factors = [

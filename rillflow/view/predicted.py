@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
 from rillflow.observe import layout
-from rillflow.planner.plan import open_plan
+from rillflow.planner.plan import Predicted, open_plan
 from rillflow.records.metrics import Mean
 from rillflow.view.columns import columns, seconds
 from rillflow.view.html import Html, el, table
@@ -25,28 +25,12 @@ STEP = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predicted:
-    """One stage, or the step, expected and measured."""
-
-    name: str
-    """The stage, or STEP."""
-    predicted_s: float
-    """What the plan says of one step."""
-    measured_s: float
-    """The median over the steps of the run's last phase that lay as planned, the first one left out."""
-
-    @property
-    def error(self) -> float | None:
-        """The prediction's error as a share of what was measured; None where that is 0."""
-        return self.predicted_s / self.measured_s - 1 if self.measured_s else None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """A run against its plan."""
 
     stages: tuple[Predicted, ...]
-    """Every stage that was predicted or measured, the longest first."""
+    """Every stage that was predicted or measured, medians of the last phase's steps but the first that lay as
+    planned; the longest first."""
     step: Predicted
     """The step as a whole."""
     steps: int
@@ -79,11 +63,11 @@ def compare(data: RunData) -> Comparison | None:
     names = sorted(set(measured) | set(plan.predicted_stages_s), key=lambda name: -measured.get(name, 0.0))
     expected = plan.predicted_stages_s
     stages = tuple(
-        Predicted(name=name, predicted_s=expected.get(name, 0.0), measured_s=measured.get(name, 0.0))
+        Predicted(stage=name, predicted_s=expected.get(name, 0.0), measured_s=measured.get(name, 0.0))
         for name in names
     )
-    took = usual_step_s(data, first, phase.last)
-    step = Predicted(name=STEP, predicted_s=plan.predicted_step_s, measured_s=took)
+    took = median(steps_s(data, first, phase.last))
+    step = Predicted(stage=STEP, predicted_s=plan.predicted_step_s, measured_s=took)
     return Comparison(stages=stages, step=step, steps=phase.last - first + 1)
 
 
@@ -92,21 +76,10 @@ def stage_medians(data: RunData, first: int, last: int) -> Mapping[str, float]:
     return {one.stage: one.median_s for one in stage_times(data, first, last)}
 
 
-def usual_step_s(data: RunData, first: int, last: int) -> float:
-    """Seconds of a usual step, the median of steps ``first`` to ``last``; 0 where none was recorded."""
-    taken = _steps_s(data, first, last)
-    return median(taken) if taken else 0.0
-
-
-def mean_step_s(data: RunData, first: int, last: int) -> float:
-    """Seconds of a step, the mean of steps ``first`` to ``last``; 0 where none was recorded."""
-    taken = _steps_s(data, first, last)
-    return fmean(taken) if taken else 0.0
-
-
-def _steps_s(data: RunData, first: int, last: int) -> list[float]:
+def steps_s(data: RunData, first: int, last: int) -> list[float]:
+    """Seconds of each of steps ``first`` to ``last``; a 0 where none was recorded."""
     found = [one.metrics.get("run/step_seconds/mean") for one in data.steps if first <= one.step <= last]
-    return [one.total / one.count for one in found if isinstance(one, Mean) and one.count]
+    return [one.total / one.count for one in found if isinstance(one, Mean) and one.count] or [0.0]
 
 
 def render_comparison(found: Comparison) -> str:
@@ -130,12 +103,12 @@ def _furthest_line(found: Comparison) -> str:
     if worst is None:
         return ""
     said = f"predicted {seconds(worst.predicted_s)}, measured {seconds(worst.measured_s)}"
-    return f"furthest off: {worst.name}, {said}"
+    return f"furthest off: {worst.stage}, {said}"
 
 
 def _rows(found: Comparison) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("stage", "predicted", "measured", "error")]
     for one in (*found.stages, found.step):
-        said = (seconds(one.predicted_s), f"{one.error or 0.0:+.0%}") if one.predicted_s else ("", "")
-        rows.append((one.name, said[0], seconds(one.measured_s), said[1] if one.measured_s else ""))
+        said = (seconds(one.predicted_s), f"{one.error:+.0%}") if one.predicted_s else ("", "")
+        rows.append((one.stage, said[0], seconds(one.measured_s), said[1] if one.measured_s else ""))
     return rows

@@ -63,6 +63,12 @@ class Setting:
         return {"float32": 4, "bfloat16": 2, "float8": 1}[self.workload.dtype]
 
     @cached_property
+    def token_flops(self) -> float:
+        """FLOPs of one token, those of routed experts counted by how much longer small products take."""
+        longer = 1.0 / self.factors.expert_flops - 1.0
+        return self.shape.token_flops + longer * 2.0 * self.shape.chosen_parameters
+
+    @cached_property
     def links(self) -> Links:
         """The fleet's links as models find them."""
         return links_of(self.fleet, self.factors)
@@ -125,24 +131,17 @@ def load_of(workload: Workload, dp: Numbers, parts: int, computed: float = 1.0, 
     )
 
 
-def pass_flops(shape: ModelShape, load: Load) -> Numbers:
+def pass_flops(setting: Setting, load: Load) -> Numbers:
     """FLOPs of one forward pass: 2 a parameter and token, and 2 (d + v) a head, layer and pair of tokens.
 
     Causal attention looks at half of a row's squared tokens (Kaplan et al., arXiv 2001.08361, 2.1).
     """
-    return shape.token_flops * load.tokens + shape.attention_flops(1.0) * load.squares / 2
-
-
-def paced_flops(setting: Setting, load: Load) -> Numbers:
-    """The same, FLOPs of routed experts counted by how much longer their smaller products take."""
-    shape = setting.shape
-    longer = 1.0 / setting.factors.expert_flops - 1.0
-    return pass_flops(shape, load) + longer * 2.0 * shape.chosen_parameters * load.tokens
+    return setting.token_flops * load.tokens + setting.shape.attention_flops(1.0) * load.squares / 2
 
 
 def products_s(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> Numbers:
     """Seconds of a device's share of the passes' FLOPs, at a share of its peak."""
-    return passes * paced_flops(setting, load) / (grids.pp * grids.tp * setting.peak * share)
+    return passes * pass_flops(setting, load) / (grids.pp * grids.tp * setting.peak * share)
 
 
 def touched_s(setting: Setting, tp: Numbers) -> Numbers:

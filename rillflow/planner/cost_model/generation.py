@@ -116,7 +116,6 @@ def decoder_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
     touched = float(touched_s(setting, tp)) * shape.layers
     one_row = float(all_reduce_s(setting.links, shape.hidden * item, tp)) * rounds
     trunk = shape.trunk_parameters + shape.head_parameters
-    paced = shape.token_flops + (1.0 / factors.expert_flops - 1.0) * 2.0 * shape.chosen_parameters
     return Decoder(
         replicas=max(devices // tp, 1),
         capacity_tokens=capacity,
@@ -125,11 +124,11 @@ def decoder_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
         experts_s=shape.routed_parameters * item / tp / bandwidth,
         missed_share=1.0 - shape.experts_per_token / shape.experts if shape.is_mixture else 1.0,
         cache_s=cached / bandwidth,
-        row_s=paced / tp / decoding,
+        row_s=setting.token_flops / tp / decoding,
         pair_s=shape.attention_flops(1.0) / tp / decoding,
         launch_s=shape.layers * factors.decode_launch_s + latency,
         link_s=one_row - latency + factors.decode_row_s + touched,
-        prefill_token_s=paced / tp / reading
+        prefill_token_s=setting.token_flops / tp / reading
         + touched
         + (shape.layers * factors.launch_s + latency) / PREFILL_TOKENS
         + (one_row - latency)

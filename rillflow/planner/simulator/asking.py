@@ -6,27 +6,17 @@ generate 1 ─ score 1 ─ formula 1 ─ generate 2 ─ score 2 ─ formula 2 �
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rillflow.planner.problem import Work
-from rillflow.planner.schedule import Arrival, StageTask
+from rillflow.planner.schedule import StageTask
 from rillflow.planner.simulator.layout import Layout
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskedTask:
-    """A stage, or its work on one part of a step's rows."""
-
-    stage: int
-    """Its index in the graph."""
-    part: int
-    """The part; 0 of a stage that takes all rows at once."""
-    task: StageTask
-    """Its pool and seconds, under a number of its own; what it reads under theirs."""
-
-
-def asked(layout: Layout, handed_s: Mapping[int, Sequence[float]]) -> list[AskedTask]:
+def asked(layout: Layout, handed_s: Mapping[int, Sequence[float]]) -> list[StageTask]:
     """The stages of a step in the order of asking: every stage of the first part, then of the second, ...
+
+    Part p of stage s has the number s + p times the stages there are; of a stage that takes all rows p is 0.
 
     Part by part go the policy's answers and what reads nothing but such parts: scores, formulas, and where
     the plan streams an update, asked for after all that its role is asked for before.
@@ -39,13 +29,13 @@ def asked(layout: Layout, handed_s: Mapping[int, Sequence[float]]) -> list[Asked
     kinds = {Work.SCORE, Work.FUNCTION, Work.FORMULA} | ({Work.TRAIN} if layout.plan.streams else set())
     apart, chains = set[int](), list[list[StageTask]]([[]])
     for task in layout.tasks:
-        stage, reads = stages[task.stage], {edge.source for edge in task.inputs}
+        stage, reads = stages[task.stage], set(task.inputs)
         if task.stage in handed_s:
             is_apart = not layout.is_greedy(task.stage)
         else:
             is_apart = work(stage) in kinds and bool(reads) and reads <= apart
         roles = {stages[one.stage].role for one in chains[-1]}
-        if not is_apart or (layout.trains(task.stage) and stage.role in roles):
+        if not is_apart or (task.stage in layout.problem.training and stage.role in roles):
             chains.append([])
         chains[-1].append(task)
         if is_apart:
@@ -59,19 +49,18 @@ def asked(layout: Layout, handed_s: Mapping[int, Sequence[float]]) -> list[Asked
     def number(stage: int, part: int) -> int:
         return stage + part * len(stages) if stage >= 0 else stage
 
-    def of_part(task: StageTask, part: int) -> AskedTask:
+    def of_part(task: StageTask, part: int) -> StageTask:
         share = parts_of(task.stage)
         handed = handed_s.get(task.stage, ())
         seconds = task.seconds / share
         if handed:
             seconds = handed[part] - handed[part - 1] if part else handed[0 if share > 1 else -1]
-        inputs = tuple(
-            Arrival(source=number(edge.source, one), seconds=edge.seconds / share)
-            for edge in task.inputs
-            for one in ([part] if share > 1 else range(parts_of(edge.source)))
-        )
-        made = replace(task, stage=number(task.stage, part), seconds=seconds, inputs=inputs)
-        return AskedTask(stage=task.stage, part=part, task=made)
+        inputs = {
+            number(source, one): spent / share
+            for source, spent in task.inputs.items()
+            for one in ([part] if share > 1 else range(parts_of(source)))
+        }
+        return replace(task, stage=number(task.stage, part), seconds=seconds, inputs=inputs)
 
     return [
         of_part(task, part)

@@ -98,11 +98,7 @@ class Layout:
         for _ in rest:
             known = {-1, *self.generating, *(task.stage for task in found)}
             mixed = {task.pool for task in rest if task.stage not in known}
-            found = [
-                task
-                for task in found
-                if task.pool not in mixed and all(edge.source in known for edge in task.inputs)
-            ]
+            found = [task for task in found if task.pool not in mixed and known >= set(task.inputs)]
         share = 1.0 / self.problem.workload.prompts
         return tuple(_shared(task, share, share) for task in found)
 
@@ -112,7 +108,7 @@ class Layout:
         apart = {task.stage for task in self.by_group} | set(self.generating)
         found = []
         for task in self.tasks:
-            if self.is_publish(task.stage):
+            if task.stage in self.problem.publishing:
                 found.append(task if self.plan.weights == "exposed" else replace(task, seconds=0.0))
             elif task.stage not in apart:
                 share, last = 1.0 / self.batches, 1.0 / self.problem.workload.prompts
@@ -141,14 +137,6 @@ class Layout:
         """Batches after which weights are published."""
         return (self.plan.publish_every or self.problem.workload.minibatches) if self.plan.streams else 1
 
-    def trains(self, stage: int) -> bool:
-        """Whether a stage changes weights."""
-        return self.problem.work(self.problem.graph.stages[stage]) is Work.TRAIN
-
-    def is_publish(self, stage: int) -> bool:
-        """Whether a stage brings weights to generation."""
-        return stage in self.problem.publishing
-
     @cached_property
     def generating(self) -> Mapping[int, Seat]:
         """The unit behind each stage that generates, in the order of the program."""
@@ -164,15 +152,10 @@ class Layout:
             found[unit.pool.name] = max(found[unit.pool.name], self.decoder(stage).replicas)
         return found
 
-    @property
-    def samples_begun(self) -> int:
-        """Rows that begin for every prompt of a round, greedy ones not counted."""
-        return _begun(self.problem.workload.samples, self.plan.oversample_samples)
-
-    @property
-    def prompts_begun(self) -> int:
-        """Prompts that begin in a round."""
-        return _begun(self.problem.workload.prompts, self.plan.oversample_prompts)
+    def begun(self, what: str) -> int:
+        """The ``prompts`` that begin in a round, or the ``samples`` of each, greedy ones not counted."""
+        wanted, share = vars(self.problem.workload)[what], vars(self.plan)[f"oversample_{what}"]
+        return math.ceil(float(wanted * share) - 1e-9)
 
     def pool_of(self, stage: int) -> str:
         """Whose devices a stage holds; of one beside them a name of its own, which no pool has."""
@@ -187,8 +170,8 @@ class Layout:
 
     def rows(self, prompt: int) -> list[Row]:
         """The rows of a prompt; the last sample is the greedy one, if there is any."""
-        extra = any(self.is_greedy(stage) for stage in self.generating)
-        return rows_of(self.problem.workload, prompt, seed=self.seed, samples=self.samples_begun + extra)
+        samples = self.begun("samples") + any(self.is_greedy(stage) for stage in self.generating)
+        return rows_of(self.problem.workload, prompt, seed=self.seed, samples=samples)
 
     def is_greedy(self, stage: int) -> bool:
         """Whether a stage answers every prompt once."""
@@ -236,7 +219,7 @@ class Layout:
     def _pace(self, stage: int) -> float:
         """A stage of many devices is as slow as the slowest; weights on their way are not slowed."""
         pool = self.pool_of(stage)
-        if self.is_publish(stage) or not any(self._slow_devices.get(pool, ())):
+        if stage in self.problem.publishing or not any(self._slow_devices.get(pool, ())):
             return 1.0
         return self.settings.straggler_factor
 
@@ -277,12 +260,5 @@ def require_flow(layout: Layout) -> None:
 
 def _shared(task: StageTask, share: float, last: float, apart: Set[int] = frozenset()) -> StageTask:
     """A share of a task; of what comes from stages apart only the last part travels."""
-    inputs = tuple(
-        replace(edge, seconds=edge.seconds * (last if edge.source in apart else share))
-        for edge in task.inputs
-    )
+    inputs = {source: spent * (last if source in apart else share) for source, spent in task.inputs.items()}
     return replace(task, seconds=task.seconds * share, inputs=inputs)
-
-
-def _begun(wanted: int, share: float) -> int:
-    return math.ceil(wanted * share - 1e-9)

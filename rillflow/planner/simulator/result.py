@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import fmean, median
+from itertools import accumulate
+from statistics import fmean, linear_regression, median
 
 from rillflow.planner.schedule import BESIDE
 
@@ -49,15 +50,10 @@ class SimulatedSpan:
     """The step it belongs to, from 1."""
     start_s: float
     """When it began, from the beginning of the simulation."""
-    duration_s: float
-    """How long it took."""
+    end_s: float
+    """When it ended."""
     cause: IdleCause | None = None
     """Why nothing was done; none where something was."""
-
-    @property
-    def end_s(self) -> float:
-        """When it ended."""
-        return self.start_s + self.duration_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,20 +120,23 @@ class Simulation:
 
     @property
     def settled_step_s(self) -> float:
-        """The mean step of the later half: what a long run comes to once rows flow."""
-        return fmean(self.step_s[len(self.step_s) // 2 :])
+        """What a long run comes to once rows flow: the slope of steps' ends, the first quarter left out.
+
+        Ahead steps end in bursts: the mean of few depends on where in a burst the first and last of them lie.
+        """
+        ends = [*accumulate(self.step_s, initial=0.0)][len(self.step_s) // 4 :]
+        return linear_regression(range(len(ends)), ends).slope
 
     @property
     def rows_per_s(self) -> float:
-        """Trained rows a second, of the later half of the steps."""
+        """Trained rows a second, once settled."""
         return self.rows_per_step / self.settled_step_s if self.settled_step_s else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of trained rows a second, of the later half of the steps."""
-        late = len(self.step_s) // 2
-        seconds = sum(self.step_s[late:])
-        return sum(self.tokens[late:]) / seconds if seconds else 0.0
+        """Tokens of trained rows a second, once settled."""
+        late = fmean(self.tokens[len(self.tokens) // 4 :])
+        return late / self.settled_step_s if self.settled_step_s else 0.0
 
 
 class Book:
@@ -158,7 +157,7 @@ class Book:
                 stage="" if cause else what,
                 step=step,
                 start_s=start_s,
-                duration_s=end_s - start_s,
+                end_s=end_s,
                 cause=cause,
             )
             self._spans.append(span)
@@ -171,7 +170,7 @@ class Book:
     def close(self, end_s: float) -> tuple[SimulatedSpan, ...]:
         """The spans in order, those beyond the end cut there."""
         cut = [
-            span if span.end_s <= end_s else replace(span, duration_s=end_s - span.start_s)
+            span if span.end_s <= end_s else replace(span, end_s=end_s)
             for span in self._spans
             if span.start_s < end_s
         ]
@@ -187,7 +186,7 @@ def pool_times(
     for span in spans:
         if span.pool == BESIDE:
             continue
-        seconds = span.duration_s / (1 if span.lane == WHOLE else lanes[span.pool])
+        seconds = (span.end_s - span.start_s) / (1 if span.lane == WHOLE else lanes[span.pool])
         if span.cause is None:
             busy[span.pool] += seconds
         else:

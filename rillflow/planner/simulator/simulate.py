@@ -33,7 +33,7 @@ from rillflow.freshness.admission import HardBound, MeanBound
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
-from rillflow.planner.schedule import BESIDE, StageTask, Timing, in_turn, last_s
+from rillflow.planner.schedule import BESIDE, Timing, in_turn, last_s
 from rillflow.planner.simulator.asking import asked
 from rillflow.planner.simulator.draws import Row
 from rillflow.planner.simulator.layout import Layout, Settings, require_flow
@@ -75,13 +75,14 @@ def simulate(
     layout = Layout(problem=problem, costs=costs, plan=plan, settings=settings or Settings(), seed=seed)
     if layout.flows:
         require_flow(layout)
-    return (_Flowing if layout.flows else _InOrder)(layout).run(steps)
+    run: _Flowing | _InOrder = _Flowing(layout) if layout.flows else _InOrder(layout)
+    return run.run(steps)
 
 
 def enough_steps(problem: Problem, plan: Plan) -> int:
     """Steps whose mean says what a step comes to: ``ENOUGH_ROWS`` rows; ahead twice as many.
 
-    Steps ahead come in bursts, every k + 1 of them, so they are whole cycles; the earlier half fills it.
+    Steps ahead come in bursts, every k + 1 of them, so they are whole cycles; the first quarter is left out.
     """
     if not plan.freshness:
         return max(1, min(4, ENOUGH_ROWS // problem.workload.rows))
@@ -106,18 +107,14 @@ class _Run:
         self.trained = 0
         self.cached: dict[int, float] = defaultdict(float)
 
-    def run(self, steps: int) -> Simulation:
-        """Until so many steps have ended."""
-        raise NotImplementedError
-
-    def work(self, tasks: Iterable[StageTask], timings: Iterable[Timing], step: int) -> None:
+    def work(self, timings: Iterable[Timing], step: int) -> None:
         """Write stages down, and that their pools waited for data before."""
-        for task, timing in zip(tasks, timings, strict=True):
-            pool = task.pool if task.pool in self.pools else BESIDE
+        for timing in timings:
+            pool = timing.pool if timing.pool in self.pools else BESIDE
             if pool != BESIDE:
                 self.book.write(pool, WHOLE, IdleCause.DATA, step, timing.start_s)
             self.book.pass_over(pool, WHOLE, timing.start_s)
-            self.book.write(pool, WHOLE, task.name, step, timing.end_s)
+            self.book.write(pool, WHOLE, timing.name, step, timing.end_s)
 
     def found(self, unfinished: int) -> Simulation:
         """What came of it; so many rows are on their way."""
@@ -149,7 +146,7 @@ class _InOrder(_Run):
         self._aside: list[int] = []
         self._fresh = 0
         self._free_s: dict[str, float] = {}
-        crossing = sum(task.seconds for task in layout.tasks if layout.is_publish(task.stage))
+        crossing = layout.evaluation.crossing_s
         self._load_s = crossing if layout.plan.freshness and layout.plan.weights == "exposed" else 0.0
 
     def run(self, steps: int) -> Simulation:
@@ -168,36 +165,36 @@ class _InOrder(_Run):
         for pool in samplers if step > ahead + 1 and self._load_s else ():
             self._free_s[pool] = max(begin_s, self._free_s[pool]) + self._load_s
         handed = {stage: one.handed_s(layout.parts) for stage, one in rounds.items()}
-        tasks = asked(layout, handed)
-        timings = in_turn([one.task for one in tasks], begin_s=begin_s, free_s=self._free_s)
-        for one, timing in zip(tasks, timings, strict=True):
-            if one.stage in rounds:
-                since_s = handed[one.stage][one.part - 1] if one.part else 0.0
-                self._sample(one.task, timing, rounds[one.stage], step, since_s)
+        timings = in_turn(asked(layout, handed), begin_s=begin_s, free_s=self._free_s)
+        trainers, stages = set[str](), len(layout.problem.graph.stages)
+        for timing in timings:
+            part, stage = divmod(timing.stage, stages)
+            if stage in rounds:
+                self._sample(timing, rounds[stage], step, handed[stage][part - 1] if part else 0.0)
             else:
-                self.work([one.task], [timing], step)
-        trainers = {one.task.pool for one in tasks if one.stage not in rounds}
+                self.work([timing], step)
+                trainers.add(timing.pool)
         end_s = max(self.ends[-1] if self.ends else 0.0, last_s(timings))
         self.ends.append(end_s + layout.problem.overhead_s)
-        for one in tasks:
-            if layout.trains(one.stage):  # what is recorded of a step is asked of the ranks that train
-                self._free_s[one.task.pool] = self.ends[-1]
+        for timing in timings:
+            if timing.stage % stages in layout.problem.training:  # asked for what is recorded of a step
+                self._free_s[timing.pool] = self.ends[-1]
         for pool in () if ahead else self.pools:
             cause = IdleCause.WEIGHTS if pool in samplers - trainers else IdleCause.NOTHING
             self.book.write(pool, WHOLE, cause, step, end_s)
             self.book.write(pool, WHOLE, IdleCause.OVERHEAD, step, self.ends[-1])
 
-    def _sample(self, task: StageTask, timing: Timing, one: Round, step: int, since_s: float) -> None:
+    def _sample(self, timing: Timing, one: Round, step: int, since_s: float) -> None:
         """Write down what each replica did since the part before, and that it waited for the last one."""
         cause = IdleCause.WEIGHTS if self.layout.plan.freshness and not since_s else IdleCause.DATA
-        self.book.write(task.pool, WHOLE, cause, step, timing.start_s)
-        self.book.pass_over(task.pool, WHOLE, timing.end_s)
-        idle = [0.0] * (self.layout.lanes[task.pool] - len(one.lanes_s))
+        self.book.write(timing.pool, WHOLE, cause, step, timing.start_s)
+        self.book.pass_over(timing.pool, WHOLE, timing.end_s)
+        idle = [0.0] * (self.layout.lanes[timing.pool] - len(one.lanes_s))
         for lane, done_s in enumerate([*one.lanes_s, *idle], 1):
-            spent_s = min(max(done_s - since_s, 0.0), task.seconds)
-            self.book.pass_over(task.pool, lane, timing.start_s)
-            self.book.write(task.pool, lane, task.name, step, timing.start_s + spent_s)
-            self.book.write(task.pool, lane, IdleCause.TAIL, step, timing.end_s)
+            spent_s = min(max(done_s - since_s, 0.0), timing.seconds)
+            self.book.pass_over(timing.pool, lane, timing.start_s)
+            self.book.write(timing.pool, lane, timing.name, step, timing.start_s + spent_s)
+            self.book.write(timing.pool, lane, IdleCause.TAIL, step, timing.end_s)
 
     def _generated(self) -> dict[int, Round]:
         """Run the generation of a step, stage by stage; a greedy one answers the prompts that are kept."""
@@ -234,8 +231,8 @@ class _InOrder(_Run):
             prompts, self._aside = self._aside[:count], self._aside[count:]
             return prompts, self.workload.samples
         first = self._fresh
-        self._fresh += self.layout.prompts_begun
-        return range(first, self._fresh), self.layout.samples_begun
+        self._fresh += self.layout.begun("prompts")
+        return range(first, self._fresh), self.layout.begun("samples")
 
 
 _REPLICA, _SCORED, _FREE, _TRAINED, _WEIGHTS = range(5)
@@ -248,8 +245,7 @@ class _Flowing(_Run):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        plan = layout.plan
-        crossing = sum(task.seconds for task in layout.tasks if layout.is_publish(task.stage))
+        plan, crossing = layout.plan, layout.evaluation.crossing_s
         rule: type[HardBound[SampleGroup]] = MeanBound if plan.late == "drop" else HardBound
         self._admission = rule(
             freshness=plan.freshness,
@@ -321,7 +317,7 @@ class _Flowing(_Run):
         tasks, step = self.layout.by_group, self._admission.batch // self.layout.batches + 1
         for group in groups:
             timings = in_turn(tasks, begin_s=now, free_s=self._free_s)
-            self.work(tasks, timings, step)
+            self.work(timings, step)
             if tasks:
                 self._push(last_s(timings), _SCORED, partial(self._complete, group))
             else:
@@ -337,12 +333,12 @@ class _Flowing(_Run):
         begun_s = now + layout.problem.overhead_s / layout.batches
         self.book.write(self._first, WHOLE, IdleCause.DATA, step, now)
         self.book.write(self._first, WHOLE, IdleCause.OVERHEAD, step, begun_s)
-        version, left = divmod(batch + 1, layout.published)
-        tasks = [task for task in layout.by_batch if not (left and layout.is_publish(task.stage))]
+        (version, left), publishing = divmod(batch + 1, layout.published), layout.problem.publishing
+        tasks = [task for task in layout.by_batch if not (left and task.stage in publishing)]
         timings = in_turn(tasks, begin_s=begun_s, free_s=self._free_s)
-        self.work(tasks, timings, step)
+        self.work(timings, step)
         for timing in timings:
-            if layout.is_publish(timing.stage):
+            if timing.stage in publishing:
                 for place in range(len(self._stream.lanes)) if self._apart_s else (-1,):
                     there_s = timing.start_s + self._arrive_s + max(place, 0) * self._apart_s
                     self._push(there_s, _WEIGHTS, partial(self._publish, version, place))

@@ -71,7 +71,7 @@ def test_every_role_lies_as_the_plan_says(
     placement = loaded(recipe, plan).recipe.placement
     for role, unit in plan.units.items():
         mesh, grid = placement.mesh_of(role), unit.grid
-        assert (mesh.dp, mesh.pp, mesh.tp, mesh.is_sharded) == (grid.dp, grid.pp, grid.tp, grid.is_sharded)
+        assert (mesh.dp, mesh.pp, mesh.tp, mesh.fsdp > 1) == (grid.dp, grid.pp, grid.tp, grid.is_sharded)
         for other, its in plan.units.items():
             together = placement.pool_of(role) == placement.pool_of(other)
             assert together == (its.pool == unit.pool)
@@ -208,10 +208,11 @@ def test_two_fleets_are_refused(recipe: Path) -> None:
 def test_a_plan_is_opened_from_its_file(tmp_path: Path) -> None:
     plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3)
     file = tmp_path / "plan.toml"
-    with pytest.raises(PlanError, match="does not exist"):
+    with pytest.raises(ConfigError, match="does not exist"):
         open_plan(file)
     file.write_text(plan_text(plan))
     assert open_plan(file) == plan
-    file.write_bytes(b"\xff")
-    with pytest.raises(PlanError, match="cannot be read"):
-        open_plan(file)
+    for wrong, told in ((b"\xff", "is not UTF-8"), (b"name = ppo", "line 1, column 8")):
+        file.write_bytes(wrong)
+        with pytest.raises(ConfigError, match=told):
+            open_plan(file)

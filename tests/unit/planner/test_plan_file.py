@@ -63,7 +63,7 @@ def plans(draw: st.DrawFn) -> Plan:
 @settings(max_examples=60, deadline=None)
 @given(plans())
 def test_a_plan_is_read_back_as_it_was_written(plan: Plan) -> None:
-    again = read_plan(plan_text(plan), "plan.toml")
+    again = read_plan(tomllib.loads(plan_text(plan)), "plan.toml")
     assert again == plan
     assert list(again.units) == list(plan.units)
     assert plan_text(again) == plan_text(plan)
@@ -91,7 +91,7 @@ def test_what_toml_cannot_hold_is_refused_by_its_place() -> None:
 
 
 def test_what_is_left_out_has_its_default() -> None:
-    plan = read_plan(TEXT, "plan.toml")
+    plan = read_plan(tomllib.loads(TEXT), "plan.toml")
     assert plan.units["policy"] == PlannedUnit(pool="main", grid=Grid(dp=2, tp=4))
     assert (plan.freshness, plan.late, plan.oversample_prompts, plan.predicted_stages_s) == (
         0,
@@ -120,14 +120,13 @@ def test_what_is_left_out_has_its_default() -> None:
         ('name = "ppo"', 'name = "ppo"\noversample_prompts = nan', "a finite number"),
         ('name = "ppo"', 'name = "ppo"\nfreshnes = 1', "did you mean 'freshness'"),
         ('name = "ppo"', 'name = "ppo"\npredicted = 3', "a table"),
-        ('name = "ppo"', "name = ppo", "is not a plan"),
         ("[units.policy]", '[pools.idle]\nfleet = "h100"\ndevices = 8\n[units.policy]', "idle has no unit"),
     ],
 )
 def test_what_cannot_be_is_refused(old: str, new: str, said: str) -> None:
     assert old in TEXT
     with pytest.raises(PlanError, match=said) as caught:
-        read_plan(TEXT.replace(old, new), "plan.toml")
+        read_plan(tomllib.loads(TEXT.replace(old, new)), "plan.toml")
     assert "plan.toml" in caught.value.what
     assert caught.value.why
 

@@ -149,8 +149,8 @@ def test_experts_slow_a_mixture_by_their_links_and_their_pace() -> None:
     assert by_ep[0] == 0 < by_ep[1]
     fast = setting(shape=MIXTURE, factors=replace(FREE, expert_flops=1.0))
     slow = setting(shape=MIXTURE, factors=replace(FREE, expert_flops=0.5))
-    assert compute.paced_flops(slow, load) > compute.paced_flops(fast, load)
-    assert compute.paced_flops(fast, load) == compute.pass_flops(MIXTURE, load)
+    products, pairs = MIXTURE.token_flops * load.tokens, MIXTURE.attention_flops(1.0) * load.squares
+    assert compute.pass_flops(slow, load) > compute.pass_flops(fast, load) == products + pairs / 2
 
 
 def test_kernels_that_are_not_fused_cost_what_they_touch_of_memory() -> None:

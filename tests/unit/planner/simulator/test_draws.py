@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow.planner.simulator.draws import Row, rows_of, slow_devices
+from rillflow.planner.simulator.draws import BLOCK, Row, rows_of, slow_devices
 from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.workload import Lengths, Workload
 
@@ -41,8 +44,15 @@ def test_lengths_have_the_distribution_with_its_clipped_mass() -> None:
     lengths = Lengths(kind="lognormal", limit=2000, median=800, sigma=1.0)
     found = responses(lengths, 4000)
     assert found.mean() == pytest.approx(lengths.mean, rel=0.02)
-    assert (found == 2000).mean() == pytest.approx(lengths.clipped, rel=0.05)
+    assert (found == 2000).mean() == pytest.approx(1 - NormalDist().cdf(math.log(2000 / 800)), rel=0.05)
     assert np.median(found) == pytest.approx(800, rel=0.03)
+
+
+def test_a_block_of_steps_has_the_middles_of_equal_parts_of_the_distribution() -> None:
+    """So few steps have as many long rows as they should: of 512 rows one is the longest of 512."""
+    found = responses(LOGNORMAL, BLOCK * 4)
+    assert sorted(found.flatten().tolist()) == LOGNORMAL.spread(BLOCK * 4 * 8).round().tolist()
+    assert len(set(found.argmax(axis=0).tolist())) > 1, "each sample has an order of its own"
 
 
 def test_measured_lengths_come_as_often_as_they_were_seen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ TRAINING = {**STAGE_S, "policy.update": 3.0, "critic.update": 0.0, "reward.score
 
 def run(one: Toy, steps: int = 12) -> Simulation:
     """Through the file that a person writes."""
-    plan = read_plan(plan_text(one.plan), "plan.toml")
+    plan = read_plan(tomllib.loads(plan_text(one.plan)), "plan.toml")
     assert plan == one.plan
     return simulate(one.problem, one.costs, plan, steps=steps)
 
@@ -112,4 +113,4 @@ def test_batches_that_do_not_divide_a_step_are_refused(planned: dict[str, int], 
 def test_a_plan_file_names_a_value_that_cannot_be(line: str, said: str) -> None:
     text = plan_text(toy(STREAMED, freshness=1).plan).replace('late = "wait"\n', "")
     with pytest.raises(PlanError, match=said):
-        read_plan(text.replace("freshness = 1\n", f"freshness = 1\n{line}\n"), "plan.toml")
+        read_plan(tomllib.loads(text.replace("freshness = 1\n", f"freshness = 1\n{line}\n")), "plan.toml")

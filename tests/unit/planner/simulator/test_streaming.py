@@ -117,6 +117,14 @@ def test_a_looser_bound_is_never_much_slower(interrupts: bool) -> None:
     assert steps[-1] < 0.9 * steps[0], "with a long tail the bound is worth something"
 
 
+@pytest.mark.parametrize("more", range(5))
+def test_a_settled_step_does_not_depend_on_where_in_a_burst_the_last_one_lies(more: int) -> None:
+    """Bursts of five steps, 2 s each; the mean of the later half is off by up to a fifth."""
+    found = replace(run(toy(STREAMED, freshness=1), steps=1), step_s=(9.0, 0.25, 0.25, 0.25, 0.25) * 8)
+    found = replace(found, step_s=found.step_s[more:])
+    assert found.settled_step_s == pytest.approx(2.0, rel=0.05)
+
+
 def test_flowing_rows_are_faster_than_steps_in_step() -> None:
     flowing = run(toy(STREAMED, response=HEAVY, prompts=8, freshness=1), steps=20)
     in_step = run(toy(STREAMED, response=HEAVY, prompts=8), steps=20)
