@@ -3,11 +3,18 @@
     logits [N, V] ── a chunk of rows at a time, in float32 or wider ──> log p(token), entropy, likeliest? [N]
 
 Kept for the backward pass are the logits themselves and two numbers a row; the backward pass makes the
-one [N, V] gradient and fills it chunk by chunk. Legend: N tokens, V vocabulary, C rows of a chunk.
+one [N, V] gradient and fills it chunk by chunk. Where even one [N, V] is too many, logits are made a slice of
+the vocabulary at a time, and once more in the backward pass:
+
+    hidden [N, D] ─ x weight[slice].T ─> [N, S] ─ as above ─> log sum exp, entropy of each ─ joined ─> [N]
+         └─ backward: the logits once more, their gradient in their place ─> weight[slice]'s, hidden's
+
+Legend: N tokens, V vocabulary, C rows of a chunk, D hidden size, S tokens of a slice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +27,8 @@ _CACHED = 1 << 18
 """Logits of one chunk on a processor: few enough to stay in a cache between its passes."""
 _LAUNCHED = 1 << 27
 """Logits of one chunk elsewhere: so many that what a chunk computes takes longer than asking for it."""
+MOST_LOGITS = 1 << 26
+"""Logits of one pass that are kept whole: 256 MiB in float32, and a gradient as large."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,15 +43,36 @@ class TokenLogprobs:
     """[N] bool, True where no token is likelier."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadLogits:
+    """Logits [N, V] that are not made: ``hidden @ weight.T``, of which only slices are held at a time."""
+
+    hidden: Tensor
+    """[N, D] the states at the tokens that are read."""
+    weight: Tensor
+    """[V, D] the head's."""
+    most: int = MOST_LOGITS
+    """Logits of one slice at most, but a slice has one token of the vocabulary at least."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, V)."""
+        return (self.hidden.shape[0], self.weight.shape[0])
+
+    def sum(self) -> Tensor:
+        """[] a number that depends on all that the logits do, for a gradient of 0."""
+        return self.hidden.sum() + self.weight.sum()
+
+
 def token_logprobs(
-    logits: Tensor, tokens: Tensor, temperature: float = 1.0, *, chunk: int | None = None
+    logits: Tensor | HeadLogits, tokens: Tensor, temperature: float = 1.0, *, chunk: int | None = None
 ) -> TokenLogprobs:
-    """What ``softmax(logits / temperature)`` gives each token; gradients flow into the logits.
+    """What ``softmax(logits / temperature)`` gives each token; gradients flow into what logits are given as.
 
     log p = z_token - log sum exp z with z = logits / temperature; H = -sum p log p.
 
     Args:
-        logits: [N, V] of any float type.
+        logits: [N, V] of any float type, or what they are made of.
         tokens: [N] int64.
         temperature: the one the tokens were drawn at, above 0.
         chunk: logits computed at once, in whole rows and at least one; None for what suits the device.
@@ -50,7 +80,7 @@ def token_logprobs(
     Raises:
         FormulaError: shapes do not fit, or the temperature is not positive.
     """
-    if logits.dim() != 2 or tokens.shape != logits.shape[:1]:
+    if len(logits.shape) != 2 or tokens.shape != logits.shape[:1]:
         raise FormulaError(
             f"token_logprobs: logits have shape {list(logits.shape)} and tokens {list(tokens.shape)}",
             why="there is one row of logits a token",
@@ -61,54 +91,103 @@ def token_logprobs(
             why="the likeliest token has probability 1 at temperature 0: there is nothing to learn from it",
             fix="sample at a temperature above 0",
         )
-    chunk = chunk or (_CACHED if logits.device.type == "cpu" else _LAUNCHED)
-    found = _TokenLogprobs.apply(logits, tokens, temperature, chunk)  # type: ignore[no-untyped-call]
+    chunk = chunk or (_CACHED if tokens.device.type == "cpu" else _LAUNCHED)
+    made_of: tuple[Any, ...] = (logits, None, 0)
+    if isinstance(logits, HeadLogits):
+        made_of = (logits.hidden, logits.weight, logits.most)
+    found = _TokenLogprobs.apply(*made_of, tokens, temperature, chunk)  # type: ignore[no-untyped-call]
     logprobs, entropy, likeliest = found
     return TokenLogprobs(logprobs=logprobs, entropy=entropy, likeliest=likeliest)
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """Of logits [N, V], or where there is a weight [V, D], of hidden states [N, D]."""
+
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        given: Tensor,
+        weight: Tensor | None,
+        most: int,
+        tokens: Tensor,
+        temperature: float,
+        chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        normaliser, entropy, chosen, top = (
-            torch.empty(logits.shape[0], dtype=wide, device=logits.device) for _ in range(4)
-        )
-        for part in _chunks(logits, chunk):
-            scores = logits[part].to(wide) / temperature
-            torch.amax(scores, -1, out=top[part])
-            torch.gather(scores, -1, tokens[part, None], out=chosen[part, None])
-            torch.logsumexp(scores, -1, out=normaliser[part])
-            scores.sub_(
-                normaliser[part, None]
-            )  # before the sum: lse - sum p z would cancel where one token rules
-            torch.sum(scores.exp().mul_(scores), -1, out=entropy[part])
-        entropy.neg_()
-        likeliest = chosen >= top
-        ctx.save_for_backward(logits, tokens, normaliser, entropy)
+        wide = torch.promote_types(given.dtype, torch.float32)
+        of_slices = []
+        score = highest = torch.tensor(-torch.inf, dtype=wide, device=given.device)
+        for start, _, logits in _slices(given, weight, most):
+            normaliser, entropy, chosen, top = torch.empty(4, len(tokens), dtype=wide, device=given.device)
+            inside, ids = _within(tokens, start, logits.shape[1])
+            for part in _chunks(logits, chunk):
+                scores = logits[part].to(wide) / temperature
+                torch.amax(scores, -1, out=top[part])
+                torch.gather(scores, -1, ids[part, None], out=chosen[part, None])
+                torch.logsumexp(scores, -1, out=normaliser[part])
+                # before the sum: lse - sum p z would cancel where one token rules
+                scores.sub_(normaliser[part, None])
+                torch.sum(scores.exp().mul_(scores), -1, out=entropy[part])
+            of_slices.append((normaliser, entropy.neg_()))
+            score, highest = torch.where(inside, chosen, score), torch.maximum(highest, top)
+        normaliser, entropy = of_slices[0] if len(of_slices) == 1 else _joined(of_slices)
+        likeliest = score >= highest
+        ctx.save_for_backward(given, weight, tokens, normaliser, entropy)
         ctx.mark_non_differentiable(likeliest)
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return chosen - normaliser, entropy, likeliest
+        ctx.most, ctx.temperature, ctx.chunk = most, temperature, chunk
+        return score - normaliser, entropy, likeliest
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """dz = g (onehot - p) - h p (z - log sum exp z + H) for gradients g of log p and h of H."""
-        logits, tokens, normaliser, entropy = ctx.saved_tensors
+        given, weight, tokens, normaliser, entropy = ctx.saved_tensors
         of_logprobs = torch.zeros_like(normaliser) if gradients[0] is None else gradients[0] / ctx.temperature
         of_entropy = None if gradients[1] is None else gradients[1] / ctx.temperature
-        result = torch.empty_like(logits)
-        for part in _chunks(logits, ctx.chunk):
-            scores = (logits[part].to(normaliser.dtype) / ctx.temperature).sub_(normaliser[part, None])
-            shares = scores.exp()
-            slope = -of_logprobs[part, None]
-            if of_entropy is not None:
-                slope = slope - of_entropy[part, None] * scores.add_(entropy[part, None])
-            shares.mul_(slope).scatter_add_(-1, tokens[part, None], of_logprobs[part, None])
-            result[part] = shares
-        return result, None, None, None
+        of_given = torch.empty_like(given) if weight is None else torch.zeros_like(given, dtype=entropy.dtype)
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for start, rows, logits in _slices(given, weight, ctx.most):
+            inside, ids = _within(tokens, start, logits.shape[1])
+            hits, slopes = of_logprobs * inside, of_given if weight is None else logits
+            for part in _chunks(logits, ctx.chunk):
+                scores = (logits[part].to(normaliser.dtype) / ctx.temperature).sub_(normaliser[part, None])
+                shares = scores.exp()
+                slope = -of_logprobs[part, None]
+                if of_entropy is not None:
+                    slope = slope - of_entropy[part, None] * scores.add_(entropy[part, None])
+                shares.mul_(slope).scatter_add_(-1, ids[part, None], hits[part, None])
+                slopes[part] = shares
+            if rows is not None:
+                of_given += slopes @ rows
+            if of_weight is not None:
+                torch.mm(slopes.T, given, out=of_weight[start : start + logits.shape[1]])
+        return of_given.to(given.dtype), of_weight, None, None, None, None
+
+
+def _slices(given: Tensor, weight: Tensor | None, most: int) -> Iterator[tuple[int, Tensor | None, Tensor]]:
+    """Where each slice of the vocabulary begins, its weights, its logits; the next one's take their place."""
+    if weight is None:
+        yield 0, None, given
+        return
+    rows, vocabulary = given.shape[0], weight.shape[0]
+    width = -(-vocabulary // max(1, -(-rows * vocabulary // most)))
+    held = given.new_empty(rows * width)
+    for start in range(0, vocabulary, width):
+        part = weight[start : start + width]
+        yield start, part, torch.mm(given, part.T, out=held[: rows * len(part)].view(rows, len(part)))
+
+
+def _within(tokens: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """[N] each: whether a token is of a slice, and its place there, or any place."""
+    ids = tokens - start
+    return (ids >= 0) & (ids < width), ids.clamp(0, width - 1)
+
+
+def _joined(of_slices: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """[N] each: log sum exp and entropy of all slices; H = sum over slices of P (H of the slice - log P)."""
+    normalisers, entropies = (torch.stack(each) for each in zip(*of_slices, strict=True))
+    normaliser = torch.logsumexp(normalisers, 0)
+    logs = normalisers - normaliser
+    return normaliser, (logs.exp() * (entropies - logs)).sum(0)
 
 
 def _chunks(logits: Tensor, numbers: int) -> list[slice]:

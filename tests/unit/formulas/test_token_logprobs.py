@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rillflow.errors import FormulaError
-from rillflow.formulas.logprobs import TokenLogprobs, token_logprobs
+from rillflow.formulas.logprobs import HeadLogits, TokenLogprobs, token_logprobs
 
 
 def reference(logits: Tensor, tokens: Tensor, temperature: float) -> TokenLogprobs:
@@ -118,6 +118,73 @@ def test_the_backward_pass_keeps_no_copy_of_the_logits() -> None:
         token_logprobs(leaf, tokens)
     large = [tensor for tensor in kept if tensor.numel() >= leaf.numel()]
     assert [tensor.data_ptr() for tensor in large] == [leaf.data_ptr()]
+
+
+def factors(rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    hidden, weight = (torch.randn(size, 16, generator=generator).to(dtype) for size in (rows, vocabulary))
+    return hidden, weight / 4, torch.randint(0, vocabulary, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    "most", [1, 7 * 150, 7 * 601, 1 << 26], ids=["one token", "uneven", "all but one", "all"]
+)
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+def test_slices_of_the_vocabulary_say_what_whole_logits_say(
+    most: int, weights: tuple[float, float], dtype: torch.dtype, tolerance: float
+) -> None:
+    *leaves, tokens = factors(7, 602, dtype)
+    said, gradients = [], []
+    for is_whole in (False, True):
+        hidden, weight = (leaf.clone().requires_grad_() for leaf in leaves)
+        if is_whole:
+            found = token_logprobs(hidden @ weight.T, tokens, 0.8)
+        else:
+            found = token_logprobs(HeadLogits(hidden=hidden, weight=weight, most=most), tokens, 0.8)
+        (weights[0] * found.logprobs + weights[1] * found.entropy).sum().backward()
+        said.append((found.logprobs.detach(), found.entropy.detach()))
+        gradients.append((hidden.grad, weight.grad))
+        assert found.likeliest.tolist() == (hidden @ weight.T).argmax(-1).eq(tokens).tolist()
+    for found, expected in zip((*said[0], *gradients[0]), (*said[1], *gradients[1]), strict=True):
+        largest = max(1.0, float(expected.abs().max()))
+        assert float((found - expected).abs().max()) <= tolerance * largest
+
+
+def test_the_likeliest_token_may_be_of_any_slice() -> None:
+    hidden, weight, _ = factors(50, 40, torch.float32)
+    best = (hidden @ weight.T).argmax(-1)
+    for tokens in (best, (best + 1) % 40):
+        found = token_logprobs(HeadLogits(hidden=hidden, weight=weight, most=50 * 3), tokens)
+        assert found.likeliest.tolist() == (tokens == best).tolist()
+
+
+def test_narrow_weights_get_the_gradient_of_one_product_rounded_once() -> None:
+    hidden, weight, tokens = factors(300, 90, torch.bfloat16)
+    leaf = weight.requires_grad_()
+    token_logprobs(HeadLogits(hidden=hidden, weight=leaf, most=300 * 8), tokens).logprobs.sum().backward()
+    wide = (hidden @ weight.T).float().detach().requires_grad_()
+    reference(wide, tokens, 1.0).logprobs.sum().backward()
+    assert wide.grad is not None and leaf.grad is not None
+    assert torch.equal(leaf.grad, wide.grad.to(torch.bfloat16).T @ hidden)
+
+
+def test_slices_keep_hidden_states_and_weight_alone() -> None:
+    hidden, weight, tokens = factors(64, 4096, torch.float32)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda t: t):
+        token_logprobs(HeadLogits(hidden=hidden.requires_grad_(), weight=weight, most=2**12), tokens)
+    assert sum(tensor.nbytes for tensor in kept) == hidden.nbytes + weight.nbytes + tokens.nbytes + 2 * 64 * 4
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, tokens = factors(4, 9, torch.float64)
+    leaf = hidden.clone().requires_grad_()
+    token_logprobs(HeadLogits(hidden=leaf, weight=weight, most=8), tokens).logprobs.sum().backward()
+    whole = hidden.clone().requires_grad_()
+    reference(whole @ weight.T, tokens, 1.0).logprobs.sum().backward()
+    torch.testing.assert_close(leaf.grad, whole.grad)
+    assert weight.grad is None
 
 
 def test_no_tokens_are_no_trouble() -> None:
