@@ -28,7 +28,7 @@ RANKS = 4
 MESHES = {
     "tp 4": {"tp": 4},
     "pp 4": {"pp": 4},
-    "fsdp 4": {"dp": 4},
+    "fsdp 4": {"dp": 4, "fsdp": 4},
     "pp 2, tp 2": {"pp": 2, "tp": 2},
 }
 MIB = 2**20
@@ -77,23 +77,22 @@ def load(said: Any, rank: int, meeting: str, folder: str, sizes: dict[str, int],
     import torch
     import torch.distributed as dist
 
+    from rillflow.cluster.config import MeshSizes
     from rillflow.cluster.ranks import ProcessRanks
     from rillflow.models.config import ModelConfig
     from rillflow.models.language_model import LanguageModel, outline
-    from rillflow.placement.mesh import Mesh
     from rillflow.roles.share import Share
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     assert dist.group.WORLD is not None
     ranks = ProcessRanks(dist.group.WORLD, range(RANKS), 600)
-    mesh = Mesh.of(**{"dp": 1, "pp": 1, "tp": 1} | sizes)
     ranks.gather(torch.zeros(1))
     base, began = forgotten(), time.monotonic()
     config = ModelConfig(path=folder)
     where: dict[str, Any] = {"device": torch.device("cpu"), "base": Path(), "section": "policy.model"}
     model = outline(LanguageModel, config, seed=0, **where)
-    share = Share.of(model.read() if is_whole else model, mesh=mesh, is_sharded="dp" in sizes, ranks=ranks)
+    share = Share.of(model.read() if is_whole else model, MeshSizes(**sizes), ranks)
     seconds = time.monotonic() - began
     own = {held.untyped_storage().data_ptr(): held for held in share.parallel.local_weights().values()}
     kept = sum(held.untyped_storage().nbytes() for held in own.values())

@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -51,8 +52,11 @@ from rillflow.weights.layout import (
 )
 from rillflow.weights.plan import reshard_plan
 from rillflow.weights.resharding import Resharding, keep
-from rillflow.weights.sharded_file import load_sharded, save_sharded
+from rillflow.weights.sharded_file import load_sharded
 from rillflow.weights.switch import WeightSwitch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/distributed"))
+from sharded import save_sharded
 
 RANKS, TP, LAYERS, HIDDEN, INNER, WORDS = 8, 2, 8, 1024, 4096, 8192
 CASES = {"(p, t, d) = (1, 8, 1)": (1, 8), "(p, t, d) = (2, 4, 1)": (2, 4)}
@@ -99,7 +103,7 @@ class Rank:
             name: (ends[name] if name in ends else int(name.split(".")[1]) * p // LAYERS,)
             for name in self.weights
         }
-        self.source = training_layout(self.weights, self.parts, self.stages, self.train, shard=False)
+        self.source = training_layout(self.weights, self.parts, self.stages, self.train)
         self.grouped = generation_layout(self.weights, self.parts, generation_mesh(self.train, TP))
         plain = Mesh.of(dp=1, micro_dp=RANKS // TP, pp=1, tp=TP)
         self.plain = generation_layout(self.weights, self.parts, plain)

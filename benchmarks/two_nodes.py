@@ -140,7 +140,8 @@ def main() -> None:
         "# The quickstart on two nodes",
         "",
         f"`python benchmarks/two_nodes.py --write benchmarks/results/two_nodes.md`, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, {versions}; the setting is at the head of the script.",
+        f"load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}, {versions}; the setting is at "
+        "the head of the script.",
         "",
         "Same: weights and every metric but times are, bit for bit, those of one node. Start-up: from the",
         "command to the first step, most of it importing; on one node the run starts Ray, on two Ray is up.",

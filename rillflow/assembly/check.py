@@ -5,7 +5,8 @@
                   └─ run directory ──────────────── new, resumes, finished
                             └─> Report: topics to read, notes to think about, problems that stop a run
 
-Imports no torch, and transformers only to render conversations: the answer is there in one to two seconds.
+Imports no torch but to say what ranks will hold, and transformers only to render conversations: the answer is
+there in one to two seconds.
 Nothing is written.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.arithmetic import batch_lines
+from rillflow.assembly.doctor import available_memory
 from rillflow.assembly.looks import Report, look
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, leaves
 from rillflow.assembly.resume import MAY_CHANGE, after, drawn_from, kill_cost, require_possible, resolved
@@ -23,7 +25,7 @@ from rillflow.assembly.role_table import ROLES, model_roles, roles_of
 from rillflow.cluster.config import SAMPLER
 from rillflow.config.problems import shown
 from rillflow.dataflow.checkpoint import kept_steps
-from rillflow.errors import RunDirectoryError
+from rillflow.errors import ConfigError, RunDirectoryError
 from rillflow.observe import layout
 from rillflow.observe.changes import allowed_changes
 from rillflow.observe.run_directory import holds_step
@@ -33,13 +35,21 @@ DEFAULT = "default"
 """What a setting that nobody gave is marked with."""
 
 
-def check(loaded: LoadedRecipe, *, every_setting: bool = False) -> Report:
-    """Look at everything; of the settings, show those that were given, or every one."""
+def check(loaded: LoadedRecipe, *, every_setting: bool = False, memory: bool = False) -> Report:
+    """Look at everything; of the settings, show those that were given, or every one.
+
+    Args:
+        loaded: the recipe.
+        every_setting: whether to show the others too.
+        memory: whether to try a step's passes without numbers, which imports torch, for what ranks will hold.
+    """
     report = Report()
     report.say("batch", batch_lines(loaded.recipe))
     report.say("placement", placement_lines(loaded.recipe))
     look(loaded.recipe, loaded.base, report, drawn=drawn_from(Path(loaded.recipe.run.dir or ".")))
     report.attempt(lambda: _look_at_run(loaded, report))
+    if memory and not report.problems:
+        report.attempt(lambda: _look_at_memory(loaded, report))
     lines = setting_lines(loaded)
     given = [line for line in lines if not line.endswith(f"({DEFAULT})")]
     rest = f"and {len(lines) - len(given)} with their defaults, which --all shows"
@@ -77,6 +87,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
         "task.operators": source != "arithmetic",
         "task.held_out": recipe.task.held_out_source is not None,
         "policy.final_lr": recipe.policy.schedule == "constant",
+        "placement.sequence_parallel": recipe.placement.is_inline,
         "placement.tp_across_nodes": recipe.placement.is_inline,
         "rollout.verify_every": recipe.placement.is_inline,
     }
@@ -112,6 +123,10 @@ def placement_lines(recipe: Recipe) -> list[str]:
         last = f" to {size - 1}" if size > 1 else ""
         grid = f", {placement.mesh_of(role)}" if role in models and size > 1 else ""
         lines.append(f"{role}: pool {pool}, rank 0{last}{grid}")
+        if role == "reference" or (role in models and roles_of(recipe)[role].is_trained):
+            what = ("weights", "reference") if role == "reference" else ("moments and masters", "optimizer")
+            if recipe.policy.offload in ("all", what[1]):
+                lines.append(f"  {what[0]} in host memory between their uses")
         if role == "policy" and placement.samples_apart:
             answers = placement.pools[placement.pool_of(SAMPLER)]
             last = f" to {answers - 1}" if answers > 1 else ""
@@ -135,6 +150,23 @@ def _look_at_run(loaded: LoadedRecipe, report: Report) -> None:
         made = max(kept_steps(path / layout.CHECKPOINTS), default=0)
         if made < loaded.recipe.total_steps:
             lines += [f"a resume changes, {after(made, change)}" for change in changed]
+
+
+def _look_at_memory(loaded: LoadedRecipe, report: Report) -> None:
+    from rillflow.assembly.peaks import peak_lines, peaks_of, require_room
+
+    if report.encoded is None or report.sizes is None:
+        raise ConfigError(
+            "the memory of ranks cannot be said",
+            why="the model's tokeniser and sizes are not on this disk: how long rows are is not known",
+            fix="name a directory in policy.model.path",
+        )
+    placement, free = loaded.recipe.placement, available_memory()
+    peaks = peaks_of(loaded.recipe, loaded.base, report.encoded, report.sizes)
+    report.say("memory", peak_lines(peaks))
+    pools = {peak.pool: placement.pools[peak.pool] for peak in peaks}
+    if free is not None and placement.address is None and not loaded.recipe.run.device.startswith("cuda"):
+        require_room(peaks, pools, free)
 
 
 def run_state(path: Path) -> str:

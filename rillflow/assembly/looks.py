@@ -20,7 +20,7 @@ from pathlib import Path
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.doctor import available_memory, cuda_devices
 from rillflow.assembly.encoding import EncodedTask, encode_task, read_model_input
-from rillflow.assembly.memory import estimate, rank_lines, sizes_of_directory, sizes_of_new
+from rillflow.assembly.memory import ModelSizes, estimate, rank_lines, sizes_of_directory, sizes_of_new
 from rillflow.assembly.meshes import unfit
 from rillflow.assembly.model_files import require_model_files
 from rillflow.assembly.preflight import (
@@ -74,6 +74,8 @@ class Report:
     """The rows, where they could be read."""
     encoded: EncodedTask | None = None
     """The rows as tokens, where the model's tokeniser and context are at hand."""
+    sizes: ModelSizes | None = None
+    """Those of the section ``policy``'s model, where its files are at hand."""
 
     @property
     def rows(self) -> Task[Example]:
@@ -240,6 +242,7 @@ def _look_at_model(recipe: Recipe, base: Path, report: Report) -> None:
     if source is not None and Path(source).is_dir():
         require_model_files(Path(source), is_chat=_has_chat(report.task))
         sizes = sizes_of_directory(Path(source))
+    report.sizes = sizes
     if sizes is None:
         report.say("model", [f"{name}: its size is known when it is loaded"])
         return

@@ -134,7 +134,7 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
     if mesh.is_plain and tp == 1 and not placement.samples_apart:
         return []
     whole = sizes.parameters * item
-    parts = mesh.pp * mesh.tp * (mesh.dp if mesh.is_sharded else 1)
+    parts = mesh.pp * mesh.tp * mesh.fsdp
     rows = -(-rows_at_once(recipe) * tp // answering)
     cache = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item // tp
     state = 2 * sizes.parameters * _FLOAT32_BYTES // parts

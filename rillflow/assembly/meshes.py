@@ -22,6 +22,14 @@ def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigE
     for key, axes in placement.train.items():
         wrong += _wrong_key(placement, roles, key)
         wrong += _wrong_axes(f"train.{key}", axes, TRAIN_AXES)
+    if placement.sequence_parallel and all(placement.mesh_of(role).tp == 1 for role in roles):
+        wrong.append(
+            ConfigError(
+                "placement.sequence_parallel is true and no model is trained with tp above 1",
+                why="tokens are shared out over the ranks of tp",
+                fix="set tp in placement.train, or remove it",
+            )
+        )
     yield from wrong
     if wrong:
         return
@@ -53,12 +61,6 @@ def _wrong_axes(where: str, axes: Mapping[str, int], known: Sequence[str]) -> It
             yield ConfigError(
                 f"placement.{where}.{axis} is {size}", why="the least is 1", fix="try 1, or leave it out"
             )
-    if "dp" in axes and "fsdp" in axes:
-        yield ConfigError(
-            f"placement.{where} has dp = {axes['dp']} and fsdp = {axes['fsdp']}",
-            why="ranks with other rows each hold all parameters (dp) or their share of them (fsdp)",
-            fix="remove one of the two",
-        )
 
 
 def _filled(placement: PlacementConfig, role: str) -> Iterator[ConfigError]:
@@ -86,7 +88,7 @@ def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
     mesh, tp = placement.mesh_of("policy"), placement.generate_tp
     if placement.samples_apart:
         yield from _apart(placement)
-    elif mesh.is_sharded and mesh.pp == mesh.tp == 1:
+    elif mesh.fsdp > 1 and mesh.pp == mesh.tp == 1:
         if mesh.dp % tp:
             yield ConfigError(
                 f"placement.generate.tp is {tp} and the policy is trained with {mesh}",

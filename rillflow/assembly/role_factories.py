@@ -20,6 +20,7 @@ from rillflow.assembly.encoding import ModelInput
 from rillflow.assembly.engines import engine_class
 from rillflow.assembly.role_table import NO_ROLE, RoleKind
 from rillflow.cluster.backend import Site
+from rillflow.cluster.config import MeshSizes
 from rillflow.errors import ConfigError
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import (
@@ -79,10 +80,8 @@ class RoleSetting:
     """How the policy is sampled."""
     limits: RewardConfig
     """What reward functions are held to."""
-    mesh: Mesh
-    """The grid of the role's ranks while they train and score: dp, pp, tp."""
-    is_sharded: bool
-    """Whether parameters are cut over dp as well."""
+    sizes: MeshSizes
+    """The grid of the role's ranks while they train and score."""
     generate: Mesh | None = None
     """The grid on which the policy answers; None for a policy whose sampler has ranks of its own."""
     model: ModelConfig | None = None
@@ -121,7 +120,7 @@ class RoleSetting:
 
     def share(self, model: Model) -> Share[Model]:
         """The rank's share of a model, read."""
-        return Share.of(model, mesh=self.mesh, is_sharded=self.is_sharded, ranks=self.site.ranks)
+        return Share.of(model, self.sizes, self.site.ranks)
 
 
 def made(factory: str | type, setting: Callable[..., RoleSetting], site: Site) -> Any:
@@ -155,8 +154,7 @@ def policy(setting: RoleSetting) -> Policy:
         return Policy(share, weights=SentWeights(share), **how)
     share, weights = lay_out(
         loaded,
-        mesh=setting.mesh,
-        is_sharded=setting.is_sharded,
+        sizes=setting.sizes,
         generate=setting.generate,
         ranks=setting.site.ranks,
         version=setting.version,

@@ -137,7 +137,6 @@ class RoleGroups:
         recipe, kind = self._recipe, self._kinds[role]
         placement, sizes = recipe.placement, recipe.placement.mesh_of(role)
         pool = placement.pool_of(role)
-        grid = Mesh.of(dp=sizes.dp, pp=sizes.pp, tp=sizes.tp)
         rows = Mesh.of(dp=placement.pools[pool])
         setting = partial(
             RoleSetting,
@@ -148,12 +147,11 @@ class RoleGroups:
             seed=recipe.run.seed,
             rollout=recipe.rollout,
             limits=recipe.reward,
-            mesh=grid,
-            is_sharded=sizes.is_sharded,
+            sizes=sizes,
             model_input=self._model_input,
             **{"train": recipe.policy.as_train(), **given},
         )
-        mesh = lies or (grid if kind.is_model else rows)
+        mesh = lies or (sizes.mesh if kind.is_model else rows)
         endpoints = endpoints_of(role_class(role, kind))
         if not placement.tp_across_nodes:
             require_near(
@@ -184,8 +182,7 @@ class RoleGroups:
         if placement.samples_apart:
             return Mesh.of(dp=placement.pools[placement.pool_of(SAMPLER)] // tp, tp=tp)
         sizes = placement.mesh_of("policy")
-        train = Mesh.of(dp=sizes.dp, pp=sizes.pp, tp=sizes.tp)
-        return generation_mesh(train, tp, is_sharded=sizes.is_sharded)
+        return generation_mesh(sizes.mesh, tp, is_sharded=sizes.fsdp > 1)
 
     def _phase_model(self, role: str, goes_on: Checkpoint | None) -> ModelConfig:
         """The policy as the phase finds it, a directory that its section names, or what a checkpoint has.

@@ -54,7 +54,7 @@ def check(arguments: argparse.Namespace) -> int:
     loaded = load(arguments)
     from rillflow.assembly.check import check as examine_recipe
 
-    report = examine_recipe(loaded, every_setting=arguments.all)
+    report = examine_recipe(loaded, every_setting=arguments.all, memory=arguments.memory)
     _show_report(report)
     if report.problems:
         from rillflow.config.problems import together

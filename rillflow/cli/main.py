@@ -98,6 +98,10 @@ def _recipe_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = Fa
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
     _recipe_arguments(parser)
     parser.add_argument("--all", action="store_true", help="show every setting, not only those given")
+    told = (
+        "also try a step's passes without numbers: what every rank will hold, by role and phase (loads torch)"
+    )
+    parser.add_argument("--memory", action="store_true", help=told)
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,9 +8,10 @@ from typing import Literal
 from pydantic import Field
 
 from rillflow.config.section import Section
+from rillflow.placement.mesh import Mesh
 
 TRAIN_AXES = ("dp", "fsdp", "pp", "tp")
-"""How ranks may share a model in training; ``fsdp`` is ``dp`` with the parameters cut over it."""
+"""How ranks may share a model in training; ``fsdp`` are those of ``dp`` that the parameters are cut over."""
 GENERATE_AXES = ("tp",)
 """How they may share it while they generate."""
 SAMPLER = "sampler"
@@ -31,8 +32,15 @@ class MeshSizes:
     """Ranks that have other layers."""
     tp: int = 1
     """Ranks that have other parts of every layer."""
-    is_sharded: bool = False
-    """Whether the parameters are cut over dp too (``fsdp``)."""
+    fsdp: int = 1
+    """How many ranks of dp that follow one another share one copy of the parameters, cut over them."""
+    sequence: bool = False
+    """Whether ranks of tp keep a share of the tokens each where a layer is whole (``parallel.sequence``)."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its ranks by dp, pp and tp."""
+        return Mesh.of(dp=self.dp, pp=self.pp, tp=self.tp)
 
     @property
     def ranks(self) -> int:
@@ -42,10 +50,13 @@ class MeshSizes:
     @property
     def is_plain(self) -> bool:
         """Whether every rank holds the whole model."""
-        return self.pp * self.tp == 1 and not self.is_sharded
+        return self.pp * self.tp * self.fsdp == 1
 
     def __str__(self) -> str:
-        return f"{'fsdp' if self.is_sharded else 'dp'} {self.dp} x pp {self.pp} x tp {self.tp}"
+        copies = self.dp // self.fsdp
+        rows = f"fsdp {self.fsdp}" if copies == 1 and self.fsdp > 1 else f"dp {copies}"
+        inside = f" x fsdp {self.fsdp}" if copies > 1 and self.fsdp > 1 else ""
+        return f"{rows}{inside} x pp {self.pp} x tp {self.tp}"
 
 
 class PlacementConfig(Section):
@@ -64,10 +75,15 @@ class PlacementConfig(Section):
     )
     train: dict[str, dict[str, int]] = Field(
         {},
-        description="By pool or role, how its ranks share a model: dp or fsdp, pp, tp; dp is what is left.",
+        description="By pool or role, how its ranks share a model: dp, fsdp, pp, tp; dp is what is left.",
     )
     generate: dict[str, int] = Field(
         {}, description="How ranks share the policy while it answers: tp; 1 where not said."
+    )
+    sequence_parallel: bool = Field(
+        False,
+        description="Whether tp ranks share out the tokens too where a layer is whole: less memory, "
+        "more exchanges.",
     )
     tp_across_nodes: bool = Field(
         False,
@@ -99,9 +115,10 @@ class PlacementConfig(Section):
         """The grid of a role's ranks while they train or score; it fills the pool if the recipe is sound."""
         key = self.grid_key(role)
         axes = dict(self.train[key]) if key in self.train else {}
-        pp, tp = axes.pop("pp", 1), axes.pop("tp", 1)
-        left = max(1, self.pools[self.pool_of(role)] // max(1, pp * tp))
-        return MeshSizes(dp=next(iter(axes.values()), left), pp=pp, tp=tp, is_sharded="fsdp" in axes)
+        fsdp, pp, tp = (axes.pop(axis, 1) for axis in TRAIN_AXES[1:])
+        left = max(1, self.pools[self.pool_of(role)] // max(1, fsdp * pp * tp))
+        dp = axes.pop("dp", left) * fsdp
+        return MeshSizes(dp=dp, fsdp=fsdp, pp=pp, tp=tp, sequence=self.sequence_parallel and tp > 1)
 
     @property
     def generate_tp(self) -> int:

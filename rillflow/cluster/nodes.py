@@ -170,22 +170,21 @@ def _interface_of(node: str) -> str:
     return ""
 
 
+def listening(node: str) -> socket.socket:
+    """A port of this machine that was free, on the node's address.
+
+    Raises:
+        OSError: this machine has not that address.
+    """
+    return socket.create_server((node, 0), family=socket.AF_INET6 if ":" in node else socket.AF_INET)
+
+
 def hosted_store(node: str, size: int, deadline_s: float) -> TCPStore:
     """A store that so many ranks meet at, on this node's address alone and on a port that was free."""
-    kind = socket.AF_INET6 if ":" in node else socket.AF_INET
-    with socket.socket(kind) as listening:
-        listening.bind((node, 0))
-        listening.listen()
-        port, held = listening.getsockname()[1], listening.detach()
-    return TCPStore(
-        node,
-        port,
-        size,
-        True,
-        timedelta(seconds=deadline_s),
-        wait_for_workers=False,
-        master_listen_fd=held,
-    )
+    with listening(node) as found:
+        port, held = found.getsockname()[1], found.detach()
+    wait = timedelta(seconds=deadline_s)
+    return TCPStore(node, port, size, True, wait, wait_for_workers=False, master_listen_fd=held)
 
 
 def joined_store(here: str, seating: Seating) -> TCPStore:

@@ -6,10 +6,14 @@
     gather(tensor)   every rank has everyone's
     stack(tensor)    the same where all have one shape: one collective instead of two
 
-Each tensor of a sum is cut into as many parts as there are ranks; a rank adds up its own part of
-everyone's, then all get all parts: 2 (p - 1) / p of the bytes, as a ring needs. Of a small sum, where the
-collectives take longer than their bytes, every rank gets everything and adds it up: one collective, the
-same additions.
+A sum goes bucket by bucket, whatever lies in it; a bucket is cut into as many parts as there are ranks:
+
+    tensors ── a bucket's worth ──> given ─ all_to_all ─> received ─ own part of everyone's, added ─┐
+       ^──────────────────────────── given <──────────── all_gather <───────────────────────────────┘
+
+So 2 (p - 1) / p of the bytes cross, as a ring needs, and two buckets are all the memory it takes. Of a small
+sum, where the collectives take longer than their bytes, every rank gets everything and adds it up: one
+collective, the same additions.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ from rillflow.errors import ClusterError
 
 SMALL = 2**17
 """Elements that a rank receives for a sum at most, for the sum to be made in one collective."""
+BUCKET_BYTES = 2**26
+"""What is summed at once of a sum that is not small."""
 
 
 class Stranded(ClusterError):
@@ -224,20 +230,30 @@ class ProcessRanks:
         """See Ranks."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            length = flat.numel()
+            flat = [tensor.contiguous().view(-1) for tensor in alike]
+            length = sum(map(len, flat))
             if length * self.size <= SMALL:
-                total = _added(list(self.stack(flat)))
+                total = _added(list(self.stack(torch.cat(flat))))
+                _over(flat, total, slice(0, length), back=True)
             else:
-                share = -(-length // self.size)
-                total = torch.nn.functional.pad(flat, (0, share * self.size - length))
-                received = torch.empty_like(total)
-                dist.all_to_all_single(received, total, group=self.group)
-                own = _added(list(received.view(self.size, share)))
-                dist.all_gather(list(total.view(self.size, share).unbind()), own, group=self.group)
-            parts = torch.split(total[:length], [tensor.numel() for tensor in alike])
-            for tensor, part in zip(alike, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+                self._sum_by_buckets(flat, length)
+            for tensor, sums in zip(alike, flat, strict=True):
+                if not tensor.is_contiguous():
+                    tensor.copy_(sums.view_as(tensor))
+
+    def _sum_by_buckets(self, flat: Sequence[Tensor], length: int) -> None:
+        """Replace tensors [N] of ``length`` elements in all by their sums, a bucket at a time."""
+        share = -(-min(length, BUCKET_BYTES // flat[0].element_size()) // self.size)
+        buffers = flat[0].new_zeros(2, self.size, share)
+        for start in range(0, length, self.size * share):
+            bucket = slice(start, min(length, start + self.size * share))
+            given, received = buffers
+            _over(flat, given.view(-1), bucket, back=False)
+            dist.all_to_all_single(received, given, group=self.group)
+            for theirs in received[1:]:
+                received[0] += theirs
+            dist.all_gather(list(given.unbind()), received[0], group=self.group)
+            _over(flat, given.view(-1), bucket, back=True)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """See Ranks."""
@@ -264,3 +280,17 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
+
+
+def _over(flat: Sequence[Tensor], buffer: Tensor, bucket: slice, *, back: bool) -> None:
+    """Copy the bucket's elements of tensors that lie end to end into a buffer, or ``back`` from there."""
+    start = 0
+    for tensor in flat:
+        first, last = max(bucket.start, start), min(bucket.stop, start + len(tensor))
+        if first < last:
+            here, there = (
+                tensor[first - start : last - start],
+                buffer[first - bucket.start : last - bucket.start],
+            )
+            (here if back else there).copy_(there if back else here)
+        start += len(tensor)

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -404,7 +404,7 @@ def _join_cluster(address: str) -> None:
     try:
         if port.isdigit():
             socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-        if not any(b"raylet/raylet" in command for command in _commands()):  # Ray would abort this process
+        if not _is_node():  # Ray would abort this process
             why = "Ray is not up on this machine, and a driver is on a node of its cluster"
             raise ClusterError(what, why=why, fix=f"ray start --address={address} first, or run it on a node")
         fix = "the same Python and Ray on all nodes; where there is a token, RAY_AUTH_MODE=token and that one"
@@ -415,11 +415,14 @@ def _join_cluster(address: str) -> None:
         raise ClusterError(what, why=why or type(error).__name__, fix=fix) from None
 
 
-def _commands() -> Iterator[bytes]:
-    """The command line of every process here."""
+def _is_node() -> bool:
+    """Whether Ray is up on this machine; of neighbours that are containers the processes may be seen, too."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
-            yield file.read_bytes()
+        with suppress(OSError):  # it has ended, or its address is another machine's
+            if found := re.search(rb"raylet/raylet\0.*\0--node_ip_address=([^\0]+)", file.read_bytes(), re.S):
+                nodes.listening(found[1].decode()).close()
+                return True
+    return False
 
 
 def _heaviest(value: Any) -> str:

@@ -8,24 +8,23 @@
       manifest.json         the run, size and SHA-256 of every other file, written last
     checkpoints/step-000040.replaced/   the one before it of the same step, while the two change places
 
-Written beside its final place, flushed to the disk and renamed; a reader takes the newest one of its own
-run whose manifest holds, and says which ones did not. At no moment is there one less than before.
+Ranks write and hash what is large (roles.saving), beside the training that goes on; the controller reads none
+of it. Written beside its final place, flushed to the disk and renamed once the manifest is there; a reader
+takes the newest one of its own run whose manifest holds, and says which ones did not. At no moment is there
+one less than before.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-from safetensors import SafetensorError
 
 from rillflow.errors import RunDirectoryError
 from rillflow.observe.durable import flush, write_error
@@ -70,7 +69,7 @@ class Checkpoint:
 def save_checkpoint(
     folder: Path,
     step: int,
-    write: Callable[[Path], None],
+    write: Callable[[Path], Mapping[str, Any]],
     state: Mapping[str, Any],
     keep: int,
     *,
@@ -82,7 +81,8 @@ def save_checkpoint(
     Args:
         folder: of all checkpoints.
         step: steps of the whole run that are in it.
-        write: has every trained role write what it goes on from into a folder (see ``write_role``).
+        write: puts what every trained role goes on from into a folder; of files whose bytes and SHA-256 are
+            known already it returns these, by name.
         state: what the controller goes on from, as JSON.
         keep: checkpoints that stay.
         run: the id of the run it belongs to; no other run reads it. Empty: any does.
@@ -96,11 +96,12 @@ def save_checkpoint(
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        write(draft)
+        known = write(draft)
         (draft / "state.json").write_text(json.dumps(dict(state), indent=1))
-        manifest = {"format": FORMAT, "run": run, "step": step, "files": _digests(draft)}
+        files = dict(known) | _digests(draft, known)
+        manifest = {"format": FORMAT, "run": run, "step": step, "files": files}
         (draft / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        _flush_below(draft)
+        _flush_below(draft, known)
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
@@ -125,27 +126,28 @@ def kept_steps(folder: Path) -> list[int]:
 class Saved(Protocol):
     """A role that is trained."""
 
-    saved_bytes: int
-    """About how much ``save`` writes."""
     updates: int
     """Optimiser steps made in this phase."""
 
-    def save(self, folder: Path) -> None:
-        """Write what it goes on from into a folder."""
+    def begin_saving(self, folder: Path) -> None:
+        """Copy what it goes on from, and write it into a folder meanwhile."""
+
+    def written(self, folder: Path, *, wait: bool) -> Mapping[str, Any] | None:
+        """Bytes and SHA-256 of the files of all its ranks, by name; None while some are missing."""
 
 
-def write_role(role: Saved, folder: Path) -> None:
-    """Have a role write into a checkpoint's folder, if it fits.
+def begin_saving(role: Saved, folder: Path) -> None:
+    """Have a role write into a checkpoint's folder, on all its ranks, while it trains on."""
+    role.begin_saving(folder)
+
+
+def written(role: Saved, folder: Path, wait: bool) -> Mapping[str, Any] | None:
+    """What ``begin_saving`` had written there, on all ranks; None while, without ``wait``, one still writes.
 
     Raises:
-        RunDirectoryError: it does not, or the disk fails; it says what is needed and what is free.
+        RunDirectoryError: it does not fit, or the disk fails; it says what is needed and what is free.
     """
-    try:
-        if shutil.disk_usage(folder).free < role.saved_bytes * 1.05:
-            raise OSError(errno.ENOSPC, "")
-        role.save(folder)
-    except (OSError, SafetensorError) as error:
-        raise write_error(folder, error, role.saved_bytes) from error
+    return role.written(folder, wait=wait)
 
 
 def updates_of(role: Saved) -> int:
@@ -222,9 +224,11 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _digests(folder: Path) -> dict[str, dict[str, Any]]:
+def _digests(folder: Path, known: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Of files that nobody has hashed: the small ones."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _digest(path) for path in files}
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    return {name: _digest(path) for name, path in names.items() if name not in known}
 
 
 def _digest(path: Path) -> dict[str, Any]:
@@ -232,9 +236,9 @@ def _digest(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _flush_below(folder: Path) -> None:
+def _flush_below(folder: Path, known: Collection[str]) -> None:
     for path in folder.rglob("*"):
-        if path.is_file():
+        if path.is_file() and path.relative_to(folder).as_posix() not in known:
             flush(path)
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
         flush(path)

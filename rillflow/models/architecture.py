@@ -156,22 +156,34 @@ def check_attention(module: PreTrainedModel) -> None:
         )
 
 
-def trial(module: Any, *, is_last: bool = True, graph: bool = False, **given: Any) -> Tensor:
+def trial(
+    module: Any, *, is_last: bool = True, graph: bool = False, tokens: int | None = None, **given: Any
+) -> Tensor:
     """[1, T, ...] what a module says to a few tokens: logits, or hidden states where it has a scalar head.
 
     Args:
         module: a decoder or what is left of it.
         is_last: whether its head is its own, and not another pipeline stage's.
         graph: whether the pass is made as one that a backward pass follows.
+        tokens: of the first so many tokens alone.
         given: the module's arguments in the place of tokens at positions from 0 on.
     """
-    positions = trial_positions(module)
-    tokens = positions % module.config.get_text_config().vocab_size
-    inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False, **given}
+    positions = trial_positions(module)[:, :tokens]
+    ids = positions % module.config.get_text_config().vocab_size
+    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False, **given}
     output = _output(module) if is_last else "last_hidden_state"
     with torch.set_grad_enabled(graph):
         found: Tensor = (module if output == "logits" else module.base_model)(**inputs)[output]
         return found.detach()
+
+
+def has_plain_head(module: Any) -> bool:
+    """Whether logits are the product of last hidden states and a head's weight, and nothing besides."""
+    head = module.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return False
+    with torch.no_grad():
+        return torch.equal(head(trial(module, is_last=False)), trial(module))
 
 
 def trial_positions(module: Any) -> Tensor:

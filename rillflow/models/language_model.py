@@ -13,14 +13,13 @@ either ─> .NAME.draft ─ fsync ─ rename ─> NAME     an older NAME: aside,
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -30,9 +29,11 @@ from rillflow.models.attention import register
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.locate import locate
+from rillflow.models.model_files import METADATA, file_weights, own_weights, shard_file, write_settings
 from rillflow.models.new_model import new_module
 from rillflow.models.positions import settle_positions
 from rillflow.models.pretrained import load_module, load_scalar_module
+from rillflow.models.tensor_file import write_tensors
 from rillflow.models.tokenizer import Tokenizer, listed, load_tokenizer
 from rillflow.models.unread import ALONE, Source, fill, on_device, taken_out
 from rillflow.observe.durable import flush, publish_folder
@@ -90,15 +91,11 @@ def load_scalar_model(
     return outline(ScalarModel, config, seed=seed, device=device, base=base, section=section).read()
 
 
-def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_model(model: LoadedModel, directory: Path) -> None:
     """Write the plain directory that everybody's ``from_pretrained`` loads.
 
-    A reader finds the old directory, or the new one whole; never a mixture.
-
-    Args:
-        model: its module may be a part of the whole one if ``weights`` are given.
-        directory: where to.
-        weights: by name, each tied one once; the module's own where they are not given.
+    A reader finds the old directory, or the new one whole; never a mixture. A run's ranks write theirs
+    together (roles.saving).
 
     Raises:
         OSError: the directory cannot be written; what was there before still is.
@@ -108,15 +105,27 @@ def save_model(model: LoadedModel, directory: Path, weights: Mapping[str, Tensor
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
-        with quiet():
-            model.module.save_pretrained(draft, state_dict=None if weights is None else dict(weights))
-            model.tokenizer.save(draft)
+        save_settings(model, draft)
+        weights = file_weights(model.module, own_weights(model.module))
+        host = {name: tensor.detach().cpu() for name, tensor in weights.items()}
+        write_tensors(draft / shard_file(0, 1), host, METADATA)
         for path in draft.rglob("*"):
             flush(path)
         publish_folder(draft, directory)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def save_settings(model: LoadedModel, directory: Path) -> None:
+    """Write what a model's directory has beside the weights.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    with quiet():
+        write_settings(model.module, directory)
+        model.tokenizer.save(directory)
 
 
 def outline(

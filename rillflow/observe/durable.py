@@ -53,13 +53,7 @@ def replace(path: Path, chunks: Iterable[bytes]) -> None:
     temporary = temporary_of(path)
     try:
         path.parent.mkdir(exist_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            for chunk in chunks:
-                _write_all(descriptor, chunk)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_flushed(temporary, chunks)
         temporary.replace(path)
         flush(path.parent)
     except OSError as error:
@@ -67,6 +61,21 @@ def replace(path: Path, chunks: Iterable[bytes]) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def write_flushed(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file under its own name, for a folder that has none yet; then it is on the disk.
+
+    Raises:
+        OSError: it could not be written whole.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        for chunk in chunks:
+            _write_all(descriptor, chunk)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def temporary_of(path: Path) -> Path:
@@ -117,7 +126,7 @@ def _free_space(path: Path) -> str:
     return "the free space of its disk is unknown"
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
     # A nearly full disk takes a part first and reports the error at the next write.
     rest = memoryview(data)
     while rest:

@@ -64,7 +64,7 @@ class Gradients:
 
     def _counts(self, name: str) -> bool:
         groups = self.groups
-        copy_over_dp = not self.sharded and groups.dp.rank > 0
+        copy_over_dp = groups.copies.rank > 0
         copy_over_tp = name in self.whole | self.summed and groups.tp.rank > 0
         copy_over_pp = name in self.tied and not groups.first
         return not (copy_over_dp or copy_over_tp or copy_over_pp)

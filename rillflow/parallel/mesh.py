@@ -5,6 +5,8 @@
 
     groups of rank 3:  dp 3 7    pp 1 3    tp 2 3    ends (first and last stage) 1 3
 
+    dp 4, of which fsdp 2      dp 0 1 2 3    fsdp 0 1, 2 3    copies 0 2, 1 3
+
 What is to be said once of a replica, its results and metrics, the rank with ``speaks`` says.
 """
 
@@ -17,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rillflow.cluster.ranks import ProcessRanks, Ranks, SingleRank
 from rillflow.errors import PlacementError
-from rillflow.placement.mesh import Mesh
+from rillflow.placement.mesh import Mesh, divisors
 
 AXES = ("dp", "pp", "tp")
 """The axes of a training mesh, the slowest first."""
@@ -39,6 +41,10 @@ class RankGroups:
     """All of them."""
     dp: Ranks
     """Those that hold the same weights, or other slices of them, and other rows."""
+    fsdp: Ranks
+    """Those of dp that hold the other slices of one copy; alone where each holds all of it."""
+    copies: Ranks
+    """Those of dp that hold the same slices."""
     pp: Ranks
     """Those that hold the other stages of the same replica."""
     tp: Ranks
@@ -53,7 +59,15 @@ class RankGroups:
         """The groups of a rank that has the whole module, among ranks that have it too and other rows."""
         mesh, alone = Mesh.of(dp=ranks.size, pp=1, tp=1), SingleRank()
         return RankGroups(
-            mesh=mesh, rank=ranks.rank, everyone=ranks, dp=ranks, pp=alone, tp=alone, ends=alone
+            mesh=mesh,
+            rank=ranks.rank,
+            everyone=ranks,
+            dp=ranks,
+            fsdp=alone,
+            copies=ranks,
+            pp=alone,
+            tp=alone,
+            ends=alone,
         )
 
     @property
@@ -76,22 +90,23 @@ class RankGroups:
         """Whether this rank says what its replica has to say: the first of the last stage."""
         return self.last and self.tp.rank == 0
 
-    def device_mesh(self, kind: str, axis: str) -> DeviceMesh:
-        """One axis of the mesh as torch's parts want it; axes of one rank are left out.
+    def device_mesh(self, kind: str, *axes: str) -> DeviceMesh:
+        """Axes of the mesh as torch's parts want them; those of one rank are left out.
 
         Args:
             kind: of the devices: ``cpu`` or ``cuda``.
-            axis: one with several ranks.
+            axes: of copies, fsdp, pp and tp, in this order; one at least has several ranks.
 
         Raises:
             PlacementError: the ranks are no processes.
         """
         if kind not in self._made:
             self._made[kind] = self._device_mesh(kind)
-        return self._made[kind][axis]
+        there = tuple(axis for axis in axes if axis in (self._made[kind].mesh_dim_names or ()))
+        return self._made[kind][there]
 
     def _device_mesh(self, kind: str) -> DeviceMesh:
-        axes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        axes = {"copies": self.copies, "fsdp": self.fsdp, "pp": self.pp, "tp": self.tp}
         there = {name: ranks for name, ranks in axes.items() if ranks.size > 1}
         members = require_processes(self.everyone).members
         ids = torch.tensor([members[rank] for rank in self.mesh.ranks])
@@ -100,15 +115,17 @@ class RankGroups:
         return DeviceMesh.from_group(groups, kind, ids.view(shape), mesh_dim_names=tuple(there))
 
 
-def rank_groups(mesh: Mesh, ranks: Ranks) -> RankGroups:
+def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1) -> RankGroups:
     """This rank's groups; every rank calls it with the same mesh.
 
     Args:
         mesh: dp, pp and tp, in this order, over ranks 0, 1, ...
         ranks: all of them.
+        fsdp: how many ranks of dp that follow one another share one copy of the parameters.
 
     Raises:
-        PlacementError: the mesh has other axes, or not as many places as there are ranks.
+        PlacementError: the mesh has other axes, or not as many places as there are ranks; fsdp does not
+            divide dp.
     """
     if mesh.names != AXES:
         raise PlacementError(
@@ -122,14 +139,25 @@ def rank_groups(mesh: Mesh, ranks: Ranks) -> RankGroups:
             why=f"it has {mesh.size} places, and every rank has one",
             fix=f"choose dp, pp and tp whose product is {ranks.size}",
         )
-    stages = mesh.groups("pp")
+    stages, rows = mesh.groups("pp"), mesh.groups("dp")
+    if len(rows[0]) % fsdp:
+        raise PlacementError(
+            f"fsdp {fsdp} of dp {len(rows[0])}",
+            why=f"every copy of the parameters has as many ranks; {len(rows[0])} / {fsdp} leaves "
+            f"{len(rows[0]) % fsdp}",
+            fix=f"choose fsdp among {', '.join(map(str, divisors(len(rows[0]))))}",
+        )
+    alike = [group[first::fsdp] for group in rows for first in range(fsdp)]
+    cut = [group[first : first + fsdp] for group in rows for first in range(0, len(group), fsdp)]
     between = [[rank] for group in stages for rank in group[1:-1]]
     ends = [sorted({group[0], group[-1]}) for group in stages]
     return RankGroups(
         mesh=mesh,
         rank=ranks.rank,
         everyone=ranks,
-        dp=ranks.part(mesh.groups("dp")),
+        dp=ranks.part(rows),
+        fsdp=ranks.part(cut),
+        copies=ranks.part(alike),
         pp=ranks.part(stages),
         tp=ranks.part(mesh.groups("tp")),
         ends=ranks.part([*ends, *between]),
@@ -146,6 +174,6 @@ def require_processes(ranks: Ranks) -> ProcessRanks:
         raise PlacementError(
             "a mesh with pp, tp or sharded parameters over ranks of one process",
             why="their weights and activations cross between processes",
-            fix='run it with backend = "ray", or leave pp and tp at 1 and shard at false',
+            fix='run it with backend = "ray", or leave pp, tp and fsdp at 1',
         )
     return ranks

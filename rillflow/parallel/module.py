@@ -1,6 +1,6 @@
 """Parallel: a decoder's part on one rank of a mesh, and the passes that all ranks make together.
 
-    whole module, unread ─ tp: weights cut ─ pp: layers dropped ─ dp: shards ─> part(state, inputs, wanted)
+    whole module, unread ─ tp: weights cut ─ pp: layers dropped ─ fsdp: shards ─> part(state, inputs, wanted)
                                 └ tried on a short copy: the outputs are the whole's, or it is refused
 
     micro-batches ─ lay_out ─> readings ─ part ─> outputs on the last stage ─ finish ─> shares of the loss
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import ModelError, NotFiniteError, RillflowError, TrainingError
-from rillflow.models.architecture import short_copy, trial
+from rillflow.formulas.logprobs import MOST_LOGITS, HeadLogits
+from rillflow.models.architecture import has_plain_head, short_copy, trial
 from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.models.unread import on_device
@@ -34,6 +36,7 @@ from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.mesh import RankGroups, require_processes
 from rillflow.parallel.packed import Reading, empty_reading, lay_out
 from rillflow.parallel.pipeline import run_pipeline
+from rillflow.parallel.sequence import share_tokens
 from rillflow.parallel.stages import (
     anatomy,
     check_cut,
@@ -46,8 +49,10 @@ from rillflow.parallel.tensor import cut_tensors, own
 from rillflow.placement.sbp import Broadcast, Part
 from rillflow.records.batch import Batch
 
-LossShare = Callable[[Batch, Tensor], Tensor]
-"""On the last stage: a micro-batch and its outputs [N, ...] to its share of the loss, a number."""
+Output = Tensor | HeadLogits
+"""Of the last stage: [N, V] logits, or what they are made of where they are many; a scalar head's [N]."""
+LossShare = Callable[[Batch, Output], Tensor]
+"""On the last stage: a micro-batch and its outputs to its share of the loss, a number."""
 _SEPARATOR = "\0"
 
 
@@ -64,8 +69,9 @@ class Parallel:
         module: a decoder with Rillflow's attention, whole and the same on every rank; it is cut in place.
             Of one on the meta device only what is left takes memory; its numbers are the caller's to read.
         groups: the rank's groups.
-        shard: whether parameters are cut over dp as well.
+        sequence: whether ranks of tp share out tokens where a layer is whole.
         device: where the parts belong; where the module is, if that is not the meta device.
+        most_logits: what a pass holds at once; more are made in slices, where the head is one plain product.
 
     Raises:
         ModelError: heads, layers or outputs do not divide, the model says not how it may be cut, or says
@@ -74,30 +80,40 @@ class Parallel:
     """
 
     def __init__(
-        self, module: Any, groups: RankGroups, *, shard: bool = False, device: torch.device | None = None
+        self,
+        module: Any,
+        groups: RankGroups,
+        *,
+        sequence: bool = False,
+        device: torch.device | None = None,
+        most_logits: int = MOST_LOGITS,
     ) -> None:
         self.module = module.eval()
         """What is left of it; parameters have the names they have in the whole module."""
         self.groups = groups
         self.device = device or next(module.parameters()).device
-        self.sharded = shard and groups.dp.size > 1
-        """Whether parameters are cut over dp."""
+        self.sharded = groups.fsdp.size > 1
+        """Whether parameters are cut over ranks of dp."""
         self.is_whole = groups.pp.size == groups.tp.size == 1 and not self.sharded
         """Whether nothing is cut, so that this rank makes its passes alone."""
+        self._unit = groups.tp.size if sequence else 1
+        """Packed tokens of a pass are a multiple of it."""
+        self._partial: set[str] = set()
         plan = tensor_plan(module) if groups.tp.size > 1 else {}
         self.parts: dict[str, Part] = weight_parts(plan, module)
         """How tp lays every parameter of the whole module."""
         self.stages: dict[str, tuple[int, ...]] = {name: (0,) for name, _ in module.named_parameters()}
         """The stages that every parameter of the whole module lies on."""
         self._error: RillflowError | None = None
+        self.part = _Part(module, groups, most_logits)
+        """What a pass calls."""
         if not self.is_whole:
             require_processes(groups.everyone)
             self._cut(plan)
-        self._part = _Part(module, groups)
         if self.sharded:
-            _shard(self._part, self._layers, groups.device_mesh(self.device.type, "dp"))
+            _shard(self.part, self._layers, groups.device_mesh(self.device.type, "copies", "fsdp"))
         if any(parameter.is_meta for parameter in module.parameters()):
-            on_device(self._part, self.device)
+            on_device(self.part, self.device)
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
         """This rank's parameters, DTensors where they are cut."""
         self.gradients = self._gradients(plan)
@@ -139,9 +155,12 @@ class Parallel:
         with torch.set_grad_enabled(after is not None):
             self._run(parts, back, finish, after)
 
-    def outputs(self, part: Batch, back: int) -> Tensor:
-        """[N, ...] what a whole module puts out for a micro-batch, where ``run`` would read it."""
-        return self._pass(lay_out(part, self.device, back=back))[0]
+    def outputs(self, part: Batch, back: int) -> Output:
+        """What a whole module puts out for a micro-batch, where ``run`` would read it."""
+        reading = lay_out(part, self.device, back=back)
+        found: Output = self.part(None, reading.inputs, reading.wanted)
+        reading.check(self.module)
+        return found
 
     def agree(self, met: RillflowError | None = None) -> None:
         """Raise on every rank what was met on any since the last call.
@@ -173,10 +192,10 @@ class Parallel:
     def _run(
         self, parts: Sequence[Batch], back: int, finish: LossShare, after: Callable[[], None] | None
     ) -> None:
-        def share(index: int, output: Tensor) -> Tensor:
+        def share(index: int, output: Output) -> Tensor:
             if index < len(parts) and self._error is None:
                 try:
-                    return finish(parts[index], output[0])
+                    return finish(parts[index], output)
                 except RillflowError as error:
                     if self.is_whole:
                         raise
@@ -185,13 +204,14 @@ class Parallel:
 
         if self.groups.pp.size > 1:
             ranks, readings = require_processes(self.groups.pp), list(self._readings(parts, back))
-            for reading in run_pipeline(ranks, self.module, self._part, readings, share, after):
+            for reading in run_pipeline(ranks, self.module, self.part, readings, share, after):
                 reading.check(self.module)
             return
         for index, reading in enumerate(self._readings(parts, back)):
-            found = share(index, self._pass(reading))
+            found = self.part(None, reading.inputs, reading.wanted, partial(share, index))
+            reading.check(self.module)
             if after is not None:
-                found.backward()  # type: ignore[no-untyped-call]
+                found.backward()
                 after()
 
     def _readings(self, parts: Sequence[Batch], back: int) -> Iterator[Reading]:
@@ -199,26 +219,25 @@ class Parallel:
         passes = len(parts)
         if self.sharded:  # a word with the other replicas, so before the first pass
             passes = max(int(count) for count in self.groups.dp.gather(torch.tensor([passes])))
-        yield from (lay_out(part, self.device, back=back) for part in parts)
-        yield from (empty_reading(self.device) for _ in range(passes - len(parts)))
-
-    def _pass(self, reading: Reading) -> Tensor:
-        output: Tensor = self._part(None, reading.inputs, reading.wanted)
-        reading.check(self.module)
-        return output
+        for index in range(passes):
+            own = index < len(parts)
+            found = lay_out(parts[index], self.device, back=back) if own else empty_reading(self.device)
+            more = -found.size % self._unit
+            yield found.padded(found.size + more) if more else found
 
     def _cut(self, plan: dict[str, Style]) -> None:
         """Leave in the module what this rank runs, after a trial of its short copy."""
         module, groups = self.module, self.groups
         tried: Any = short_copy(module).to(self.device)
-        parts = anatomy(module, tried) if self.sharded or groups.pp.size > 1 else None
+        parts = anatomy(module, tried) if self.sharded or groups.pp.size > 1 or self._unit > 1 else None
         expected = trial(tried)
+        self.part.is_plain = groups.tp.size == 1 and has_plain_head(tried)
         if groups.tp.size > 1:
             require_heads(module, groups.tp.size)
             mesh = groups.device_mesh(self.device.type, "tp")
             cut_tensors(module, plan, mesh)
             cut_tensors(tried, tensor_plan(tried), mesh)
-            _check_tensors(tried, groups.tp.size, expected)
+            _check_tensors(tried, f"tp {groups.tp.size}", expected)
         self._layers: Sequence[Any] = ()
         if parts is not None:
             own = range(parts.count)
@@ -228,13 +247,20 @@ class Parallel:
                 check_cut(tried, replace(parts, count=shown), min(groups.pp.size, shown), expected)
                 cut_stage(module, parts, groups.stage, groups.pp.size)
                 own = layers_of(groups.stage, groups.pp.size, parts.count)
-            layers = module.get_submodule(parts.layers)
+            layers: Any = module.get_submodule(parts.layers)
             self._layers = [layers[i] for i in own] if self.sharded else ()
+            if self._unit > 1:
+                seen = tried.get_submodule(parts.layers)
+                share_tokens(seen, _cut_modules(tried, tensor_plan(tried)), groups.tp)
+                _check_tensors(tried, f"tp {groups.tp.size} with shared tokens", expected, self._unit)
+                partial = share_tokens([layers[i] for i in own], _cut_modules(module, plan), groups.tp)
+                self._partial = {name for name, found in module.named_parameters() if id(found) in partial}
 
     def _gradients(self, plan: dict[str, Style]) -> Gradients:
         groups = self.groups
         cuts = groups.tp.size > 1
         summed = {name for name in self.parameters if plan.get(name.rpartition(".")[0]) is Style.SUMMED}
+        summed |= self._partial
         whole = {name for name in self.parameters if isinstance(self.parts[name], Broadcast)} - summed
         tied = {name for name in self.parameters if len(self.stages[name]) > 1}
         return Gradients(
@@ -249,29 +275,53 @@ class Parallel:
 class _Part(nn.Module):
     """One pass of what a rank has: the unit that sharded parameters are gathered for."""
 
-    def __init__(self, module: Any, groups: RankGroups) -> None:
+    def __init__(self, module: Any, groups: RankGroups, most_logits: int) -> None:
         super().__init__()
         self.module = module
+        self._most = most_logits
         self._last = groups.last
         self._scalar = module.get_output_embeddings() is None
+        self.is_plain: bool | None = None
+        """See ``has_plain_head``; None where nobody has asked yet."""
 
-    def forward(self, state: Tensor | None, inputs: dict[str, Any], wanted: Tensor) -> Tensor:
-        """[1, U, D] hidden states for the next stage; on the last one [1, N, V] logits or [1, N] numbers."""
+    def forward(
+        self,
+        state: Tensor | None,
+        inputs: dict[str, Any],
+        wanted: Tensor,
+        read: Callable[[Output], Tensor] | None = None,
+    ) -> Any:
+        """[1, U, D] hidden states for the next stage; on the last one its output, or what is read of that.
+
+        Reading comes first here because weights that are cut over dp are whole for the length of this call.
+        """
         module: Any = self.module
         if state is not None:
             inputs = {name: value for name, value in inputs.items() if name != "input_ids"}
             inputs["inputs_embeds"] = state
         if not self._last:
-            hidden: Tensor = module.base_model(**inputs).last_hidden_state
-            return hidden
+            return module.base_model(**inputs).last_hidden_state
+        output: Output
         if self._scalar:
-            return token_scores(module.base_model, head_of(module), inputs)[wanted[None]]
-        logits: Tensor = module(**inputs, logits_to_keep=wanted).logits
-        return logits
+            output = token_scores(module.base_model, head_of(module), inputs)[wanted]
+        elif self._makes_many(len(wanted)):
+            hidden = module.base_model(**inputs).last_hidden_state[0, wanted]
+            output = HeadLogits(hidden=hidden, weight=module.get_output_embeddings().weight, most=self._most)
+        else:
+            output = module(**inputs, logits_to_keep=wanted).logits[0]
+        return output if read is None else read(output)
+
+    def _makes_many(self, rows: int) -> bool:
+        """Whether logits of so many tokens are too many to be held, and can be made in slices."""
+        if rows * self.module.config.get_text_config().vocab_size <= self._most:
+            return False
+        if self.is_plain is None:
+            self.is_plain = has_plain_head(self.module)
+        return self.is_plain
 
 
 def _shard(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Cut parameters, gradients and optimiser state over the ranks of dp, in place (FSDP2).
+    """Cut parameters, gradients and optimiser state over ranks of dp, in place (FSDP2).
 
     A unit is a layer; embedding, norm and head are one more. Gradients are summed, never averaged: a loss
     travels as a sum over the denominator of all ranks. Each micro-batch gathers and sums anew, so that a rank
@@ -288,15 +338,22 @@ def _shard(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> No
             unit.set_gradient_divide_factor(1.0)
 
 
-def _check_tensors(module: Any, tp: int, expected: Tensor) -> None:
+def _cut_modules(module: nn.Module, plan: dict[str, Style]) -> set[nn.Module]:
+    """The modules that tp cuts, but for those that other stages have."""
+    return {part for name, part in module.named_modules() if plan.get(name, Style.SUMMED) is not Style.SUMMED}
+
+
+def _check_tensors(module: Any, way: str, expected: Tensor, unit: int = 1) -> None:
+    """Refuse a cut whose ranks say something else of the trial's tokens, of a multiple of ``unit``."""
     why = "its code reads sizes that are the whole model's"
     fix = "leave tp at 1; dp and pp work with every decoder"
     try:
-        found = trial(module)
-    except (RuntimeError, TypeError, ValueError) as error:
+        tokens = expected.shape[1] // unit * unit
+        found = trial(module, tokens=tokens)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise ModelError(
-            f"{type(module).__name__} cannot be cut over tp {tp}: {type(error).__name__}: {error}",
+            f"{type(module).__name__} cannot be cut over {way}: {type(error).__name__}: {error}",
             why=why,
             fix=fix,
         ) from error
-    require_same(module, found, expected, f"tp {tp}", why, fix)
+    require_same(module, found, expected[:, :tokens], way, why, fix)

@@ -12,6 +12,7 @@ Legend: U packed tokens of the longest micro-batch, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from rillflow.cluster.ranks import ProcessRanks
 from rillflow.parallel.packed import Reading
 
-NumberedShare = Callable[[int, Tensor], Tensor]
+NumberedShare = Callable[[int, Any], Tensor]
 """A micro-batch's number and output to its share of the loss, a number."""
 
 
@@ -39,7 +40,7 @@ def run_pipeline(
     Args:
         ranks: the stages, one a rank.
         module: the decoder, or what is left of it here.
-        part: what this stage runs: ``part(state, inputs, wanted)``.
+        part: what this stage runs: ``part(state, inputs, wanted, read)``.
         readings: the micro-batches, the same on every stage; there may be none.
         finish: called on the last stage, in the order of micro-batches.
         after: called after every backward pass.
@@ -93,8 +94,9 @@ class _Step(nn.Module):
         index = int(given if number is None else number)
         reading = self._readings[index]
         state = None if number is None else given
-        output: Tensor = self.part(state, reading.inputs, reading.wanted)
-        return output if self._finish is None else self._finish(index, output)
+        read = None if self._finish is None else partial(self._finish, index)
+        output: Tensor = self.part(state, reading.inputs, reading.wanted, read)
+        return output
 
 
 class _Stage(PipelineStage):

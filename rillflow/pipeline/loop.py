@@ -27,13 +27,14 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from rillflow.dataflow.checkpoint import AHEAD, PROMPTS, save_checkpoint, updates_of, write_role
+from rillflow.dataflow.checkpoint import AHEAD, PROMPTS, begin_saving, save_checkpoint, updates_of, written
 from rillflow.dataflow.executor import GroupExecutor, write_rows
 from rillflow.errors import Interrupted, TrainingError
 from rillflow.observe import layout
@@ -44,7 +45,7 @@ from rillflow.observe.reader import Evaluation, best_checkpoint, read_evaluation
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.observe.wording import duration
 from rillflow.pipeline.interrupt import Interruption
-from rillflow.pipeline.open_step import OpenStep, Phase, Standing
+from rillflow.pipeline.open_step import OpenStep, Phase, Save, Standing
 from rillflow.records.metrics import Mean, Metrics
 from rillflow.workers.pending import Pending, wait_for
 
@@ -112,7 +113,10 @@ class Loop:
         self._arriving: list[Pending] = []
         self._writing: Sequence[Pending] = ()
         self._evaluated = {record.step for record in read_evaluations(run.path)}
-        self._best = best_checkpoint(run.path)
+        best = best_checkpoint(run.path)
+        self._best_reward = -math.inf if best is None else best.mean_reward
+        self._saves = deque[Save]()
+        self._discard()  # what a run that was killed had begun
         self.version = 0
         """The policy version published last."""
 
@@ -182,13 +186,17 @@ class Loop:
             there = f"is saved{again}: the same command goes on from there"
             self._progress.note(f"step {kept} {there}" if kept else "no step is saved")
             raise
+        finally:
+            self._discard()
 
     def _rescue(self, phase: Phase) -> None:
         wait_s = min(RESCUE_S, self._deadline_s)
-        if self._is_there(phase):
+        if self._saves or self._is_there(phase):
             phase.executor.mend(phase.trained, wait_s)
-            if self._updates(phase, wait_s) == self._place.updates:
-                self._checkpoint(phase, wait_s)
+            self._settle(phase, wait_s, wait=True)
+            self._discard()
+            if self._is_there(phase) and self._updates(phase, wait_s) == self._place.updates:
+                self._checkpoint(phase, wait_s, wait=True)
 
     def _is_there(self, phase: Phase) -> bool:
         """Whether the last whole step may still be saved: it is not yet, and nothing later was begun."""
@@ -199,9 +207,12 @@ class Loop:
         arriving, self._arriving = self._arriving, []
         share = self._cadence.rollouts_share if _due(number, self._cadence.rollouts_every) else 0.0
         step = OpenStep(phase, index, number, done, arriving, self._run, self._deadline_s, share)
+        for save in self._saves:
+            if all(each.is_ready for each in save.asked):
+                self._ask(phase, save, wait=False)
         looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
         if phase.freshness and (done == phase.steps or looked_at or self._is_due(done)):
-            self._begin_saving(phase, step)
+            step.saving = self._begin_saving(phase, number)
         return step
 
     def _close(self, phase: Phase, step: OpenStep, later: Sequence[OpenStep]) -> None:
@@ -213,15 +224,18 @@ class Loop:
         metrics = self._finish(phase, step)
         self._progress.step(phase.name, step.number, metrics, metrics["run/step_seconds/mean"].value)
         self._require_few_skipped(step.number)
-        last, best = step.done == phase.steps, False
+        last, reward = step.done == phase.steps, -math.inf
         if self._interruption.requested and step.number < self._total_steps:
             self._stop_after(phase, step, later)
         while step.parcels:
             self._hand_over(phase, step)
+        self._settle(phase, self._deadline_s, wait=False)
         if last or (not step.is_last and _due(step.done, self._cadence.evaluate_every)):
-            best = self._evaluate(phase, step.number)
+            reward = self._evaluate(phase, step.number)
+        best, self._best_reward = reward > self._best_reward, max(self._best_reward, reward)
         if step.saving or (not phase.freshness and (last or step.is_last or best or self._is_due(step.done))):
-            path = self._checkpoint(phase, self._deadline_s, step, later)
+            wait = last or step.is_last
+            path = self._checkpoint(phase, self._deadline_s, step, later, wait=wait)
             if step.is_last:
                 raise Interrupted(
                     f"stopped after step {step.number}, as asked",
@@ -244,7 +258,7 @@ class Loop:
         if newest.number < self._total_steps and not any(each.is_last for each in opened):
             newest.is_last = True
             if phase.freshness and newest.saving is None:
-                self._begin_saving(phase, newest)
+                newest.saving = self._begin_saving(phase, newest.number)
 
     def _finish(self, phase: Phase, step: OpenStep) -> Metrics:
         """Wait for a step, and write down what is known of it."""
@@ -263,10 +277,10 @@ class Loop:
         self._interruption.pace = f" (the last one took {duration(seconds)})"
         return metrics
 
-    def _evaluate(self, phase: Phase, step: int) -> bool:
-        """Evaluate what is trained, where that is wanted and not yet done; whether it is the best so far."""
+    def _evaluate(self, phase: Phase, step: int) -> float:
+        """Evaluate what is trained, where that is wanted and not yet done; its reward, or minus infinity."""
         if self._evaluator is None or not phase.evaluated or step in self._evaluated:
-            return False
+            return -math.inf
         self._written(self._deadline_s)  # until then its rows take their room
         if phase.ready is not None:
             phase.ready.settle()
@@ -274,8 +288,7 @@ class Loop:
         self._run.log_evaluation(step, found)
         self._progress.note(f"after step {step}: {found.text}")
         self._evaluated.add(step)
-        best = self._best
-        return bool(found.mean_reward > (best.mean_reward if best is not None else -math.inf))
+        return found.mean_reward
 
     def _is_due(self, done: int) -> bool:
         """Whether a checkpoint is, by steps or by the clock."""
@@ -293,20 +306,28 @@ class Loop:
         asked = {role: phase.executor.on_first_rank(role, updates_of) for role in phase.trained}
         return {role: each.read(wait_s) for role, each in asked.items()}
 
-    def _begin_saving(self, phase: Phase, step: OpenStep) -> None:
-        """Have the ranks write what they go on from after a step, before what is submitted next."""
-        step.saving = folder = self._run.checkpoints.absolute() / f".step-{step.number:06d}.begun"
+    def _begin_saving(self, phase: Phase, step: int) -> Save:
+        """Have the ranks write what they go on from, before what is submitted next."""
+        folder = self._run.checkpoints.absolute() / f".step-{step:06d}.begun"
         try:
             shutil.rmtree(folder, ignore_errors=True)
-            (folder / AHEAD).mkdir(parents=True)
+            (folder / AHEAD if phase.freshness else folder).mkdir(parents=True)
         except OSError as error:
             raise write_error(folder, error) from error
-        step.place = {"stream": dict(phase.stream.state())}
+        place = {"stream": dict(phase.stream.state())} if phase.freshness else {}
         left = phase.ready.outstanding() if phase.ready is not None else None
         if left is not None:
             write_rows(str(folder / AHEAD / PROMPTS), left)
-        step.written = [phase.executor.on_all_ranks(role, write_role, folder) for role in phase.trained]
+        begun = [phase.executor.on_all_ranks(role, begin_saving, folder) for role in phase.trained]
+        save = Save(step=step, folder=folder, begun=begun, place=place)
+        self._saves.append(save)
+        self._ask(phase, save, wait=False)
         self._saved_at = self._clock()
+        return save
+
+    def _ask(self, phase: Phase, save: Save, *, wait: bool) -> None:
+        asked = (phase.executor.on_all_ranks(role, written, save.folder, wait) for role in phase.trained)
+        save.asked = list(asked)
 
     def _written(self, wait_s: float) -> None:
         """Wait until the rows of finished steps are on the disk."""
@@ -314,35 +335,70 @@ class Loop:
         self._writing = ()
 
     def _checkpoint(
-        self, phase: Phase, wait_s: float, of: OpenStep | None = None, later: Sequence[OpenStep] = ()
+        self,
+        phase: Phase,
+        wait_s: float,
+        of: OpenStep | None = None,
+        later: Sequence[OpenStep] = (),
+        *,
+        wait: bool,
     ) -> Path:
-        """Save the last whole step: what the ranks have now, or had written before later steps were begun."""
-        began, step = self._clock(), self._place.step
+        """Have the last whole step saved: what the ranks have now, or had before later steps were begun.
+
+        The one before is complete then; this one is if ``wait``.
+        """
+        began = self._clock()
         self._written(wait_s)
-
-        def write(folder: Path) -> None:
-            begun = None if of is None else of.saving
-            if of is None or begun is None:
-                for role in phase.trained:
-                    phase.executor.on_all_ranks(role, write_role, folder.absolute()).read(wait_s)
-                return
-            wait_for(of.written, wait_s)
-            for each in later if phase.ready is None else ():
-                name = str(begun / AHEAD / f"step-{each.number:06d}")
-                wait_for(phase.executor.keep_sampled(each.journal.stages, name), wait_s)
-            for part in begun.iterdir():
-                part.rename(folder / part.name)
-            begun.rmdir()
-
-        kept, spared = self._cadence.keep_checkpoints, self._best.step if self._best is not None else None
-        state = {**self._place.state, **(of.place if of is not None else {})}
-        path = save_checkpoint(
-            self._run.checkpoints, step, write, state, kept, run=self._run.id, spare=spared
-        )
-        self._saved_step, self._saved_at = step, self._clock()
+        self._settle(phase, wait_s, wait=True)
+        save = of.saving if of is not None else None
+        save = save or self._begin_saving(phase, self._place.step)
+        wait_for([*save.begun, *save.asked], wait_s)
+        for each in later if phase.ready is None else ():
+            name = str(save.folder / AHEAD / f"step-{each.number:06d}")
+            wait_for(phase.executor.keep_sampled(each.journal.stages, name), wait_s)
+        save.state = {**self._place.state, **save.place}
+        self._settle(phase, wait_s, wait=wait)
+        self._saved_at = self._clock()
         self._saving_s = self._saved_at - began
-        self._best = best_checkpoint(self._run.path)
-        return path
+        return self._run.checkpoints / f"step-{save.step:06d}"
+
+    def _settle(self, phase: Phase, wait_s: float, *, wait: bool) -> None:
+        """Give checkpoints of closed steps their manifest and name, once all ranks have written theirs."""
+        while self._saves and self._saves[0].state is not None:
+            save = self._saves.popleft()
+            try:
+                if wait:
+                    self._ask(phase, save, wait=True)
+                is_told = wait or all(each.is_ready for each in save.asked)
+                answers = [each.read(wait_s) for each in save.asked] if is_told else []
+                if not answers or None in answers:
+                    self._saves.appendleft(save)
+                    return
+                self._complete(save, {name: it for files in answers for name, it in files.items()})
+            finally:
+                if save not in self._saves:
+                    shutil.rmtree(save.folder, ignore_errors=True)
+
+    def _discard(self) -> None:
+        """Remove what was begun and is no checkpoint."""
+        self._saves.clear()
+        for left in self._run.checkpoints.glob(".step-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _complete(self, save: Save, files: Mapping[str, Any]) -> None:
+        def write(folder: Path) -> Mapping[str, Any]:
+            for part in save.folder.iterdir():
+                part.rename(folder / part.name)
+            save.folder.rmdir()
+            return files
+
+        assert save.state is not None  # its step is closed
+        kept, best = self._cadence.keep_checkpoints, best_checkpoint(self._run.path)
+        spared = None if best is None else best.step
+        save_checkpoint(
+            self._run.checkpoints, save.step, write, save.state, kept, run=self._run.id, spare=spared
+        )
+        self._saved_step = save.step
 
 
 def _due(done: int, every: int) -> bool:

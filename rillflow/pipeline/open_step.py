@@ -100,6 +100,24 @@ class Standing:
     """The optimiser steps of every trained role."""
 
 
+@dataclass(kw_only=True, eq=False)
+class Save:
+    """A checkpoint that ranks are writing."""
+
+    step: int
+    """The step that it is of."""
+    folder: Path
+    """Where they write."""
+    begun: list[Pending]
+    """What tells when they have copied all they write, and may train on."""
+    place: Mapping[str, Any]
+    """The place in the data then, where later steps were open."""
+    state: Mapping[str, Any] | None = None
+    """What the controller goes on from; None until the step is closed."""
+    asked: list[Pending] = field(default_factory=list)
+    """What was asked last of every trained role: whether its files are written."""
+
+
 class OpenStep:
     """One step of a phase, submitted as it is made.
 
@@ -126,12 +144,8 @@ class OpenStep:
         share: float = 1.0,
     ) -> None:
         self.number, self.done = number, done
-        self.saving: Path | None = None
-        """Where the ranks write its checkpoint meanwhile; None where it has none."""
-        self.place: Mapping[str, Any] = {}
-        """The place in the data when that was begun."""
-        self.written: list[Pending] = []
-        """What tells when they have."""
+        self.saving: Save | None = None
+        """Its checkpoint, where that was begun with it."""
         self.is_last = False
         """Whether the run ends after it, as asked."""
         self.skips: list[str] = []

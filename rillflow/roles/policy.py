@@ -11,6 +11,7 @@ The reference is the policy as the phase found it, frozen: rollouts ─ logprobs
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.training.guards import check_freshness
 from rillflow.training.loss import SAMPLED, TokenLoss, are_sampled, loss_of
+from rillflow.training.offload import OnHost
 from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Aim
 from rillflow.workers.endpoint import endpoint
@@ -172,7 +174,7 @@ class Reference:
 
     Args:
         share: the model, or this rank's part of it; it is frozen.
-        train: how a batch is cut into micro-batches.
+        train: how a batch is cut into micro-batches, and where the weights are between two calls.
         temperature: the temperature the policy is sampled at.
     """
 
@@ -180,11 +182,15 @@ class Reference:
         share.model.module.requires_grad_(False)
         self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
         self._temperature = temperature
+        self._there: AbstractContextManager[None] = nullcontext()
+        if train.offload in ("reference", "all"):
+            self._there = OnHost(share.model.module.parameters())
 
     @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("reference_logprobs",))
     def logprobs(self, rollouts: Batch) -> Batch:
         """The field ``reference_logprobs``: what the reference gives every sampled token."""
-        found = self._scorer.logprobs(rollouts, temperature=self._temperature)
+        with self._there:
+            found = self._scorer.logprobs(rollouts, temperature=self._temperature)
         return Batch(ids=rollouts.ids, fields={"reference_logprobs": found})
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from rillflow.cluster.config import MeshSizes
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import WeightError
 from rillflow.models.language_model import LanguageModel
@@ -282,25 +283,24 @@ def links_of(plan: ReshardPlan) -> Links:
 
 
 def lay_out(
-    model: LanguageModel, *, mesh: Mesh, is_sharded: bool, generate: Mesh, ranks: Ranks, version: int = 0
+    model: LanguageModel, *, sizes: MeshSizes, generate: Mesh, ranks: Ranks, version: int = 0
 ) -> tuple[Share[LanguageModel], SharedWeights | ReshardedWeights]:
     """A policy's share of its model, and what a sampler on the same ranks generates with.
 
     Args:
         model: the whole model, on every rank; its module is cut in place.
-        mesh: dp, pp and tp of training.
-        is_sharded: whether parameters are cut over dp as well.
+        sizes: the grid of training.
         generate: the ranks in generation; see ``weights.layout.generation_mesh``.
         ranks: all of them.
         version: publishes so far.
     """
-    if ranks.size == mesh.axis("dp").size and not is_sharded:
+    if sizes.is_plain:
         return Share.whole(model, ranks), SharedWeights(model.module, version)
     tp = ranks.part(generate.groups("tp"))
-    plan = tensor_plan(model.module) if max(tp.size, mesh.axis("tp").size) > 1 else {}
+    plan = tensor_plan(model.module) if max(tp.size, sizes.tp) > 1 else {}
     parts = weight_parts(plan, model.module)
     module = sampling_module(model.module, plan, tp)
-    share = Share.of(model, mesh=mesh, is_sharded=is_sharded, ranks=ranks)
+    share = Share.of(model, sizes, ranks)
     wanted = generation_layout(share.weights, parts, generate)
     switch = WeightSwitch(reshard_plan(share.weights, share.layout, wanted), ranks, share.parallel.parameters)
     assign(module, switch.generation)

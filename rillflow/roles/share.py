@@ -16,9 +16,10 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from rillflow.cluster.config import MeshSizes
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import ModelError
-from rillflow.models.language_model import Model, save_model
+from rillflow.models.language_model import Model
 from rillflow.models.unread import Index, fill
 from rillflow.parallel.mesh import RankGroups, rank_groups
 from rillflow.parallel.module import Parallel
@@ -27,8 +28,8 @@ from rillflow.placement.sbp import Placement
 from rillflow.training.optimizer import COUNTER
 from rillflow.training.trainer import Trainer
 from rillflow.weights.layout import Layout, Weight, local_shape, logical_weights, training_layout
-from rillflow.weights.resharding import gathered, pieces
-from rillflow.weights.sharded_file import listed_weights, load_sharded, save_sharded
+from rillflow.weights.resharding import pieces
+from rillflow.weights.sharded_file import listed_weights, load_sharded
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,7 +37,7 @@ class Share(Generic[Model]):
     """One rank's share.
 
     Example:
-        Share.of(outline(...), mesh=Mesh.of(dp=2, pp=1, tp=2), is_sharded=False, ranks=site.ranks)
+        Share.of(outline(...), MeshSizes(dp=2, tp=2), site.ranks)
     """
 
     model: Model
@@ -52,29 +53,26 @@ class Share(Generic[Model]):
     def whole(model: Model, ranks: Ranks | None = None) -> Share[Model]:
         """A whole model, and the ranks that have other rows."""
         ranks = ranks or SingleRank()
-        mesh = Mesh.of(dp=ranks.size, pp=1, tp=1)
-        return Share.of(model, mesh=mesh, is_sharded=False, ranks=ranks)
+        return Share.of(model, MeshSizes(dp=ranks.size), ranks)
 
     @staticmethod
-    def of(model: Model, *, mesh: Mesh, is_sharded: bool, ranks: Ranks) -> Share[Model]:
+    def of(model: Model, sizes: MeshSizes, ranks: Ranks) -> Share[Model]:
         """This rank's share of a model; its module is cut in place, and what is left is read.
 
         Args:
             model: the whole model, read or not.
-            mesh: of dp, pp and tp.
-            is_sharded: whether parameters are cut over dp as well.
-            ranks: all ranks of the mesh.
+            sizes: the grid of the role's ranks.
+            ranks: all of them.
 
         Raises:
             ModelError: the model cannot be cut so, or not be read.
             TrainingError: another rank cannot read it.
         """
-        is_whole = ranks.size == mesh.axis("dp").size and not is_sharded
         weights = logical_weights(model.module)
-        groups = RankGroups.whole(ranks) if is_whole else rank_groups(mesh, ranks)
+        groups = RankGroups.whole(ranks) if sizes.is_plain else rank_groups(sizes.mesh, ranks, sizes.fsdp)
         is_unread = next(model.module.parameters()).is_meta
-        parallel = Parallel(model.module, groups, shard=is_sharded, device=model.device)
-        layout = training_layout(weights, parallel.parts, parallel.stages, mesh, shard=parallel.sharded)
+        parallel = Parallel(model.module, groups, sequence=sizes.sequence, device=model.device)
+        layout = training_layout(weights, parallel.parts, parallel.stages, sizes.mesh, fsdp=sizes.fsdp)
         share = Share(model=model, parallel=parallel, weights=weights, layout=layout)
         if is_unread:
             share._read()
@@ -106,37 +104,15 @@ class Share(Generic[Model]):
             met = error
         self.parallel.agree(met)
 
-    def save_weights(self, folder: Path) -> None:
-        """Write the whole model as a Hugging Face directory; every rank calls it, the first one writes.
-
-        Raises:
-            OSError: the directory cannot be written; what was there before still is.
-        """
-        weights, everyone = None, self.groups.everyone
-        if not self.parallel.is_whole:
-            weights = dict(gathered(self.weights, self.layout, self.parallel.parameters, everyone))
-        if everyone.rank == 0:
-            save_model(self.model, folder, weights)
-
-    def save_state(self, trainer: Trainer, folder: Path) -> None:
-        """Write a trainer's state by logical tensor; every rank calls it and writes its own slices.
-
-        Raises:
-            RunDirectoryError: a rank could not write.
-        """
-        tensors = trainer.optimizer.state()
-        listed = self._listed(tensors)
-        save_sharded(folder, listed, self._laid(listed), tensors, self.groups.everyone)
-
     def load_state(self, trainer: Trainer, folder: Path) -> None:
-        """Let a trainer go on from what ``save_state`` wrote, under whatever mesh that was.
+        """Let a trainer go on from what ``Saving`` wrote, under whatever mesh that was.
 
         Raises:
             RunDirectoryError: it is damaged, or another model's.
             TrainingError: it is another module's.
         """
         listed = listed_weights(folder)
-        layout, everyone = self._laid(listed), self.groups.everyone
+        layout, everyone = self.laid(listed), self.groups.everyone
         tensors = {
             name: torch.empty(local_shape(layout[name], weight.shape, everyone.rank), dtype=weight.dtype)
             for name, weight in listed.items()
@@ -145,7 +121,7 @@ class Share(Generic[Model]):
         load_sharded(folder, listed, layout, tensors, everyone)
         trainer.optimizer.load_state(tensors)
 
-    def _listed(self, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
+    def listed(self, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
         """The logical tensors of a training state, of which this rank has some."""
         if self.parallel.is_whole:
             return {
@@ -161,7 +137,7 @@ class Share(Generic[Model]):
                 found[f"{kind}/{name}"] = Weight(name=f"{kind}/{name}", shape=shape, dtype=example.dtype)
         return found
 
-    def _laid(self, listed: Mapping[str, Weight]) -> dict[str, Placement]:
+    def laid(self, listed: Mapping[str, Weight]) -> dict[str, Placement]:
         """Where the tensors of a training state lie: as their weights, what is one number everywhere."""
         everywhere = Placement(Mesh.of(dp=self.groups.everyone.size))
         found = {}

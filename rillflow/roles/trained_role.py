@@ -1,22 +1,29 @@
 """What roles that are trained have in common: a model, an optimiser for each phase, files to go on from.
 
-begin, save: a phase of training, and what it goes on from
+begin, begin_saving, written: a phase of training, and what it goes on from
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic
 
+import torch
 from torch import Tensor
 
+from rillflow.errors import RunDirectoryError
 from rillflow.models.language_model import Model
+from rillflow.models.tensor_file import Digest
+from rillflow.observe.durable import flush, publish_folder
 from rillflow.records.batch import Batch
+from rillflow.roles.saving import Saving
 from rillflow.roles.share import Share
 from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.training.minibatches import minibatches
 from rillflow.training.trainer import Trainer
+from rillflow.weights.sharded_file import WRITE, together
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import TOGETHER
 
@@ -41,6 +48,7 @@ class TrainedRole(Generic[Model]):
         self._name = name.replace(" ", "_")
         self._share, self._train, self._seed, self._updates = share, train, seed, updates
         self._trainer: Trainer | None = None
+        self._saves = dict[Path, Saving]()
 
     def _be_training(self) -> None:
         """Have the weights as they are trained."""
@@ -61,18 +69,12 @@ class TrainedRole(Generic[Model]):
         Args:
             train: its settings.
             updates: optimiser steps of the whole phase.
-            resume: the file ``save`` wrote in this phase; None starts afresh.
+            resume: the directory that ``begin_saving`` had written in this phase; None starts afresh.
         """
         self._be_training()
         self._train, self._updates, self._trainer = train, updates, None
         if resume is not None:
             self._share.load_state(self.trainer, resume)
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of what ``save`` writes, headers aside."""
-        state = self.trainer.optimizer.state().values()
-        return self._share.saved_bytes + sum(tensor.nbytes for tensor in state)
 
     @property
     def updates(self) -> int:
@@ -95,11 +97,56 @@ class TrainedRole(Generic[Model]):
         )
 
     def save(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face directory of the role's name, the optimiser beside it."""
-        self.save_weights(folder / self._name)
-        self._share.save_state(self.trainer, folder / f"{self._name}.optimizer")
+        """Write what it goes on from below a folder; on all ranks.
+
+        The weights become a Hugging Face directory of the role's name, the training state lies beside it.
+
+        Raises:
+            RunDirectoryError: it does not fit, or the disk fails.
+        """
+        self._saved(folder).written(wait=True)
+
+    def begin_saving(self, folder: Path) -> None:
+        """Copy what ``save`` writes, and let a thread write it; ``written`` says what failed.
+
+        What was begun before is written first: there is one copy at most.
+        """
+        for earlier in self._saves.values():
+            earlier.end()
+        self._saves = {where: save for where, save in self._saves.items() if where.is_dir()}
+        self._saves[folder] = self._saved(folder)
+
+    def _saved(self, folder: Path) -> Saving:
+        self._be_training()
+        state = folder / f"{self._name}.optimizer"
+        return Saving(self._share, folder / self._name, state, self.trainer.optimizer.state())
+
+    def written(self, folder: Path, *, wait: bool) -> dict[str, Digest] | None:
+        """What ``begin_saving`` had written there: see ``Saving.written``; on all ranks."""
+        return self._saves[folder].written(wait=wait)
 
     def save_weights(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face directory; on all ranks."""
+        """Write the weights as a Hugging Face directory, and wait for it; on all ranks.
+
+        Raises:
+            OSError, RunDirectoryError: the disk fails; what was there before still is.
+        """
         self._be_training()
-        self._share.save_weights(folder)
+        draft, everyone = folder.with_name(f".{folder.name}.draft"), self._share.groups.everyone
+
+        def cleared() -> str:
+            if everyone.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir(parents=True)
+            return ""
+
+        together(everyone, torch.device("cpu"), cleared, draft, WRITE)
+        try:
+            Saving(self._share, draft).written(wait=True)
+            if everyone.rank == 0:
+                for path in draft.iterdir():
+                    flush(path)
+                publish_folder(draft, folder)
+        except (OSError, RunDirectoryError):
+            shutil.rmtree(draft, ignore_errors=True)
+            raise

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 from rillflow.tasks.example import Example
@@ -21,10 +22,20 @@ class Fingerprint:
 
     drawn: int
     """Rows of the source that held-out ones are drawn from, its first: all there were at the first start."""
-    rows: Sequence[str]
-    """Of every row of the source, in order, the first letters of its SHA-256."""
-    held_out: Sequence[str]
-    """The same of the rows of a held-out file."""
+    examples: Sequence[Example]
+    """Every row of the source, in order."""
+    apart: Sequence[Example]
+    """The rows of a held-out file."""
+
+    @cached_property
+    def rows(self) -> Sequence[str]:
+        """Of every row of the source, the first letters of its SHA-256; a plan asks for none."""
+        return row_digests(self.examples)
+
+    @cached_property
+    def held_out(self) -> Sequence[str]:
+        """The same of the rows of a held-out file."""
+        return row_digests(self.apart)
 
     @property
     def digest(self) -> str:

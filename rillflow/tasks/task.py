@@ -21,7 +21,7 @@ from rillflow.tasks import arithmetic, gym
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.example import Example, example_of
 from rillflow.tasks.files import Rows, given_rows, read_rows
-from rillflow.tasks.fingerprint import Fingerprint, row_digests
+from rillflow.tasks.fingerprint import Fingerprint
 from rillflow.tasks.preference import Preference, arithmetic_preferences, preference_of
 
 Row = TypeVar("Row", bound=Example)
@@ -132,8 +132,8 @@ def _split(
         reward=() if reward is None else (reward,),
         fingerprint=Fingerprint(
             drawn=len(examples) if drawn is None else drawn,
-            rows=row_digests(examples),
-            held_out=row_digests(held_out if config.held_out_source else ()),
+            examples=examples,
+            apart=held_out if config.held_out_source else (),
         ),
     )
 

@@ -27,6 +27,13 @@ class OptimizerConfig(RateConfig):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first decay.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    moments: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Type of AdamW's moments between steps; left out, float32, or the master's own."
+    )
+    offload: Literal["optimizer", "reference", "all"] | None = Field(
+        None,
+        description="What lies in host memory between its uses: moments and masters, a reference's weights.",
+    )
 
 
 class TrainConfig(OptimizerConfig):

@@ -5,6 +5,8 @@
                      │               the stepped master is rounded back into the module
                      └─ cut over a mesh (DTensor) ──> the same, with what this rank holds of it
 
+    training.adamw steps the masters; moments and masters lie between steps as ``moments``, ``offload`` say
+
 A small learning rate moves a bfloat16 weight by less than its last bit: without masters such steps
 would be lost.
 """
@@ -12,7 +14,7 @@ would be lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from rillflow.errors import NotFiniteError, TrainingError, nearest
 from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.tensor import local_gradient, own
+from rillflow.training.adamw import MOMENTS, AdamW
 from rillflow.training.config import OptimizerConfig
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 COUNTER = "counter"
 """The kind of numbers in a training state that belong to no weight."""
 _STEPS = f"{COUNTER}/step"
@@ -35,7 +37,7 @@ class Optimizer:
 
     Args:
         module: whose parameters are trained.
-        config: rates, decay, schedule, clipping.
+        config: rates, decay, schedule, clipping, and how moments are kept.
         total_steps: optimiser steps of the whole phase, for the schedule.
         gradients: how they are completed.
 
@@ -61,20 +63,11 @@ class Optimizer:
                 why="there is nothing to train",
                 fix="call requires_grad_(True) on what should be trained",
             )
-        self._masters = {name: _master(weight) for name, weight in self._weights.items()}
-        self._apart = [name for name, weight in self._weights.items() if self._masters[name] is not weight]
+        self.masters = {name: _master(weight) for name, weight in self._weights.items()}
+        """What is stepped, by parameter name; a weight itself where that is wide enough."""
+        self._apart = [name for name, weight in self._weights.items() if self.masters[name] is not weight]
         self._narrow = [name for name in self._apart if self._weights[name].dtype.itemsize < 4]
-        matrices = [master for master in self._masters.values() if master.dim() >= 2]
-        vectors = [master for master in self._masters.values() if master.dim() < 2]
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            fused=True,
-        )
+        self._adamw = AdamW(self.masters, self._narrow, config)
         self.steps = 0
 
     @property
@@ -85,7 +78,7 @@ class Optimizer:
     def collect(self) -> None:
         """Move gradients to the masters that are not the weights; call it after every backward pass."""
         for name in self._apart:
-            weight, master = self._weights[name], self._masters[name]
+            weight, master = self._weights[name], self.masters[name]
             if weight.grad is not None:
                 gradient = local_gradient(weight)
                 if master.grad is None:
@@ -103,7 +96,7 @@ class Optimizer:
         everyone = self._gradients.groups.everyone
         if everyone.size == 1:
             return is_sound
-        masters = list(self._masters.values())
+        masters = list(self.masters.values())
         flags = torch.tensor([float(any(each.grad is not None for each in masters)), float(not is_sound)])
         everyone.sum_([flags])
         learned, unsound = flags.tolist()
@@ -129,17 +122,19 @@ class Optimizer:
         if not length < float("inf"):
             raise self._not_finite(length)
         if length > self._config.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.max_grad_norm, norm)
-        for group in self._adamw.param_groups:
-            group["lr"] = self.lr
-        self._adamw.step()
-        self._publish()
+            nn.utils.clip_grads_with_norm_(self.masters.values(), self._config.max_grad_norm, norm)
+        self._adamw.step(self.steps, self.lr, self._publish)
         self.steps += 1
         return length
 
+    @property
+    def moved_bytes(self) -> int | None:
+        """Bytes of the last step that crossed between host and device; None where nothing is offloaded."""
+        return self._adamw.moved_bytes
+
     def discard(self) -> None:
         """Drop all gradients."""
-        for parameter in (*self._weights.values(), *self._masters.values()):
+        for parameter in (*self._weights.values(), *self.masters.values()):
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
@@ -148,11 +143,11 @@ class Optimizer:
         Moments, masters where they are wider than the weights, and the number of steps. Not copies; of a
         parameter that is cut over a mesh what this rank holds, by the name it has in the whole module.
         """
-        tensors = {f"master/{name}": self._masters[name].detach() for name in self._narrow}
-        for name, master in self._masters.items():
-            if master in self._adamw.state:
-                moments = self._adamw.state[master]
-                tensors |= {f"{kind}/{name}": moments[kind] for kind in _MOMENTS}
+        tensors = {f"master/{name}": self._kept_master(name) for name in self._narrow}
+        for name in self.masters:
+            if name in self._adamw.state:
+                kept = self._adamw.state[name]
+                tensors |= {f"{kind}/{name}": kept[kind] for kind in ("step", *MOMENTS)}
         return {_STEPS: torch.tensor(self.steps), **tensors}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -164,30 +159,37 @@ class Optimizer:
         self._check_state(tensors)
         with torch.no_grad():
             for name in self._narrow:
-                self._masters[name].copy_(tensors[f"master/{name}"])
-        self._adamw.state.clear()
-        for name, master in self._masters.items():
-            if f"step/{name}" in tensors:
-                moments = {kind: tensors[f"{kind}/{name}"] for kind in _MOMENTS}
-                self._adamw.state[master] = {k: v.to(master.device, copy=True) for k, v in moments.items()}
-        self._publish()
+                self._kept_master(name).copy_(tensors[f"master/{name}"])
+                own(self._weights[name]).copy_(tensors[f"master/{name}"])
+            self._adamw.state.clear()
+            for name in self.masters:
+                if f"step/{name}" in tensors:
+                    kinds = ("step", *MOMENTS)
+                    self._adamw.load(name, {kind: tensors[f"{kind}/{name}"] for kind in kinds})
         self.steps = int(tensors[_STEPS])
 
     def _found(self) -> dict[str, Tensor]:
         """The gathered gradients."""
-        return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+        return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
 
-    def _publish(self) -> None:
-        with torch.no_grad():
-            for name in self._narrow:
-                own(self._weights[name]).copy_(self._masters[name])
+    def _publish(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self._narrow:
+                own(self._weights[name]).copy_(self.masters[name])
+
+    def _kept_master(self, name: str) -> Tensor:
+        """A master between steps, not a copy."""
+        master = self.masters[name].detach()
+        if name not in self._adamw.hosts:
+            return master
+        return self._adamw.hosts[name].far[0].view(master.dtype).view(master.shape)
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
-        stepped = [name for name in self._masters if f"step/{name}" in tensors]
-        expected = {f"master/{name}": self._masters[name].shape for name in self._narrow}
+        stepped = [name for name in self.masters if f"step/{name}" in tensors]
+        expected = {f"master/{name}": self.masters[name].shape for name in self._narrow}
         expected[_STEPS] = torch.Size()
         for name in stepped:
-            shape = self._masters[name].shape
+            shape = self.masters[name].shape
             expected |= {f"step/{name}": torch.Size(), f"exp_avg/{name}": shape, f"exp_avg_sq/{name}": shape}
         for name in sorted(set(expected) ^ set(tensors)):
             known = "lacks" if name in expected else "has"
@@ -207,7 +209,7 @@ class Optimizer:
     def _not_finite(self, norm: float) -> NotFiniteError:
         names = [
             name
-            for name, master in self._masters.items()
+            for name, master in self.masters.items()
             if master.grad is not None and not bool(torch.isfinite(master.grad).all())
         ]
         cut = not self._gradients.is_whole

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.formulas.logprobs import TokenLogprobs, token_logprobs
-from rillflow.parallel.module import Parallel
+from rillflow.parallel.module import Output, Parallel
 from rillflow.parallel.packed import last_tokens
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged, concatenate_ragged
@@ -43,7 +43,7 @@ class LogprobReader:
     back = 1
     """How many tokens before a loss token the module is read."""
 
-    def read(self, tokens: Batch, output: Tensor) -> TokenLogprobs:
+    def read(self, tokens: Batch, output: Output) -> TokenLogprobs:
         """What the output says about the loss tokens, guarded; ``tokens`` are the rows at these alone."""
         found = token_logprobs(output, tokens.ragged("tokens").values, self.temperature)
         if self.ratio_tolerance is not None:
@@ -64,9 +64,10 @@ class ScalarReader:
     back: int
     """1 for values, 0 for scores."""
 
-    def read(self, tokens: Batch, output: Tensor) -> Tensor:
+    def read(self, tokens: Batch, output: Output) -> Tensor:
         """The output itself."""
         del tokens  # there is nothing that the numbers could be compared with
+        assert isinstance(output, Tensor)
         return output
 
     def describe(self, read: Tensor, index: int) -> str:
@@ -162,7 +163,7 @@ class Scorer:
         """[N] of each part; zeros on the stages before the last."""
         found: list[Tensor] = []
 
-        def finish(part: Batch, output: Tensor) -> Tensor:
+        def finish(part: Batch, output: Output) -> Tensor:
             tokens = _loss_tokens_alone(part).to(self._parallel.device)
             found.append(number(reader.read(tokens, output)))
             return found[-1].sum()

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.errors import NotFiniteError
-from rillflow.parallel.module import Parallel, first_said
+from rillflow.parallel.module import Output, Parallel, first_said
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
 from rillflow.training.config import TrainConfig
@@ -178,6 +178,8 @@ class Trainer:
         if not self.optimizer.sum_over_ranks(is_sound=problem is None):
             raise problem or NotFiniteError(_ELSEWHERE, why="all ranks take the same step, or none does")
         lr, norm = self.optimizer.lr, self.optimizer.step()
+        if self.optimizer.moved_bytes is not None:
+            metrics["train/moved_bytes/mean"] = Mean(total=self.optimizer.moved_bytes, count=1)
         return {
             **metrics,
             "train/grad_norm/mean": Mean(total=norm, count=1),
@@ -218,7 +220,7 @@ class Trainer:
         """Add up one aim's gradient; its metrics."""
         total, metrics = 0.0, list[Mapping[str, Metric]]()
 
-        def finish(part: Batch, output: Tensor) -> Tensor:
+        def finish(part: Batch, output: Output) -> Tensor:
             nonlocal total
             tokens = loss_tokens(part).to(self._parallel.device)
             share, measured = _share(tokens, aim.reader.read(tokens, output), aim, denominator)

@@ -74,7 +74,7 @@ def training_layout(
     stages: Mapping[str, Sequence[int]],
     mesh: Mesh,
     *,
-    shard: bool,
+    fsdp: int = 1,
 ) -> dict[str, Placement]:
     """Where weights lie while they are trained.
 
@@ -83,18 +83,22 @@ def training_layout(
         parts: how tp lays each (``models.tensor_plan.weight_parts``).
         stages: the pipeline stages each lies on; a tied embedding has two.
         mesh: of dp, pp and tp.
-        shard: dp cuts the first dim of what tp leaves, as FSDP2 does; else every dp rank has a copy.
+        fsdp: so many ranks of dp that follow one another cut the first dim of what tp leaves, as FSDP2
+            does; at 1 every dp rank has a copy.
 
     Raises:
         PlacementError: the mesh lacks an axis, or a weight lies on a stage that is not there.
     """
     found = {}
+    if fsdp > 1:
+        d, p, t = (mesh.axis(name).size for name in ("dp", "pp", "tp"))
+        mesh = Mesh.of(ranks=mesh.ranks, dp=d // fsdp, fsdp=fsdp, pp=p, tp=t)
     for name, weight in weights.items():
         whole: dict[str, Part] = {"tp": parts[name]}
         order: tuple[str, ...] = ()
-        if shard and weight.shape:
-            whole["dp"] = Split(0)
-            order = ("tp", "dp") if isinstance(parts[name], Split) else ("dp",)
+        if fsdp > 1 and weight.shape:
+            whole["fsdp"] = Split(0)
+            order = ("tp", "fsdp") if isinstance(parts[name], Split) else ("fsdp",)
         found[name] = Placement(_stage_mesh(name, mesh, stages[name]), whole, order=order)
     return found
 

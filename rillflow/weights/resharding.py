@@ -157,45 +157,46 @@ def gathered(
     layout: Layout,
     tensors: Mapping[str, Tensor],
     ranks: Ranks,
+    to: Mapping[str, int],
     *,
     most_bytes: int = MOST_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight with its whole value on the first rank, and nothing on the others.
+    """Every weight with its whole value on the rank that it goes to, and nothing on the others.
 
-    For a whole model in a file: no rank needs room for more than a bucket, and for the largest weight where
+    For a whole model in files: no rank needs room for more than a bucket, and for the largest weight where
     that is more. All ranks have to come to the end of it. Weights of different pipeline stages take turns.
 
     Example:
-        for name, tensor in gathered(weights, layout, tensors, ranks):  # every rank runs the loop
-            write(name, tensor)  # the first one alone enters it
+        for name, tensor in gathered(weights, layout, tensors, ranks, to):  # every rank runs the loop
+            keep(name, tensor)  # the one that it goes to enters it
 
     Args:
         weights: with the type they are to have.
         layout: where they lie.
         tensors: what this rank holds; they are only read.
         ranks: all ranks of the layout.
+        to: by name, the rank.
         most_bytes: what a bucket holds.
 
     Raises:
         WeightError: a tensor is missing or of another shape.
         ClusterError: a rank died or did not come in time.
     """
-    first = Placement(Mesh.of(dp=1))
-    plan = replace(reshard_plan(weights, layout, dict.fromkeys(weights, first)), most_bytes=most_bytes)
+    there = {name: Placement(Mesh.of(first=to[name], dp=1)) for name in weights}
+    plan = replace(reshard_plan(weights, layout, there), most_bytes=most_bytes)
     require_shapes(tensors, plan, layout, ranks.rank)
     resharding = Resharding(plan, ranks)
     found, device = dict[str, Tensor](), device_of(tensors)
     for place, bucket in enumerate(plan.buckets):
-        if ranks.rank == 0:
-            for part in bucket.parts:
-                weight = weights[part.name]
-                if part.name not in found:
-                    found[part.name] = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        for part in bucket.parts:
+            weight = weights[part.name]
+            if ranks.rank == to[part.name] and part.name not in found:
+                found[part.name] = torch.empty(weight.shape, dtype=weight.dtype, device=device)
         resharding.pack(place, tensors)
         resharding.exchange(place, found)
         for part in bucket.parts:
-            if part.is_last and ranks.rank == 0:
-                keep(plan, part.name, 0, tensors, found)
+            if part.is_last and ranks.rank == to[part.name]:
+                keep(plan, part.name, ranks.rank, tensors, found)
                 yield part.name, found.pop(part.name)
     resharding.close()
 

@@ -5,7 +5,7 @@
          weights.json              which slice of which weight is where; size and SHA-256 of every file, and
                                    of this list itself
 
-    save   each rank its file ─ fsync ─> hashes meet ─ rank 0: weights.json ─ fsync ─ rename ─> NAME
+    save   each rank its file ─ fsync ─> hashes meet ─ rank 0: weights.json     (roles.saving)
     load   all files checked, shared out over the ranks ─> verdicts meet ─> each rank reads what it needs
 
 Nothing is loaded on any rank before every file has been checked. A file's name in the list is never followed
@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -28,12 +27,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RillflowError, RunDirectoryError
-from rillflow.observe.durable import flush, publish_folder, replace, write_error
+from rillflow.models.tensor_file import KINDS, Digest, on_host
+from rillflow.observe.durable import replace, write_error
 from rillflow.parallel.tensor import device_of, own
 from rillflow.placement.slices import Slice, slices
 from rillflow.weights.digest import owned
@@ -41,20 +40,10 @@ from rillflow.weights.layout import Layout, Weight, Weights, intervals, local_in
 
 FORMAT = 1
 LIST = "weights.json"
-_KINDS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-}
-"""Types as safetensors calls them."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KINDS}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KINDS}
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _READ = "take another checkpoint, or restore its files"
-_WRITE = "make room, or mend the disk, then run the same command: it resumes"
+WRITE = "make room, or mend the disk, then run the same command: it resumes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,55 +53,6 @@ class _Saved:
     file: str
     key: str
     slice: Slice
-
-
-def save_sharded(
-    folder: Path, weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
-) -> None:
-    """Write a checkpoint; every rank calls it, and all see the same directory.
-
-    Args:
-        folder: the checkpoint; an older one there is replaced when the new one is whole.
-        weights: of the model, with the types of the tensors.
-        layout: where they lie.
-        tensors: what this rank holds.
-        ranks: all ranks of the layout.
-
-    Raises:
-        RunDirectoryError: a rank could not write; what was there before still is. All ranks raise it.
-    """
-    draft = folder.with_name(f".{folder.name}.draft")
-    device = device_of(tensors)
-
-    def prepare() -> str:
-        if ranks.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-        return ""
-
-    def write() -> str:
-        mine = _own_slices(weights, layout, tensors, ranks)
-        path = draft / _file_of(ranks.rank)
-        if not mine:
-            return ""
-        save_file(mine, path)
-        flush(path)
-        return json.dumps(_hash(path))
-
-    def publish() -> str:
-        if ranks.rank == 0:
-            replace(draft / LIST, [_list(weights, layout, ranks.size, hashes)])
-            publish_folder(draft, folder)
-        return ""
-
-    try:
-        _together(ranks, device, prepare, draft, _WRITE)
-        hashes = _together(ranks, device, write, draft, _WRITE)
-        _together(ranks, device, publish, folder, _WRITE)
-    except RunDirectoryError:
-        if ranks.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def load_sharded(
@@ -141,7 +81,7 @@ def load_sharded(
                 _check_file(folder, name, written, found, weights)
         return ""
 
-    _together(ranks, device_of(tensors), check, folder)
+    together(ranks, device_of(tensors), check, folder)
     with contextlib.ExitStack() as stack:
         names = {saved.file for slices_of in found.values() for saved in slices_of}
         files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
@@ -172,10 +112,14 @@ def listed_weights(folder: Path) -> dict[str, Weight]:
         raise _unusable(f"{folder / LIST} is no list: {type(error).__name__}: {error}") from error
 
 
-def _own_slices(
+def own_slices(
     weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
-) -> dict[str, Tensor]:
-    """What this rank writes, by key."""
+) -> dict[str, dict[str, Tensor]]:
+    """The file that this rank writes, if any, with copies on the host of what belongs in it, by key.
+
+    Raises:
+        RunDirectoryError: a tensor is of another type than the weight.
+    """
     found = {}
     for key, (name, box) in _shares(weights, layout, ranks.size).get(ranks.rank, {}).items():
         tensor = own(tensors[name])
@@ -184,10 +128,8 @@ def _own_slices(
                 f"{name} is {tensor.dtype} here and {weights[name].dtype} in the list", why="nothing is cast"
             )
         held = intervals(layout[name], weights[name].shape, ranks.rank)
-        piece = tensor[local_index(held, box)].contiguous()
-        alone = piece.untyped_storage().nbytes() == piece.nbytes  # a file takes no two views of one memory
-        found[key] = piece if alone else piece.clone()
-    return found
+        found[key] = on_host(tensor[local_index(held, box)])
+    return {_file_of(ranks.rank): found} if found else {}
 
 
 def _shares(weights: Weights, layout: Layout, size: int) -> dict[int, dict[str, tuple[str, Slice]]]:
@@ -200,8 +142,14 @@ def _shares(weights: Weights, layout: Layout, size: int) -> dict[int, dict[str, 
     return found
 
 
-def _list(weights: Weights, layout: Layout, size: int, hashes: list[str]) -> bytes:
-    """The list of a checkpoint."""
+def write_list(
+    folder: Path, weights: Weights, layout: Layout, size: int, files: Mapping[str, Digest]
+) -> None:
+    """Write the list of a checkpoint whose ``files``, by name, have been written by so many ranks.
+
+    Raises:
+        RunDirectoryError: the disk fails.
+    """
     listed: dict[str, Any] = {
         name: {"dtype": _dtype_name(weight.dtype), "shape": list(weight.shape), "slices": []}
         for name, weight in weights.items()
@@ -210,10 +158,9 @@ def _list(weights: Weights, layout: Layout, size: int, hashes: list[str]) -> byt
         for key, (name, box) in share.items():
             place = {"file": _file_of(rank), "key": key, "bounds": [list(bounds) for bounds in box.bounds]}
             listed[name]["slices"].append(place)
-    files = {_file_of(rank): json.loads(found) for rank, found in enumerate(hashes) if found}
-    body = {"weights": listed, "files": files}
+    body = {"weights": listed, "files": dict(files)}
     text = {"format": FORMAT, "sha256": _hash_of(body), "body": body}
-    return json.dumps(text, indent=1).encode()
+    replace(folder / LIST, [json.dumps(text, indent=1).encode()])
 
 
 def _read_list(body: Any, weights: Weights) -> dict[str, list[_Saved]]:
@@ -287,7 +234,7 @@ def _check_file(
         for weight, saved in here:
             piece = file.get_slice(saved.key)
             held = (tuple(piece.get_shape()), piece.get_dtype())
-            if held != (saved.slice.shape, _KINDS.get(weights[weight].dtype)):
+            if held != (saved.slice.shape, KINDS.get(weights[weight].dtype)):
                 raise _unusable(f"{name} holds {held[1]} {list(held[0])} for {weight} {saved.slice}")
 
 
@@ -317,7 +264,7 @@ def _plain(folder: Path, name: str) -> Path:
     return path
 
 
-def _together(
+def together(
     ranks: Ranks, device: torch.device, action: Callable[[], str], path: Path, fix: str = _READ
 ) -> list[str]:
     """Do something on every rank; what each of them says, or on all of them what went wrong on the first.
@@ -352,7 +299,7 @@ def _unusable(problem: str) -> RunDirectoryError:
     return RunDirectoryError(problem, why="weights that differ from what was written must not be used")
 
 
-def _hash(path: Path) -> dict[str, Any]:
+def _hash(path: Path) -> Digest:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

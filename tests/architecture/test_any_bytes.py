@@ -28,7 +28,8 @@ from rillflow.rewards.frames import FrameError, FrameReader
 from rillflow.tasks.example import example_of
 from rillflow.tasks.files import read_rows
 from rillflow.weights.layout import Weight
-from rillflow.weights.sharded_file import listed_weights, load_sharded, save_sharded
+from rillflow.weights.sharded_file import listed_weights, load_sharded
+from tests.distributed.sharded import save_sharded
 
 ROOT = Path(__file__).parents[2]
 RECIPE = (ROOT / "recipes/arithmetic/run.toml").read_bytes()
@@ -114,14 +115,14 @@ def test_rows_of_data(here: Path, content: bytes) -> None:
 @fuzzed
 @given(data=st.data())
 def test_a_manifest_of_a_checkpoint(here: Path, data: st.DataObject) -> None:
-    made = save_checkpoint(here / "kept", 1, lambda _: None, {"done": 1}, 1)
+    made = save_checkpoint(here / "kept", 1, lambda _: {}, {"done": 1}, 1)
     manifest = made / "manifest.json"
     manifest.write_bytes(data.draw(damaged(manifest.read_bytes())))
     understood(lambda: latest_checkpoint(here / "kept"))
 
 
 def test_a_manifest_without_the_state_is_refused(here: Path) -> None:
-    made = save_checkpoint(here / "kept", 1, lambda folder: (folder / "a").write_text("a") and None, {}, 1)
+    made = save_checkpoint(here / "kept", 1, lambda folder: (folder / "a").write_text("a") and {}, {}, 1)
     text = json.loads((made / "manifest.json").read_text())
     text["files"].pop("state.json")
     (made / "manifest.json").write_text(json.dumps(text))

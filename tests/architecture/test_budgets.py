@@ -37,15 +37,20 @@ TRUNK = [
 ]
 TRUNK_LINES = 10_984
 """Code lines of the trunk at most: no blank, no comment, no docstring; what it grew by since stands below."""
-GROWN = {"several machines": 264, "models larger than a rank": 231, "a controller of many ranks": 356}
+GROWN = {
+    "several machines": 264,
+    "models larger than a rank": 564,
+    "a controller of many ranks": 356,
+    "saving beside training, sums in buckets": 283,
+}
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 25_944
+PACKAGE_LINES = 26_842
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,
     "service/": 459,
-    "dataflow/parted.py": 130,
-    "dataflow/ready_first.py": 240,
+    "dataflow/parted.py": 121,
+    "dataflow/ready_first.py": 239,
 }
 """What has a budget of its own; a run that streams no rows does without."""
 PLANNER = [
@@ -55,7 +60,7 @@ PLANNER = [
     "rillflow/cli/planning.py",
 ]
 """What plans, with what feeds and shows it."""
-PLANNER_LINES = 4_881
+PLANNER_LINES = 4_818
 """Code lines of it at most; lowered whenever something goes."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 _NO_CODE = (

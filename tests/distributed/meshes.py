@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
+from rillflow.formulas.logprobs import MOST_LOGITS
 from rillflow.models.attention import ATTENTION, register
 from rillflow.parallel.mesh import RankGroups, rank_groups
 from rillflow.parallel.module import Parallel
@@ -35,7 +36,8 @@ class Case:
     dp: int = 1
     pp: int = 1
     tp: int = 1
-    shard: bool = False
+    fsdp: int = 1
+    """How many of dp share one copy of the parameters."""
     tied: bool = True
     scalar: bool = False
     dtype: str = "float64"
@@ -44,6 +46,9 @@ class Case:
     checkpointing: bool = False
     kv_heads: int = 4
     layers: int = 5
+    sequence: bool = False
+    most_logits: int = MOST_LOGITS
+    """What a pass holds at once; the logits of a micro-batch are some hundreds."""
     lopsided: bool = False
     """Whether all rows are the first replica's."""
 
@@ -160,7 +165,7 @@ def whole(parameter: Tensor, held: Tensor | None = None) -> Tensor:
 
 
 def groups_of(case: Case, ranks: Ranks) -> RankGroups:
-    return rank_groups(Mesh.of(dp=case.dp, pp=case.pp, tp=case.tp), ranks)
+    return rank_groups(Mesh.of(dp=case.dp, pp=case.pp, tp=case.tp), ranks, case.fsdp)
 
 
 def own_rows(case: Case, place: RankGroups) -> Batch:
@@ -177,7 +182,7 @@ def train_all(ranks: Ranks, cases: list[Case]) -> list[dict[str, Any]]:
     for case in cases:
         place = groups_of(case, ranks)
         module = decoder(case)
-        parallel = Parallel(module, place, shard=case.shard)
+        parallel = Parallel(module, place, sequence=case.sequence, most_logits=case.most_logits)
         result = trained(case, module, own_rows(case, place), parallel)
         found.append({**result, "speaks": place.speaks})
     return found

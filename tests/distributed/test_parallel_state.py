@@ -30,7 +30,7 @@ POLICY = PolicyLoss(PolicyLossConfig(), max_tokens=16)
 def held_bytes(ranks: Ranks, cases: list[Case]) -> list[int]:
     found = []
     for case in cases:
-        parallel = Parallel(decoder(case), groups_of(case, ranks), shard=case.shard)
+        parallel = Parallel(decoder(case), groups_of(case, ranks))
         memory = {held.untyped_storage().data_ptr(): held for held in parallel.local_weights().values()}
         found.append(sum(held.untyped_storage().nbytes() for held in memory.values()))
     return found
@@ -41,7 +41,7 @@ def test_a_rank_holds_its_part_alone() -> None:
     whole = sum(weight.nbytes for weight in decoder(base).parameters())
     cases = [
         replace(base, pp=2),
-        replace(base, dp=2, shard=True),
+        replace(base, dp=2, fsdp=2),
         replace(base, tp=2),
         replace(base, pp=2, tied=True),
     ]
@@ -121,13 +121,13 @@ def gone_on(ranks: Ranks, case: Case) -> list[bool]:
     """Three steps at once, and one, a new trainer over a new module, and two."""
     place = groups_of(case, ranks)
     batch = own_rows(case, place)
-    parallel = Parallel(decoder(case), place, shard=case.shard)
+    parallel = Parallel(decoder(case), place)
     straight = trainer(case, parallel.module, parallel)
     update(case, straight, batch)
     saved = {name: tensor.clone() for name, tensor in straight.optimizer.state().items()}
     weights = {name: held.clone() for name, held in parallel.local_weights().items()}
     update(case, straight, batch)
-    again = Parallel(decoder(case), place, shard=case.shard)
+    again = Parallel(decoder(case), place)
     with torch.no_grad():
         for name, held in again.local_weights().items():
             held.copy_(weights[name])
@@ -146,5 +146,5 @@ def gone_on(ranks: Ranks, case: Case) -> list[bool]:
 
 
 def test_training_goes_on_bit_for_bit() -> None:
-    for case in (Case(dp=2, pp=2, shard=True), Case(kind="qwen2", pp=2, tp=2, dtype="bfloat16")):
+    for case in (Case(dp=2, pp=2, fsdp=2), Case(kind="qwen2", pp=2, tp=2, dtype="bfloat16")):
         assert together(4, gone_on, case) == [[True] * 5] * 4

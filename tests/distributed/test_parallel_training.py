@@ -27,17 +27,21 @@ STEPPED = {"float64": 1e-6, "float32": 2e-2, "bfloat16": 0.5}
 
 TWO = [
     Case(tp=2, budget=30),
-    Case(pp=2, tied=False),
-    Case(dp=2, shard=True, checkpointing=True),
-    Case(dp=2, shard=True, lopsided=True, scalar=True),
+    Case(pp=2, tied=False, most_logits=200),
+    Case(dp=2, fsdp=2, checkpointing=True),
+    Case(dp=2, fsdp=2, lopsided=True, most_logits=100),
+    Case(dp=2, fsdp=2, lopsided=True, scalar=True),
+    Case(tp=2, sequence=True, checkpointing=True),
     Case(kind="qwen3", pp=2, budget=1000, dtype="float32"),
 ]
 FOUR = [
-    Case(dp=2, pp=2, shard=True, lopsided=True),
-    Case(kind="qwen3", dp=2, tp=2, shard=True, dtype="float32"),
+    Case(dp=2, pp=2, fsdp=2, lopsided=True, most_logits=100),
+    Case(kind="qwen3", dp=2, tp=2, fsdp=2, dtype="float32", sequence=True),
+    Case(dp=4, fsdp=2, tied=False),
     Case(pp=2, tp=2, checkpointing=True),
+    Case(kind="qwen2", pp=2, tp=2, checkpointing=True, sequence=True, dtype="float32"),
     Case(pp=4, budget=30, scalar=True),
-    Case(kind="qwen2", dp=2, tp=2, shard=True, dtype="bfloat16"),
+    Case(kind="qwen2", dp=2, tp=2, fsdp=2, dtype="bfloat16"),
 ]
 
 
@@ -50,11 +54,10 @@ MESHES = [
 def every_case(dp: int, pp: int, tp: int) -> Iterator[Case]:
     """Sharded or not, tied or not, with and without norms of heads, and with a scalar head."""
     layers = max(5, pp)
-    for shard, tied in product((False, True) if dp > 1 else (False,), (True, False)):
-        yield Case(dp=dp, pp=pp, tp=tp, shard=shard, tied=tied, layers=layers)
-    shard = dp > 1
-    yield Case(dp=dp, pp=pp, tp=tp, shard=shard, layers=layers, scalar=True)
-    yield Case(dp=dp, pp=pp, tp=tp, shard=shard, layers=layers, kind="qwen3", dtype="float32")
+    for fsdp, tied in product([size for size in (1, 2, 4, 8) if dp % size == 0], (True, False)):
+        yield Case(dp=dp, pp=pp, tp=tp, fsdp=fsdp, tied=tied, layers=layers)
+    yield Case(dp=dp, pp=pp, tp=tp, fsdp=dp, layers=layers, scalar=True)
+    yield Case(dp=dp, pp=pp, tp=tp, fsdp=dp, layers=layers, kind="qwen3", dtype="float32")
 
 
 @cache
@@ -132,4 +135,4 @@ def test_every_mesh_trains_as_one_rank(mesh: tuple[int, int, int]) -> None:
 
 @pytest.mark.slow
 def test_any_micro_batches_give_the_same_gradient() -> None:
-    check_all(4, [Case(dp=2, pp=2, shard=True, budget=budget) for budget in (1, 12, 25, 40, 1000)])
+    check_all(4, [Case(dp=2, pp=2, fsdp=2, budget=budget) for budget in (1, 12, 25, 40, 1000)])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rillflow.cluster import ranks as collectives
 from rillflow.cluster.ranks import SMALL, Ranks, SingleRank, ThreadGroup, ThreadRanks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -61,6 +62,42 @@ def add_up_small_and_large(ranks: Ranks) -> list[bool]:
 
 def test_a_small_sum_is_made_in_another_way_and_has_the_same_bits() -> None:
     assert together(3, add_up_small_and_large) == [[True, True]] * 3
+
+
+def add_up_in_buckets(ranks: Ranks) -> tuple[list[bool], float]:
+    """Whether sums cut anywhere are those by hand; the most memory that a large one took, as a share."""
+    collectives.BUCKET_BYTES = 2**20
+    everyone = [
+        [
+            torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=dtype)
+            for shape, dtype in [
+                ((300_001,), torch.float32),
+                ((7, 90_000), torch.float32),
+                ((3,), torch.float64),
+            ]
+        ]
+        for rank in range(ranks.size)
+    ]
+    mine = [each.clone() for each in everyone[ranks.rank]]
+    mine[1] = mine[1].t().contiguous().t()  # the bytes of its transpose
+    ranks.sum_(mine)
+    same = [torch.equal(found, one + two) for found, one, two in zip(mine, *everyone, strict=True)]
+    large = [torch.ones(2**22) for _ in range(6)]
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    ranks.sum_(large)
+    return same, (_status("VmHWM") - before) * 1024 / sum(each.nbytes for each in large)
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def test_a_large_sum_takes_the_memory_of_two_buckets_and_has_the_same_bits() -> None:
+    for same, share in together(2, add_up_in_buckets):
+        assert same == [True] * 3
+        assert share < 0.3  # the whole of it, flat, took 4.5 times the tensors
 
 
 def stacked(ranks: Ranks) -> list[list[int]]:

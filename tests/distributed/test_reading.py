@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rillflow.cluster.config import MeshSizes
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RillflowError
 from rillflow.models.attention import ATTENTION
@@ -19,7 +20,6 @@ from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, outline
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.parallel.module import Parallel
-from rillflow.placement.mesh import Mesh
 from rillflow.roles.share import Share
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -46,15 +46,15 @@ def read(ranks: Ranks, cases: list[Case], folders: list[str]) -> list[list[str]]
     found = []
     for case, folder in zip(cases, folders, strict=True):
         config = ModelConfig(path=folder, dtype=case.dtype) if folder else ModelConfig(new=NEW)  # type: ignore[arg-type]
-        mesh = Mesh.of(dp=case.dp, pp=case.pp, tp=case.tp)
-        share = Share.of(outlined(config), mesh=mesh, is_sharded=case.shard, ranks=ranks)
+        sizes = MeshSizes(dp=case.dp, fsdp=case.fsdp, pp=case.pp, tp=case.tp)
+        share = Share.of(outlined(config), sizes, ranks)
         if folder:
             dtype = getattr(torch, case.dtype)
             how = {"attn_implementation": ATTENTION, "dtype": dtype}
             expected = AutoModelForCausalLM.from_pretrained(folder, **how)
         else:
             expected = load_model(config, seed=3, device=CPU, base=Path()).module
-        parallel = Parallel(expected, groups_of(case, ranks), shard=case.shard)
+        parallel = Parallel(expected, groups_of(case, ranks))
         odd = differing(share.parallel, parallel)
         for one in (share.parallel, parallel) if folder else ():
             update(case, trainer(case, one.module, one), own_rows(case, one.groups))
@@ -73,8 +73,8 @@ TWO = [
     replace(BASE, tp=2),
     replace(BASE, tp=2, tied=False, dtype="bfloat16"),
     replace(BASE, pp=2),
-    replace(BASE, dp=2, shard=True),
-    replace(BASE, dp=2, shard=True, tied=False, dtype="bfloat16"),
+    replace(BASE, dp=2, fsdp=2),
+    replace(BASE, dp=2, fsdp=2, tied=False, dtype="bfloat16"),
     replace(BASE, dp=2),
 ]
 
@@ -82,7 +82,7 @@ TWO = [
 def test_two_ranks_read_what_they_keep(tmp_path: Path) -> None:
     folders = [str(written(case, tmp_path / str(place))) for place, case in enumerate(TWO)]
     assert len(list((tmp_path / "0").glob("*.safetensors"))) > 2
-    cases = [*TWO, replace(BASE, tp=2), replace(BASE, dp=2, shard=True)]
+    cases = [*TWO, replace(BASE, tp=2), replace(BASE, dp=2, fsdp=2)]
     assert together(2, read, cases, [*folders, "", ""]) == [[[]] * len(cases)] * 2
 
 
@@ -90,10 +90,10 @@ def test_two_ranks_read_what_they_keep(tmp_path: Path) -> None:
 def test_four_ranks_read_what_they_keep(tmp_path: Path) -> None:
     cases = [
         replace(BASE, tp=2, pp=2),
-        replace(BASE, tp=2, dp=2, shard=True),
-        replace(BASE, pp=2, dp=2, shard=True),
+        replace(BASE, tp=2, dp=2, fsdp=2),
+        replace(BASE, pp=2, dp=2, fsdp=2),
         replace(BASE, tp=4),
-        replace(BASE, kind="qwen3", tp=2, dp=2, shard=True, tied=False),
+        replace(BASE, kind="qwen3", tp=2, dp=2, fsdp=2, tied=False),
     ]
     folders = [str(written(case, tmp_path / str(place))) for place, case in enumerate(cases)]
     assert together(4, read, cases, folders) == [[[]] * len(cases)] * 4
@@ -101,8 +101,7 @@ def test_four_ranks_read_what_they_keep(tmp_path: Path) -> None:
 
 def refused(ranks: Ranks, folder: str) -> tuple[str, str]:
     try:
-        mesh = Mesh.of(dp=1, pp=2, tp=1)
-        Share.of(outlined(ModelConfig(path=folder)), mesh=mesh, is_sharded=False, ranks=ranks)
+        Share.of(outlined(ModelConfig(path=folder)), MeshSizes(pp=2), ranks)
     except RillflowError as error:
         return type(error).__name__, error.what
     return "", ""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from rillflow.cluster.config import MeshSizes
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
 from rillflow.parallel.tensor import own
-from rillflow.placement.mesh import Mesh
 from rillflow.roles.publishing import lay_out
 from rillflow.weights.layout import generation_mesh
 
@@ -25,9 +25,9 @@ NEW = NewModel(hidden=16, layers=1, heads=2, kv_heads=2, context=16, alphabet="0
 def published_and_damaged(ranks: Ranks) -> list[str]:
     """What turning to generation says before and after one number changes on the last rank, twice."""
     model = load_model(ModelConfig(new=NEW), seed=0, device=torch.device("cpu"), base=Path())
-    mesh = Mesh.of(dp=1, pp=1, tp=2)
-    generate = generation_mesh(mesh, 1)
-    share, sampler = lay_out(model, mesh=mesh, is_sharded=False, generate=generate, ranks=ranks)
+    sizes = MeshSizes(tp=2)
+    generate = generation_mesh(sizes.mesh, 1)
+    share, sampler = lay_out(model, sizes=sizes, generate=generate, ranks=ranks)
     sampler.publish(1)
     said = []
     for damage in (0.0, 1e-6, 0.0):

@@ -282,7 +282,7 @@ def test_the_pages_commands_bring_up_two_machines(tmp_path: Path) -> None:
         other.run("bash", "-ec", f"mkdir ~/.ray\ncp {SHARED}/auth_token ~/.ray\n{on_other}", env=BARE)
         typed = f"cd {SHARED}\nexport RAY_AUTH_MODE=token\n{run.strip()} {IN_SMALL}"
         first.run("bash", "-ec", typed, env=BARE)
-    assert len(Cluster(tmp_path, [first, other]).nodes_of("runs/run")) == 2
+    assert len(Cluster(tmp_path, [first, other]).nodes_of("runs/two")) == 2
 
 
 STAND_INS = {

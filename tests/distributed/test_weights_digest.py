@@ -35,7 +35,9 @@ def whole(name: str) -> Tensor:
 def checked(ranks: Ranks, wrong_rank: int, shard: bool) -> str:
     """What is said when one rank's generation weights are off by a bit, and by which replica."""
     mesh = Mesh.of(dp=2, pp=1, tp=2)
-    layout = training_layout(WEIGHTS, PARTS, dict.fromkeys(WEIGHTS, (0,)), mesh, shard=shard)
+    layout = training_layout(
+        WEIGHTS, PARTS, dict.fromkeys(WEIGHTS, (0,)), mesh, fsdp=mesh.axis("dp").size if shard else 1
+    )
     at = mesh.coordinates(ranks.rank)
     training = {}
     for name, part in PARTS.items():

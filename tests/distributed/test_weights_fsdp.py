@@ -74,7 +74,7 @@ def trained(ranks: Ranks, generating: torch.dtype, tp: int) -> list[str]:
     modules = [parallel(torch.float32), parallel(torch.float32)]
     optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in modules]
     weights, mesh = logical_weights(Block()), Mesh.of(dp=2, pp=1, tp=2)
-    source = training_layout(weights, PARTS, dict.fromkeys(weights, (0,)), mesh, shard=True)
+    source = training_layout(weights, PARTS, dict.fromkeys(weights, (0,)), mesh, fsdp=mesh.axis("dp").size)
     destination = generation_layout(weights, PARTS, generation_mesh(mesh, tp))
     crossing = {name: replace(each, dtype=generating) for name, each in weights.items()}
     plan = reshard_plan(crossing, source, destination)

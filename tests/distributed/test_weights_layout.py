@@ -58,7 +58,9 @@ def compared(ranks: Ranks, dp: int, tp: int, shard: bool, width: int) -> list[st
     parallelize_module(module, device_mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if shard:
         fully_shard(module, mesh=device_mesh["dp"])
-    layout = training_layout(weights, PARTS, dict.fromkeys(weights, (0,)), mesh, shard=shard)
+    layout = training_layout(
+        weights, PARTS, dict.fromkeys(weights, (0,)), mesh, fsdp=mesh.axis("dp").size if shard else 1
+    )
     wrong = []
     for name, tensor in module.named_parameters():
         shape, read = weights[name].shape, read_placement(tensor, mesh)

@@ -94,7 +94,9 @@ def plans(d: int, p: int, t: int, weights: Weights) -> Iterable[tuple[ReshardPla
     for shard in (False, True) if d > 1 else (False,):
         for t_g in (part for part in range(1, t + 1) if t % part == 0):
             generation = generation_layout(weights, PARTS, generation_mesh(train, t_g))
-            training = training_layout(weights, PARTS, stages(p), train, shard=shard)
+            training = training_layout(
+                weights, PARTS, stages(p), train, fsdp=train.axis("dp").size if shard else 1
+            )
             yield reshard_plan(weights, training, generation), f"{d}x{p}x{t} to {t_g} {shard}"
 
 
@@ -154,7 +156,7 @@ def crossed_apart(ranks: Ranks) -> list[str]:
     """From ranks 0 and 1 to ranks 2 and 3: in one group, and packed."""
     weights, wrong = model(torch.bfloat16), []
     weights["norm"] = replace(weights["norm"], dtype=torch.float32)
-    source = training_layout(weights, PARTS, stages(1), Mesh.of(dp=1, pp=1, tp=2), shard=False)
+    source = training_layout(weights, PARTS, stages(1), Mesh.of(dp=1, pp=1, tp=2))
     destination = generation_layout(weights, PARTS, Mesh.of(dp=2, tp=1, first=2))
     plan = reshard_plan(weights, source, destination)
     here = slices_of(weights, source, ranks.rank)
@@ -217,7 +219,7 @@ def of_unequal_runs(ranks: Ranks) -> list[str]:
     runs = {"qkv.0": 8, "qkv.1": 4, "qkv.2": 4}
     weights = {name: Weight(name=name, shape=(rows, 6), dtype=torch.float32) for name, rows in runs.items()}
     parts, train = dict.fromkeys(weights, Split(0)), Mesh.of(dp=1, pp=1, tp=2)
-    source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train, shard=False)
+    source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train)
     plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
     pieces = slices_of(weights, source, ranks.rank)
     fused = torch.cat(list(pieces.values()))
@@ -318,7 +320,7 @@ def of_padded_halves(ranks: Ranks) -> list[object]:
         for name in ("one", "two", "three", "four")
     }
     parts, train = dict.fromkeys(weights, Split(0)), Mesh.of(dp=1, pp=1, tp=2)
-    source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train, shard=False)
+    source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train)
     plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
     memories = {name: torch.full((30, 5), 7.0) for name in weights}
     held = {name: memory[:25] for name, memory in memories.items()}

@@ -16,11 +16,14 @@ import pytest
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
+from rillflow.dataflow.checkpoint import _problem
 from rillflow.errors import ConfigError, Interrupted
+from rillflow.models.tensor_file import write_tensors
 from rillflow.observe import layout
 from rillflow.observe.reader import read_evaluations, read_metrics, read_spans, rollout_columns
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.records.batch import Batch
+from rillflow.roles import saving
 from rillflow.rollout.native.engine import NativeEngine
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -181,12 +184,19 @@ def test_parts_that_would_cut_minibatches_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("freshness", "cuts"), [(1, [2]), (4, [1, 4])])
 def test_a_run_that_was_cut_goes_on_with_the_same_bits(
-    tmp_path: Path, freshness: int, cuts: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freshness: int, cuts: list[int]
 ) -> None:
-    """What was sampled ahead is in the checkpoint; steps of versions that are gone are not sampled again."""
+    """What was sampled ahead is in the checkpoint; steps of versions that are gone are not sampled again.
+
+    Files take longer to write than a step: a checkpoint is of its own step however many were begun since.
+    """
+    monkeypatch.setattr(saving, "SMALL_BYTES", 0)
+    monkeypatch.setattr(saving, "write_tensors", lambda *given: time.sleep(0.15) or write_tensors(*given))
     steps = f"algorithm.steps={freshness + 3}"
     settings = (*INLINE, APART, steps, "run.checkpoint_every=1", "run.keep_checkpoints=9")
     whole = ran(tmp_path / "a", freshness, *settings)
+    made = sorted((tmp_path / "a/run" / layout.CHECKPOINTS).iterdir())
+    assert [_problem(each, "") for each in made] == [None] * len(made) and len(made) > freshness + 3
     for lost in cuts:
         folder = tmp_path / f"b{lost}"
         shutil.copytree(tmp_path / "a", folder)

@@ -59,7 +59,7 @@ for line in sys.stdin:
     print("ANSWER", json.dumps({"code": code, "out": out.getvalue(), "err": err.getvalue()}), flush=True)
 """
 NUMBERS = re.compile(r"(?<=step-)\d{6}|(?<=reward-)[0-9a-f]{16}|(?<=/\.tmp)\w{6}")
-DRAFT = "checkpoints/.step-N.draft"
+DRAFT, BEGUN = "checkpoints/.step-N.draft", "checkpoints/.step-N.begun"
 MODEL = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
 ROLLOUTS = "step-N-0001-of-0001.safetensors"
 REPLACED = (
@@ -72,37 +72,33 @@ REPLACED = (
     "report.html",
 )
 WRITES = {
-    "create write": ["evaluations.jsonl", "spans.jsonl", "metrics.jsonl"],
+    "create write": [
+        *("evaluations.jsonl", "spans.jsonl", "metrics.jsonl"),
+        *(f"{BEGUN}/policy/{name}" for name in MODEL),
+    ],
     "create write flush": [
         *(f".{name}.tmp" for name in REPLACED),
         "sources/.reward-N.py.tmp",
         f"rollouts/.{ROLLOUTS}.tmp",
-        *(f"{folder}/{name}" for folder in (".reference.draft", f"{DRAFT}/.policy.draft") for name in MODEL),
-        f"{DRAFT}/.policy.optimizer.draft/.weights.json.tmp",
+        *(f".reference.draft/{name}" for name in MODEL),
+        f"{BEGUN}/policy.optimizer/.weights.json.tmp",
+        *(f"{folder}/model.safetensors" for folder in (".reference.draft", f"{BEGUN}/policy")),
+        f"{BEGUN}/policy.optimizer/rank-00000.safetensors",
         f"{DRAFT}/state.json",
         f"{DRAFT}/manifest.json",
     ],
-    "create cut write": [
-        f"{folder}/.tmpN"  # safetensors has names of its own
-        for folder in (".reference.draft", f"{DRAFT}/.policy.draft", f"{DRAFT}/.policy.optimizer.draft")
-    ],
     "create cut place": ["run.lock"],
-    "flush": [
-        ".reference.draft/model.safetensors",
-        f"{DRAFT}/.policy.draft/model.safetensors",
-        f"{DRAFT}/.policy.optimizer.draft/rank-00000.safetensors",
-        *(f"{DRAFT}/policy/{name}" for name in (*MODEL, "model.safetensors")),
-        *(f"{DRAFT}/policy.optimizer/{name}" for name in ("weights.json", "rank-00000.safetensors")),
-    ],
+    "flush": [*(f"{DRAFT}/policy/{name}" for name in MODEL), f"{DRAFT}/policy.optimizer/weights.json"],
     "folder flush": [
         *(".", "sources", "rollouts", "checkpoints", ".reference.draft", DRAFT),
-        *(f"{DRAFT}/.policy.draft", f"{DRAFT}/.policy.optimizer.draft"),
+        f"{BEGUN}/policy.optimizer",
     ],
+    "folder": [BEGUN, f"{BEGUN}/policy"],
     "rename flush": [f"{DRAFT}/policy", f"{DRAFT}/policy.optimizer"],
     "rename": [
         *REPLACED,
         *("sources/reward-N.py", "reference", f"rollouts/{ROLLOUTS}", "checkpoints/step-N"),
-        f"{DRAFT}/.policy.optimizer.draft/weights.json",
+        f"{BEGUN}/policy.optimizer/weights.json",
     ],
 }
 """What a run does with each of its files and folders, a call or more."""
@@ -110,7 +106,7 @@ KILL = -1
 EVERY_DAY = {
     ("write", "metrics.jsonl", errno.ENOSPC),
     ("write", f"rollouts/.{ROLLOUTS}.tmp", errno.EIO),
-    ("write", f"{DRAFT}/.policy.draft/.tmpN", errno.ENOSPC),
+    ("write", f"{BEGUN}/policy/model.safetensors", errno.ENOSPC),
     ("rename", "checkpoints/step-N", errno.EIO),
     ("write", ".report.html.tmp", errno.ENOSPC),
     ("flush", f"{DRAFT}/manifest.json", KILL),
@@ -226,7 +222,8 @@ def assert_said(ended: Ended, error: int, turn: int, writes: list[str]) -> None:
 
 def test_the_table_has_every_write_of_a_run(writes: list[str]) -> None:
     known = {f"{call} {file}" for calls, files in WRITES.items() for call in calls.split() for file in files}
-    assert {*map(plain, writes)} == known
+    made = {*map(plain, writes)}
+    assert (sorted(made - known), sorted(known - made)) == ([], [])
 
 
 def assert_whole(faulty: Faulty, name: str) -> None:

@@ -32,6 +32,7 @@ OTHERS = [
     ("ppo", {"dp": 2, "pp": 2}, 1),
     ("ppo", {"dp": 2, "pp": 2, "tp": 2}, 2),
     ("ppo", {"fsdp": 2, "tp": 2}, 2),
+    ("ppo", {"dp": 2, "fsdp": 2}, 2),
     ("grpo", {"dp": 2, "tp": 2}, 2),
     ("grpo", {"pp": 2, "tp": 2}, 1),
     ("grpo", {"dp": 2, "pp": 2}, 1),
@@ -67,9 +68,9 @@ def ran(
     return rollouts, numbers
 
 
-def compare(tmp_path: Path, name: str, axes: dict[str, int], generate: int) -> None:
+def compare(tmp_path: Path, name: str, axes: dict[str, int], generate: int, *more: str) -> None:
     alone = ran(tmp_path / "alone", name, {}, 1)
-    found = ran(tmp_path / "mesh", name, axes, generate)
+    found = ran(tmp_path / "mesh", name, axes, generate, *more)
     assert len(found[0]) == 30 and found[0] == alone[0]
     assert any("policy/loss/mean" in line for line in alone[1])
     for one, other in zip(found[1], alone[1], strict=True):
@@ -93,6 +94,12 @@ def test_every_mesh_says_what_one_rank_says(
     name: str, axes: dict[str, int], generate: int, tmp_path: Path
 ) -> None:
     compare(tmp_path, name, axes, generate)
+
+
+@pytest.mark.slow
+def test_a_run_whose_tensor_shards_share_out_tokens_says_what_one_rank_says(tmp_path: Path) -> None:
+    more = ("placement.sequence_parallel=true", "policy.gradient_checkpointing=true")
+    compare(tmp_path, "ppo", {"pp": 2, "tp": 2}, 1, *more)
 
 
 @pytest.mark.slow

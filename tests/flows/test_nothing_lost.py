@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from rillflow.cli.main import main
 from rillflow.observe.reader import best_step, read_rollouts
 from rillflow.pipeline import loop
 from rillflow.pipeline.open_step import OpenStep, Phase
+from rillflow.roles import saving
 from rillflow.training.trainer import Trainer
 from tests.flows.conftest import Tiny
 
@@ -181,13 +185,44 @@ def test_an_error_of_the_checkpoint_after_an_error_hides_nothing(
     assert "no step is saved" in said.out
 
 
+@pytest.mark.parametrize("fails", ["its copy", "the thread"])
+def test_a_checkpoint_that_fails_beside_training_ends_the_run_with_the_last_step_saved(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The error says of which step; nothing that was begun is left."""
+    calls, write, begin = [0], saving.write_tensors, saving.Saving._copied
+
+    def failing(act: Callable[..., Any], *given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == (2 if fails == "its copy" else 3):  # step 4's
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return act(*given)
+
+    monkeypatch.setattr(saving, "SMALL_BYTES", 0)
+    assert tiny.run("whole", "run.checkpoint_every=2") == 0
+    with monkeypatch.context() as patch:
+        if fails == "its copy":
+            patch.setattr(saving.Saving, "_copied", lambda self: failing(begin, self))
+        else:
+            patch.setattr(saving, "write_tensors", lambda *given: failing(write, *given))
+        assert tiny.run("late", "run.checkpoint_every=2") == 1
+    said = capsys.readouterr()
+    assert "No space left on device" in said.err
+    if fails == "the thread":
+        assert ".step-000004.begun cannot be written" in said.err
+    assert tiny.steps_kept("late")[0] == 2 and tiny.steps_kept("late")[-1] in (4, 5)
+    assert not list((tiny.folder / "late/checkpoints").glob(".step-*"))
+    assert tiny.run("late", "run.checkpoint_every=2") == 0
+    tiny.assert_same("whole", "late")
+
+
 def test_checkpoints_come_by_the_clock_and_the_best_one_stays(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = iter([0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6])
     judged = loop.Loop._evaluate
 
-    def told(self: loop.Loop, phase: Phase, step: int) -> bool:
+    def told(self: loop.Loop, phase: Phase, step: int) -> float:
         judge, score = self._evaluator, next(scores)
         assert judge is not None
         self._evaluator = lambda executor: _with_reward(judge(executor), score)

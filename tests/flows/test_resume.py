@@ -113,6 +113,26 @@ def test_crash_equivalence_of_a_run_that_was_killed(recipe: Path, tmp_path: Path
     assert_same_run(whole, run)
 
 
+def test_narrow_moments_resume_bit_for_bit_and_offload_changes_no_bit(recipe: Path, tmp_path: Path) -> None:
+    given = ("policy.moments=bfloat16", "policy.model.dtype=bfloat16", "algorithm.loss.kl=0.1")
+    given += ("algorithm.minibatches=2", "evaluate.problems=1", "warm_start.steps=1")
+    parts = {"whole": [(2,)], "parted": [(1, "policy.offload=all"), (2,)]}
+    for name, starts in parts.items():
+        for steps, *more in starts:
+            settings = (*given, *more, f"algorithm.steps={steps}")
+            sets = [word for setting in settings for word in ("--set", setting)]
+            assert main(words(recipe, tmp_path / name, "--quiet", *sets)) == 0
+    moved = "train/moved_bytes/mean"
+    parted = numbers(tmp_path / "parted")
+    assert [bool(metrics.pop(moved, 0)) for _, _, metrics in parted] == [True] * (len(parted) - 1) + [False]
+    assert parted == numbers(tmp_path / "whole")
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "parted")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    newest = max((tmp_path / "whole" / "checkpoints").glob("step-*"))
+    stored = load_file(next((newest / "policy.optimizer").glob("*.safetensors")))
+    assert {t.dtype for name, t in stored.items() if name.startswith("exp_avg")} == {torch.bfloat16}
+
+
 def test_a_signal_in_the_last_step_stops_nothing(recipe: Path, tmp_path: Path) -> None:
     """There is nothing left to go on with: the run is finished, and the command says so."""
     grpo = ALGORITHMS["grpo"]

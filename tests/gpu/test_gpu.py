@@ -103,6 +103,23 @@ def test_bfloat16_generates_and_trains(device: str) -> None:
     assert metrics["train/grad_norm/mean"].value > 0
 
 
+@on_each_device
+def test_an_offloaded_state_is_in_host_memory_and_changes_no_bit(device: str) -> None:
+    states = []
+    for offload in (None, "optimizer"):
+        model = model_on(device, "bfloat16")
+        rows = sampled(model).with_fields(advantages=torch.ones(24))
+        config = TrainConfig(lr=1e-3, moments="bfloat16", offload=offload)  # type: ignore[arg-type]
+        trainer = Trainer(model.module, config, total_steps=2)
+        for _ in range(2):
+            trainer.update(rows, PolicyLoss(PolicyLossConfig(), max_tokens=12))
+        states.append(trainer.optimizer.state())
+    moments = [tensor for name, tensor in states[1].items() if name.startswith(("exp_avg", "master"))]
+    assert {tensor.device.type for tensor in moments} == {"cpu"}
+    assert {tensor.is_pinned() for tensor in moments if device == "cuda"} <= {True}
+    assert all(torch.equal(states[1][name].cpu(), tensor.cpu()) for name, tensor in states[0].items())
+
+
 @needs_cuda
 def test_both_devices_give_the_same_greedy_answers() -> None:
     answers = [

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rillflow.rollout.native.scheduler import Copy
 
-_BLOCK = 16
+PLACES = 16
 """Positions come in multiples of this, so that every row begins where a cache line does."""
 _AT_ONCE = 64
 """Rows that are copied together; what they hold is in memory a second time meanwhile."""
@@ -89,7 +89,7 @@ class Cache:
         self._rows = max(rows, self._rows)
         if length > self._length:
             wanted = max(length, min(2 * length, longest))
-            self._length = -(-wanted // _BLOCK) * _BLOCK
+            self._length = -(-wanted // PLACES) * PLACES
         for index, old in self.layers.items():
             new = self._fresh(self._shapes[index])
             kept_rows, kept_length = old.keys.shape[0], old.keys.shape[2]

@@ -28,8 +28,8 @@ from tests.unit.written_rollouts import write_rollouts
 NEW = NewModel(hidden=32, layers=2, heads=4, kv_heads=2, context=24, alphabet="0123456789+=")
 
 
-def saved(model: LanguageModel) -> Callable[[Path], None]:
-    return lambda folder: save_model(model, folder / "policy")
+def saved(model: LanguageModel) -> Callable[[Path], dict[str, Any]]:
+    return lambda folder: save_model(model, folder / "policy") or {}
 
 
 def made(seed: int) -> LanguageModel:
@@ -139,7 +139,7 @@ def make_run(tmp_path: Path) -> Callable[..., str]:
     """Makes a finished run of one model, with a chat template or none, that was trained on prompts."""
 
     def make(*prompts: object, template: str | None = TEMPLATE, **task: object) -> str:
-        def save(folder: Path) -> None:
+        def save(folder: Path) -> dict[str, Any]:
             model = load_model(ModelConfig(new=CHAT), seed=3, device=torch.device("cpu"), base=Path())
             with torch.no_grad():
                 for name, weight in model.module.named_parameters():
@@ -148,6 +148,7 @@ def make_run(tmp_path: Path) -> Callable[..., str]:
             save_model(model, folder / "policy")
             file = folder / "policy/tokenizer_config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+            return {}
 
         data: dict[str, Any] = {"policy": {"model": {"new": CHAT.model_dump()}}, "task": task}
         data |= {"rollout": {"max_tokens": 12}, "algorithm": {"name": "grpo", "steps": 1}}

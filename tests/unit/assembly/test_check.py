@@ -79,6 +79,13 @@ def test_a_good_recipe_has_no_problem_and_every_topic(folder: Path) -> None:
     assert not (folder / "runs").exists(), "a check writes nothing"
 
 
+@pytest.mark.parametrize("offload", ["optimizer", "reference", "all"])
+def test_what_lies_in_host_memory_is_said(folder: Path, offload: str) -> None:
+    lines = said(check(loaded(folder, f"policy.offload={offload}", "algorithm.loss.kl=0.1")), "placement")
+    assert ("  moments and masters in host memory" in lines) == (offload != "reference")
+    assert ("  weights in host memory" in lines) == (offload != "optimizer")
+
+
 def test_settings_that_were_given_are_shown_and_all_on_demand(folder: Path) -> None:
     chosen = loaded(folder, "policy.lr=1e-4")
     lines = said(check(chosen), "settings").splitlines()

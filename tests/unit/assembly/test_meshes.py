@@ -41,8 +41,17 @@ def test_dp_is_what_is_left() -> None:
 
 def test_fsdp_cuts_parameters_too() -> None:
     mesh = recipe(pools={"main": 4}, train={"main": {"fsdp": 2, "tp": 2}}).placement.mesh_of("policy")
-    assert mesh == MeshSizes(dp=2, tp=2, is_sharded=True) and not mesh.is_plain
+    assert mesh == MeshSizes(dp=2, tp=2, fsdp=2) and not mesh.is_plain
     assert str(mesh) == "fsdp 2 x pp 1 x tp 2"
+
+
+def test_fsdp_inside_dp_cuts_one_copy_over_some_ranks() -> None:
+    placement = recipe(pools={"main": 8}, train={"main": {"dp": 2, "fsdp": 2, "tp": 2}}).placement
+    mesh = placement.mesh_of("policy")
+    assert mesh == MeshSizes(dp=4, fsdp=2, tp=2) and mesh.ranks == 8
+    assert str(mesh) == "dp 2 x fsdp 2 x pp 1 x tp 2"
+    left_out = recipe(pools={"main": 8}, train={"main": {"fsdp": 2, "tp": 2}}).placement
+    assert left_out.mesh_of("policy") == mesh
 
 
 def test_every_pool_has_a_mesh_of_its_own() -> None:
@@ -56,7 +65,7 @@ def test_every_pool_has_a_mesh_of_its_own() -> None:
 def test_a_role_may_have_a_mesh_of_its_own_in_its_pool() -> None:
     placement = recipe(pools={"main": 4}, train={"main": {"tp": 2}, "critic": {"fsdp": 4}}).placement
     assert placement.mesh_of("policy") == placement.mesh_of("reference") == MeshSizes(dp=2, tp=2)
-    assert placement.mesh_of("critic") == MeshSizes(dp=4, is_sharded=True)
+    assert placement.mesh_of("critic") == MeshSizes(dp=4, fsdp=4)
 
 
 def test_a_pool_called_as_a_role_is_the_pool() -> None:
@@ -80,12 +89,13 @@ def test_a_pool_called_as_a_role_is_the_pool() -> None:
         ({"train": {"reward": {"dp": 1}}}, "names 'reward'", "the models policy, reference, critic"),
         ({"train": {"mian": {"tp": 1}}}, "names 'mian'", "the pools are main"),
         ({"train": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, pp, tp"),
+        ({"sequence_parallel": True}, "no model is trained with tp above 1", "over the ranks of tp"),
         ({"generate": {"pp": 2}}, "placement.generate has an axis 'pp'", "it may have tp"),
         ({"train": {"main": {"tp": 0}}}, "placement.train.main.tp is 0", "the least is 1"),
         (
             {"pools": {"main": 2}, "train": {"main": {"dp": 2, "fsdp": 2}}},
-            "has dp = 2 and fsdp = 2",
-            "their share",
+            "dp 2 x fsdp 2 x pp 1 x tp 1 = 4 ranks",
+            "2 / (1 x 1) is 2",
         ),
         (
             {"pools": {"main": 4}, "train": {"main": {"tp": 4}}, "generate": {"tp": 3}},

@@ -15,10 +15,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    CohereConfig,
+    Gemma2Config,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 from transformers.utils import logging
 
 from rillflow.errors import ConfigError, ModelError
+from rillflow.models.architecture import has_plain_head
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, choose_device, load_model
 
@@ -45,6 +56,24 @@ def test_a_directory_loads_and_gives_its_own_logits(make_directory: Make, kind: 
     assert model.context == 64
     assert model.tokenizer.stop_tokens == {1, 3}, "the tokeniser's end and the generation config's list"
     assert not model.module.training
+
+
+@pytest.mark.parametrize(
+    ("config", "is_plain"),
+    [
+        (Qwen2Config(), True),
+        (Gemma2Config(head_dim=16), False),  # its logits are bent by a softcap
+        (Gemma2Config(head_dim=16, final_logit_softcapping=None), True),
+        (CohereConfig(logit_scale=0.06), False),
+        (PhiConfig(), False),  # its head has a bias
+    ],
+    ids=lambda given: getattr(given, "model_type", given),
+)
+def test_a_head_that_does_more_than_one_product_is_known(config: PreTrainedConfig, is_plain: bool) -> None:
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": None, "eos_token_id": 1}
+    vars(config).update(small | heads | {"layer_types": ["full_attention"] * 2})
+    assert has_plain_head(AutoModelForCausalLM.from_config(config).eval()) is is_plain
 
 
 def test_the_type_of_the_weights_is_the_recipe_s(make_directory: Make) -> None:

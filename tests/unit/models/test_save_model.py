@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rillflow.models.attention import ATTENTION
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import LanguageModel, load_model, save_model
+from rillflow.models.language_model import LanguageModel, load_model, quiet, save_model
+from rillflow.models.tensor_file import write_tensors
 
 CPU = torch.device("cpu")
 Make = Callable[..., Path]
@@ -46,6 +49,40 @@ def test_plain_from_pretrained_gives_the_same_bits(
     rounding = 1e-5 if dtype == "float32" else 1e-2  # ours is the more exact one in bfloat16 on a CPU
     torch.testing.assert_close(logits(plain, tokens), logits(model.module, tokens), rtol=0, atol=rounding)
     assert plain.generation_config.eos_token_id == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
+def test_files_have_the_bytes_that_the_libraries_write(tmp_path: Path, kind: str) -> None:
+    model = new("bfloat16", architecture=kind)
+    save_model(model, tmp_path / "ours")
+    with quiet():
+        model.module.save_pretrained(tmp_path / "theirs")
+    theirs = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    assert len(theirs) == 3
+    assert {name: (tmp_path / "ours" / name).read_bytes() for name in theirs} == theirs
+
+
+TENSORS = {
+    "b": torch.arange(6, dtype=torch.int32).view(2, 3),
+    "a": torch.tensor(2.5),
+    "é": torch.ones(3, dtype=torch.bfloat16),
+    "c": torch.tensor([7], dtype=torch.int64),
+    "empty": torch.zeros(0, 4),
+    "d": torch.arange(5, dtype=torch.uint8),
+    "e": torch.ones(1, dtype=torch.float64),
+    "f": torch.ones(3, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_a_file_of_tensors_has_its_library_s_bytes_and_their_digest(
+    tmp_path: Path, metadata: dict[str, str] | None
+) -> None:
+    found = write_tensors(tmp_path / "ours", TENSORS, metadata)
+    save_file(TENSORS, tmp_path / "theirs", metadata)
+    data = (tmp_path / "theirs").read_bytes()
+    assert (tmp_path / "ours").read_bytes() == data
+    assert found == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def test_a_directory_s_model_comes_back_from_its_copy(make_directory: Make, tmp_path: Path) -> None:

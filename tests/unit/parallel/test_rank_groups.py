@@ -48,6 +48,16 @@ def test_every_rank_has_its_neighbours() -> None:
     assert [s.stage for s in groups[:6]] == [0, 0, 1, 1, 2, 2]
 
 
+def test_ranks_that_share_a_copy_follow_one_another() -> None:
+    group, mesh = ThreadGroup(8, 20.0), Mesh.of(dp=4, pp=1, tp=2)
+    with ThreadPoolExecutor(8) as threads:
+        groups = list(threads.map(lambda rank: rank_groups(mesh, ThreadRanks(group, rank), 2), range(8)))
+    assert {(s.dp.size, s.fsdp.size, s.copies.size) for s in groups} == {(4, 2, 2)}
+    assert [(s.copies.rank, s.fsdp.rank) for s in groups[::2]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    with pytest.raises(PlacementError, match=r"fsdp 2 of dp 3\n.*3 / 2 leaves 1"):
+        rank_groups(Mesh.of(dp=3, pp=1, tp=1), ThreadRanks(ThreadGroup(3, 20.0), 0), 2)
+
+
 def test_a_mesh_has_as_many_places_as_there_are_ranks() -> None:
     with pytest.raises(PlacementError, match=r"dp 2 x pp 1 x tp 3 for 1 ranks\n.*6 places") as error:
         rank_groups(Mesh.of(dp=2, pp=1, tp=3), SingleRank())
@@ -64,7 +74,7 @@ def test_a_mesh_has_the_three_axes_in_order(mesh: Mesh) -> None:
 
 def test_what_every_rank_has_whole_is_not_cut() -> None:
     one = rank_groups(Mesh.of(dp=1, pp=1, tp=1), SingleRank())
-    for part in (Parallel(module(), one), Parallel(module(), one, shard=True), Parallel.whole(module())):
+    for part in (Parallel(module(), one), Parallel.whole(module())):
         assert part.is_whole and part.gradients.is_whole and part.groups.speaks
         assert part.parameters.keys() == dict(module().named_parameters()).keys()
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rillflow.errors import TrainingError
 from rillflow.formulas.config import PolicyLossConfig
+from rillflow.formulas.logprobs import MOST_LOGITS
 from rillflow.records.batch import Batch
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, SupervisedLoss
@@ -21,6 +22,7 @@ from rillflow.training.trainer import Trainer
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]
+POLICY_BY_ENTROPY = PolicyLoss(PolicyLossConfig(entropy=0.1), max_tokens=16)
 POLICY = PolicyLoss(PolicyLossConfig(), max_tokens=16)
 
 
@@ -281,6 +283,30 @@ def test_bfloat16_gradients_add_up_in_float32(make_module: MakeModule, make_rows
         moments = trainer.optimizer.state()
         found.append(torch.cat([m.flatten() for name, m in moments.items() if name.startswith("exp_avg/")]))
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 0.02
+
+
+def test_logits_of_a_large_vocabulary_are_made_in_slices(
+    make_module: MakeModule, make_rows: MakeRows
+) -> None:
+    size = {"vocab_size": 300_000, "hidden_size": 8, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    rows = make_rows(prompts=(2,), samples=40, longest=12)
+    mask = rows.ragged("loss_mask")
+    assert int(mask.values.sum()) * size["vocab_size"] > MOST_LOGITS
+    rows = rows.with_fields(sampler_logprobs=mask.with_values(torch.zeros(mask.values.shape)))
+    states, kept = [], []
+    for budget in (16_384, 60):  # all tokens at once, and parts whose logits are few enough to be held
+        trainer = Trainer(make_module(**size), TrainConfig(tokens_per_micro_batch=budget), total_steps=1)
+        largest = [0]
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, largest=largest: largest.append(tensor.numel()) or tensor, lambda tensor: tensor
+        ):
+            loss = trainer.update(rows, POLICY_BY_ENTROPY)["policy/loss/mean"].value
+        states.append({**trainer.optimizer.state(), "loss": torch.tensor(loss)})
+        kept.append(max(largest))
+    assert kept[0] == size["vocab_size"] * 8 < kept[1], "the head's weight is the largest that is kept"
+    for name, found in states[0].items():
+        most = float(states[1][name].abs().max())
+        torch.testing.assert_close(found, states[1][name], rtol=0, atol=1e-5 * most)
 
 
 def test_recomputed_activations_give_the_same_step(make_module: MakeModule, make_rows: MakeRows) -> None:

@@ -71,7 +71,7 @@ STAGES = {"embed": (0, 1), "up": (0,), "down": (0,), "norm": (1,)}
 
 
 def test_every_stage_has_its_own_ranks_and_a_tied_weight_those_of_two() -> None:
-    found = training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=2, pp=2, tp=2), shard=False)
+    found = training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=2, pp=2, tp=2))
     assert found["up"].mesh.ranks == (0, 1, 4, 5)
     assert found["norm"].mesh.ranks == (2, 3, 6, 7)
     assert found["embed"].mesh.ranks == tuple(range(8))
@@ -80,8 +80,8 @@ def test_every_stage_has_its_own_ranks_and_a_tied_weight_those_of_two() -> None:
 
 
 def test_sharding_cuts_what_tensor_parallelism_leaves() -> None:
-    found = training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=2, pp=2, tp=2), shard=True)
-    assert found["up"].order == ("tp", "dp")
+    found = training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=2, pp=2, tp=2), fsdp=2)
+    assert found["up"].order == ("tp", "fsdp")
     assert [str(slices(found["up"], (8, 4))[rank][0]) for rank in (0, 1, 4, 5)] == [
         "[0:2, 0:4]",
         "[4:6, 0:4]",
@@ -92,19 +92,25 @@ def test_sharding_cuts_what_tensor_parallelism_leaves() -> None:
     assert str(slices(found["norm"], (4,))[7][0]) == "[2:4]"
 
 
+def test_copies_over_dp_are_cut_over_fsdp() -> None:
+    found = training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=4, pp=2, tp=1), fsdp=2)
+    held = [str(slices(found["up"], (8, 4))[rank][0]) for rank in found["up"].mesh.ranks]
+    assert held == ["[0:4, 0:4]", "[4:8, 0:4]"] * 2
+
+
 def test_a_number_is_never_cut() -> None:
     weights = {"scale": Weight(name="scale", shape=(), dtype=torch.float32)}
     found = training_layout(
-        weights, {"scale": Broadcast()}, {"scale": (0,)}, Mesh.of(dp=2, pp=1, tp=1), shard=True
+        weights, {"scale": Broadcast()}, {"scale": (0,)}, Mesh.of(dp=2, pp=1, tp=1), fsdp=2
     )
-    assert found["scale"].parts["dp"] == Broadcast()
+    assert found["scale"].parts["fsdp"] == Broadcast()
 
 
 def test_a_stage_that_is_not_there() -> None:
     with pytest.raises(PlacementError, match=r"up lies on the pipeline stages \[2\]"):
-        training_layout(WEIGHTS, PARTS, {**STAGES, "up": (2,)}, Mesh.of(dp=1, pp=2, tp=1), shard=False)
+        training_layout(WEIGHTS, PARTS, {**STAGES, "up": (2,)}, Mesh.of(dp=1, pp=2, tp=1))
     with pytest.raises(PlacementError, match="no axis 'pp'"):
-        training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=1, tp=1), shard=False)
+        training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=1, tp=1))
 
 
 def test_generation_brings_pipeline_stages_together() -> None:

@@ -71,7 +71,7 @@ def planned(sizes: Sizes, *, cut: bool, shard: bool) -> tuple[ReshardPlan, int]:
     generate = generation_mesh(train, sizes.t_g)
     plan = reshard_plan(
         weights,
-        training_layout(weights, parts, stages, train, shard=shard),
+        training_layout(weights, parts, stages, train, fsdp=train.axis("dp").size if shard else 1),
         generation_layout(weights, parts, generate),
     )
     return plan, sum(weight.num_bytes for weight in weights.values())
@@ -122,7 +122,7 @@ def test_the_other_designs_cost_what_their_formulas_say(sizes: Sizes) -> None:
     stages, everyone = layers_over(weights, sizes.p), whole(weights, train)
     grouped = plain(weights, parts, sizes)
     for shard, n in ((True, sizes.p * sizes.t * sizes.d), (False, sizes.p * sizes.t)):
-        before = training_layout(weights, parts, stages, train, shard=shard)
+        before = training_layout(weights, parts, stages, train, fsdp=train.axis("dp").size if shard else 1)
         gather, plan = reshard_plan(weights, before, everyone), reshard_plan(weights, before, grouped)
         for rank in train.ranks:
             assert gather.received(rank) * n == (n - 1) * model
@@ -137,7 +137,7 @@ def test_plain_grouping_holds_a_second_copy_where_ours_does_not() -> None:
     sizes = Sizes(p=1, t=4, d=1, t_g=2)
     weights, parts = stack(1, cut=True)
     model = sum(weight.num_bytes for weight in weights.values())
-    before = training_layout(weights, parts, layers_over(weights, 1), Mesh.of(dp=1, pp=1, tp=4), shard=False)
+    before = training_layout(weights, parts, layers_over(weights, 1), Mesh.of(dp=1, pp=1, tp=4))
     plan = reshard_plan(weights, before, plain(weights, parts, sizes))
     assert [plan.redundant(rank) * 4 // model for rank in range(4)] == [0, 1, 1, 0]
     assert max(map(plan.peak, range(4))) * 4 == 3 * model
@@ -186,15 +186,15 @@ def test_the_numbers_at_128_gpus(line: Published) -> None:
     parts = dict.fromkeys(weights, Split(0))
     train, stages = Mesh.of(dp=s.d, pp=s.p, tp=s.t), layers_over(weights, s.p)
     mesh = generation_mesh(train, s.t_g)
-    replicated = training_layout(weights, parts, stages, train, shard=False)
-    sharded = training_layout(weights, parts, stages, train, shard=True)
+    replicated = training_layout(weights, parts, stages, train)
+    sharded = training_layout(weights, parts, stages, train, fsdp=train.axis("dp").size)
     ours = reshard_plan(weights, replicated, generation_layout(weights, parts, mesh))
     for rank in (0, 63, 127):
         assert ours.received(rank) / 1e9 == pytest.approx(line.ours, abs=0.05)
         assert ours.peak(rank) / 1e9 == pytest.approx(line.peak)
         assert ours.redundant(rank) == 0
     replica = Mesh.of(dp=1, pp=s.p, tp=s.t)
-    one = training_layout(weights, parts, stages, replica, shard=False)
+    one = training_layout(weights, parts, stages, replica)
     assert reshard_plan(weights, one, whole(weights, replica)).received(0) / 1e9 == pytest.approx(
         line.plain, abs=0.055
     )
@@ -233,7 +233,7 @@ def test_equal_weights_are_planned_once() -> None:
         name: (int(name.split(".")[1]) // 10,) if "." in name else ((0,) if name == "embed" else (7,))
         for name in weights
     }
-    before = training_layout(weights, parts, stages, train, shard=True)
+    before = training_layout(weights, parts, stages, train, fsdp=train.axis("dp").size)
     plan = reshard_plan(weights, before, generation_layout(weights, parts, generation_mesh(train, 8)))
     assert len(weights) == 723
     assert len({id(moves) for moves in plan.by_weight.values()}) <= 8 * 6 + 3
@@ -243,7 +243,7 @@ def test_equal_weights_are_planned_once() -> None:
 def buckets_of(most_bytes: int) -> tuple[ReshardPlan, list]:
     weights, parts = stack(4, cut=True)
     train, stages = Mesh.of(dp=1, pp=2, tp=4), layers_over(weights, 2)
-    before = training_layout(weights, parts, stages, train, shard=False)
+    before = training_layout(weights, parts, stages, train)
     plan = reshard_plan(weights, before, generation_layout(weights, parts, generation_mesh(train, 2)))
     return plan, list(replace(plan, most_bytes=most_bytes).buckets)
 
@@ -276,7 +276,7 @@ def test_a_single_number_crosses_whole() -> None:
     """It has no dim to cut along; the second stage has it, the first is to have it too."""
     weights = {"scale": Weight(name="scale", shape=(), dtype=torch.float32)}
     parts, train = {"scale": Broadcast()}, Mesh.of(dp=1, pp=2, tp=1)
-    source = training_layout(weights, parts, {"scale": (1,)}, train, shard=False)
+    source = training_layout(weights, parts, {"scale": (1,)}, train)
     plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
     (bucket,) = replace(plan, most_bytes=1).buckets
     assert [(move.peer, move.slice.size) for move in plan.crossing("received", bucket.parts, 0)] == [(1, 1)]
@@ -286,7 +286,7 @@ def test_weights_of_two_types_have_their_own_buckets() -> None:
     weights, parts = stack(1, cut=True)
     weights["layers.0.up"] = replace(weights["layers.0.up"], dtype=torch.float32)
     train = Mesh.of(dp=1, pp=1, tp=2)
-    before = training_layout(weights, parts, layers_over(weights, 1), train, shard=False)
+    before = training_layout(weights, parts, layers_over(weights, 1), train)
     plan = reshard_plan(weights, before, generation_layout(weights, parts, generation_mesh(train, 1)))
     assert {bucket.dtype for bucket in plan.buckets} == {torch.float32, torch.bfloat16}
     assert plan.received(0) == 1680 * 3 * 4 // 2 + 840 * 1680 * 2 // 2
@@ -307,7 +307,7 @@ def test_what_cannot_be_planned() -> None:
 def test_nothing_moves_between_equal_layouts() -> None:
     weights, parts = stack(1, cut=True)
     train = Mesh.of(dp=1, pp=1, tp=2)
-    before = training_layout(weights, parts, layers_over(weights, 1), train, shard=False)
+    before = training_layout(weights, parts, layers_over(weights, 1), train)
     plan = reshard_plan(weights, before, generation_layout(weights, parts, generation_mesh(train, 2)))
     assert not plan.moves
     assert all(plan.is_same(name, rank) for name in weights for rank in (0, 1))
@@ -320,7 +320,7 @@ def test_a_bucket_is_filled_to_the_byte() -> None:
         f"w{place}": Weight(name=f"w{place}", shape=(50, 5), dtype=torch.float32) for place in range(4)
     }
     parts, train = dict.fromkeys(weights, Split(0)), Mesh.of(dp=1, pp=1, tp=2)
-    source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train, shard=False)
+    source = training_layout(weights, parts, dict.fromkeys(weights, (0,)), train)
     plan = reshard_plan(weights, source, generation_layout(weights, parts, generation_mesh(train, 1)))
     assert [len(bucket.parts) for bucket in replace(plan, most_bytes=1_000).buckets] == [2, 2]
     assert [len(bucket.parts) for bucket in replace(plan, most_bytes=999).buckets] == [1, 1, 1, 1]

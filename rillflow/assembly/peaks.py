@@ -1,0 +1,444 @@
+"""Peaks: what a rank will hold at most, role by role and phase by phase, found by passes without numbers.
+
+    recipe, its longest rows ─ this rank's part of each model, of fake tensors ─ the run's own Parallel and
+    Optimizer over micro-batches ─ every storage counted while it lives ─> Peak: bytes by phase and part
+
+A fake tensor has a shape, a type and a device, and no memory, so that a model that fits nowhere can be tried.
+What the sampler keeps is counted by its shapes. On a mesh a rank has its layers, each as tp cuts it; of what
+is cut over fsdp, one unit is whole twice: its parameters and its gradients.
+
+Libraries' own memory, and what the C library keeps of what was freed, come on top.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from rillflow.algorithms.algorithm import Data
+from rillflow.assembly.encoding import ANSWERS, EncodedTask
+from rillflow.assembly.memory import ModelSizes, rows_at_once
+from rillflow.assembly.recipe import Recipe
+from rillflow.assembly.role_table import RoleKind, roles_of
+from rillflow.cluster.config import SAMPLER, MeshSizes
+from rillflow.errors import ConfigError
+from rillflow.formulas.logprobs import token_logprobs
+from rillflow.models.architecture import has_plain_head, short_copy
+from rillflow.models.config import ModelConfig
+from rillflow.models.language_model import LanguageModel, ScalarModel, outline
+from rillflow.models.sampling_shard import sampling_module
+from rillflow.models.tensor_plan import tensor_plan
+from rillflow.models.unread import replace
+from rillflow.observe.wording import size
+from rillflow.parallel.module import Output, Parallel
+from rillflow.parallel.stages import layers_of
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.rollout import completions
+from rillflow.records.row import RowId
+from rillflow.roles.saving import SMALL_BYTES
+from rillflow.rollout.native.cache import PLACES
+from rillflow.training.config import TrainConfig
+from rillflow.training.optimizer import Optimizer
+from rillflow.training.recompute import Recompute
+from rillflow.training.scorer import micro_batches
+
+Parts = Mapping[str, int]
+"""Bytes by what they are for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What one role takes on a rank.
+
+    Example:
+        Peak(role="policy", pool="main", kept={"weights": 400}, phases={"trains": {"gradients": 400}})
+    """
+
+    role: str
+    """Its name."""
+    pool: str
+    """The ranks it is on."""
+    kept: Parts
+    """Bytes from step to step."""
+    phases: Mapping[str, Parts]
+    """Bytes beside those, while the role works."""
+    saved: int = 0
+    """Bytes of what a checkpoint is written from, while work goes on."""
+
+    @property
+    def working(self) -> int:
+        """The most beside what is kept."""
+        return max((sum(parts.values()) for parts in self.phases.values()), default=0)
+
+
+def peaks_of(recipe: Recipe, base: Path, encoded: EncodedTask, sizes: ModelSizes) -> list[Peak]:
+    """The peaks of a recipe's models.
+
+    Args:
+        recipe: the checked settings.
+        base: its folder.
+        encoded: its rows, of which the longest count.
+        sizes: the policy's, by which keys and values are counted.
+
+    Raises:
+        ModelError: a model is not there, or cannot be cut so.
+    """
+    rows, prompts = _longest(recipe, encoded)
+    found = []
+    for role, kind in roles_of(recipe).items():
+        if kind.is_model or (role == SAMPLER and recipe.placement.samples_apart):
+            found.append(_Trial(recipe, base, role, kind, rows, prompts, sizes).peak())
+    return found
+
+
+def rank_bytes(peaks: list[Peak], pool: str) -> int:
+    """What a rank of a pool holds at most: what all its roles keep, and the most that one takes at work."""
+    there = [peak for peak in peaks if peak.pool == pool]
+    return sum(sum(peak.kept.values()) for peak in there) + max((peak.working for peak in there), default=0)
+
+
+def saved_bytes(peaks: list[Peak], pool: str) -> int:
+    """The copies on a rank of a pool that a checkpoint is written from, beside whatever goes on."""
+    return sum(peak.saved for peak in peaks if peak.pool == pool)
+
+
+def peak_lines(peaks: list[Peak]) -> list[str]:
+    """A line for each pool's rank, each role and each of its phases."""
+    lines = []
+    for pool in dict.fromkeys(peak.pool for peak in peaks):
+        saved = saved_bytes(peaks, pool)
+        most = f"at most {size(rank_bytes(peaks, pool))}, and the libraries'"
+        more = f"; up to {size(saved)} more while a checkpoint is written" if saved else ""
+        lines.append(f"a rank of pool {pool}: {most}{more}")
+        for peak in peaks:
+            if peak.pool == pool:
+                lines.append(f"  {peak.role} keeps {_told(peak.kept)}")
+                lines += [f"  {peak.role} {phase}: {_told(parts)}" for phase, parts in peak.phases.items()]
+    return lines
+
+
+def require_room(peaks: list[Peak], ranks: Mapping[str, int], free: int) -> None:
+    """Refuse what ranks that share a memory cannot hold.
+
+    Args:
+        peaks: of all roles.
+        ranks: of each pool, how many there are in that memory.
+        free: its bytes.
+
+    Raises:
+        ConfigError: it names the phase that takes the most, and what would take less.
+    """
+    needed = {
+        pool: count * (rank_bytes(peaks, pool) + saved_bytes(peaks, pool)) for pool, count in ranks.items()
+    }
+    if sum(needed.values()) <= free:
+        return
+    pool = max(needed, key=lambda name: needed[name])
+    there = [peak for peak in peaks if peak.pool == pool]
+    most = max(there, key=lambda peak: peak.working)
+    phase = max(most.phases, key=lambda name: sum(most.phases[name].values()))
+    kept = sum(sum(peak.kept.values()) + peak.saved for peak in there)
+    every = " + ".join(f"{ranks[name]} of pool {name} {size(needed[name])}" for name in ranks)
+    raise ConfigError(
+        f"the ranks hold {size(sum(needed.values()))} at most, and {size(free)} are free",
+        why=f"{every}; a rank of pool {pool} keeps {size(kept)}, and {_told(most.phases[phase])} while the "
+        f"{most.role} {phase}",
+        fix=_FIXES["kept" if kept > most.working else phase],
+    )
+
+
+_FIXES = {
+    "kept": "cut the model over more ranks (fsdp, tp or pp in placement.train), or choose a smaller one",
+    "trains": "lower policy.tokens_per_micro_batch, set policy.gradient_checkpointing = true, or cut the "
+    "model over more ranks",
+    "scores": "lower policy.tokens_per_micro_batch, or cut the model over more ranks",
+    "answers": "lower rollout.max_rows, or share the model over more ranks in placement.generate",
+}
+"""What takes less, by what takes the most."""
+
+
+class _Trial:
+    """One role's model on one rank, tried without numbers."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        base: Path,
+        role: str,
+        kind: RoleKind,
+        rows: Batch,
+        prompts: Batch,
+        sampled: ModelSizes,
+    ) -> None:
+        self._recipe, self._role, self._kind = recipe, role, kind
+        self._rows, self._prompts, self._sampled = rows, prompts, sampled
+        self._pool = recipe.placement.pool_of(role)
+        self._sizes = MeshSizes() if role == SAMPLER else recipe.placement.mesh_of(role)
+        config, scalar = _model(recipe, role, kind)
+        made: type[Any] = ScalarModel if scalar else LanguageModel
+        where: dict[str, Any] = {"device": torch.device("cpu"), "base": base, "section": f"{role}.model"}
+        self._outline = partial(outline, made, config, seed=0, **where)
+        alone = self._sizes.tp == 1 and not scalar
+        self._has_plain_head = alone and has_plain_head(short_copy(self._outline().module))
+        self._back = 1 if not scalar or kind.section == "critic" else 0
+        self._scalar = scalar
+
+    def peak(self) -> Peak:
+        """What it keeps and takes."""
+        if self._role == SAMPLER:
+            phases = {"answers": self._answering(0)}
+            return Peak(role=self._role, pool=self._pool, kept={}, phases=phases)
+        train = self._recipe.policy.as_train()
+        with _Live() as live:
+            module, passes = self._module(live), self._in_flight()
+            fsdp = self._sizes.fsdp
+            weights, parallel = live.bytes, self._parallel(module)
+            kept, phases = {"weights": weights // fsdp}, dict[str, dict[str, int]]()
+            gathered = 2 * self._unit(module) if fsdp > 1 else 0
+            part = self._part(train)
+            if self._kind.is_trained:
+                optimizer = Optimizer(module, train, total_steps=1, gradients=parallel.gradients)
+                masters = live.bytes - weights
+                numbers = sum(weight.numel() for weight in parallel.parameters.values())
+                moments = 2 * numbers * (2 if train.moments == "bfloat16" else 4)
+                kept["optimiser"] = (masters + moments) // fsdp
+                before = live.begin()
+                self._train(parallel, optimizer, train, part)
+                gradients = live.bytes - before
+                activations = (live.most - before - gradients) * passes
+                phases["trains"] = {
+                    "gradients": gradients // fsdp,
+                    "activations": activations,
+                    "gathered": gathered,
+                }
+                optimizer.discard()
+            before = live.begin()
+            self._score(parallel, part)
+            phases["scores"] = {"activations": live.most - before, "gathered": gathered // 2}
+        if self._role == "policy" and self._recipe.has_policy and not self._recipe.placement.samples_apart:
+            phases["answers"] = self._answering(weights // fsdp)
+        held = sum(kept.values())
+        is_far = "optimizer" if self._kind.is_trained else "reference"
+        if self._recipe.run.device.startswith("cuda") and self._recipe.policy.offload in ("all", is_far):
+            if self._kind.is_trained:
+                kept["optimiser"] = 0  # a parameter's at a time comes back
+            else:
+                phases["scores"] = {**phases["scores"], "weights": kept.pop("weights")}
+        saved = held if self._kind.is_trained and held > SMALL_BYTES else 0
+        return Peak(role=self._role, pool=self._pool, kept=kept, phases=phases, saved=saved)
+
+    def _answering(self, held: int) -> dict[str, int]:
+        """What the sampler takes on one rank beside the weights that it shares with the trainer."""
+        tp, placement = self._recipe.placement.generate_tp, self._recipe.placement
+        ranks = placement.pools[placement.pool_of(SAMPLER)]
+        rows = -(-rows_at_once(self._recipe) * tp // ranks)
+        model = self._outline()
+        sizes = self._sampled
+        context = int(self._prompts.ragged("tokens").lengths.max()) + self._recipe.rollout.max_tokens
+        with _Live() as live:
+            module = _cut(model.module, tp, live)
+            weights, before = live.bytes, live.begin()
+            part = self._prompts.select(list(range(min(len(self._prompts), rows))))
+            self._score(self._parallel(module), part)
+            prefill = live.most - before
+        item = 4 if not self._recipe.run.device.startswith("cuda") else model.module.dtype.itemsize
+        places = rows * -(-context // PLACES) * PLACES
+        cache = 2 * places * sizes.kv_width * sizes.layers * item // tp
+        drawn = 3 * rows * sizes.vocabulary * 4
+        return {
+            "weights that cross": max(0, weights - held) if not self._is_shared else 0,
+            "KV cache": cache,
+            "prompts": prefill,
+            "logits": drawn,
+        }
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the sampler uses the trainer's own module."""
+        return self._role != SAMPLER and self._sizes.is_plain
+
+    def _module(self, live: _Live) -> nn.Module:
+        """This rank's part, of fake tensors: its layers, each as tp cuts it."""
+        module: Any = self._outline().module
+        if self._sizes.pp > 1:
+            config = module.config.get_text_config()
+            layers = next(
+                part
+                for part in module.base_model.children()
+                if isinstance(part, nn.ModuleList) and len(part) == config.num_hidden_layers
+            )
+            own = layers_of(0, self._sizes.pp, len(layers))
+            del layers[len(own) :]
+            config.num_hidden_layers = len(own)
+        return _cut(module, self._sizes.tp, live)
+
+    def _parallel(self, module: nn.Module) -> Parallel:
+        """What runs it; whether logits can be made in slices is not found out without numbers."""
+        found = Parallel.whole(module)
+        found.part.is_plain = self._has_plain_head
+        return found
+
+    def _unit(self, module: nn.Module) -> int:
+        """Bytes of what fsdp gathers at once: a layer, and what is in no layer."""
+        every = sum(weight.nbytes for weight in module.parameters())
+        lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part)]
+        layers = max(lists, key=len)
+        inside = sum(weight.nbytes for weight in layers.parameters())
+        return every - inside + inside // len(layers)
+
+    def _in_flight(self) -> int:
+        """Micro-batches whose activations the first stage keeps at once."""
+        budget = self._recipe.policy.tokens_per_micro_batch
+        tokens = self._recipe.algorithm.rows_per_step * int(self._rows.ragged("tokens").lengths.max())
+        parts = -(-tokens // (budget * self._sizes.dp))
+        return max(1, min(self._sizes.pp, parts))
+
+    def _part(self, train: TrainConfig) -> Batch:
+        """A micro-batch of the longest rows."""
+        return self._rows.select(micro_batches(self._rows, train.tokens_per_micro_batch)[0])
+
+    def _finish(self, part: Batch, output: Output) -> Tensor:
+        if self._scalar:
+            return output.sum()
+        return token_logprobs(output, completions(part).values, 1.0).logprobs.sum()
+
+    def _train(self, parallel: Parallel, optimizer: Optimizer, train: TrainConfig, part: Batch) -> None:
+        """Two micro-batches: the second one's gradients come beside the first one's."""
+        again = Recompute(parallel.module, whole=False) if train.gradient_checkpointing else nullcontext()
+        with again:
+            for _ in range(2):
+                parallel.run([part], self._back, self._finish, optimizer.collect)
+
+    def _score(self, parallel: Parallel, part: Batch) -> None:
+        parallel.run([part], self._back, self._finish)
+
+
+class _Others:
+    """Ranks that are not there: every one has what this one has."""
+
+    rank = 0
+
+    def __init__(self, ranks: int) -> None:
+        self.size = ranks
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """See Ranks."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """See Ranks."""
+        return [tensor.clone() for _ in range(self.size)]
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """See Ranks."""
+        return torch.stack(self.gather(tensor))
+
+    def part(self, groups: Sequence[Sequence[int]]) -> _Others:
+        """See Ranks."""
+        return _Others(len(groups[0]))
+
+
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of every fake tensor's storage while it lives.
+
+    Weights are fake, and what is computed with one is; rows and their places are real.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        """What makes fake tensors."""
+        self.bytes = self.most = 0
+        """Now, and at most since ``begin``."""
+        self._seen: set[int] = set()
+
+    def begin(self) -> int:
+        """Count the most from here on; what there is."""
+        self.most = self.bytes
+        return self.bytes
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do it, and count what is new."""
+        found = function(*args, **(kwargs or {}))
+        for one in tree_iter(found):
+            if isinstance(one, FakeTensor) and one.untyped_storage()._cdata not in self._seen:
+                storage = one.untyped_storage()
+                self._seen.add(storage._cdata)
+                self.bytes += storage.nbytes()
+                self.most = max(self.most, self.bytes)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return found
+
+    def _gone(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.bytes -= size
+
+
+def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
+    """A rank's part of a module, with fake weights."""
+    local = sampling_module(module, tensor_plan(module), _Others(tp)) if tp > 1 else module
+    with live.fake:
+        replace(local, lambda weight: torch.empty(weight.shape, dtype=weight.dtype))
+    found: nn.Module = local.requires_grad_(True)
+    return found
+
+
+def _model(recipe: Recipe, role: str, kind: RoleKind) -> tuple[ModelConfig, bool]:
+    """A role's model, and whether it has a scalar head."""
+    named = {"reward": recipe.reward.model, "cost": recipe.cost.model, "critic": recipe.critic.path}
+    source, model = ({kind.section: None} | named)[kind.section], recipe.policy.model
+    is_scalar = kind.section in named or role == "reward_model"
+    return ModelConfig(path=source, dtype=model.dtype) if source else model, is_scalar
+
+
+def _longest(recipe: Recipe, encoded: EncodedTask) -> tuple[Batch, Batch]:
+    """Rows of the longest prompts, enough for a micro-batch, and the prompts alone with a token to read."""
+    data = recipe.chosen.data
+    known = [row for row in encoded.train[data] if row is not None]
+    known.sort(key=lambda row: row.length(ANSWERS[data], recipe.rollout.max_tokens), reverse=True)
+    samples = recipe.algorithm.rows_per_step // recipe.algorithm.prompts_per_step
+    rows: list[tuple[list[int], int, RowId]] = []
+    size, budget = 0, recipe.policy.tokens_per_micro_batch
+    for number, row in enumerate(known[: recipe.algorithm.prompts_per_step]):
+        sampled = [array("i", [number % 2, *[0] * (recipe.rollout.max_tokens - 1)])] * samples
+        for place, answer in enumerate(row.answers if data is not Data.PROMPTS else sampled):
+            text = [*row.prompt, *answer]
+            if place and data is Data.PROMPTS:
+                text[len(row.prompt)] = place  # samples share their prompt and nothing else
+            rows.append((text, len(row.prompt), RowId(0, number, place)))
+            size += len(text)
+        if size > budget:
+            break
+    prompts = [(list(row.prompt), len(row.prompt) - 1) for row in known[: recipe.algorithm.prompts_per_step]]
+    return (
+        _batch([(text, begin) for text, begin, _ in rows], [row for _, _, row in rows]),
+        _batch(prompts, [RowId(0, number, 0) for number in range(len(prompts))]),
+    )
+
+
+def _batch(texts: Sequence[tuple[list[int], int]], ids: Sequence[RowId]) -> Batch:
+    """Rows, read behind the token at which each begins."""
+    masks = [[place >= begin for place in range(len(text))] for text, begin in texts]
+    fields = {
+        "tokens": Ragged.from_rows([text for text, _ in texts]),
+        "loss_mask": Ragged.from_rows(masks, torch.bool),
+    }
+    return Batch(ids=row_ids(ids), fields=fields)
+
+
+def _told(parts: Parts) -> str:
+    return " + ".join(f"{name} {size(amount)}" for name, amount in parts.items() if amount) or size(0)

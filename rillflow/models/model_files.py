@@ -1,0 +1,93 @@
+"""Model files: a plain Hugging Face directory by its parts, so that several ranks write it, beside training.
+
+    config, generation config, tokeniser      small files, on one rank
+    weights ─ shards ─> the names of a file ─> model.safetensors, or model-00001-of-00003.safetensors
+                                               and an index of what is where
+
+The weights of a layer lie in one shard: what a file calls them may be made of several together.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+SHARD_BYTES = 2**31
+"""What a file of weights holds at most, a larger layer aside."""
+METADATA = {"format": "pt"}
+"""What every file of weights says of itself."""
+_LAYER = re.compile(r".*?\.\d+\.")
+
+
+def own_weights(module: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of a whole module that belong in files, each tied one once; not copies."""
+    weights = module.state_dict()
+    for ignored in module._keys_to_ignore_on_save or ():
+        weights.pop(ignored, None)
+    found: dict[str, Tensor] = remove_tied_weights_from_state_dict(weights, module)
+    return found
+
+
+def shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
+    """The weights of each file, in the order in which they are given."""
+    found: list[list[str]] = []
+    held = SHARD_BYTES
+    for _, layer in groupby(num_bytes, key=_layer):
+        names = list(layer)
+        size = sum(num_bytes[name] for name in names)
+        if not found or held + size > SHARD_BYTES:
+            found.append([])
+            held = 0
+        found[-1] += names
+        held += size
+    return found
+
+
+def shard_file(index: int, count: int) -> str:
+    """The name of one of so many files, from 0."""
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def file_weights(module: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Some shard's weights as files have them: by the names, and cut as, from_pretrained finds them."""
+    found: dict[str, Tensor] = revert_weight_conversion(module, dict(weights))
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def write_index(directory: Path, files: Mapping[str, Iterable[str]], total_bytes: int) -> None:
+    """Say which weight is in which of several files.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    where = {name: file for file, names in files.items() for name in names}
+    text = {"metadata": {"total_size": total_bytes}, "weight_map": where}
+    path = directory / "model.safetensors.index.json"
+    path.write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")
+
+
+def write_settings(module: PreTrainedModel, directory: Path) -> None:
+    """Write what a model's directory says beside weights and tokeniser.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    module.config.dtype = str(module.dtype).removeprefix("torch.")
+    module.config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    module.config.save_pretrained(directory)
+    if module.can_generate():
+        module.generation_config.save_pretrained(directory)
+
+
+def _layer(name: str) -> str:
+    """What the weights of one layer have in common; other weights stand alone."""
+    found = _LAYER.match(name)
+    return found[0] if found else name

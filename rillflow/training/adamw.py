@@ -1,0 +1,155 @@
+"""AdamW over masters, whose moments and masters may be small or far away between two steps.
+
+    kept: moments [as ``moments`` says, where ``offload`` says], masters ── taken ──> float32, on the device
+                      one parameter at a time ── AdamW ── publish ── laid back, moments rounded ──> kept
+
+With nothing set all parameters take their step at once, and what is kept is what is stepped. Rounding to
+bfloat16 is stochastic, or a second moment that changes by less than its last bit would stand still: up with
+the probability of the part that is cut off, by counter-based random numbers, so a resumed run draws the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from rillflow.formulas.counter import philox
+from rillflow.training.config import OptimizerConfig
+from rillflow.training.offload import OnHost, host_memory
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_AT_ONCE = 1 << 24
+"""Numbers that are rounded at once."""
+
+
+class AdamW:
+    """AdamW by parameter name.
+
+    Args:
+        masters: what is stepped.
+        apart: the names of those that are no weights themselves; ``offload`` takes them too.
+        config: decays, and how the state is kept.
+    """
+
+    def __init__(
+        self, masters: Mapping[str, nn.Parameter], apart: Iterable[str], config: OptimizerConfig
+    ) -> None:
+        self._masters, self._config = masters, config
+        self._far = config.offload in ("optimizer", "all")
+        self._dtype = torch.bfloat16 if config.moments == "bfloat16" else None
+        self.hosts: dict[str, OnHost] = {
+            name: OnHost([masters[name]], changes=True) for name in apart if self._far
+        }
+        """Masters that lie in host memory."""
+        self.state: dict[str, dict[str, Tensor]] = {}
+        """Of every parameter that was stepped its ``step`` and ``MOMENTS``, as they are kept."""
+        self.moved_bytes = 0 if self._far else None
+        """Bytes of the last step that crossed between host and device, there and back."""
+
+    def step(self, steps: int, lr: float, publish: Callable[[Sequence[str]], None]) -> None:
+        """Step every parameter that has a gradient.
+
+        Args:
+            steps: optimiser steps before.
+            lr: the learning rate.
+            publish: told which masters are new, while they are there.
+        """
+        stepped = []
+        for names, decay in self._batches():
+            for name in names:
+                if name in self.hosts:
+                    self.hosts[name].bring()
+            moments = [self._taken(name) for name in names]
+            masters: list[Tensor] = [self._masters[name] for name in names]
+            with torch.no_grad():
+                adamw(
+                    masters,
+                    [master.grad for master in masters if master.grad is not None],
+                    [first for first, _ in moments],
+                    [second for _, second in moments],
+                    [],
+                    [self.state[name]["step"] for name in names],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=self._config.beta1,
+                    beta2=self._config.beta2,
+                    lr=lr,
+                    weight_decay=decay,
+                    eps=1e-8,
+                    maximize=False,
+                )
+                publish(names)
+                for name, new in zip(names, moments, strict=True):
+                    self._lay(name, new, steps)
+            stepped += names
+        if self._far:
+            hosts = [self.hosts[name].num_bytes for name in stepped if name in self.hosts]
+            kept = [self.state[name][kind].nbytes for name in stepped for kind in MOMENTS]
+            self.moved_bytes = 2 * sum(hosts + kept)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # what lies in host memory may be read from now on
+
+    def load(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the state of one parameter: its ``step`` and ``MOMENTS``."""
+        kept = {kind: self._empty(self._masters[name]).copy_(tensors[kind]) for kind in MOMENTS}
+        step = tensors["step"].to(self._masters[name].device, copy=True)
+        self.state[name] = {"step": step, **kept}
+
+    def _batches(self) -> Iterator[tuple[list[str], float]]:
+        """Names that take their step together, and their weight decay; vectors are not decayed."""
+        there = [name for name, master in self._masters.items() if master.grad is not None]
+        for decay, is_matrix in ((self._config.weight_decay, True), (0.0, False)):
+            alike = [name for name in there if (self._masters[name].dim() >= 2) == is_matrix]
+            size = 1 if self._far or self._dtype else max(1, len(alike))
+            yield from ((alike[start : start + size], decay) for start in range(0, len(alike), size))
+
+    def _empty(self, master: Tensor) -> Tensor:
+        """Where a moment is kept."""
+        like = torch.empty_like(master, dtype=self._dtype, device="meta")
+        return host_memory(like, master.device) if self._far else torch.empty_like(like, device=master.device)
+
+    def _taken(self, name: str) -> list[Tensor]:
+        """The moments as they are stepped; those that are kept, where these lie here in full width."""
+        master = self._masters[name]
+        if name not in self.state:
+            step = torch.zeros((), dtype=torch.float32, device=master.device)
+            self.state[name] = {"step": step} | {kind: self._empty(master).zero_() for kind in MOMENTS}
+        kept = [self.state[name][kind] for kind in MOMENTS]
+        if not self._far and not self._dtype:
+            return kept
+        return [each.to(master.device, master.dtype, copy=True, non_blocking=True) for each in kept]
+
+    def _lay(self, name: str, moments: Sequence[Tensor], steps: int) -> None:
+        """Keep what was stepped, as it is kept between steps."""
+        if name in self.hosts:
+            self.hosts[name].leave()
+        for place, (kind, moment) in enumerate(zip(MOMENTS, moments, strict=True)):
+            kept = self.state[name][kind]
+            if kept is not moment:
+                drawn = (zlib.crc32(name.encode()), place, steps)
+                narrow = rounded(moment, drawn) if self._dtype else moment
+                kept.copy_(narrow, non_blocking=True)
+
+
+def rounded(numbers: Tensor, drawn: tuple[int, int, int]) -> Tensor:
+    """The numbers in bfloat16, each up or down so that its mean is the number.
+
+    Args:
+        numbers: finite, of any float type.
+        drawn: key, stream and step of the random numbers.
+    """
+    key, stream, step = drawn
+    found = torch.empty_like(numbers, dtype=torch.bfloat16).view(-1)
+    for start in range(0, numbers.numel(), _AT_ONCE):
+        part = numbers.reshape(-1)[start : start + _AT_ONCE].float().view(torch.int32)
+        # one counter has four words of 32 bits: eight numbers' 16 bits that are cut off
+        counters = torch.arange(start // 8, start // 8 + -(-len(part) // 8), device=numbers.device)
+        parts = (counters, *(torch.full_like(counters, each) for each in (step, stream, 0)))
+        words = philox(torch.stack(parts, dim=-1), (key, 0))
+        bits = torch.stack((words & 0xFFFF, words >> 16), dim=-1).view(-1)[: len(part)].to(torch.int32)
+        found[start : start + len(part)] = (part + bits).bitwise_and_(-(1 << 16)).view(torch.float32)
+    return found.view(numbers.shape)

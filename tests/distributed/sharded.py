@@ -1,0 +1,35 @@
+"""Slices that ranks write at once, as those of a checkpoint are written beside training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rillflow.cluster.ranks import Ranks
+from rillflow.models.tensor_file import write_tensors
+from rillflow.weights.layout import Layout, Weights
+from rillflow.weights.sharded_file import WRITE, own_slices, together, write_list
+
+
+def save_sharded(
+    folder: Path, weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
+) -> None:
+    """Write a folder of slices that ``load_sharded`` reads; every rank calls it."""
+
+    def write() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        mine = own_slices(weights, layout, tensors, ranks)
+        return json.dumps({name: write_tensors(folder / name, held) for name, held in mine.items()})
+
+    def listed() -> str:
+        if ranks.rank == 0:
+            files = {name: each for one in written for name, each in json.loads(one).items()}
+            write_list(folder, weights, layout, ranks.size, files)
+        return ""
+
+    written = together(ranks, torch.device("cpu"), write, folder, WRITE)
+    together(ranks, torch.device("cpu"), listed, folder, WRITE)

@@ -1,0 +1,153 @@
+"""Moments and masters that are small or elsewhere between steps: the same steps, resumed bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rillflow.cluster.ranks import SingleRank
+from rillflow.parallel.gradients import Gradients
+from rillflow.parallel.mesh import RankGroups
+from rillflow.training.adamw import rounded
+from rillflow.training.config import OptimizerConfig
+from rillflow.training.offload import OnHost
+from rillflow.training.optimizer import Optimizer
+
+MakeModule = Callable[..., PreTrainedModel]
+ALONE = Gradients(groups=RankGroups.whole(SingleRank()))
+
+
+def made(module: PreTrainedModel, **settings: Any) -> Optimizer:
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, **settings)
+    return Optimizer(module, config, total_steps=9, gradients=ALONE)
+
+
+def stepped(optimizer: Optimizer, module: PreTrainedModel, *seeds: int) -> dict[str, Tensor]:
+    """The weights and the state after a step along a gradient of each seed."""
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for weight in module.parameters():
+            weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+        optimizer.collect()
+        optimizer.step()
+        optimizer.discard()
+    return copied({**optimizer.state(), **module.state_dict()})
+
+
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", [None, "bfloat16"])
+def test_offloaded_steps_are_those_of_a_state_that_stays(
+    make_module: MakeModule, dtype: torch.dtype, moments: str | None
+) -> None:
+    module = make_module(dtype=dtype)
+    expected = stepped(made(module, moments=moments), module, 1, 2)
+    module = make_module(dtype=dtype)
+    optimizer = made(module, moments=moments, offload="optimizer")
+    assert_same(stepped(optimizer, module, 1, 2), expected)
+    numbers = sum(weight.numel() for weight in module.parameters())
+    master, moment = (4, 0)[dtype == torch.float32], (4, 2)[moments is not None]
+    assert optimizer.moved_bytes == 2 * numbers * (master + 2 * moment), "there and back"
+
+
+def test_masters_have_no_memory_on_the_device_between_steps(make_module: MakeModule) -> None:
+    module = make_module(dtype=torch.bfloat16)
+    optimizer = made(module, offload="all")
+    masters = optimizer.masters.values()
+    assert {master.untyped_storage().nbytes() for master in masters} == {0}
+    stepped(optimizer, module, 1)
+    assert {master.untyped_storage().nbytes() for master in masters} == {0}
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+@pytest.mark.parametrize("moments", [None, "bfloat16"])
+def test_an_optimizer_goes_on_bit_for_bit(
+    make_module: MakeModule, moments: str | None, offload: str | None
+) -> None:
+    module = make_module(dtype=torch.bfloat16)
+    whole = stepped(made(module, moments=moments, offload=offload), module, 1, 2, 3)
+    module = make_module(dtype=torch.bfloat16)
+    first = made(module, moments=moments, offload=offload)
+    stepped(first, module, 1, 2)
+    kept = copied(first.state())
+    again = made(module, moments=moments, offload=offload)
+    again.load_state(kept)
+    assert_same(stepped(again, module, 3), whole)
+
+
+def test_a_state_keeps_moments_of_half_the_bytes(make_module: MakeModule) -> None:
+    sizes = []
+    for moments in (None, "bfloat16"):
+        module = make_module()
+        optimizer = made(module, moments=moments)
+        stepped(optimizer, module, 1)
+        sizes.append(sum(each.nbytes for name, each in optimizer.state().items() if "exp_avg" in name))
+    assert sizes[0] == 2 * sizes[1] == 8 * sum(weight.numel() for weight in make_module().parameters())
+
+
+def test_moments_of_another_type_are_taken_over(make_module: MakeModule) -> None:
+    module = make_module()
+    wide = made(module)
+    stepped(wide, module, 1)
+    narrow = made(module, moments="bfloat16")
+    narrow.load_state(copied(wide.state()))
+    for name, tensor in wide.state().items():
+        torch.testing.assert_close(narrow.state()[name].to(tensor.dtype), tensor, rtol=2**-8, atol=0)
+
+
+def test_rounding_is_up_or_down_and_right_in_the_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(999, generator=generator) * torch.logspace(-30, 6, 999)
+    draws = torch.stack([rounded(numbers, (7, 0, step)) for step in range(2000)]).double()
+    exact = numbers.double()
+    gap = torch.where(draws != exact, (draws - exact).abs(), 0.0).amax(0)
+    assert bool((gap < exact.abs() * 2**-7).all()), "a neighbour, never further"
+    error = (draws.mean(0) - exact) / (exact.abs() * 2**-7)
+    assert float(error.abs().max()) < 5 * 0.5 / 2000**0.5
+    assert float(error.mean().abs()) < 5 * 0.5 / (2000 * 999) ** 0.5
+    steps = draws[:2]
+    assert not torch.equal(*steps) and torch.equal(rounded(numbers, (7, 0, 1)).double(), steps[1])
+    assert not torch.equal(rounded(numbers, (7, 1, 1)).double(), steps[1])
+
+
+def test_what_bfloat16_holds_stays_as_it_is() -> None:
+    numbers = torch.cat([torch.zeros(3), torch.randn(300).bfloat16().float()])
+    assert torch.equal(rounded(numbers, (1, 1, 1)).float(), numbers)
+
+
+def test_a_second_moment_does_not_stand_still() -> None:
+    """By nearest rounding 0.999 v + 0.001 is v again where v is 0.9: half of its last bit is more."""
+    value = torch.full((1024,), 0.9)
+    for step in range(700):
+        value = rounded(0.999 * value.float() + 0.001, (3, 1, step)).float()
+    assert float(value.mean()) == pytest.approx(1 - 0.1 * 0.999**700, rel=5e-3)
+    assert float((0.999 * torch.tensor(0.9) + 0.001).bfloat16()) == float(torch.tensor(0.9).bfloat16())
+
+
+def test_tensors_come_and_go_with_all_their_views(make_module: MakeModule) -> None:
+    module = make_module(tie_word_embeddings=True)
+    tokens = torch.arange(5)[None]
+    with torch.no_grad():
+        expected, view = module(input_ids=tokens).logits, module.lm_head.weight[3]
+        numbers = view.clone()
+        away = OnHost(module.parameters())
+        assert away.num_bytes == sum(weight.nbytes for weight in module.parameters()), "tied ones once"
+        assert {weight.untyped_storage().nbytes() for weight in module.parameters()} == {0}
+        for _ in range(2):
+            with away:
+                assert torch.equal(module(input_ids=tokens).logits, expected)
+                assert torch.equal(view, numbers)
+        assert {weight.untyped_storage().nbytes() for weight in module.parameters()} == {0}
