@@ -10,7 +10,8 @@
     unblocked by  an answer, the end of a child, a deadline
     produces      one Score a row, in order
     bound         start of the first children (60 s at most) + timeout_s + RETRIES x (timeout_s + start_s),
-                  where start_s is what loading the file took, + the end of a child (4 s at most)
+                  where start_s is the longest that loading the file takes meanwhile, + the end of a child
+                  (4 s at most)
     shuts down    ``close``; the driver's death ends every child, kill -9 included
 
 A function that must see the whole batch sees it with one worker; see docs/design/rewards.md.
@@ -24,7 +25,7 @@ import math
 import select
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -98,6 +99,7 @@ class RewardWorkers(ExitStack):
         self._containment = Containment.SANDBOX if config.sandbox else containment
         self._parameters: Parameters | None = None
         self._children: list[Child] = []
+        self._start_s = 0.0
         self._closed = False
         try:
             for _ in range(config.workers):
@@ -172,7 +174,13 @@ class RewardWorkers(ExitStack):
     def _apart(self, rows: Sequence[int], columns: Columns) -> dict[int, Score]:
         """Score each row alone, all with a short limit first: slow rows leave the others their time."""
         timeout_s = self._config.timeout_s
-        until = time.monotonic() + RETRIES * (timeout_s + max(child.start_s for child in self._children))
+        began, self._start_s = time.monotonic(), 0.0
+
+        def until() -> float:
+            return began + RETRIES * (
+                timeout_s + max(self._start_s, *(child.start_s for child in self._children))
+            )
+
         short_s = min(timeout_s, max(_LEAST_LIMIT_S, RETRIES * timeout_s / 2 / len(rows)))
         scores = self._alone(rows, columns, limit_s=short_s, until=until)
         if short_s < timeout_s:
@@ -181,29 +189,31 @@ class RewardWorkers(ExitStack):
         return scores
 
     def _alone(
-        self, rows: Sequence[int], columns: Columns, *, limit_s: float, until: float
+        self, rows: Sequence[int], columns: Columns, *, limit_s: float, until: Callable[[], float]
     ) -> dict[int, Score]:
         scores: dict[int, Score] = {}
         for reply in self._run([_Call(rows=(row,), limit_s=limit_s) for row in rows], columns, until):
             scores.update(reply.by_row())
         return scores
 
-    def _run(self, calls: Sequence[_Call], columns: Columns, until: float = math.inf) -> list[_Reply]:
-        """Give the calls to whichever child is free; those not begun by ``until`` time out."""
+    def _run(
+        self, calls: Sequence[_Call], columns: Columns, until: Callable[[], float] = lambda: math.inf
+    ) -> list[_Reply]:
+        """Give the calls to whichever child is free; those not begun by ``until()`` time out."""
         waiting = deque(calls)
         running: dict[Child, _Call] = {}
         replies: list[_Reply] = []
         while waiting or running:
-            if time.monotonic() >= until:
+            if time.monotonic() >= until():
                 replies.extend(_Reply(rows=call.rows, answer=_NOT_TRIED) for call in waiting)
                 waiting.clear()
             for slot in range(len(self._children) if waiting else 0):
                 child = self._alive(slot)
                 if waiting and child.state is State.IDLE:
                     call = running[child] = waiting.popleft()
-                    limit_s = min(call.limit_s, until - time.monotonic())
+                    limit_s = min(call.limit_s, until() - time.monotonic())
                     child.send(encode_call(columns, call.rows), num_rows=len(call.rows), limit_s=limit_s)
-            for child, answer in self._turn(until):
+            for child, answer in self._turn(until()):
                 if child in running:
                     replies.append(_Reply(rows=running.pop(child).rows, answer=answer))
         return replies
@@ -226,6 +236,7 @@ class RewardWorkers(ExitStack):
     def _alive(self, slot: int) -> Child:
         """The child of this slot, started anew if it has ended."""
         if self._children[slot].state is State.ENDED:
+            self._start_s = max(self._start_s, self._children[slot].start_s)
             self._children[slot] = self._start()
         return self._children[slot]
 
