@@ -44,7 +44,7 @@ GROWN = {
     "saving beside training, sums in buckets": 283,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 26_842
+PACKAGE_LINES = 26_850
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,

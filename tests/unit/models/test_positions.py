@@ -125,14 +125,14 @@ def test_sampler_trainer_and_library_agree_on_rows_that_cross_the_original_lengt
     scored = Scorer(model.module, TrainConfig()).logprobs(rows)
     mask = rows.ragged("loss_mask").values
     sampled = rows.ragged("sampler_logprobs").values
-    assert float((scored.values - sampled)[mask].abs().max()) < 1e-5
+    assert float((scored.values - sampled)[mask].abs().max()) < 1e-4
     whole = torch.cat(
         [
             torch.cat([torch.zeros(1), by_the_library(tmp_path / "model", row)])
             for row in rows.ragged("tokens").rows()
         ]
     )
-    assert float((whole - sampled)[mask].abs().max()) < 1e-5
+    assert float((whole - sampled)[mask].abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("kind", COMPANY)
@@ -145,7 +145,7 @@ def test_a_rows_log_probabilities_are_the_same_in_any_micro_batch(kind: str, loa
         Scorer(model.module, TrainConfig(tokens_per_micro_batch=budget)).logprobs(rows).values
         for budget in (1000, 20)
     )
-    assert float((one - several).abs().max()) < 1e-5
+    assert float((one - several).abs().max()) < 1e-4
 
 
 def test_a_context_within_the_original_length_keeps_the_short_factors(load: Load, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_spread_is_ascending_and_within_the_limit(lengths: Lengths, rows: int) -
 def test_the_mean_counts_what_is_clipped_at_the_limit(lengths: Lengths) -> None:
     spread = lengths.spread(20_000)
     assert lengths.mean == pytest.approx(float(spread.mean()), rel=0.02, abs=1.0)
-    assert lengths.mean_square == pytest.approx(float((spread**2).mean()), rel=0.05, abs=2.0)
+    assert lengths.mean_square == pytest.approx(float((spread**2).mean()), rel=0.1, abs=2.0)
 
 
 @given(lengths=st.one_of(lognormal, measured, fixed), low=st.floats(0.01, 0.99), high=st.floats(0.01, 0.99))

@@ -306,7 +306,7 @@ def test_logits_of_a_large_vocabulary_are_made_in_slices(
     assert kept[0] == size["vocab_size"] * 8 < kept[1], "the head's weight is the largest that is kept"
     for name, found in states[0].items():
         most = float(states[1][name].abs().max())
-        torch.testing.assert_close(found, states[1][name], rtol=0, atol=1e-5 * most)
+        torch.testing.assert_close(found, states[1][name], rtol=0, atol=1e-4 * most)
 
 
 def test_recomputed_activations_give_the_same_step(make_module: MakeModule, make_rows: MakeRows) -> None:
