@@ -2,7 +2,7 @@
 # constraints.txt, made once and again when they change.
 #
 #   make quickstart   a small model learns to calculate (minutes, two cores, no network but pip's)
-#   make test         the everyday tests             make test-all    the slow ones too
+#   make test         the everyday tests             make test-all    the slow ones too, new examples
 #   make lint         ruff and mypy                  make benchmark   what benchmarks/ measures
 #   make mutation     random small faults of the trunk: does a test notice each? (an hour or more)
 #   make docs         draws the graphs of docs/algorithms anew
@@ -34,7 +34,7 @@ test: $(FULL)
 	$(PYTEST) -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(FULL)
-	$(PYTEST)
+	HYPOTHESIS_PROFILE=searching $(PYTEST)
 
 lint: $(FULL)
 	$(BIN)/ruff check .

@@ -1,8 +1,14 @@
-"""Property tests have no deadline an example: on a busy machine it measures the machine."""
+"""Property tests: the everyday ones draw the same examples each time, ``make test-all`` draws new ones.
+
+No example has a deadline: on a busy machine it measures the machine.
+"""
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
 
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
+settings.register_profile("everyday", deadline=None, derandomize=True)
+settings.register_profile("searching", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "everyday"))
