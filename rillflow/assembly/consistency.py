@@ -176,6 +176,12 @@ def _model(recipe: Recipe) -> Iterator[ConfigError]:
         )
     if model.new is not None:
         yield from misfits(model.new)
+    if model.new is not None and model.adapter is not None:
+        yield ConfigError(
+            "policy.model has an adapter beside a new model",
+            why="an adapter's directory names the directory of its base, and a new model has none",
+            fix="train the new model first, and name its checkpoint as policy.model.path",
+        )
 
 
 def _phases(recipe: Recipe) -> Iterator[ConfigError]:

@@ -35,6 +35,7 @@ from rillflow.assembly.preflight import (
 from rillflow.assembly.recipe import Recipe
 from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
+from rillflow.models.locate import base_of
 from rillflow.observe.environment import usable_cores
 from rillflow.observe.wording import size
 from rillflow.rewards.columns import Text
@@ -280,8 +281,9 @@ def _has_chat(task: Task[Example] | None) -> bool:
 def _look_at_scorers(recipe: Recipe, base: Path, report: Report) -> None:
     for setting, source in scorer_sources(recipe, base).items():
         report.say(setting, [source])
-        if Path(source).is_dir():
-            require_model_files(Path(source), is_chat=False)
+        model = Path(base_of(source))
+        if model.is_dir():
+            require_model_files(model, is_chat=False)
 
 
 def _look_at_machine(recipe: Recipe, report: Report) -> None:

@@ -161,15 +161,13 @@ def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:
     """Bytes by what they are for."""
     item = _ITEM_BYTES[recipe.policy.model.dtype]
     weights = sizes.parameters * item
-    rows = rows_at_once(recipe)
-    parts = {
-        "weights": weights,
-        "gradients": weights,
-        "optimiser": 2 * sizes.parameters * _FLOAT32_BYTES,
-    }
+    rows, is_frozen = rows_at_once(recipe), recipe.policy.model.adapter is not None
+    parts = {"weights": weights}
+    if not is_frozen:  # an adapter's own are small beside the base
+        parts |= {"gradients": weights, "optimiser": 2 * sizes.parameters * _FLOAT32_BYTES}
     if recipe.has_policy:
         parts["KV cache"] = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item
         parts["logits"] = 2 * recipe.policy.tokens_per_micro_batch * sizes.vocabulary * _FLOAT32_BYTES
-    if "reference" in recipe.roles:
+    if "reference" in recipe.roles and not is_frozen:
         parts["reference"] = weights
     return parts

@@ -13,7 +13,7 @@ from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.trained import model_directory
 from rillflow.errors import ConfigError, ModelError
-from rillflow.models.locate import locate
+from rillflow.models.locate import base_of, locate
 from rillflow.observe import layout
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.tasks.example import Example
@@ -49,13 +49,13 @@ def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given
 
 
 def model_source(recipe: Recipe, base: Path) -> str | None:
-    """The directory or hub name of an existing model; None for a new one.
+    """The directory or hub name of an existing model, or of an adapter's base; None for a new one.
 
     Raises:
         ModelError: there is no such model.
     """
     path = recipe.policy.model.path
-    return None if path is None else _existing("policy.model.path", path, base)
+    return None if path is None else base_of(_existing("policy.model.path", path, base))
 
 
 def scorer_sources(recipe: Recipe, base: Path) -> dict[str, str]:
@@ -88,10 +88,11 @@ def _existing(setting: str, path: str, base: Path) -> str:
             hint = f"paths are relative to the recipe's folder; the one you mean is {Path(path).resolve()}"
             raise ModelError(error.what, why=error.why, fix=hint) from error
         raise
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+    model = base_of(source)
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise ModelError(
             f"{setting} is {path!r}",
-            why=f"{source} has no config.json",
+            why=f"{model} has no config.json",
             fix="name the directory of a Hugging Face model",
         )
     return source

@@ -36,7 +36,7 @@ from rillflow.placement.mesh import Mesh
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.weighted import WeightedWorkers
-from rillflow.roles.policy import Policy, Reference
+from rillflow.roles.policy import EarlierAdapter, Policy, Reference
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights, SentWeights, lay_out
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.sampler import Sampler
@@ -177,9 +177,14 @@ def sampler(setting: RoleSetting) -> Sampler:
 
 
 def reference(setting: RoleSetting) -> Reference:
-    """The reference, from the directory that ``keep_policy`` wrote."""
-    share = setting.share(setting.language_model())
-    return Reference(share, train=setting.train, temperature=setting.rollout.temperature)
+    """The reference, as ``keep_policy`` wrote it: a model, or an adapter in the policy's own module."""
+    loaded = setting.language_model()
+    how: dict[str, Any] = {"train": setting.train, "temperature": setting.rollout.temperature}
+    trained: Policy | None = setting.site.objects.get("policy")
+    if trained is None or not trained.share.has_base_of(loaded, setting.sizes):
+        return Reference(setting.share(loaded), **how)
+    earlier = EarlierAdapter(trained, trained.share.read_trained(loaded))
+    return Reference(trained.share, within=earlier, **how)
 
 
 def reward(setting: RoleSetting) -> Reward:

@@ -1,15 +1,19 @@
 """Trained: the models that a run has made so far, found by their roles.
 
 run directory ─ newest whole checkpoint, or the one of a step ─> the role's Hugging Face directory
+                                                    an adapter there ─ write_merged ─> one without
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from rillflow.dataflow.checkpoint import kept_steps, latest_checkpoint
-from rillflow.errors import RunDirectoryError
+from rillflow.errors import ModelError, RunDirectoryError
 from rillflow.observe import layout
+from rillflow.observe.durable import write_error
 
 
 def model_directory(run: Path, role: str, step: int | None = None) -> Path:
@@ -20,13 +24,43 @@ def model_directory(run: Path, role: str, step: int | None = None) -> Path:
     """
     found = _checkpoint(run, step) / role
     if not found.is_dir():
-        there = sorted(path.parent.name for path in found.parent.glob("*/config.json"))
+        there = sorted({path.parent.name for path in found.parent.glob("*/*config.json")})
         raise RunDirectoryError(
             f"{run} has no {role.replace('_', ' ')}",
             why=f"it trains the {', the '.join(there).replace('_', ' ')}" if there else "it trains nothing",
             fix="name another run",
         )
     return found
+
+
+def write_merged(source: Path, out: Path, dtype: Literal["float32", "bfloat16"]) -> None:
+    """Write a plain model of an adapter and its base.
+
+    Args:
+        source: the adapter's directory, or the run whose policy it is.
+        out: the directory to write; it is not there yet.
+        dtype: of the weights.
+
+    Raises:
+        ModelError: there is no adapter, or its base is not there.
+        RunDirectoryError: the run has no checkpoint, or the directory is there or cannot be written.
+    """
+    from rillflow.models.adapters import merge
+    from rillflow.models.config import ModelConfig
+    from rillflow.models.language_model import choose_device, load_model, save_model
+
+    folder = model_directory(source, "policy") if layout.is_run_directory(source) else source
+    if out.exists():
+        raise RunDirectoryError(f"{out} is there already", why="nothing is written over", fix="name another")
+    config = ModelConfig(path=str(folder.absolute()), dtype=dtype)
+    model = load_model(config, seed=0, device=choose_device("cpu"), base=Path())
+    if model.adapter is None:
+        raise ModelError(f"{folder} is a whole model", why="there is no adapter in it to merge")
+    merge(model.module)
+    try:
+        save_model(replace(model, adapter=None), out)
+    except OSError as error:
+        raise write_error(out, error) from error
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:

@@ -82,6 +82,15 @@ def graph(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def merge_adapter(arguments: argparse.Namespace) -> int:
+    """``rillflow merge-adapter``: a plain model of an adapter and its base."""
+    from rillflow.assembly.trained import write_merged
+
+    write_merged(arguments.adapter, arguments.out, arguments.dtype)
+    print(f"wrote {arguments.out}")
+    return DONE
+
+
 def ask(arguments: argparse.Namespace) -> int:
     """``rillflow ask``: answer one prompt, one conversation, or one prompt a line of the input."""
     from rillflow.observe.reader import best_step, require_run

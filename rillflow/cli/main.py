@@ -168,6 +168,14 @@ def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="such as RUN/bundles/step-000012")
 
 
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
+    told = "an adapter's directory, or a run, whose last policy it is"
+    parser.add_argument("adapter", type=Path, metavar="ADAPTER", help=told)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the model is written")
+    types = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=types, default="float32", help="of its weights (float32)")
+
+
 COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentParser], None]]] = {
     "run": (commands.run, _run_arguments),
     "check": (commands.check, _check_arguments),
@@ -179,6 +187,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentPa
     "report": (commands.report, _report_arguments),
     "timeline": (commands.timeline, _timeline_arguments),
     "replay": (commands.replay, _replay_arguments),
+    "merge-adapter": (commands.merge_adapter, _merge_arguments),
     "doctor": (commands.doctor, lambda _: None),
 }
 """What a word after ``rillflow`` runs, which gives the exit code; and what adds its arguments to a parser."""
@@ -193,6 +202,7 @@ HELP = {
     "report": "write the report of a run again",
     "timeline": "say where the ranks of a run waited, and for whom; write its steps as a trace",
     "replay": "make an update that a run left out again, and say where its first odd number is",
+    "merge-adapter": "put an adapter into its base's weights, as a model of its own",
     "doctor": "look at this machine and say what would be in the way",
 }
 """Every command in a line."""

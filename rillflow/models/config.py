@@ -33,6 +33,20 @@ class NewModel(Section):
         return 3 * self.hidden
 
 
+class AdapterConfig(Section):
+    """What is trained in the place of the weights: two small matrices beside each linear layer."""
+
+    rank: int = Field(16, gt=0, description="Rows of an adapter's matrices.")
+    alpha: float = Field(32.0, gt=0, description="What their product is multiplied by, over the rank.")
+    kind: Literal["lora", "rslora", "dora"] = Field(
+        "lora", description="rslora divides alpha by the rank's root; dora learns the rows' lengths beside."
+    )
+    targets: tuple[str, ...] = Field(
+        (),
+        description="Last names of the layers, such as q_proj; left out, all linear ones of the body.",
+    )
+
+
 class ModelConfig(Section):
     """Which model a role starts from: exactly one of ``path`` and ``new``."""
 
@@ -41,6 +55,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Type of the weights and the arithmetic."
     )
+    adapter: AdapterConfig | None = Field(None, description="Train an adapter beside it; it stays as it is.")
 
 
 def misfits(new: NewModel) -> Iterator[ConfigError]:

@@ -13,22 +13,31 @@ either ─> .NAME.draft ─ fsync ─ rename ─> NAME     an older NAME: aside,
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rillflow.errors import ConfigError, ModelError, nearest
+from rillflow.models.adapters import (
+    WEIGHTS,
+    adapter_weights,
+    attach,
+    file_name,
+    trained_beside,
+    write_adapter_settings,
+)
 from rillflow.models.architecture import check_attention, context_of, short_copy
 from rillflow.models.attention import register
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
-from rillflow.models.locate import locate
+from rillflow.models.locate import AdapterSource, base_of, found_adapter, locate
 from rillflow.models.model_files import METADATA, file_weights, own_weights, shard_file, write_settings
 from rillflow.models.new_model import new_module
 from rillflow.models.positions import settle_positions
@@ -55,6 +64,10 @@ class LoadedModel:
     """Where it belongs."""
     source: Source
     """The weights that are to be read into the module, while it is on the meta device."""
+    adapter: AdapterSource | None = None
+    """What is trained in the module's place, and alone is written, hashed and published."""
+    trained: frozenset[str] = frozenset()
+    """The names of its parameters."""
 
     def read(self) -> Self:
         """Read the whole model.
@@ -66,6 +79,20 @@ class LoadedModel:
         held = dict(self.module.named_parameters())
         fill(self.source, lambda name: [(held[name].detach(), ())])
         return self
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """The weights of the whole module that belong in files, each tied one once; not copies."""
+        return own_weights(self.module) if self.adapter is None else trained_beside(self.module)
+
+    def in_files(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Some shard's weights as files have them."""
+        if self.adapter is None:
+            return file_weights(self.module, weights)
+        return {file_name(name): tensor.contiguous() for name, tensor in weights.items()}
+
+    def file(self, index: int, count: int) -> str:
+        """The name of one of so many files, from 0."""
+        return shard_file(index, count) if self.adapter is None else WEIGHTS
 
 
 class LanguageModel(LoadedModel):
@@ -106,9 +133,9 @@ def save_model(model: LoadedModel, directory: Path) -> None:
     draft.mkdir()
     try:
         save_settings(model, draft)
-        weights = file_weights(model.module, own_weights(model.module))
+        weights = model.in_files(model.own_weights())
         host = {name: tensor.detach().cpu() for name, tensor in weights.items()}
-        write_tensors(draft / shard_file(0, 1), host, METADATA)
+        write_tensors(draft / model.file(0, 1), host, METADATA)
         for path in draft.rglob("*"):
             flush(path)
         publish_folder(draft, directory)
@@ -124,7 +151,10 @@ def save_settings(model: LoadedModel, directory: Path) -> None:
         OSError: the disk fails.
     """
     with quiet():
-        write_settings(model.module, directory)
+        if model.adapter is None:
+            write_settings(model.module, directory)
+        else:
+            write_adapter_settings(model.adapter, model.module, directory)
         model.tokenizer.save(directory)
 
 
@@ -152,7 +182,8 @@ def outline(
             fix='write path = "a/directory", or new = {}',
         )
     register()
-    dtype, is_scalar = _DTYPES[config.dtype], kind is ScalarModel
+    dtype, is_scalar, adapter = _DTYPES[config.dtype], kind is ScalarModel, None
+    trained = frozenset[str]()
     with ALONE, quiet():
         if config.new is not None:
             inner = character_tokenizer(config.new.alphabet, config.new.context)
@@ -163,23 +194,30 @@ def outline(
         else:
             assert config.path is not None  # exactly one of the two is there
             source = locate(config.path, base)
+            adapter = found_adapter(source, config.adapter)
+            source = base_of(source)
             module = (load_scalar_module if is_scalar else load_module)(source, dtype).eval()
             weights = taken_out(module, dtype)
             inner = load_tokenizer(source)
         tried = short_copy(module)
         check_attention(tried)
         settle_positions(module, tried)
+        if adapter is not None:
+            attach(module, adapter.config)
+            trained = frozenset(trained_beside(module))
+            weights = adapter_weights(module, weights, adapter, seed)
     names_ends = module.config.get_text_config() if is_scalar else module.generation_config
     tokenizer = Tokenizer(inner, stop_tokens=listed(names_ends.eos_token_id))
-    rows = module.get_input_embeddings().weight.shape[0]
-    if tokenizer.vocabulary_size > rows:
-        raise ModelError(
-            f"the tokeniser has {tokenizer.vocabulary_size} tokens and the model's embedding {rows} rows",
-            why="a text with a token beyond the embedding could not be read",
-            fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
-        )
-    context = context_of(module)
-    return kind(module=module, tokenizer=tokenizer, context=context, device=device, source=weights)
+    _require_rows(tokenizer, module.get_input_embeddings().weight.shape[0])
+    return kind(
+        module=module,
+        tokenizer=tokenizer,
+        context=context_of(module),
+        device=device,
+        source=weights,
+        adapter=adapter,
+        trained=trained,
+    )
 
 
 @contextmanager
@@ -214,6 +252,15 @@ def choose_device(name: str) -> torch.device:
             fix=nearest(name, ["auto", *there]),
         )
     return torch.device(name)
+
+
+def _require_rows(tokenizer: Tokenizer, rows: int) -> None:
+    if tokenizer.vocabulary_size > rows:
+        raise ModelError(
+            f"the tokeniser has {tokenizer.vocabulary_size} tokens and the model's embedding {rows} rows",
+            why="a text with a token beyond the embedding could not be read",
+            fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
+        )
 
 
 def require_same_tokens(model: ScalarModel, tokenizer: Tokenizer, name: str) -> None:

@@ -1,17 +1,48 @@
 """Locate: where a model is, said before anything heavy is imported.
 
 path ─> a directory under the recipe's folder | a name of the hub | an error that says where was looked
+           └─ an adapter's, in PEFT's format ─> the model that it stands beside
 """
 
 from __future__ import annotations
 
+import json
 import re
 import socket
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from rillflow.errors import ModelError
+from rillflow.models.config import AdapterConfig
+
+SETTINGS = "adapter_config.json"
+"""The file that makes a directory an adapter's."""
+_REFUSED = (
+    "bias",
+    "alpha_pattern",
+    "rank_pattern",
+    "modules_to_save",
+    "layers_to_transform",
+    "fan_in_fan_out",
+)
+_PLAIN: tuple[Any, ...] = (None, "none", False, [], {}, ["score"])
+"""Settings of PEFT's that could make an adapter something else, and what they say where they do not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSource:
+    """Where an adapter is from."""
+
+    base: str
+    """The directory or hub name of the model that it stands beside."""
+    config: AdapterConfig
+    """Its size and kind."""
+    directory: Path | None = None
+    """Where its weights are; None for a new one."""
+
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -60,3 +91,46 @@ def _require_hub(path: str, local: Path) -> None:
             why=f"there is no directory {local.resolve()}; a hub name needs {host}: {error.strerror}",
             fix="correct the path, or connect to the network",
         ) from None
+
+
+def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | None:
+    """What a directory's adapter stands beside, or a new one beside the model of a directory; None for none.
+
+    Raises:
+        ModelError: the settings cannot be read, or say what Rillflow's adapters cannot be; or the directory
+            has an adapter, and another one is wanted.
+    """
+    path = Path(source) / SETTINGS
+    if not path.is_file():
+        return None if wanted is None else AdapterSource(base=source, config=wanted)
+    try:
+        said = json.loads(path.read_bytes())
+        base, rank, alpha = said["base_model_name_or_path"], said["r"], said["lora_alpha"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} cannot be read", why=f"{type(error).__name__}: {error}") from error
+    is_lora = said.get("peft_type") == "LORA" and bool(base)
+    odd = [] if is_lora else ["peft_type" if base else "base_model_name_or_path"]
+    odd += [name for name in _REFUSED if said.get(name) not in _PLAIN]
+    if odd:
+        raise ModelError(
+            f"{path} has {odd[0]} = {said.get(odd[0])!r}",
+            why="Rillflow's adapters are LoRA, rsLoRA and DoRA, of one rank for all their layers",
+            fix="merge it into its base with PEFT, and name the merged model",
+        )
+    if wanted is not None:
+        raise ModelError(
+            f"the model {source} is an adapter, and the recipe wants one beside it",
+            why="one adapter is trained: the directory's own goes on",
+            fix=f"leave adapter out, or name its base: {base}",
+        )
+    kind: Any = "dora" if said.get("use_dora") else "rslora" if said.get("use_rslora") else "lora"
+    targets = said.get("target_modules") or ()
+    targets = () if targets == "all-linear" else (targets,) if isinstance(targets, str) else sorted(targets)
+    config = AdapterConfig(rank=rank, alpha=alpha, kind=kind, targets=tuple(targets))
+    return AdapterSource(base=base, config=config, directory=Path(source))
+
+
+def base_of(source: str) -> str:
+    """The directory or hub name of what ``locate`` found, or of what an adapter there stands beside."""
+    adapter = found_adapter(source, None)
+    return source if adapter is None else locate(adapter.base, Path(source))

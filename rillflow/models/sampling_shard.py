@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import ModelError
+from rillflow.models.adapters import ADAPTER, AdaptedLinear, join
 from rillflow.models.attention import AttentionPlan, causal
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
@@ -138,16 +139,19 @@ def _shard(module: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> Non
         if style is Style.LOOKED_UP:
             _look_up(part, bounds[tp.rank], tp)
         else:
-            new = _linear(part, Style.ROWS if name in fused else style, bounds, tp)
+            own_heads = name.partition(ADAPTER)[0] in fused
+            new = _linear(part, Style.ROWS if own_heads else style, bounds, tp)
+            if isinstance(part, AdaptedLinear):
+                join(new, *part.beside)
             module.set_submodule(name, new)
     if fused:
         layers = frozenset(fused.values())
 
-        def own_heads(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        def attend_with_own(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
             given = named.get("attention_plan")
             return inputs, {**named, "attention_plan": OwnHeads(given, layers, tp.rank, tp.size)}
 
-        module.register_forward_pre_hook(own_heads, with_kwargs=True)
+        module.register_forward_pre_hook(attend_with_own, with_kwargs=True)
 
 
 def _linear(part: nn.Linear, style: Style, bounds: list[Bounds], tp: Ranks) -> nn.Linear:

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rillflow.errors import ModelError
+from rillflow.models.adapters import ADAPTER, AdaptedLinear, adapted
 from rillflow.placement.mesh import divisors
 from rillflow.placement.sbp import Broadcast, Part, Split
 
@@ -43,6 +44,7 @@ class Style(StrEnum):
 
 _NAMES = {style.value: style for style in Style} | {"colwise_rep": Style.GATHERED}
 """Styles as transformers calls them, today and before."""
+_LINEAR = (nn.Linear, AdaptedLinear)
 _DIMS = {Style.COLUMNS: 0, Style.GATHERED: 0, Style.LOOKED_UP: 0, Style.ROWS: 1, Style.SPLIT_ROWS: 1}
 """The dim along which a style cuts a weight; a bias is cut where it is the outputs that are shared out."""
 
@@ -67,7 +69,7 @@ def tensor_plan(module: PreTrainedModel) -> dict[str, Style]:
     for pattern, style in written.items():
         names = _matching(pattern, parts)
         known = _NAMES.get(style)
-        fits = known is Style.SUMMED or all(type(parts[name]) is nn.Linear for name in names)
+        fits = known is Style.SUMMED or all(type(parts[name]) in _LINEAR for name in names)
         if names and (known is None or known is Style.LOOKED_UP or not fits):
             raise ModelError(
                 f"the tensor-parallel plan of {type(module).__name__} has {pattern!r}: {style!r}",
@@ -76,7 +78,7 @@ def tensor_plan(module: PreTrainedModel) -> dict[str, Style]:
             )
         if known is not None:
             found |= dict.fromkeys(names, known)
-    return found | _tied(module, found)
+    return found | _tied(module, found) | _beside(module, found)
 
 
 def weight_parts(plan: dict[str, Style], module: nn.Module) -> dict[str, Part]:
@@ -110,6 +112,24 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names a pattern stands for; its star is a layer's number."""
     shape = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
     return [name for name in names if shape.fullmatch(name)]
+
+
+def _beside(module: nn.Module, plan: dict[str, Style]) -> dict[str, Style]:
+    """Of an adapter the half whose outputs, or inputs, are its layer's; the other half is whole."""
+    found: dict[str, Style] = {}
+    for name, layer in adapted(module).items():
+        if layer.beside[0].length is not None:
+            raise ModelError(
+                "the adapter is DoRA's, and tp is above 1",
+                why="the length of a layer's row is of all its inputs, and a rank has some of them",
+                fix='kind = "lora" or "rslora", or fsdp in the place of tp',
+            )
+        style = plan.get(name)
+        if style in (Style.COLUMNS, Style.GATHERED):
+            found[f"{name}{ADAPTER}.up"] = style
+        elif style is not None:
+            found[f"{name}{ADAPTER}.down"] = style
+    return found
 
 
 def _tied(module: PreTrainedModel, plan: dict[str, Style]) -> dict[str, Style]:

@@ -47,7 +47,7 @@ class Gradients:
             groups.dp.sum_(list(gradients.values()))
         groups.ends.sum_([gradients[name] for name in gradients if name in self.tied])
         if groups.tp.rank:
-            for name in self.whole:
+            for name in self.whole & gradients.keys():
                 gradients[name].zero_()
         groups.tp.sum_([gradients[name] for name in gradients if name in self.whole | self.summed])
 

@@ -169,22 +169,55 @@ class Policy(TrainedRole[LanguageModel]):
         return bool(self.model.module.dtype.itemsize >= 4)
 
 
+class EarlierAdapter(AbstractContextManager[None]):
+    """Within it the policy's module has the adapter of an earlier moment; the base is there once.
+
+    Args:
+        policy: on this rank.
+        adapter: what the rank holds of the other adapter, by name.
+    """
+
+    def __init__(self, policy: Policy, adapter: Mapping[str, Tensor]) -> None:
+        self._policy, self._other = policy, dict(adapter)
+
+    def __enter__(self) -> None:
+        self._policy.weights.turn_to_training()
+        self._exchange()
+
+    def __exit__(self, *error: object) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        for name, kept in self._other.items():
+            weight = self._policy.share.parallel.parameters[name]
+            self._other[name], weight.data = weight.data, kept
+
+
 class Reference:
     """A language model that only scores.
 
     Args:
-        share: the model, or this rank's part of it; it is frozen.
+        share: the model, or this rank's part of it; it is frozen, unless it is the policy's.
         train: how a batch is cut into micro-batches, and where the weights are between two calls.
         temperature: the temperature the policy is sampled at.
+        within: where the policy's own module is the reference.
     """
 
-    def __init__(self, share: Share[LanguageModel], *, train: TrainConfig, temperature: float) -> None:
-        share.model.module.requires_grad_(False)
+    def __init__(
+        self,
+        share: Share[LanguageModel],
+        *,
+        train: TrainConfig,
+        temperature: float,
+        within: EarlierAdapter | None = None,
+    ) -> None:
         self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
         self._temperature = temperature
-        self._there: AbstractContextManager[None] = nullcontext()
-        if train.offload in ("reference", "all"):
-            self._there = OnHost(share.model.module.parameters())
+        self._there: AbstractContextManager[None] = within or nullcontext()
+        if within is None:
+            share.model.module.requires_grad_(False)
+            if train.offload in ("reference", "all"):
+                self._there = OnHost(share.model.module.parameters())
 
     @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("reference_logprobs",))
     def logprobs(self, rollouts: Batch) -> Batch:

@@ -26,7 +26,7 @@ from rillflow.models.language_model import LanguageModel
 from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
-from rillflow.roles.share import Share
+from rillflow.roles.share import Share, read_slices
 from rillflow.weights.digest import Digests, digests, verify
 from rillflow.weights.layout import Layout, generation_layout, local_shape, logical_weights
 from rillflow.weights.plan import ReshardPlan, reshard_plan
@@ -141,7 +141,7 @@ class ReshardedWeights:
             self.publish(self.version)
         assert self._published is not None
         received, plan = self._switch.to_generation(), self._switch.plan
-        how = (plan.weights, plan.destination, received, self.tp)
+        how = (self._share.written, plan.destination, received, self.tp)
         found = digests(*how, members=self._members) if self._published.of else {}
         try:
             verify(self._published, Digests(version=self.version, of=found))
@@ -212,7 +212,8 @@ class ReceivedWeights(_End):
         self._rank = min(mesh.ranks) + ranks.rank
         self._members = next(group for group in mesh.groups("tp") if self._rank in group)
         plan = tensor_plan(model.module) if self.tp.size > 1 else {}
-        self._weights = weights = logical_weights(model.module)
+        weights = logical_weights(model.module)
+        self._weights = {name: weights[name] for name in model.trained or weights}
         self._layout = layout = generation_layout(weights, weight_parts(plan, model.module), mesh)
         self.module = sampling_module(model.module, plan, self.tp)
         self._held = {
@@ -222,6 +223,8 @@ class ReceivedWeights(_End):
             for name, weight in weights.items()
         }
         assign(self.module, self._held)
+        if model.trained:
+            read_slices(model.source, self._held, weights, layout, self._rank)
 
     def plan(self, source: Layout) -> ReshardPlan:
         """How weights get here from where they lie on the trainer's ranks."""
@@ -311,5 +314,5 @@ def lay_out(
 def _announced(share: Share[LanguageModel], version: int, compared: bool) -> Digests:
     """The digests of what a trainer's ranks hold together, if they are wanted; every one of them calls it."""
     held, everyone = share.parallel.parameters, share.groups.everyone
-    found = digests(share.weights, share.layout, held, everyone) if compared else {}
+    found = digests(share.written, share.layout, held, everyone) if compared else {}
     return Digests(version=version, of=found)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rillflow.errors import RunDirectoryError
 from rillflow.models.language_model import save_settings
-from rillflow.models.model_files import METADATA, file_weights, own_weights, shard_file, shards, write_index
+from rillflow.models.model_files import METADATA, shards, write_index
 from rillflow.models.tensor_file import Digest, on_host, write_tensors
 from rillflow.observe.durable import write_error
 from rillflow.roles.share import Share
@@ -145,14 +145,14 @@ class Saving:
         """The weights that this rank writes, by file; shard i is of rank i, and so on around."""
         share, everyone = self._share, self._everyone
         if share.parallel.is_whole:
-            weights = own_weights(share.model.module)
+            weights = share.model.own_weights()
             sizes = {name: tensor.nbytes for name, tensor in weights.items()}
         else:
-            sizes = {name: weight.num_bytes for name, weight in share.weights.items()}
+            sizes = {name: weight.num_bytes for name, weight in share.written.items()}
         files = shards(sizes)
         to = {name: index % everyone.size for index, names in enumerate(files) for name in names}
         if not share.parallel.is_whole:
-            there = gathered(share.weights, share.layout, share.parallel.parameters, everyone, to)
+            there = gathered(share.written, share.layout, share.parallel.parameters, everyone, to)
             weights = {name: on_host(tensor) for name, tensor in there}
         found = {}
         for index, names in enumerate(files):
@@ -160,13 +160,13 @@ class Saving:
                 copies = {name: weights.pop(name) for name in names}
                 if share.parallel.is_whole:
                     copies = {name: on_host(tensor) for name, tensor in copies.items()}
-                found[shard_file(index, len(files))] = copies
+                found[share.model.file(index, len(files))] = copies
         return found
 
     def _write(self) -> None:
         while self._shards and not self._problem:
             file, weights = self._shards.popitem()
-            named = file_weights(self._share.model.module, weights)
+            named = self._share.model.in_files(weights)
             self._names[file] = list(named)
             with _DISK:
                 written = write_tensors(self._model / file, named, METADATA)

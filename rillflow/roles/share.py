@@ -19,8 +19,8 @@ from torch import Tensor
 from rillflow.cluster.config import MeshSizes
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import ModelError
-from rillflow.models.language_model import Model
-from rillflow.models.unread import Index, fill
+from rillflow.models.language_model import LoadedModel, Model
+from rillflow.models.unread import Index, Source, fill
 from rillflow.parallel.mesh import RankGroups, rank_groups
 from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
@@ -84,25 +84,44 @@ class Share(Generic[Model]):
         return self.parallel.groups
 
     @property
+    def written(self) -> Mapping[str, Weight]:
+        """The tensors that are trained, written, hashed and published: all, or an adapter's."""
+        if self.model.adapter is None:
+            return self.weights
+        return {name: weight for name, weight in self.weights.items() if name in self.model.trained}
+
+    @property
     def saved_bytes(self) -> int:
-        """Bytes of the whole model's weights."""
-        return sum(weight.num_bytes for weight in self.weights.values())
+        """Bytes of what is written of the whole model's weights."""
+        return sum(weight.num_bytes for weight in self.written.values())
 
     def _read(self) -> None:
         """Read this rank's slices of the model's weights."""
-        rank, met = self.groups.everyone.rank, None
-
-        def wanted(name: str) -> Iterator[tuple[Tensor, Index]]:
-            if name in self.parallel.parameters:
-                tensor, placement = self.parallel.parameters[name], self.layout[name]
-                for part, box in pieces(tensor, placement, self.weights[name].shape, rank):
-                    yield part, tuple(slice(*bounds) for bounds in box.bounds)
-
+        rank, held, met = self.groups.everyone.rank, self.parallel.parameters, None
         try:
-            fill(self.model.source, wanted)
+            read_slices(self.model.source, held, self.weights, self.layout, rank)
         except ModelError as error:
             met = error
         self.parallel.agree(met)
+
+    def has_base_of(self, model: LoadedModel, sizes: MeshSizes) -> bool:
+        """Whether a model is this one but for the adapter's numbers, and cut alike, not by fsdp."""
+        own, other, groups = self.model.adapter, model.adapter, self.groups
+        if own is None or other is None or (own.base, own.config) != (other.base, other.config):
+            return False
+        cut = (groups.dp.size, groups.pp.size, groups.tp.size)
+        return not self.parallel.sharded and cut == (sizes.dp, sizes.pp, sizes.tp)
+
+    def read_trained(self, model: LoadedModel) -> dict[str, Tensor]:
+        """What this rank would hold of the weights that are trained, as another model has them.
+
+        Raises:
+            ModelError: they cannot be read.
+        """
+        held = self.parallel.parameters
+        found = {name: torch.empty_like(held[name]) for name in self.written if name in held}
+        read_slices(model.source, found, self.weights, self.layout, self.groups.everyone.rank)
+        return found
 
     def load_state(self, trainer: Trainer, folder: Path) -> None:
         """Let a trainer go on from what ``Saving`` wrote, under whatever mesh that was.
@@ -132,7 +151,7 @@ class Share(Generic[Model]):
         counters = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{COUNTER}/")}
         found = {name: Weight(name=name, shape=(), dtype=tensor.dtype) for name, tensor in counters.items()}
         for kind, example in kinds.items():
-            for name, weight in self.weights.items() if kind != COUNTER else ():
+            for name, weight in self.written.items() if kind != COUNTER else ():
                 shape = weight.shape if example.dim() else ()
                 found[f"{kind}/{name}"] = Weight(name=f"{kind}/{name}", shape=shape, dtype=example.dtype)
         return found
@@ -145,3 +164,27 @@ class Share(Generic[Model]):
             laid = self.layout.get(name.partition("/")[2], everywhere)
             found[name] = laid if weight.shape else Placement(laid.mesh)
         return found
+
+
+def read_slices(
+    source: Source, held: Mapping[str, Tensor], weights: Mapping[str, Weight], layout: Layout, rank: int
+) -> None:
+    """Read what a rank holds of a model's weights.
+
+    Args:
+        source: of all weights.
+        held: the rank's tensors by name, those that are to be read.
+        weights: of the whole model.
+        layout: where each of them lies.
+        rank: of the layout's meshes.
+
+    Raises:
+        ModelError: a weight cannot be read.
+    """
+
+    def wanted(name: str) -> Iterator[tuple[Tensor, Index]]:
+        if name in held:
+            for part, box in pieces(held[name], layout[name], weights[name].shape, rank):
+                yield part, tuple(slice(*bounds) for bounds in box.bounds)
+
+    fill(source, wanted)

@@ -46,7 +46,7 @@ class TrainedRole(Generic[Model]):
         self.model = share.model
         self.version = version
         self._name = name.replace(" ", "_")
-        self._share, self._train, self._seed, self._updates = share, train, seed, updates
+        self.share, self._train, self._seed, self._updates = share, train, seed, updates
         self._trainer: Trainer | None = None
         self._saves = dict[Path, Saving]()
 
@@ -58,7 +58,7 @@ class TrainedRole(Generic[Model]):
         """Made when it is first asked for: a model that only scores needs no optimiser's memory."""
         if self._trainer is None:
             self._trainer = Trainer(
-                self.model.module, self._train, total_steps=self._updates, parallel=self._share.parallel
+                self.model.module, self._train, total_steps=self._updates, parallel=self.share.parallel
             )
         return self._trainer
 
@@ -74,7 +74,7 @@ class TrainedRole(Generic[Model]):
         self._be_training()
         self._train, self._updates, self._trainer = train, updates, None
         if resume is not None:
-            self._share.load_state(self.trainer, resume)
+            self.share.load_state(self.trainer, resume)
 
     @property
     def updates(self) -> int:
@@ -92,7 +92,7 @@ class TrainedRole(Generic[Model]):
             self._seed,
             self.version,
             units,
-            self._share.groups.dp,
+            self.share.groups.dp,
             shuffle=passes.shuffle,
         )
 
@@ -119,7 +119,7 @@ class TrainedRole(Generic[Model]):
     def _saved(self, folder: Path) -> Saving:
         self._be_training()
         state = folder / f"{self._name}.optimizer"
-        return Saving(self._share, folder / self._name, state, self.trainer.optimizer.state())
+        return Saving(self.share, folder / self._name, state, self.trainer.optimizer.state())
 
     def written(self, folder: Path, *, wait: bool) -> dict[str, Digest] | None:
         """What ``begin_saving`` had written there: see ``Saving.written``; on all ranks."""
@@ -132,7 +132,7 @@ class TrainedRole(Generic[Model]):
             OSError, RunDirectoryError: the disk fails; what was there before still is.
         """
         self._be_training()
-        draft, everyone = folder.with_name(f".{folder.name}.draft"), self._share.groups.everyone
+        draft, everyone = folder.with_name(f".{folder.name}.draft"), self.share.groups.everyone
 
         def cleared() -> str:
             if everyone.rank == 0:
@@ -142,7 +142,7 @@ class TrainedRole(Generic[Model]):
 
         together(everyone, torch.device("cpu"), cleared, draft, WRITE)
         try:
-            Saving(self._share, draft).written(wait=True)
+            Saving(self.share, draft).written(wait=True)
             if everyone.rank == 0:
                 for path in draft.iterdir():
                     flush(path)

@@ -1,0 +1,120 @@
+"""Runs that train an adapter beside a frozen base: the same by every placement, resumed, small on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.cli.main import main
+from rillflow.models.config import ModelConfig, NewModel
+from rillflow.models.language_model import load_model, save_model
+from rillflow.observe import layout
+from rillflow.observe.reader import read_metrics, rollout_columns
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_recipe import RECIPE, REWARD
+
+NEW = NewModel(hidden=32, layers=4, heads=4, kv_heads=2, context=16, alphabet="0123456789+=")
+ADAPTER = "policy.model.adapter={ rank = 4 }"
+RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+Ran = tuple[list[object], dict[str, bytes]]
+
+
+def written(folder: Path, name: str = "grpo") -> None:
+    """A recipe beside a base of its own."""
+    folder.mkdir(exist_ok=True)
+    new = next(line for line in RECIPE.splitlines() if line.startswith("model.new"))
+    (folder / "run.toml").write_text(RECIPE.replace("NAME", name).replace(new, 'model.path = "../base"'))
+    (folder / "reward.py").write_text(REWARD)
+    if not (folder.parent / "base").exists():
+        made = load_model(ModelConfig(new=NEW), seed=0, device=torch.device("cpu"), base=Path())
+        save_model(made, folder.parent / "base")
+
+
+def ran(folder: Path, *settings: str, name: str = "grpo") -> Ran:
+    """Every rollout as it was written, and the files of the last checkpoint's weights."""
+    written(folder, name)
+    run = folder / "run"
+    words = [f"run.dir={json.dumps(str(run))}", "policy.lr=1e-2", "warm_start.lr=3e-2", ADAPTER, *settings]
+    loaded = load_recipe(folder / "run.toml", words)
+    launch(loaded.recipe, loaded.base, quiet=True)
+    newest = max((run / layout.CHECKPOINTS).iterdir())
+    rows = [rollout_columns(run, step) for step in layout.rollout_files(run)]
+    return rows, {file.parent.name: file.read_bytes() for file in sorted(newest.glob("*/*.safetensors"))}
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_an_adapter_alone_is_trained_saved_and_published(tmp_path: Path) -> None:
+    """Sampled with at ratio 1, apart too: the run would stop else."""
+    written(tmp_path / "a")
+    before = digest(tmp_path / "base")
+    rows, files = ran(tmp_path / "a")
+    assert digest(tmp_path / "base") == before
+    checkpoint = max((tmp_path / "a/run" / layout.CHECKPOINTS).iterdir())
+    held = load_file(checkpoint / "policy" / "adapter_model.safetensors")
+    assert len(held) == 2 * 7 * NEW.layers and all(float(each.abs().max()) > 0 for each in held.values())
+    assert set(files) == {"policy", "policy.optimizer"}
+    state = sum(path.stat().st_size for path in (checkpoint / "policy.optimizer").iterdir())
+    assert state < 5 * sum(each.nbytes for each in held.values())
+    pools = ("placement.pools={ main = 1, answers = 1 }", "placement.backend=inline")
+    apart = ran(tmp_path / "b", *pools, 'placement.roles={ sampler = "answers" }')
+    together = ran(tmp_path / "c", *pools, 'placement.roles={ reward = "answers" }')
+    assert apart == together and rows
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    """Its reference is the policy's own module with the adapter that the phase began with."""
+    how = ("run.checkpoint_every=1", "algorithm.steps=3")
+    whole = ran(tmp_path / "a", *how, name=name)
+    first = ran(tmp_path / "b", *how[:1], "algorithm.steps=1", name=name)
+    again = ran(tmp_path / "b", *how, name=name)
+    assert again == whole != first
+    steps = [step.metrics for step in read_metrics(tmp_path / "a/run") if step.phase == name]
+    assert name == "ppo" or steps[-1]["policy/kl/mean"].value > 1e-4
+
+
+@RAY
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp = 2", "fsdp = 2", "tp = 2", "pp = 2"])
+def test_every_mesh_trains_what_one_rank_trains(tmp_path: Path, mesh: str) -> None:
+    """But for rounding, which AdamW's first steps make larger."""
+    ran(tmp_path / "a")
+    ran(tmp_path / "b", "placement.pools={ main = 2 }", f"placement.train={{ main = {{ {mesh} }} }}")
+    one, two = (
+        [step.metrics for step in read_metrics(tmp_path / f"{name}/run") if step.phase == "warm_start"]
+        for name in "ab"
+    )
+    assert len(one) == len(two) == 3
+    for here, there in zip(one, two, strict=True):
+        for name in ("supervised/loss/mean", "train/grad_norm/mean"):
+            assert there[name].value == pytest.approx(here[name].value, rel=1e-3)
+
+
+def test_an_adapter_is_merged_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran(tmp_path / "a", "algorithm.steps=1")
+    out = tmp_path / "merged"
+    assert main(["merge-adapter", str(tmp_path / "a/run"), "--out", str(out)]) == 0
+    whole = load_model(ModelConfig(path=str(out)), seed=0, device=torch.device("cpu"), base=Path())
+    newest = max((tmp_path / "a/run" / layout.CHECKPOINTS).iterdir()) / "policy"
+    beside = load_model(ModelConfig(path=str(newest)), seed=0, device=torch.device("cpu"), base=Path())
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        found, expected = (each.module(input_ids=tokens).logits for each in (whole, beside))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert main(["merge-adapter", str(tmp_path / "a/run"), "--out", str(out)]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert main(["merge-adapter", str(out), "--out", str(tmp_path / "again")]) == 2
+    assert "is a whole model" in capsys.readouterr().err

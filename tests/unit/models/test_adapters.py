@@ -1,0 +1,177 @@
+"""Adapters: LoRA and its kin as PEFT has them, in files that both read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from rillflow.errors import ModelError
+from rillflow.models.adapters import adapted, is_adapter, merge, trained_beside
+from rillflow.models.config import AdapterConfig, ModelConfig, NewModel
+from rillflow.models.language_model import LanguageModel, load_model, load_scalar_model, quiet, save_model
+
+CPU = torch.device("cpu")
+KINDS = ["lora", "rslora", "dora"]
+TOKENS = torch.tensor([[3, 5, 2, 9, 4, 4, 1]])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    new = NewModel(hidden=32, layers=2, context=64)
+    save_model(load_model(ModelConfig(new=new), seed=0, device=CPU, base=Path()), tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def load(base: Path) -> Callable[..., LanguageModel]:
+    def loaded(path: Path = base, dtype: Any = "float32", **adapter: Any) -> LanguageModel:
+        config = AdapterConfig(**adapter) if adapter else None
+        return load_model(
+            ModelConfig(path=str(path), dtype=dtype, adapter=config), seed=1, device=CPU, base=Path()
+        )
+
+    return loaded
+
+
+def logits(module: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = module(input_ids=TOKENS).logits
+    return found
+
+
+def trained(model: LanguageModel) -> LanguageModel:
+    """The same with numbers in its adapters that training could have put there."""
+    draw = torch.Generator().manual_seed(7)
+    for tensor in trained_beside(model.module).values():
+        tensor.add_(0.1 * torch.randn(tensor.shape, generator=draw))
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_adapter_says_what_its_base_says_and_is_all_that_is_trained(
+    load: Callable[..., LanguageModel], kind: str
+) -> None:
+    model = load(rank=4, kind=kind)
+    torch.testing.assert_close(logits(model.module), logits(load().module), rtol=0, atol=1e-6)
+    learns = {name for name, each in model.module.named_parameters() if each.requires_grad}
+    assert learns == model.trained == {name for name in learns if is_adapter(name)}
+    assert len(adapted(model.module)) == 2 * 7
+    assert not any(is_adapter(name) for name, _ in load().module.named_parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_reads_what_was_saved_and_says_the_same(
+    load: Callable[..., LanguageModel], tmp_path: Path, base: Path, kind: str
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = trained(load(rank=4, alpha=8.0, kind=kind))
+    save_model(model, tmp_path / "saved")
+    assert sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors")) < 40_000
+    with quiet():
+        plain = AutoModelForCausalLM.from_pretrained(base)
+        theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "saved").eval()
+    torch.testing.assert_close(logits(model.module), logits(theirs), rtol=0, atol=2e-6)
+    again = load(tmp_path / "saved")
+    assert torch.equal(logits(again.module), logits(model.module))
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("lora", "all-linear"), ("rslora", ["q_proj", "v_proj"]), ("dora", "all-linear")]
+)
+def test_what_peft_saved_is_read_and_says_the_same(
+    load: Callable[..., LanguageModel], tmp_path: Path, base: Path, kind: str, targets: Any
+) -> None:
+    peft = pytest.importorskip("peft")
+    with quiet():
+        plain = AutoModelForCausalLM.from_pretrained(base)
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=3,
+            lora_alpha=5,
+            target_modules=targets,
+            use_dora=kind == "dora",
+            use_rslora=kind == "rslora",
+            init_lora_weights=False,
+        )
+        theirs = peft.get_peft_model(plain, config).eval()
+        theirs.save_pretrained(tmp_path / "theirs")
+    ours = load(tmp_path / "theirs")
+    assert len(adapted(ours.module)) == (4 if len(targets) == 2 else 14)
+    torch.testing.assert_close(logits(ours.module), logits(theirs), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_say_what_base_and_adapter_say(load: Callable[..., LanguageModel], kind: str) -> None:
+    model = trained(load(rank=4, kind=kind))
+    expected = logits(model.module)
+    assert not torch.equal(expected, logits(load().module))
+    merge(model.module)
+    assert not adapted(model.module)
+    assert not any(is_adapter(name) for name, _ in model.module.named_parameters())
+    torch.testing.assert_close(logits(model.module), expected, rtol=0, atol=2e-6)
+
+
+def test_a_head_is_trained_and_kept_beside_the_adapter(base: Path, tmp_path: Path) -> None:
+    config = ModelConfig(path=str(base), adapter=AdapterConfig(rank=4))
+    model = load_scalar_model(config, seed=1, device=CPU, base=Path())
+    assert {name for name in model.trained if not is_adapter(name)} == {"score.weight"}
+    for tensor in trained_beside(model.module).values():
+        tensor.add_(0.1)
+    save_model(model, tmp_path / "critic")
+    again = load_scalar_model(ModelConfig(path=str(tmp_path / "critic")), seed=2, device=CPU, base=Path())
+    assert torch.equal(again.module.score.weight, model.module.score.weight)
+    assert float(again.module.score.weight.detach().abs().min()) > 0
+
+
+def written(folder: Path, **changed: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"peft_type": "IA3"}, "has peft_type = 'IA3'"),
+        ({"bias": "all"}, "has bias = 'all'"),
+        ({"modules_to_save": ["embed_tokens"]}, r"has modules_to_save = \['embed_tokens'\]"),
+        ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
+        ({"base_model_name_or_path": None}, "has base_model_name_or_path = None"),
+        ({"r": 5}, r"lora_A.weight of the adapter .* has the shape \[4, \d+\]"),
+        ({"target_modules": ["q_proj"]}, "has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"),
+        ({"target_modules": ["q_prjo"]}, "target 'q_prjo' is no linear layer .*\n?.*"),
+        ({"base_model_name_or_path": "no/where/at/all"}, "'no/where/at/all' is not there"),
+    ],
+)
+def test_an_adapter_of_something_else_is_refused(
+    load: Callable[..., LanguageModel], tmp_path: Path, changed: dict[str, Any], told: str
+) -> None:
+    save_model(load(rank=4), tmp_path / "saved")
+    written(tmp_path / "saved", **changed)
+    with pytest.raises(ModelError, match=told):
+        load(tmp_path / "saved")
+
+
+def test_an_adapter_for_another_base_is_refused(load: Callable[..., LanguageModel], tmp_path: Path) -> None:
+    save_model(load(rank=4), tmp_path / "saved")
+    other = load_model(
+        ModelConfig(new=NewModel(hidden=48, layers=2, context=64)), seed=0, device=CPU, base=Path()
+    )
+    save_model(other, tmp_path / "other")
+    written(tmp_path / "saved", base_model_name_or_path=str(tmp_path / "other"))
+    with pytest.raises(ModelError, match=r"lora_A.weight of the adapter .*saved has the shape \[4, \d+\]"):
+        load(tmp_path / "saved")
+
+
+def test_one_adapter_is_trained(load: Callable[..., LanguageModel], tmp_path: Path) -> None:
+    save_model(load(rank=4), tmp_path / "saved")
+    with pytest.raises(ModelError, match="is an adapter, and the recipe wants one beside it"):
+        load(tmp_path / "saved", rank=8)
+    with pytest.raises(ValueError, match="greater than 0"):
+        AdapterConfig(rank=0)
