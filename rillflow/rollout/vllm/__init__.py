@@ -1,0 +1,1 @@
+"""The vLLM engine: rows continued by vLLM, in this process, with weights handed over by name."""

@@ -1,0 +1,290 @@
+"""VllmEngine: prompts in, rollouts out, by vLLM in the rank's own process, on its own copy of the weights.
+
+    rows ─ add ─> Core ─ step ─ tokens, log probabilities ─> Rollout
+    load: a layer at a time ─ names as files have them ─> Core     every token bears the version that made it
+    score: given tokens take the way of drawn ones
+
+A row's random numbers are the native engine's, from (seed, row id, position); its logits are not, by
+rounding, which depends on the rows beside it. So a text is repeated where rounding does not turn a token.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import isfinite
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from rillflow.cluster.ranks import Ranks
+from rillflow.errors import RolloutError
+from rillflow.models.architecture import vocabulary_of
+from rillflow.models.model_files import file_weights, layer_of, write_settings
+from rillflow.records.batch import Batch, concatenate
+from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import Capability
+from rillflow.rollout.native.lane import check_ids, check_stop, check_stop_tokens, check_tokens, limit_of
+from rillflow.rollout.stops import Stops
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""In this process; by the runner that takes a way of drawing from elsewhere; without word to anybody."""
+_GIVEN = -2
+"""The epoch in the row ids of texts whose log probabilities are asked for."""
+
+
+@dataclass(kw_only=True)
+class _Running:
+    """A row that vLLM continues."""
+
+    rollout: Rollout
+    """The row as it was when it was added, or when weights were loaded last."""
+    stop: frozenset[int]
+    """Tokens that end it."""
+    tokens: list[int] = field(default_factory=list)
+    """What was sampled since."""
+    logprobs: list[float] = field(default_factory=list)
+    """Their log probabilities."""
+
+    def settled(self, version: int, finish: Finish = Finish.ABORTED) -> Rollout:
+        """The row with what was sampled since, under this version."""
+        return self.rollout.sampled(self.tokens, self.logprobs, version, finish)
+
+
+class VllmEngine:
+    """vLLM in this process.
+
+    Args: see Engine.
+
+    Raises:
+        RolloutError: vLLM refuses the model, or has no room for it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RolloutConfig,
+        *,
+        stop_tokens: frozenset[int],
+        seed: int,
+        context: int,
+        tp: Ranks,
+        stops: Stops,
+    ) -> None:
+        assert tp.size == 1, "capabilities are looked at before"
+        self._module: Any = module
+        self._config, self._context, self._seed = config, context, seed
+        weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
+        self._vocabulary = vocabulary_of(module)
+        check_stop_tokens(stop_tokens, self._vocabulary)
+        self._stop, self._stops = stop_tokens, stops if stops.longest else None
+        self._tied = _tied(self._module)
+        self._version = -1
+        self._rows: dict[str, _Running] = {}
+        self._ended: list[Rollout] = []
+        os.environ.update(_ENVIRONMENT)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from rillflow.rollout.vllm.core import Core
+
+        with tempfile.TemporaryDirectory() as folder:
+            write_settings(self._module, Path(folder))
+            try:
+                self._core = Core(
+                    Path(folder),
+                    device=weight.device,
+                    dtype=str(self._module.dtype).removeprefix("torch."),
+                    context=context,
+                    max_rows=config.max_rows,
+                    keep_cache=config.keep_cache,
+                )
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                raise RolloutError(
+                    f"vLLM does not start with a {type(module).__name__}",
+                    why=f"{type(error).__name__}: {str(error).strip() or 'it does not say why'}",
+                    fix="lower rollout.max_rows where there is no room; else choose another model, or "
+                    'rollout.engine = "native"',
+                ) from error
+
+    can: ClassVar = frozenset(Capability) - {Capability.SHARED, Capability.FIXED, Capability.ADAPTERS}
+
+    @property
+    def has_work(self) -> bool:
+        """See Engine."""
+        return bool(self._rows or self._ended)
+
+    @property
+    def held_bytes(self) -> int:
+        """See Engine; it is taken once, for ``max_rows`` rows of the context, and kept."""
+        return self._core.cache_bytes
+
+    def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """See Engine; they are copied, a layer at a time."""
+        for row in self._rows.values():
+            row.rollout, row.tokens, row.logprobs = row.settled(self._version), [], []
+        self._core.reload(version, self._by_file(weights))
+        self._version = version
+
+    def _by_file(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Weights by their names in a file, tied ones by each of theirs."""
+        weights = {**weights, **{name: weights[first] for name, first in self._tied.items()}}
+        for _, layer in groupby(weights, key=layer_of):
+            yield from file_weights(self._module, {name: weights[name].detach() for name in layer}).items()
+
+    def sleep(self) -> None:
+        """See Engine."""
+        self._core.sleep()
+
+    def wake(self) -> None:
+        """See Engine."""
+        self._core.wake()
+
+    def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
+        """See Engine."""
+        (rollouts,) = self.generate_parts([prompts], samples, sampling)
+        return rollouts
+
+    def generate_parts(
+        self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
+    ) -> Iterator[Batch]:
+        """See Engine."""
+        begun = [starts(part, samples) for part in parts]
+        check_ids(concatenate(parts).row_ids())
+        try:
+            for start in (each for part in begun for each in part):
+                self.add(start, sampling)
+            finished = dict[RowId, Rollout]()
+            for part in begun:
+                while any(each.row not in finished for each in part):
+                    finished |= {each.row: each for each in self.step()}
+                yield rollout_batch([finished.pop(each.row) for each in part])
+        finally:
+            self._clear()
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        """See Engine.
+
+        Raises:
+            RolloutError: the row has ended, cannot be continued, or is in the engine already.
+        """
+        chosen = sampling or self._config
+        check_stop(chosen, self._config)
+        limit = limit_of(rollout, chosen.max_tokens, self._context)
+        self._add(rollout, chosen, limit, stop=self._stop)
+
+    def _add(
+        self,
+        rollout: Rollout,
+        sampling: SamplingConfig,
+        limit: int,
+        *,
+        stop: frozenset[int] = frozenset(),
+        given: Sequence[int] = (),
+    ) -> None:
+        from rillflow.rollout.vllm.core import Ask
+
+        name, begin = str(rollout.row), len(rollout.tokens)
+        check_tokens(rollout, self._context, self._vocabulary)
+        check_ids([rollout.row, *(each.rollout.row for each in self._rows.values())])
+        ask = Ask(row=rollout.row, sampling=sampling, seed=self._seed, begin=begin, given=tuple(given))
+        self._core.add(name, rollout.tokens, ask, limit - begin, sorted(stop))
+        self._rows[name] = _Running(rollout=rollout, stop=stop)
+
+    def step(self) -> list[Rollout]:
+        """See Engine.
+
+        Raises:
+            RolloutError: the logits of a row are not finite; the engine is empty afterwards.
+        """
+        ended, self._ended = self._ended, []
+        return ended + self._advanced()
+
+    def _advanced(self) -> list[Rollout]:
+        """The rows that ended with one more step."""
+        ended = []
+        for piece in self._core.step():
+            if piece.name not in self._rows:
+                continue
+            row = self._rows[piece.name]
+            row.tokens += piece.tokens
+            row.logprobs += piece.logprobs
+            self._check_finite(row)
+            is_stopped = self._stops_at(row)
+            if piece.has_ended or is_stopped:
+                ended.append(row.settled(self._version, Finish.STOP if is_stopped else Finish.LENGTH))
+                self._left(piece.name, is_over=piece.has_ended)
+        return ended
+
+    def _stops_at(self, row: _Running) -> bool:
+        """Whether the row's last token ends it by itself, or completes a text that does."""
+        if not row.stop or self._stops is None:
+            return row.tokens[-1] in row.stop
+        own, longest = row.settled(self._version), self._stops.longest
+        tail = zip(own.tokens[-longest:], own.loss_mask[-longest:], strict=True)
+        return row.tokens[-1] in row.stop or self._stops.ends([token for token, is_own in tail if is_own])
+
+    def _left(self, name: str, *, is_over: bool = False) -> Rollout:
+        """A row that is taken out; vLLM is told where it goes on."""
+        if not is_over:
+            self._core.abort(name)
+        return self._rows.pop(name).settled(self._version)
+
+    def abort(self, row: RowId) -> Rollout:
+        """See Engine.
+
+        Raises:
+            RolloutError: the row is not in the engine.
+        """
+        if str(row) not in self._rows:
+            raise RolloutError(
+                f"row ({row}) is not in the engine",
+                why="it was never added, or has finished and was handed back",
+            )
+        return self._left(str(row))
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See Engine; rows that run go on meanwhile."""
+        plain, scored = SamplingConfig(stop=self._config.stop), dict[RowId, Rollout]()
+        for index, text in enumerate(texts):
+            start = Rollout.start(RowId(_GIVEN, index, 0), text[:1])
+            self._add(start, plain, len(text), given=text[1:])
+        while len(scored) < len(texts):
+            for each in self._advanced():
+                if each.row.epoch == _GIVEN:
+                    scored[each.row] = each
+                else:
+                    self._ended.append(each)
+        return [list(scored[RowId(_GIVEN, index, 0)].logprobs[1:]) for index in range(len(texts))]
+
+    def _clear(self) -> None:
+        """Forget every row."""
+        for name in [*self._rows]:
+            self._left(name)
+        self._ended = []
+
+    def _check_finite(self, row: _Running) -> None:
+        if isfinite(row.logprobs[-1]):
+            return
+        self._clear()
+        position = len(row.rollout.tokens) + len(row.tokens) - 1
+        raise RolloutError(
+            f"the logits of row ({row.rollout.row}) at position {position} are not finite",
+            why="a weight is NaN or infinite, or an activation overflowed",
+            fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
+        )
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    """Of every weight with several names, the others by which it is known, and the first of them."""
+    first: dict[int, str] = {}
+    every = dict(module.named_parameters(remove_duplicate=False))
+    return {name: first[id(each)] for name, each in every.items() if first.setdefault(id(each), name) != name}
