@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.engines import release_notes, vllm_release
+from rillflow.assembly.engines import engine_notes, release_notes, vllm_release
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.errors import ConfigError
@@ -85,7 +85,6 @@ def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
         ),
         ("own_engine:Noting", ["rollout.top_p=0.9"], "cannot draw from the likeliest", "top_k or top_p"),
         ("own_engine:Noting", ["rollout.deterministic=true"], "fixed shapes", "deterministic is true"),
-        ("own_engine:Noting", ["policy.model.adapter.rank=4"], "adapter beside its base", "has an adapter"),
         ("own_engine:Notting", [], "no engine", "own_engine has no 'Notting'"),
         ("own_engine:NoEngine", [], "no engine", "it has no can"),
         ("no_such_package:Engine", [], "cannot be imported", "no_such_package"),
@@ -103,6 +102,15 @@ def test_what_an_engine_cannot_do_is_said_before_anything_starts(
         ran(tmp_path, f'rollout.engine="{engine}"', *settings)
     assert what in caught.value.what and why in caught.value.why
     assert not (tmp_path / "run" / layout.METRICS).exists()
+
+
+def test_an_adapter_needs_an_engine_that_runs_it_beside_its_base(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    adapted = ["policy.model.new=none", "policy.model.path=base", "policy.model.adapter.rank=4"]
+    own = load_recipe(tmp_path / "run.toml", [*adapted, "rollout.engine=own_engine:Noting"])
+    with pytest.raises(ConfigError, match="cannot run an adapter beside its base"):
+        engine_notes(own.recipe)
+    assert engine_notes(load_recipe(tmp_path / "run.toml", adapted).recipe) == []
 
 
 def test_a_release_of_vllm_that_was_not_tried_is_refused_or_noted() -> None:
