@@ -1,0 +1,149 @@
+"""A mixture of experts against a dense decoder of as many active parameters: training and generating.
+
+    python benchmarks/mixtures.py --write benchmarks/results/mixtures.md        # two minutes, one thread
+
+    rows ── Trainer.update ───────────> seconds of a step         experts by grouped products, as a run has
+    prompts ── NativeEngine.generate ─> seconds of their rows     them, and by the module's own loop
+
+The three take turns; medians. Active: of 16 experts a token is worked on by two, each half as wide as the
+dense layer. Generating, few rows read nearly all experts' weights, which no grouping saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from rillflow.models.attention import ATTENTION, register
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.native.engine import NativeEngine
+from rillflow.training.config import TrainConfig
+from rillflow.training.loss import SupervisedLoss
+from rillflow.training.trainer import Trainer
+
+EXPERTS, CHOSEN, WIDTH = 16, 2, 768
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "intermediate_size": WIDTH,
+}
+MIXED = {"moe_intermediate_size": WIDTH // CHOSEN, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+KINDS = {"dense": "", "mixture, grouped": "grouped_mm", "mixture, the module's loop": "eager"}
+ROWS = [(64, 64), (16, 128), (8, 512)]
+"""Rows of a step, and tokens of each."""
+
+
+def module(experts: str) -> Any:
+    """A decoder of random weights; how its experts are computed, if it has any."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SIZES, **MIXED, norm_topk_prob=True) if experts else Qwen3Config(**SIZES)
+    found = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    if experts:
+        found.set_experts_implementation(experts)
+    return found.eval()
+
+
+def rows(count: int, tokens: int) -> Batch:
+    """Random rows, all tokens but the first to be learned."""
+    draw = torch.Generator().manual_seed(1)
+    drawn = torch.randint(0, 512, (count, tokens), generator=draw).tolist()
+    mask = [[False] + [True] * (tokens - 1)] * count
+    return Batch(
+        ids=row_ids([RowId(0, row, 0) for row in range(count)]),
+        fields={"tokens": Ragged.from_rows(drawn), "loss_mask": Ragged.from_rows(mask, torch.bool)},
+    )
+
+
+def prompts(count: int) -> Batch:
+    """Random prompts of 16 tokens."""
+    whole = rows(count, 16)
+    columns = Ragged.from_text(["{}"] * count)
+    return Batch(ids=whole.ids, fields={"tokens": whole.ragged("tokens"), "columns": columns})
+
+
+def in_turn(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The median seconds of each, after one round that does not count."""
+    spent: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            run()
+            spent[name].append(time.perf_counter() - began)
+    return {name: median(each[1:]) for name, each in spent.items()}
+
+
+def lines(rounds: int) -> list[str]:
+    """The table."""
+    found = []
+    for count, tokens in ROWS:
+        steps: dict[str, Callable[[], object]] = {}
+        for name, experts in KINDS.items():
+            trainer = Trainer(module(experts), TrainConfig(lr=1e-4), total_steps=1000)
+            batch = rows(count, tokens)
+            steps[name] = lambda trainer=trainer, batch=batch: trainer.update(batch, SupervisedLoss())  # type: ignore[misc]
+        found.append((f"a step of {count} rows of {tokens}", in_turn(steps, rounds)))
+    for count in (8, 64, 256):
+        asked: dict[str, Callable[[], object]] = {}
+        for name, experts in KINDS.items():
+            config = RolloutConfig(max_tokens=64, max_rows=count)
+            engine = NativeEngine(module(experts), config, stop_tokens=frozenset(), seed=0, context=512)
+            asked[name] = lambda engine=engine, count=count: engine.generate(prompts(count))  # type: ignore[misc]
+        found.append((f"{count} rows of 64 sampled", in_turn(asked, rounds)))
+    table = []
+    for what, seconds in found:
+        dense, grouped, loop = (seconds[name] for name in KINDS)
+        ratios = f"{grouped / dense:.2f} | {loop / dense:.2f}"
+        table.append(f"| {what} | {dense:.3f} | {grouped:.3f} | {loop:.3f} | {ratios} |")
+    return table
+
+
+def main() -> None:
+    """Time both; print or write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
+    parser.add_argument("--write", type=Path, help="the page to write; printed if left out")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    register()
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    page = [
+        "# A mixture of experts against a dense decoder of as many active parameters",
+        "",
+        f"`python benchmarks/mixtures.py --rounds {given.rounds}`, one thread of {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}, {versions}; {EXPERTS} experts, "
+        f"{CHOSEN} a token; sizes are at the head of the script.",
+        "",
+        "| what | dense, s | mixture, s | by its own loop, s | mixture / dense | loop / dense |",
+        "|---|---|---|---|---|---|",
+        *lines(given.rounds),
+        "",
+    ]
+    if given.write:
+        given.write.write_text("\n".join(page), "utf-8")
+    else:
+        sys.stdout.write("\n".join(page))
+
+
+if __name__ == "__main__":
+    main()
