@@ -69,12 +69,10 @@ def test_an_adapter_alone_is_trained_saved_and_published(tmp_path: Path) -> None
     state = sum(path.stat().st_size for path in (checkpoint / "policy.optimizer").iterdir())
     assert state < 5 * sum(each.nbytes for each in held.values())
     pools = ("placement.pools={ main = 1, answers = 1 }", "placement.backend=inline")
-    apart = ran(tmp_path / "b", *pools, 'placement.roles={ sampler = "answers" }')
-    together = ran(tmp_path / "c", *pools, 'placement.roles={ reward = "answers" }')
-    assert apart == together and rows
+    assert ran(tmp_path / "b", *pools, 'placement.roles={ sampler = "answers" }') == (rows, files)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, name: str) -> None:
     """Its reference is the policy's own module with the adapter that the phase began with."""
     how = ("run.checkpoint_every=1", "algorithm.steps=3")
@@ -114,7 +112,7 @@ def test_an_adapter_is_merged_by_a_command(tmp_path: Path, capsys: pytest.Captur
     with torch.no_grad():
         found, expected = (each.module(input_ids=tokens).logits for each in (whole, beside))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert main(["merge-adapter", str(tmp_path / "a/run"), "--out", str(out)]) == 1
+    assert main(["merge-adapter", str(tmp_path / "a/run"), "--out", str(out)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert main(["merge-adapter", str(out), "--out", str(tmp_path / "again")]) == 2
     assert "is a whole model" in capsys.readouterr().err
