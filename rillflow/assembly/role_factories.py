@@ -119,8 +119,9 @@ class RoleSetting:
         return outline(kind, self.model, seed=self.seed, device=device, base=self.base, section=section)
 
     def share(self, model: Model) -> Share[Model]:
-        """The rank's share of a model, read."""
-        return Share.of(model, self.sizes, self.site.ranks)
+        """The rank's share of a model, read; two adapters of one base have it together with the policy."""
+        trained = self.site.objects.get("policy")
+        return Share.of(model, self.sizes, self.site.ranks, beside=trained and trained.share)
 
 
 def made(factory: str | type, setting: Callable[..., RoleSetting], site: Site) -> Any:
@@ -182,7 +183,7 @@ def reference(setting: RoleSetting) -> Reference:
     how: dict[str, Any] = {"train": setting.train, "temperature": setting.rollout.temperature}
     trained: Policy | None = setting.site.objects.get("policy")
     if trained is None or not trained.share.has_base_of(loaded, setting.sizes):
-        return Reference(setting.share(loaded), **how)
+        return Reference(Share.of(loaded, setting.sizes, setting.site.ranks), **how)
     earlier = EarlierAdapter(trained, trained.share.read_trained(loaded))
     return Reference(trained.share, within=earlier, **how)
 

@@ -8,10 +8,10 @@ A role trains and scores with its share, whatever it is; files hold whole models
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -56,13 +56,14 @@ class Share(Generic[Model]):
         return Share.of(model, MeshSizes(dp=ranks.size), ranks)
 
     @staticmethod
-    def of(model: Model, sizes: MeshSizes, ranks: Ranks) -> Share[Model]:
+    def of(model: Model, sizes: MeshSizes, ranks: Ranks, beside: Share[Any] | None = None) -> Share[Model]:
         """This rank's share of a model; its module is cut in place, and what is left is read.
 
         Args:
             model: the whole model, read or not.
             sizes: the grid of the role's ranks.
             ranks: all of them.
+            beside: another one on this rank; two adapters of one base have its weights together.
 
         Raises:
             ModelError: the model cannot be cut so, or not be read.
@@ -75,7 +76,7 @@ class Share(Generic[Model]):
         layout = training_layout(weights, parallel.parts, parallel.stages, sizes.mesh, fsdp=sizes.fsdp)
         share = Share(model=model, parallel=parallel, weights=weights, layout=layout)
         if is_unread:
-            share._read()
+            share._read(share._together(beside))
         return share
 
     @property
@@ -95,9 +96,23 @@ class Share(Generic[Model]):
         """Bytes of what is written of the whole model's weights."""
         return sum(weight.num_bytes for weight in self.written.values())
 
-    def _read(self) -> None:
-        """Read this rank's slices of the model's weights."""
-        rank, held, met = self.groups.everyone.rank, self.parallel.parameters, None
+    def _together(self, beside: Share[Any] | None) -> set[str]:
+        """The weights that are the other one's from now on, where both have the whole of one base."""
+        own, other = self.model.adapter, None if beside is None else beside.model.adapter
+        if beside is None or own is None or other is None or own.base != other.base:
+            return set()
+        if not (self.parallel.is_whole and beside.parallel.is_whole):
+            return set()
+        frozen = self.weights.keys() & beside.weights.keys() - self.model.trained - beside.model.trained
+        names = {name for name in frozen if self.weights[name] == beside.weights[name]}
+        for name in names:
+            self.parallel.parameters[name].data = beside.parallel.parameters[name].data
+        return names
+
+    def _read(self, known: Set[str]) -> None:
+        """Read this rank's slices of the model's weights, but for those that are known."""
+        rank, met = self.groups.everyone.rank, None
+        held = {name: each for name, each in self.parallel.parameters.items() if name not in known}
         try:
             read_slices(self.model.source, held, self.weights, self.layout, rank)
         except ModelError as error:
