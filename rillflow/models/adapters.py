@@ -115,8 +115,8 @@ def attach(module: Any, config: AdapterConfig) -> None:
     """
     module.requires_grad_(False)
     body, head = module.base_model, module.get_output_embeddings()
-    linear = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
-    inside = {name: part for name, part in linear.items() if part in {*body.modules()} and part is not head}
+    within = {part for part in body.modules() if type(part) is nn.Linear} - {head}
+    inside = {name: part for name, part in module.named_modules() if part in within}
     chosen = {} if config.targets else inside
     for target in config.targets:
         named = {name: part for name, part in inside.items() if f".{name}".endswith(f".{target}")}
@@ -177,9 +177,9 @@ def adapter_weights(module: Any, base: Source, adapter: AdapterSource, seed: int
             if name in held:
                 yield name, held[name]
             elif kind == "length":
-                yield name, partial(_slice, rows[layer])
+                yield name, rows[layer].__getitem__
             else:
-                yield name, partial(_slice, _drawn(name, kind, shape, seed))
+                yield name, _drawn(name, kind, shape, seed).__getitem__
 
     return source
 
@@ -189,10 +189,6 @@ def _drawn(name: str, kind: str, shape: torch.Size, seed: int) -> Tensor:
         return torch.zeros(shape)
     key = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:7])
     return (2 * torch.rand(shape, generator=torch.Generator().manual_seed(key)) - 1) / math.sqrt(shape[1])
-
-
-def _slice(whole: Tensor, index: Index) -> Tensor:
-    return whole[index]
 
 
 def _held(directory: Path, module: Any) -> dict[str, Read]:

@@ -27,6 +27,9 @@ from rillflow.models.unread import Drawing, Source, taken_out
 
 _FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """What the types call the feed-forward size; the first that a type knows is used."""
+_EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
+"""What a small mixture has at most: a type's own 128 experts would be a thousand times its other weights."""
 
 
 def new_module(
@@ -80,7 +83,8 @@ def _settings(new: NewModel, vocabulary: int, kind: type[PreTrainedConfig]) -> d
     """The config's arguments, for those a type knows under these names or by its ``attribute_map``."""
     for misfit in misfits(new):
         raise ModelError(misfit.what, misfit.why, misfit.fix)
-    known = set(kind().to_dict()) | set(kind.attribute_map)
+    own = kind().to_dict()
+    known = set(own) | set(kind.attribute_map)
     settings: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": new.hidden,
@@ -98,6 +102,8 @@ def _settings(new: NewModel, vocabulary: int, kind: type[PreTrainedConfig]) -> d
     settings |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
     for name in [name for name in _FEED_FORWARD if name in known][:1]:
         settings[name] = new.intermediate
+    settings |= {name: min(own[name], most) for name, most in _EXPERTS.items() if own.get(name)}
+    settings |= {name: new.intermediate for name in _EXPERT_WIDTHS if own.get(name)}
     if "head_dim" in known:
         settings["head_dim"] = new.hidden // new.heads
     if "num_key_value_heads" in known:

@@ -42,11 +42,11 @@ GROWN = {
     "models larger than a rank": 564,
     "a controller of many ranks": 356,
     "saving beside training, sums in buckets": 283,
-    "adapters": 348,
+    "adapters, small mixtures": 351,
     "vLLM": 346,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 27_622
+PACKAGE_LINES = 27_625
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,
