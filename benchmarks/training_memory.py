@@ -1,7 +1,8 @@
-"""What training takes beside its layers: memory of gradient sums, pauses for checkpoints.
+"""What training takes beside its layers: memory and seconds of gradient sums, pauses for checkpoints.
 
     python benchmarks/training_memory.py sums
     python benchmarks/training_memory.py sums --mib 256 --write results.md
+    python benchmarks/training_memory.py steps --mib 256
     python benchmarks/training_memory.py saves --mib 2048
 
 Peaks are those of the process (VmHWM, set back before each), above what it held before; seconds are medians.
@@ -11,27 +12,35 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from rillflow.cluster.ranks import ProcessRanks
+from rillflow.cluster.ranks import BUCKET_BYTES, ProcessRanks
 from rillflow.dataflow.checkpoint import save_checkpoint
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import load_model
+from rillflow.models.language_model import LanguageModel, load_model
+from rillflow.parallel.gradients import EarlySums, Gradients
+from rillflow.parallel.mesh import RankGroups
+from rillflow.parallel.module import Parallel
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import RowId
 from rillflow.roles.saving import Saving
 from rillflow.roles.share import Share
 from rillflow.training.config import TrainConfig
+from rillflow.training.loss import SupervisedLoss
 from rillflow.training.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/distributed"))
@@ -44,6 +53,8 @@ def main() -> None:
     )
     parser.add_argument("what", choices=PARTS)
     parser.add_argument("--mib", type=int, default=256, help="of gradients, or of a checkpoint")
+    parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch of steps")
+    parser.add_argument("--rounds", type=int, default=5, help="of steps")
     parser.add_argument("--folder", help="where checkpoints are written; the system's for temporary files")
     parser.add_argument("--write", help="a file for the table")
     arguments = parser.parse_args()
@@ -89,13 +100,114 @@ SUMS: dict[str, Callable[[ProcessRanks, Sequence[Tensor]], None]] = {
 }
 
 
+def steps(arguments: argparse.Namespace) -> Iterator[str]:
+    """Whole steps of two processes: without sums, with sums after the last backward pass, and begun in it."""
+    from processes import together
+
+    mib, rounds, tokens = arguments.mib, arguments.rounds, arguments.tokens
+    command = f"steps --mib {mib} --tokens {tokens} --rounds {rounds}"
+    yield f"`python benchmarks/training_memory.py {command}`, {_where()}; 2 ranks, gloo, float32, one thread"
+    yield "each; medians of steps in turns, the first round left out, and the quartiles of their seconds."
+    yield ""
+    yield "| between the ranks | step | memory on top | as a share of the gradients | seconds |"
+    yield "|---|---|---|---|---|"
+    for network, rate in (("loopback", math.inf), ("1 Gbit/s, by sleeping", 125e6)):
+        taken = together(2, _steps, mib, tokens, rate, rounds, deadline_s=600.0)[0]
+        peaks = {way: statistics.median(peak for peak, _ in found) for way, found in taken.items()}
+        for way, found in taken.items():
+            top = (peaks[way] - peaks[NONE]) / 2**20
+            low, middle, high = statistics.quantiles([second for _, second in found], n=4)
+            second = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            yield f"| {network} | {way} | {top:.0f} MiB | {top / mib:.2f}x | {second} |"
+
+
+def _steps(
+    ranks: ProcessRanks, mib: int, tokens: int, rate: float, rounds: int
+) -> dict[str, list[tuple[int, float]]]:
+    """Peaks and seconds of a rank's steps, by way."""
+    ranks = _Far(ranks.group, ranks.members, 600.0, rate)
+    parallel = Parallel(_model(mib, tokens).module, RankGroups.whole(ranks))
+    parallel.gradients = _Ways(groups=parallel.groups)
+    config = TrainConfig(tokens_per_micro_batch=tokens)
+    trainer = Trainer(parallel.module, config, total_steps=99, parallel=parallel)
+    generator = torch.Generator().manual_seed(ranks.rank)
+    rows = Batch(
+        ids=row_ids([RowId(0, ranks.rank, 0)]),
+        fields={
+            "tokens": Ragged.from_rows([torch.randint(0, 60, (tokens,), generator=generator).tolist()]),
+            "loss_mask": Ragged.from_rows([[False] + [True] * (tokens - 1)], torch.bool),
+        },
+    )
+    taken: dict[str, list[tuple[int, float]]] = {NONE: [], AFTER: [], EARLY: []}
+    for turn in range(rounds + 1):
+        for way, found in taken.items():
+            _Ways.way = way
+            ranks.gather(torch.zeros(1))  # both begin together
+            Path("/proc/self/clear_refs").write_text("5")
+            began = time.perf_counter()
+            trainer.update(rows, SupervisedLoss())
+            seconds = time.perf_counter() - began
+            if turn:
+                found.append((_status("VmHWM"), seconds))
+    return taken
+
+
+NONE, AFTER, EARLY = "no sums", "sums after the backward pass", "sums begun in it"
+
+
+class _Ways(Gradients):
+    """Sums that begin in the backward pass, or after it, or none."""
+
+    way = ""
+
+    def early(self, weights: Mapping[str, nn.Parameter]) -> EarlySums | None:
+        return super().early(weights) if _Ways.way == EARLY else None
+
+    def complete(self, gradients: Mapping[str, Tensor], begun: EarlySums | None) -> None:
+        if _Ways.way != NONE:
+            super().complete(gradients, begun)
+
+
+class _Far(ProcessRanks):
+    """Two ranks whose sums are through no sooner than their bytes cross at so many a second."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, members: Sequence[int], deadline_s: float, rate: float
+    ) -> None:
+        super().__init__(group, members, deadline_s)
+        self._rate = rate
+
+    def summing(self, tensors: Sequence[Tensor]) -> Iterator[Any]:
+        size = sum(tensor.nbytes for tensor in tensors)
+        each = size / self.size / -(-size // BUCKET_BYTES) / self._rate
+        for work in super().summing(tensors):
+            due = time.perf_counter() + each
+            yield _Later(work, due)
+            time.sleep(max(0.0, due - time.perf_counter()))
+
+
+class _Later:
+    """A collective that is not through before its time."""
+
+    def __init__(self, work: dist.Work, due: float) -> None:
+        self._work, self._due = work, due
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self._due and self._work.is_completed()
+
+
+def _model(mib: int, context: int) -> LanguageModel:
+    """One of 8 layers whose weights take so many bytes."""
+    hidden = 64 * round((mib * 2**20 / 4 / 8 / 13) ** 0.5 / 64)  # 12 to 13 hidden^2 a layer
+    new = NewModel(hidden=hidden, layers=8, heads=hidden // 64, kv_heads=hidden // 64, context=context)
+    return load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=Path())
+
+
 def saves(arguments: argparse.Namespace) -> Iterator[str]:
     """One rank saves a model and its optimiser: what training waits for, and until it is all on the disk."""
     import torch.distributed.checkpoint as dcp
 
-    hidden = 64 * round((arguments.mib * 2**20 / 12 / 8 / 13) ** 0.5 / 64)  # 8 layers of 12 to 13 hidden^2
-    new = NewModel(hidden=hidden, layers=8, heads=hidden // 64, kv_heads=hidden // 64, context=16)
-    model = load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=Path())
+    model = _model(arguments.mib // 3, 16)  # its moments take twice as much
     share = Share.whole(model)
     trainer = Trainer(model.module, TrainConfig(), total_steps=1, parallel=share.parallel)
     state = _stepped(trainer, model.module)
@@ -186,6 +298,7 @@ def _where() -> str:
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
     "sums": sums,
+    "steps": steps,
     "saves": saves,
 }
 

@@ -13,13 +13,14 @@ A sum goes bucket by bucket, whatever lies in it; a bucket is cut into as many p
 
 So 2 (p - 1) / p of the bytes cross, as a ring needs, and two buckets are all the memory it takes. Of a small
 sum, where the collectives take longer than their bytes, every rank gets everything and adds it up: one
-collective, the same additions.
+collective, the same additions. Between processes a sum may be made a collective at a time (``summing``), with
+other work while each is under way.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -228,20 +229,30 @@ class ProcessRanks:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """See Ranks."""
+        for _ in self.summing(tensors):
+            pass
+
+    def summing(self, tensors: Sequence[Tensor]) -> Iterator[dist.Work]:
+        """The same sum, a collective at a time: begun, given, and waited for when the next is asked for.
+
+        No other sum of these ranks may begin before the iterator ends.
+        """
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = [tensor.contiguous().view(-1) for tensor in alike]
             length = sum(map(len, flat))
             if length * self.size <= SMALL:
-                total = _added(list(self.stack(torch.cat(flat))))
-                _over(flat, total, slice(0, length), back=True)
+                everyones = [flat[0].new_empty(length) for _ in range(self.size)]
+                work = dist.all_gather(everyones, torch.cat(flat), group=self.group, async_op=True)
+                yield from _waited(work)
+                _over(flat, _added(everyones), slice(0, length), back=True)
             else:
-                self._sum_by_buckets(flat, length)
+                yield from self._sum_by_buckets(flat, length)
             for tensor, sums in zip(alike, flat, strict=True):
                 if not tensor.is_contiguous():
                     tensor.copy_(sums.view_as(tensor))
 
-    def _sum_by_buckets(self, flat: Sequence[Tensor], length: int) -> None:
+    def _sum_by_buckets(self, flat: Sequence[Tensor], length: int) -> Iterator[dist.Work]:
         """Replace tensors [N] of ``length`` elements in all by their sums, a bucket at a time."""
         share = -(-min(length, BUCKET_BYTES // flat[0].element_size()) // self.size)
         buffers = flat[0].new_zeros(2, self.size, share)
@@ -249,10 +260,12 @@ class ProcessRanks:
             bucket = slice(start, min(length, start + self.size * share))
             given, received = buffers
             _over(flat, given.view(-1), bucket, back=False)
-            dist.all_to_all_single(received, given, group=self.group)
+            work = dist.all_to_all_single(received, given, group=self.group, async_op=True)
+            yield from _waited(work)
             for theirs in received[1:]:
                 received[0] += theirs
-            dist.all_gather(list(given.unbind()), received[0], group=self.group)
+            work = dist.all_gather(list(given.unbind()), received[0], group=self.group, async_op=True)
+            yield from _waited(work)
             _over(flat, given.view(-1), bucket, back=True)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -272,6 +285,13 @@ class ProcessRanks:
 def _own(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
     """The group of a rank."""
     return next(tuple(sorted(group)) for group in groups if rank in group)
+
+
+def _waited(work: dist.Work | None) -> Iterator[dist.Work]:
+    """A collective that was begun, then waited for."""
+    assert work is not None  # this rank is of the group
+    yield work
+    work.wait()
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

@@ -7,17 +7,39 @@
 
 Sums are taken in the order of ranks, so copies of a weight stay equal bit for bit. In the norm every
 logical element counts once: on the first rank of those that hold a copy of it.
+
+Where every rank has the whole module, sums over dp begin while the last backward pass goes on:
+
+    backward pass   weight n ─ n-1 ─ n-2 ─ n-3 ─ ... ─ 0     a gradient is complete: a hook
+    groups               └──────┴─> 0        └─────> 1       fixed: the last weights first, 16 MiB at most
+    collectives              exchange ─ gather ─ exchange ─ gather ─ ...    one at a time, so on all ranks
+
+    the hooks      consume gradients; wait for nothing; go on with the sums if the collective is through;
+                   produce sums of whole groups
+    ``finish``     consumes all the rest; waits for each collective; unblocked by the other ranks or by the
+                   deadline of their group, which raises; produces all sums
+
+No thread: the sums are one iterator over collectives, and who asks for the next one makes it. So all ranks
+make the same ones in the same order, however many passes each has: a rank without a pass makes all in
+``finish``, and so does one that met a number that is not finite. After any other error the iterator is
+dropped, and ranks that wait in a collective of it wait as in any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Work
 
+from rillflow.cluster.ranks import ProcessRanks
 from rillflow.parallel.mesh import RankGroups
+
+GROUP_BYTES = 2**24
+"""Gradients whose sum begins at once: few enough to begin early, enough for their bytes to count."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,10 +62,17 @@ class Gradients:
         """Whether every rank has all of every gradient."""
         return self.groups.pp.size == self.groups.tp.size == 1 and not self.sharded
 
-    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+    def early(self, weights: Mapping[str, nn.Parameter]) -> EarlySums | None:
+        """What begins sums as gradients become complete; None where all are made together."""
+        dp = self.groups.dp
+        return EarlySums(dp, weights) if self.is_whole and isinstance(dp, ProcessRanks) else None
+
+    def complete(self, gradients: Mapping[str, Tensor], begun: EarlySums | None) -> None:
         """Make every gradient the sum over all ranks, in place; all ranks call it, for all parameters."""
         groups = self.groups
-        if not self.sharded:
+        if begun is not None:
+            begun.finish()
+        elif not self.sharded:
             groups.dp.sum_(list(gradients.values()))
         groups.ends.sum_([gradients[name] for name in gradients if name in self.tied])
         if groups.tp.rank:
@@ -68,3 +97,69 @@ class Gradients:
         copy_over_tp = name in self.whole | self.summed and groups.tp.rank > 0
         copy_over_pp = name in self.tied and not groups.first
         return not (copy_over_dp or copy_over_tp or copy_over_pp)
+
+
+class EarlySums:
+    """The sums of one step's gradients over ranks, each begun once all gradients of its group are complete.
+
+    Args:
+        ranks: those that have the same weights.
+        weights: whose gradients are summed, in place.
+    """
+
+    def __init__(self, ranks: ProcessRanks, weights: Mapping[str, nn.Parameter]) -> None:
+        self._ranks, self._weights = ranks, weights
+        self._incomplete = set(weights)
+        self._collectives = self._sums()
+        self._work: Work | None = None
+        device = next(iter(weights.values())).device
+        self._stream = torch.Stream(device) if device.type == "cuda" else None
+
+    def complete(self, name: str) -> None:
+        """Take a weight's gradient, to which nothing is added any more, and go on without waiting."""
+        self._incomplete.discard(name)
+        self._go_on(wait=False)
+
+    def finish(self) -> None:
+        """Make all sums that are left; every weight has a gradient."""
+        self._incomplete.clear()
+        self._go_on(wait=True)
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _go_on(self, *, wait: bool) -> None:
+        """Make collectives until gradients lack, or, but on a stream of CUDA, until one is under way."""
+        stream = self._stream
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream(stream.device))
+            wait = True  # which blocks the stream alone
+        with nullcontext() if stream is None else stream:
+            while wait or self._work is None or self._work.is_completed():
+                self._work = None  # it holds a bucket
+                self._work = next(self._collectives, None)
+                if self._work is None:
+                    return
+
+    def _sums(self) -> Iterator[Work | None]:
+        """All collectives in turn, and None for as long as a gradient of the next group is not complete."""
+        for names in _groups(self._weights):
+            while not self._incomplete.isdisjoint(names):
+                yield None
+            weights = [self._weights[name] for name in names]
+            gradients = [each.grad for each in weights if each.grad is not None]
+            if self._stream is not None:
+                for gradient in gradients:  # one that is dropped half summed keeps its memory until then
+                    gradient.record_stream(self._stream)
+            yield from self._ranks.summing(gradients)
+
+
+def _groups(weights: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names, the last first, by as many as fill a group."""
+    groups, filled = list[list[str]](), GROUP_BYTES
+    for name in reversed(list(weights)):
+        filled += weights[name].nbytes
+        if filled > GROUP_BYTES:
+            groups.append([])
+            filled = weights[name].nbytes
+        groups[-1].append(name)
+    return groups

@@ -14,14 +14,16 @@ would be lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rillflow.errors import NotFiniteError, TrainingError, nearest
-from rillflow.parallel.gradients import Gradients
+from rillflow.parallel.gradients import EarlySums, Gradients
 from rillflow.parallel.tensor import local_gradient, own
 from rillflow.training.adamw import MOMENTS, AdamW
 from rillflow.training.config import OptimizerConfig
@@ -68,6 +70,7 @@ class Optimizer:
         self._apart = [name for name, weight in self._weights.items() if self.masters[name] is not weight]
         self._narrow = [name for name in self._apart if self._weights[name].dtype.itemsize < 4]
         self._adamw = AdamW(self.masters, self._narrow, config)
+        self._sums: EarlySums | None = None
         self.steps = 0
 
     @property
@@ -78,35 +81,44 @@ class Optimizer:
     def collect(self) -> None:
         """Move gradients to the masters that are not the weights; call it after every backward pass."""
         for name in self._apart:
-            weight, master = self._weights[name], self.masters[name]
-            if weight.grad is not None:
-                gradient = local_gradient(weight)
-                if master.grad is None:
-                    master.grad = gradient.to(master.dtype)
-                else:
-                    master.grad += gradient
-                weight.grad = None
+            self._collect(name)
 
-    def sum_over_ranks(self, *, is_sound: bool = True) -> bool:
-        """Replace the gathered gradients by their sums over all ranks, unless no rank has any.
+    @contextmanager
+    def last_pass(self) -> Iterator[None]:
+        """For the last backward pass of a step on this rank: sums over ranks begin while it goes on."""
+        self._sums = self._gradients.early(self.masters)
+        weights = {} if self._sums is None else self._weights
+        hooks = [
+            weight.register_post_accumulate_grad_hook(partial(self._complete, name))  # type: ignore[no-untyped-call]
+            for name, weight in weights.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def sum_over_ranks(self, *, learns: bool, is_sound: bool = True) -> bool:
+        """Replace the gathered gradients by their sums over all ranks.
+
+        Args:
+            learns: whether any rank has gradients; the same on all.
+            is_sound: whether this rank's are fit to be summed.
 
         Returns:
-            Whether those of every rank are sound; else nothing was summed.
+            Whether those of every rank are sound; else the sums are not.
         """
         everyone = self._gradients.groups.everyone
         if everyone.size == 1:
             return is_sound
-        masters = list(self.masters.values())
-        flags = torch.tensor([float(any(each.grad is not None for each in masters)), float(not is_sound)])
-        everyone.sum_([flags])
-        learned, unsound = flags.tolist()
-        if unsound or not learned:
-            return not unsound
-        for master in masters:
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        self._gradients.complete(self._found())
-        return True
+        if learns:
+            for master in self.masters.values():
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+            self._gradients.complete(self._found(), self._sums or self._gradients.early(self.masters))
+        unsound = torch.tensor([float(not is_sound)])
+        everyone.sum_([unsound])
+        return not unsound
 
     def step(self) -> float:
         """Clip the gathered gradients and apply them.
@@ -133,7 +145,8 @@ class Optimizer:
         return self._adamw.moved_bytes
 
     def discard(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients, and sums that are not finished."""
+        self._sums = None
         for parameter in (*self._weights.values(), *self.masters.values()):
             parameter.grad = None
 
@@ -167,6 +180,23 @@ class Optimizer:
                     kinds = ("step", *MOMENTS)
                     self._adamw.load(name, {kind: tensors[f"{kind}/{name}"] for kind in kinds})
         self.steps = int(tensors[_STEPS])
+
+    def _collect(self, name: str) -> None:
+        weight, master = self._weights[name], self.masters[name]
+        if weight.grad is not None:
+            gradient = local_gradient(weight)
+            if master.grad is None:
+                master.grad = gradient.to(master.dtype)
+            else:
+                master.grad += gradient
+            weight.grad = None
+
+    def _complete(self, name: str, weight: Tensor) -> None:
+        """The hook on a weight in the last backward pass."""
+        if self.masters[name] is not weight:
+            self._collect(name)
+        if self._sums is not None:
+            self._sums.complete(name)
 
     def _found(self) -> dict[str, Tensor]:
         """The gathered gradients."""

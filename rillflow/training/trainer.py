@@ -168,14 +168,15 @@ class Trainer:
             except NotFiniteError as error:
                 problem = problem or error
             prepared.append(rows)
-        denominators = [self._denominator(rows) for rows in prepared]
+        learning = [place for place, rows in enumerate(prepared) if rows is not None and _learns(rows)]
+        denominators, learns = self._agreed(prepared, bool(learning))
         whole = [settled(aim.loss, rows, self._ranks) for aim, rows in zip(aims, prepared, strict=True)]
         try:
-            for aim, rows, denominator in zip(aims, whole, denominators, strict=True):
-                metrics |= self._gather(aim, rows, denominator)
+            for place, (aim, rows) in enumerate(zip(aims, whole, strict=True)):
+                metrics |= self._gather(aim, rows, denominators[place], last=place in learning[-1:])
         except NotFiniteError as error:
             problem = problem or error
-        if not self.optimizer.sum_over_ranks(is_sound=problem is None):
+        if not self.optimizer.sum_over_ranks(learns=learns, is_sound=problem is None):
             raise problem or NotFiniteError(_ELSEWHERE, why="all ranks take the same step, or none does")
         lr, norm = self.optimizer.lr, self.optimizer.step()
         if self.optimizer.moved_bytes is not None:
@@ -197,13 +198,13 @@ class Trainer:
         skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], told, rank)
         return {"train/skipped/sum": Sum(value=1 / self._ranks.size)}
 
-    def _denominator(self, rows: Batch | None) -> float:
-        """What the sum of all terms is divided by, those of other ranks included."""
-        own = torch.zeros(1, dtype=torch.float64)
-        if rows is not None:
-            own += rows.dense("loss_denominator")[0]
-        self._ranks.sum_([own])
-        return float(own)
+    def _agreed(self, prepared: Sequence[Batch | None], learns: bool) -> tuple[list[float], bool]:
+        """What each aim's sum of terms is divided by, and whether any rank learns."""
+        own = [0.0 if rows is None else float(rows.dense("loss_denominator")[0]) for rows in prepared]
+        sums = torch.tensor([*own, float(learns)], dtype=torch.float64)
+        self._ranks.sum_([sums])
+        *denominators, learners = sums.tolist()
+        return denominators, learners > 0
 
     def _parts(self, rows: Batch) -> Iterator[Batch]:
         """Micro-batches with loss tokens; rows that have a gradient and rows that have none come apart."""
@@ -216,8 +217,8 @@ class Trainer:
                 if bool(part.ragged("loss_mask").values.any()):
                     yield part
 
-    def _gather(self, aim: Aim, rows: Batch | None, denominator: float) -> dict[str, Metric]:
-        """Add up one aim's gradient; its metrics."""
+    def _gather(self, aim: Aim, rows: Batch | None, denominator: float, *, last: bool) -> dict[str, Metric]:
+        """Add up one aim's gradient, whether as the last one that this rank has; its metrics."""
         total, metrics = 0.0, list[Mapping[str, Metric]]()
 
         def finish(part: Batch, output: Output) -> Tensor:
@@ -230,12 +231,21 @@ class Trainer:
 
         parts = list(self._parts(rows)) if rows is not None else []
         learning = [part for part in parts if bool(part.dense("loss_active")[0])]
+        cut = len(learning) - (last and self._parallel.is_whole)
         with self._recompute:
-            self._parallel.run(learning, aim.reader.back, finish, self.optimizer.collect)
+            self._parallel.run(learning[:cut], aim.reader.back, finish, self.optimizer.collect)
+            if cut < len(learning):
+                with self.optimizer.last_pass():
+                    self._parallel.run(learning[cut:], aim.reader.back, finish, self.optimizer.collect)
         self._parallel.run(parts[len(learning) :], aim.reader.back, finish)
         self._parallel.agree()
         mean = Mean(total=total, count=1 / self._ranks.size)
         return {**merge_metrics(metrics), f"{aim.loss.name}/loss/mean": mean}
+
+
+def _learns(rows: Batch) -> bool:
+    """Whether a loss token's term has a gradient."""
+    return bool((rows.dense("loss_active") & (rows.ragged("loss_mask").sums() > 0)).any())
 
 
 def _share(tokens: Batch, read: Any, aim: Aim, denominator: float) -> tuple[Tensor, Mapping[str, Metric]]:

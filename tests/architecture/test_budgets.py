@@ -44,9 +44,10 @@ GROWN = {
     "saving beside training, sums in buckets": 283,
     "adapters, small mixtures": 351,
     "vLLM": 346,
+    "sums that begin in the backward pass": 94,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 27_625
+PACKAGE_LINES = 27_719
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,
