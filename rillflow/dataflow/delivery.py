@@ -140,7 +140,7 @@ def weights_of(role: Policy | Sampler, method: Callable[..., Any], *arguments: A
 
 def announce(policy: Policy) -> None:
     """Take the digests of what the policy has now."""
-    policy.weights.publish(policy.version)
+    policy.announce()
 
 
 def send(policy: Policy, bucket: int) -> Any:

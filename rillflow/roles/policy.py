@@ -21,6 +21,7 @@ from rillflow.graph.loss import LossTerm, loss_terms
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Max, Metric, Metrics, histogram_of, mean_of, merge_metrics
+from rillflow.roles.canary import canary_rows
 from rillflow.roles.publishing import SharedWeights, TrainedWeights
 from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
@@ -51,6 +52,7 @@ class Policy(TrainedRole[LanguageModel]):
         seed: the run's seed; every random number follows from it and from row ids.
         updates: optimiser steps of that phase, for the schedule.
         version: publishes so far.
+        has_canary: whether what is published goes with what it says of fixed texts.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class Policy(TrainedRole[LanguageModel]):
         updates: int,
         version: int = 0,
         weights: TrainedWeights | None = None,
+        has_canary: bool = False,
     ) -> None:
         super().__init__(share, train=train, seed=seed, updates=updates, version=version, name="policy")
         self.weights = weights or SharedWeights(share.model.module, version)
-        self._rollout = rollout
+        self._rollout, self._has_canary = rollout, has_canary
 
     def _be_training(self) -> None:
         self.weights.turn_to_training()
@@ -135,8 +138,19 @@ class Policy(TrainedRole[LanguageModel]):
     def publish(self) -> int:
         """Make the trained weights those that are sampled; return their version."""
         self.version += 1
-        self.weights.publish(self.version, self.version % self._rollout.verify_every == 0)
+        self.announce(self.version % self._rollout.verify_every == 0)
         return self.version
+
+    def announce(self, compared: bool = True) -> None:
+        """Let the weights be known as the present version; see ``TrainedWeights.publish``."""
+        canary: tuple[float, ...] = ()
+        if self._has_canary:
+            self.weights.turn_to_training()
+            rows = canary_rows(self.model)
+            found = self.trainer.scorer.logprobs(rows).values
+            self.share.groups.pp.sum_([found])
+            canary = tuple(found[rows.ragged("loss_mask").values].tolist())
+        self.weights.publish(self.version, compared, canary)
 
     def _aims(
         self, rows: Batch, term: LossTerm, passes: PassesConfig, part: tuple[int, int]

@@ -14,6 +14,7 @@ A version is known by its digests (weights.digest): nothing is sampled with weig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -35,17 +36,20 @@ from rillflow.weights.switch import WeightSwitch
 
 Links = Sequence[Mapping[int, Sequence[int]]]
 """For every bucket, the receivers of every rank that sends."""
+Canary = tuple[float, ...]
+"""What the trainer says of fixed texts: roles.canary."""
 
 
 class TrainedWeights(Protocol):
     """What the trainer knows of publishing."""
 
-    def publish(self, version: int, compared: bool = True) -> None:
+    def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
         """Let the trained weights be known as this version; every rank of the trainer calls it.
 
         Args:
             version: publishes so far.
             compared: whether a sampler has to hold the same bits, and not only this version.
+            canary: what they say of fixed texts.
         """
 
     def turn_to_training(self) -> None:
@@ -61,6 +65,8 @@ class SampledWeights(Protocol):
     """The ranks that share one copy of it."""
     version: int
     """Of the weights that are sampled with."""
+    canary: Canary
+    """What the trainer says of fixed texts, by them; empty where an engine is not asked."""
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
         """Let the module have the published weights; every rank of the sampler calls it.
@@ -84,12 +90,13 @@ class SharedWeights:
     def __init__(self, module: nn.Module, version: int = 0) -> None:
         self.module, self.version = module, version
         self.tp: Ranks = SingleRank()
+        self.canary: Canary = ()
         self._asleep: Callable[[], None] | None = None
 
-    def publish(self, version: int, compared: bool = True) -> None:
-        """See TrainedWeights; there is one copy, so there is nothing to compare."""
+    def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
+        """See TrainedWeights; there is one copy, so there are no bits to compare."""
         del compared
-        self.version = version
+        self.version, self.canary = version, canary
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
         """See SampledWeights."""
@@ -126,11 +133,13 @@ class ReshardedWeights:
         self.module, self.tp, self.version = module, tp, version
         self._share, self._switch, self._members = share, switch, members
         self._published: Digests | None = None
+        self.canary: Canary = ()
 
-    def publish(self, version: int, compared: bool = True) -> None:
+    def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
         """See TrainedWeights."""
         self.turn_to_training()
-        self.version, self._published = version, _announced(self._share, version, compared)
+        self.version, self.canary = version, canary
+        self._published = _announced(self._share, version, compared)
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
         """See SampledWeights."""
@@ -175,9 +184,9 @@ class SentWeights(_End):
     def __init__(self, share: Share[LanguageModel]) -> None:
         self._share, self._announced = share, Digests(version=-1, of={})
 
-    def publish(self, version: int, compared: bool = True) -> None:
+    def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
         """See TrainedWeights."""
-        self._announced = _announced(self._share, version, compared)
+        self._announced = replace(_announced(self._share, version, compared), canary=canary)
 
     def what_was_published(self) -> Digests:
         """The version and the digests of the last publish."""
@@ -209,6 +218,7 @@ class ReceivedWeights(_End):
     def __init__(self, model: LanguageModel, *, mesh: Mesh, ranks: Ranks) -> None:
         local = Mesh(axes=mesh.axes, ranks=tuple(rank - min(mesh.ranks) for rank in mesh.ranks))
         self.tp, self.version = ranks.part(local.groups("tp")), -1
+        self.canary: Canary = ()
         self._rank = min(mesh.ranks) + ranks.rank
         self._members = next(group for group in mesh.groups("tp") if self._rank in group)
         plan = tensor_plan(model.module) if self.tp.size > 1 else {}
@@ -257,7 +267,7 @@ class ReceivedWeights(_End):
         how = (self._weights, self._layout, self._held, self.tp)
         found = digests(*how, members=self._members) if announced.of else {}
         verify(announced, Digests(version=announced.version, of=found))
-        self.version = announced.version
+        self.version, self.canary = announced.version, announced.canary
         return self.version
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:

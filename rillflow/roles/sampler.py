@@ -18,6 +18,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Metric, Sum, mean_of
 from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
+from rillflow.roles.canary import canary_texts, check_canary
 from rillflow.roles.publishing import SampledWeights
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Engine
@@ -108,7 +109,7 @@ class Sampler:
             tp=weights.tp,
             stops=stops,
         )
-        self._loaded = -1
+        self._model, self._loaded = model, -1
         self._later: Iterator[Batch] = iter(())
         self._running: dict[GroupId, _Running] = {}
 
@@ -209,5 +210,10 @@ class Sampler:
         self.weights.turn_to_generation(self.engine.sleep)
         self.engine.wake()
         if self._loaded != self.weights.version:
-            self._loaded = self.weights.version
-            self.engine.load(self._loaded, dict(self.weights.module.named_parameters()))
+            self._loaded, version = -1, self.weights.version
+            self.engine.load(version, dict(self.weights.module.named_parameters()))
+            if self.weights.canary:
+                found = self.engine.score(canary_texts(self._model))
+                is_exact = self._model.module.dtype.itemsize >= 4
+                check_canary(self.weights.canary, found, version, is_exact=is_exact)
+            self._loaded = version

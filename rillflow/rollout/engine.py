@@ -40,6 +40,8 @@ class Capability(StrEnum):
     """``generate_parts``."""
     ADAPTERS = "run an adapter beside its base"
     """``policy.model.adapter``."""
+    SCORE = "say the log probabilities of a given text"
+    """``score``: after each publish they are compared with the trainer's."""
 
 
 class Engine(Protocol):
@@ -106,6 +108,9 @@ class Engine(Protocol):
 
     def abort(self, row: RowId) -> Rollout:
         """Take a waiting or running row out, its tokens kept."""
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The log probability, at temperature 1, of every token but the first of each text."""
 
     def sleep(self) -> None:
         """Give room back until ``wake``: no row runs; the trainer is about to work."""

@@ -53,6 +53,8 @@ class Digests:
     """Updates that are in it."""
     of: Mapping[str, int]
     """By weight; from 0 to 2^64 - 1. Empty where this version's weights are not compared."""
+    canary: tuple[float, ...] = ()
+    """What the trainer says of fixed texts, for an engine that copies what it is given (roles.canary)."""
 
 
 def digests(

@@ -43,11 +43,11 @@ GROWN = {
     "a controller of many ranks": 356,
     "saving beside training, sums in buckets": 283,
     "adapters, small mixtures": 351,
-    "vLLM": 346,
+    "vLLM": 420,
     "sums that begin in the backward pass": 94,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 27_719
+PACKAGE_LINES = 27_795
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,

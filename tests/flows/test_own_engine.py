@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ import pytest
 from rillflow.assembly.engines import engine_notes, release_notes, vllm_release
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, WeightError
 from rillflow.observe import layout
 from rillflow.observe.reader import rollout_columns
 
 sys.path.insert(0, str(Path(__file__).parent))
 import own_engine
+from damaged import KINDS
 
 RECIPE = """
 [run]
@@ -111,6 +113,34 @@ def test_an_adapter_needs_an_engine_that_runs_it_beside_its_base(tmp_path: Path)
     with pytest.raises(ConfigError, match="cannot run an adapter beside its base"):
         engine_notes(own.recipe)
     assert engine_notes(load_recipe(tmp_path / "run.toml", adapted).recipe) == []
+
+
+APART = (
+    "placement.pools={ main = 1, answers = 1 }",
+    'placement.roles={ sampler = "answers" }',
+    "placement.backend=inline",
+)
+
+
+@pytest.mark.parametrize("apart", [(), APART], ids=["together", "apart"])
+def test_a_copy_that_says_what_the_trainer_says_is_sampled_with(apart: Sequence[str], tmp_path: Path) -> None:
+    """A canary after each publish; beside it nothing changes."""
+    found = ran(tmp_path / "own", 'rollout.engine="own_engine:Copying"', "policy.lr=0.03", *apart)
+    assert found == ran(tmp_path / "native", "policy.lr=0.03", *apart)
+
+
+@pytest.mark.parametrize("apart", [(), APART], ids=["together", "apart"])
+@pytest.mark.parametrize("damage", [each.capitalize() for each in KINDS])
+def test_weights_that_did_not_arrive_whole_sample_nothing(
+    damage: str, apart: Sequence[str], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        WeightError, match="does not sample with version 1: a token of a fixed text"
+    ) as caught:
+        ran(tmp_path, f'rollout.engine="own_engine:{damage}"', "policy.lr=0.03", *apart)
+    assert "the largest difference is" in caught.value.why and "more than 0.001" in caught.value.why
+    steps = (tmp_path / "run" / layout.METRICS).read_text().splitlines()
+    assert len(steps) <= 1, "nothing was trained on what it said"
 
 
 def test_a_release_of_vllm_that_was_not_tried_is_refused_or_noted() -> None:

@@ -66,6 +66,7 @@ def whole() -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def engines(whole: LanguageModel) -> tuple[Engine, Engine]:
+    """Those of the first tests: vLLM serves one engine a process, the newest."""
     return both(whole, stop=STOP)
 
 
@@ -147,6 +148,45 @@ def test_a_row_that_was_taken_out_goes_on_with_its_own_random_numbers(
     assert found.ragged("tokens").lists() == whole.ragged("tokens").lists()
 
 
+def plain(of: LanguageModel, text: Sequence[int]) -> list[float]:
+    """One pass of transformers' module."""
+    with torch.inference_mode():
+        logits = of.module(torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)
+    return [float(logits[place, token]) for place, token in enumerate(text[1:])]
+
+
+def test_a_given_text_takes_the_way_of_drawn_tokens(
+    engines: tuple[Engine, Engine], whole: LanguageModel
+) -> None:
+    """Also while rows run, which go on as if nothing had been asked."""
+    texts = [[1, 2, 3, 4, 5, 6, 7], [3, 3, 2], [4, 0]]
+    made = engines[0]
+    for start in starts(prompts(6), 2):
+        made.add(start)
+    ended = made.step()
+    found = made.score(texts)
+    ended += until_empty(made)
+    expected = [plain(whole, text) for text in texts]
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    alone = made.generate(prompts(6), 2)
+    assert_same(rollout_batch(sorted(ended, key=lambda row: row.row)), alone)
+
+
+def test_what_cannot_be_asked_is_said(engines: tuple[Engine, Engine]) -> None:
+    made = engines[0]
+    (start,) = starts(prompts(1), 1)
+    made.add(start)
+    with pytest.raises(RolloutError, match="in the engine already"):
+        made.add(start)
+    made.abort(start.row)
+    with pytest.raises(RolloutError, match="not in the engine"):
+        made.abort(start.row)
+    with pytest.raises(RolloutError, match="context is 64"):
+        made.add(start.inserted([1] * CONTEXT))
+    assert not made.has_work and made.held_bytes > 0
+
+
 def halfway(each: Engine, of: LanguageModel) -> Batch:
     """Rows that are sampled by two versions of weights."""
     for start in starts(prompts(6), 2):
@@ -188,13 +228,6 @@ def model_of_whole_heads(architecture: str) -> LanguageModel:
     return load_model(ModelConfig(new=new), seed=1, device=torch.device("cpu"), base=Path())
 
 
-def plain(of: LanguageModel, text: Sequence[int]) -> list[float]:
-    """One pass of transformers' module."""
-    with torch.inference_mode():
-        logits = of.module(torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)
-    return [float(logits[place, token]) for place, token in enumerate(text[1:])]
-
-
 def test_bfloat16_is_near(whole: LanguageModel) -> None:
     del whole
     of = model()
@@ -224,17 +257,3 @@ def test_logits_that_are_no_numbers_end_it(odd: float) -> None:
     with pytest.raises(RolloutError, match="are not finite"):
         made.generate(prompts(2))
     assert not made.has_work
-
-
-def test_what_cannot_be_asked_is_said(engines: tuple[Engine, Engine]) -> None:
-    made = engines[0]
-    (start,) = starts(prompts(1), 1)
-    made.add(start)
-    with pytest.raises(RolloutError, match="in the engine already"):
-        made.add(start)
-    made.abort(start.row)
-    with pytest.raises(RolloutError, match="not in the engine"):
-        made.abort(start.row)
-    with pytest.raises(RolloutError, match="context is 64"):
-        made.add(start.inserted([1] * CONTEXT))
-    assert not made.has_work and made.held_bytes > 0

@@ -13,8 +13,13 @@ import pytest
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
+from rillflow.errors import WeightError
 from rillflow.observe import layout
 from rillflow.observe.reader import read_metrics, rollout_columns
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))
+sys.path.insert(0, str(Path(__file__).parent))
+from damaged import KINDS
 
 pytestmark = pytest.mark.skipif(
     find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` has an environment with it"
@@ -96,6 +101,12 @@ APART = ['placement.roles={ sampler = "answers" }', "placement.pools={ main = 1,
 def test_a_sampler_apart_samples_by_it(tmp_path: Path, native: list[Any]) -> None:
     found = ran(tmp_path / "run", 'rollout.engine="vllm"', *APART, "placement.backend=inline")
     assert found[0] == native[0] and share_alike(found, native) > 0.9
+
+
+@pytest.mark.parametrize("damage", [each.capitalize() for each in KINDS])
+def test_weights_that_did_not_arrive_whole_sample_nothing(damage: str, tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match="does not sample with version 1: a token of a fixed text"):
+        ran(tmp_path / "run", f'rollout.engine="damaged_engine:{damage}"', "policy.lr=0.03")
 
 
 def test_ready_first_rows_run_on_through_publishes(tmp_path: Path) -> None:

@@ -116,13 +116,17 @@ class NativeEngine:
         ]
         self._threads = _threads(self, lanes) if lanes > 1 else None
 
-    can: ClassVar = frozenset(Capability)
+    can: ClassVar = frozenset(Capability) - {Capability.SCORE}  # the weights are the trainer's
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine; the weights are those of the module already."""
         del weights
         for lane in self._lanes:
             lane.version = version
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See Engine; the trainer asks its module."""
+        raise NotImplementedError
 
     def sleep(self) -> None:
         """See Engine; keys and values went with the last row."""

@@ -10,6 +10,7 @@ rounding, which depends on the rows beside it. So a text is repeated where round
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,6 +93,7 @@ class VllmEngine:
         self._version = -1
         self._rows: dict[str, _Running] = {}
         self._ended: list[Rollout] = []
+        gc.collect()  # an earlier engine that nobody has any more would take vLLM's process groups with it
         os.environ.update(_ENVIRONMENT)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from rillflow.rollout.vllm.core import Core
@@ -136,7 +138,10 @@ class VllmEngine:
 
     def _by_file(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Weights by their names in a file, tied ones by each of theirs."""
-        weights = {**weights, **{name: weights[first] for name, first in self._tied.items()}}
+        weights = {
+            **weights,
+            **{name: weights[first] for name, first in self._tied.items() if first in weights},
+        }
         for _, layer in groupby(weights, key=layer_of):
             yield from file_weights(self._module, {name: weights[name].detach() for name in layer}).items()
 

@@ -125,7 +125,8 @@ class Weights:
     """Weights that are a number."""
 
     def __init__(self) -> None:
-        self.version, self.tp, self.module = 0, None, SimpleNamespace(named_parameters=dict)
+        self.version, self.canary, self.tp = 0, (), None
+        self.module = SimpleNamespace(named_parameters=dict)
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None: ...
 

@@ -1,0 +1,74 @@
+"""Canary: fixed texts, whose log probabilities prove that an engine samples with the published weights.
+
+    trainer   publish ─ texts ─ Scorer ─> said ──────────┐  goes with the version, beside its digests
+    sampler   load ──── texts ─ engine.score ─> found ───┴─ further apart than arithmetic goes? refused
+
+A digest proves what was handed over; a canary, what became of it: an engine that packs, cuts and names
+weights its own way may lose one, or keep an old one. What moves no log probability is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rillflow.errors import WeightError
+from rillflow.formulas.counter import uniform
+from rillflow.models.language_model import LanguageModel
+from rillflow.records.batch import Batch
+from rillflow.records.rollout import Rollout, rollout_batch
+from rillflow.records.row import RowId
+
+_TEXTS, _TOKENS = 4, 16
+_LARGEST_GAP = 1e-3
+"""How far a log probability may be off in float32: rounding stays a tenth below, or less."""
+_MEAN_GAP = 0.05
+"""How far they may be off in the mean where rounding is rough."""
+
+
+def canary_texts(model: LanguageModel) -> list[list[int]]:
+    """The texts, of any of the model's tokens; the same wherever its tokeniser and context are."""
+    tokens = torch.arange(min(_TOKENS, model.context))
+    ids = torch.stack([torch.tensor([0, text, 0]) for text in range(_TEXTS)])
+    numbers = uniform(0, ids[:, None], tokens[None])
+    drawn: list[list[int]] = (numbers * model.tokenizer.vocabulary_size).long().tolist()
+    return drawn
+
+
+def canary_rows(model: LanguageModel) -> Batch:
+    """The texts as rows, all but whose first tokens are looked at."""
+    starts = [
+        Rollout.start(RowId(0, index, 0), text[:1]).sampled(text[1:], [0.0] * len(text[1:]), version=0)
+        for index, text in enumerate(canary_texts(model))
+    ]
+    return rollout_batch(starts)
+
+
+def check_canary(
+    said: Sequence[float], found: Sequence[Sequence[float]], version: int, *, is_exact: bool
+) -> None:
+    """Refuse an engine that does not say what the trainer says.
+
+    Args:
+        said: log probabilities by the trainer, text after text.
+        found: those of each text by the engine.
+        version: of the weights.
+        is_exact: whether they are wide enough to be held to it token by token, not in the mean.
+
+    Raises:
+        WeightError: they are further apart than arithmetic goes.
+    """
+    own, other = torch.tensor(said), torch.tensor([each for text in found for each in text])
+    gaps = (own - other).abs().nan_to_num(torch.inf)
+    gap, most = (gaps.max(), _LARGEST_GAP) if is_exact else (gaps.mean(), _MEAN_GAP)
+    if float(gap) > most:
+        at, which = int(gaps.argmax()), "largest" if is_exact else "mean"
+        raise WeightError(
+            f"the rollout engine does not sample with version {version}: a token of a fixed text has the log "
+            f"probability {float(other[at]):.6g} there and {float(own[at]):.6g} by the trainer",
+            why=f"the {which} difference is {float(gap):.3g}, more than {most:g}: a weight was lost, cut or "
+            "named otherwise, or is an older version's",
+            fix="do not train on what it says; try another release of the engine, or "
+            'rollout.engine = "native"',
+        )
