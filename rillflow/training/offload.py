@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from rillflow.errors import TrainingError
 from rillflow.parallel.tensor import own
 
 
@@ -23,6 +24,9 @@ class OnHost:
         tensors: on one device, of any size; those that share memory, or are views of more, do so afterwards.
         changes: whether their numbers change while they are used.
 
+    Raises:
+        TrainingError: some lie in memory that somebody else gave; all are as they were.
+
     Example:
         with OnHost(module.parameters()):
             module(tokens)
@@ -31,6 +35,15 @@ class OnHost:
     def __init__(self, tensors: Iterable[Tensor], *, changes: bool = False) -> None:
         self._changes = changes
         stores = {each.data_ptr(): each for each in (own(tensor).untyped_storage() for tensor in tensors)}
+        # torch calls all memory on devices shared
+        lent = [s for s in stores.values() if not s.resizable() or (s.device.type == "cpu" and s.is_shared())]
+        if lent:
+            raise TrainingError(
+                f"{len(lent)} of {len(stores)} memories of tensors, the first of {lent[0].nbytes():,} bytes, "
+                "cannot be given back while they are not used",
+                why="they are not torch's own but a mapped file's, an array's of numpy, or another process's",
+                fix="leave policy.offload out, or copy such weights: parameter.data = parameter.data.clone()",
+            )
         with torch.no_grad():
             self._near = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in stores.values()]
             self.far = [host_memory(near, near.device).copy_(near) for near in self._near]

@@ -45,9 +45,10 @@ GROWN = {
     "adapters, small mixtures": 351,
     "vLLM": 420,
     "sums that begin in the backward pass": 94,
+    "offload refused in words": 9,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 27_795
+PACKAGE_LINES = 27_804
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,

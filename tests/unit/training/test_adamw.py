@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rillflow.cluster.ranks import SingleRank
+from rillflow.errors import TrainingError
 from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.mesh import RankGroups
 from rillflow.training.adamw import rounded
@@ -135,6 +137,18 @@ def test_a_second_moment_does_not_stand_still() -> None:
         value = rounded(0.999 * value.float() + 0.001, (3, 1, step)).float()
     assert float(value.mean()) == pytest.approx(1 - 0.1 * 0.999**700, rel=5e-3)
     assert float((0.999 * torch.tensor(0.9) + 0.001).bfloat16()) == float(torch.tensor(0.9).bfloat16())
+
+
+def test_memory_that_is_another_s_is_refused_and_all_stays_as_it_was() -> None:
+    for lent in (torch.from_numpy(np.arange(3, dtype=np.float32)), torch.arange(3.0).share_memory_()):
+        own = torch.ones(2)
+        with pytest.raises(
+            TrainingError, match=r"1 of 2 memories of tensors, the first of 12 bytes"
+        ) as error:
+            OnHost([own, lent])
+        assert "numpy" in str(error.value) and "policy.offload" in str(error.value)
+        assert [own.tolist(), lent.tolist()] == [[1, 1], [0, 1, 2]]
+        assert OnHost([own, lent.clone()]).num_bytes == 20
 
 
 def test_tensors_come_and_go_with_all_their_views(make_module: MakeModule) -> None:
