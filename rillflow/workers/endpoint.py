@@ -15,6 +15,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from rillflow.errors import GraphError
 from rillflow.graph.loss import loss_terms
 from rillflow.graph.trace import Signature
 from rillflow.records.batch import Batch
@@ -47,6 +48,14 @@ class Endpoint:
     """Whether rows that come in parts may be given to it one part after the other; see ``Policy.update``."""
     also: tuple[str, ...] = ()
     """Fields that it reads of batches that have them."""
+
+    def __post_init__(self) -> None:
+        if self.measures is not None and not self.writes:
+            raise GraphError(
+                f"endpoint {self.name!r} has a measure and says of no field that it writes it",
+                why="rows of the step are measured, and without writes= nobody knows that it returns those",
+                fix='name the fields of the batch that it returns: writes=("rewards", "valid")',
+            )
 
     @property
     def is_row_by_row(self) -> bool:
@@ -95,9 +104,13 @@ def endpoint(
             ``also`` and what a loss reads.
         writes: fields of the batch it returns: of the rows it was given, unless ``tokens`` are among them.
         says: what a loss among its options is given by the model, beside fields.
-        measures: a function of a module: the metrics of a batch that it returned for rows of the step.
+        measures: a function of a module: the metrics of a batch that it returned for rows of the step, whose
+            fields ``writes`` names.
         by_parts: whether it takes ``part`` = (index, count) and then is given a part of the rows alone.
         also: fields that it reads of batches that have them.
+
+    Raises:
+        GraphError: once it marks a method: what is measured is not written.
     """
     how = {"reads": reads, "writes": writes, "says": says, "measures": measures, "by_parts": by_parts}
     said = partial(Endpoint, transfer=transfer, also=also, **how)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import pytest
 
 from rillflow.cluster.backend import Pool, Site
 from rillflow.cluster.inline import InlineBackend
+from rillflow.errors import GraphError
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import Max, Metric
@@ -51,3 +52,16 @@ def test_ranks_that_train_get_as_many_tokens_though_their_rows_lie_elsewhere(nam
     assert [facts.rows for facts in lying.facts(10.0)] == [7, 7]
     assert group.call(name, lying).read(10.0) == {"tokens/rank/max": Max(value=12.0)}
     backend.close()
+
+
+def test_an_endpoint_with_a_measure_names_what_it_writes() -> None:
+    """Without it nobody would know that its result has the step's rows, and its metrics were left out."""
+    with pytest.raises(GraphError) as caught:
+
+        class Verifier:
+            @endpoint(DP, reads=("tokens",), measures=lambda _: {})
+            def verify(self, batch: Batch) -> Batch:
+                return batch
+
+    error = caught.value
+    assert "endpoint 'verify' has a measure" in error.what and error.why and "writes=" in error.fix
