@@ -68,7 +68,7 @@ class Worker:
     def nothing(self, batch: Batch) -> Batch:
         return batch
 
-    @endpoint(DP)
+    @endpoint(DP, writes=("big",))
     def make(self, batch: Batch) -> Batch:
         return Batch(ids=batch.ids, fields={"big": self._made})
 
@@ -92,7 +92,8 @@ class Bare:
     def nothing(self, batch: Any) -> Any:
         return batch
 
-    def make(self) -> Any:
+    def make(self, batch: Any) -> Any:
+        del batch
         return self._made
 
     def take(self, array: Any) -> int:
@@ -252,7 +253,7 @@ def measured(groups: list[Group], rounds: int, peer: Callable[[str], None] | Non
         ray.get(takers[0].take.remote(ray.put(tensor)))
 
     def bare_pass() -> None:
-        made = [actor.make.remote() for actor in givers]
+        made = [actor.make.remote(piece) for actor in givers]
         ray.get([actor.take.remote(part) for actor, part in zip(takers, made, strict=True)])
 
     def one_pool() -> None:

@@ -41,10 +41,10 @@ Body = bytes | list[Any] | tuple[Any, list[Any]]
 
 @dataclass(frozen=True)
 class Slot:
-    """A reference inside a message, by its name."""
+    """A reference inside a message."""
 
-    name: str
-    """Of the object it refers to."""
+    name: str | int
+    """Of the object it refers to; of a call's own, its place among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,8 @@ class PackedValue:
     """Its bytes, with the arrays that are large."""
     references: tuple[Any, ...]
     """What its Slots stand for."""
+    own: tuple[Any, ...] = ()
+    """References that stand in a call's arguments as they are: what they refer to comes with the call."""
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +71,7 @@ class Reply:
     value: Any
     """The result."""
     beside_bytes: int
-    """Those of the other results that were small enough to come with it."""
+    """Those of the other results, and of what was taken, that were small enough to go through the caller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +91,8 @@ class BatchApart:
         return self.batch.with_fields(**{name: there[name] for name in self.order if name in there})
 
 
-def packed(value: Any) -> PackedValue:
-    """A value as a message.
+def packed(value: Any, *, is_call: bool = False) -> PackedValue:
+    """A value as a message; in a call's, references that were not packed before are its own.
 
     Raises:
         Exception: whatever the value's own pickling raises.
@@ -105,12 +107,11 @@ def packed(value: Any) -> PackedValue:
         arrays.append(np.frombuffer(raw, dtype=np.uint8))
         return False
 
-    pickler = _Pickler(file, buffer_callback=keep_inside)
+    pickler = _Pickler(file, keep_inside, [] if is_call else None)
     pickler.dump(value)
     content = file.getvalue()
-    return PackedValue(
-        body=[content, *arrays] if arrays else content, references=tuple(pickler.held.values())
-    )
+    body = [content, *arrays] if arrays else content
+    return PackedValue(body=body, references=tuple(pickler.held.values()), own=tuple(pickler.own or ()))
 
 
 def unpacked(body: Body) -> Any:
@@ -124,7 +125,7 @@ def unpacked(body: Body) -> Any:
 def opened(
     bodies: Sequence[Body],
     get: Callable[[list[Any]], list[Any]],
-    held: dict[str, Any] | None = None,
+    held: dict[str | int, Any] | None = None,
     fields: Collection[str] | None = None,
 ) -> tuple[list[Any], int]:
     """The values of messages that were fetched, and their bytes.
@@ -162,10 +163,16 @@ def opened(
     return values, total
 
 
-def replies(results: tuple[Any, ...], put: Callable[[Any], Any]) -> tuple[Body, ...]:
-    """The results of one call as bodies, the last with what comes beside it; ``put`` makes an object."""
+def replies(results: tuple[Any, ...], given: Sequence[Body], put: Callable[[Any], Any]) -> tuple[Body, ...]:
+    """The results of one call as bodies, the last with what came through the caller beside its message.
+
+    Args:
+        results: of the call.
+        given: its own references' values.
+        put: makes an object.
+    """
     first = [_body(result, put) for result in results[:-1]]
-    beside = sum(size for size in map(body_bytes, first) if size < MAX_REPLY_BYTES)
+    beside = sum(size for size in map(body_bytes, [*given, *first]) if size < MAX_REPLY_BYTES)
     return (*first, packed(Reply(value=results[-1], beside_bytes=beside)).body)
 
 
@@ -196,9 +203,10 @@ def body_bytes(body: Body) -> int:
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
     """Takes tensors as the memory they are, and references out."""
 
-    def __init__(self, file: io.BytesIO, buffer_callback: Any) -> None:
+    def __init__(self, file: io.BytesIO, buffer_callback: Any, own: list[Any] | None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.held: dict[str, Any] = {}
+        self.own = own
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -206,6 +214,9 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
         if isinstance(value, type | FunctionType):
             return NotImplemented if _is_ours(value) else super().reducer_override(value)
         if isinstance(value, ray.ObjectRef):
+            if self.own is not None:
+                self.own.append(value)
+                return Slot, (len(self.own) - 1,)
             name = value.hex()
             self.held[name] = value
             return Slot, (name,)
@@ -215,7 +226,7 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
 
-def by_name(references: list[Any]) -> Mapping[str, Any]:
+def by_name(references: list[Any]) -> dict[str | int, Any]:
     """References as Slots name them."""
     return {reference.hex(): reference for reference in references}
 

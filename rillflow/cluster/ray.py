@@ -125,18 +125,19 @@ class RayBackend:
         message = packed(references)
         if len(message.references) <= MAX_BESIDE:
             return message
-        return ray.put((message.body, list(message.references)))
+        return packed(ray.put((message.body, list(message.references))))
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """See Backend."""
         try:
-            message = packed((work, arguments))
+            message = packed((work, arguments, results), is_call=True)
         except Exception as error:  # noqa: BLE001  whatever an argument's own pickling raises
             raise _cannot_travel("something a call needs", error) from None
         self.traffic.calls += 1
         self.traffic.sent_bytes += message.nbytes
-        sent = (message.body, list(message.references), results)  # one argument: Ray's price is by argument
-        made = self._method(place, results).remote(sent)
+        held = list(message.references)
+        sent = (message.body, held) if held else message.body  # Ray takes bytes alone as they are
+        made = self._method(place, results).remote(sent, *message.own)
         return (made,) if results == 1 else tuple(made)
 
     def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
@@ -313,7 +314,7 @@ class RankProcess:
         sys.path += [path for path in paths if path not in sys.path]
         self._node = ray.util.get_node_ip_address()
         self._store: Any = None
-        self._held: dict[str, Any] = {}
+        self._held: dict[str | int, Any] = {}
 
     def seat(self, driver: Mapping[str, str]) -> Body:
         """Where this process is; see ``nodes.seat_of``."""
@@ -344,25 +345,24 @@ class RankProcess:
         """Close what is open on this rank."""
         self._site.stack.close()
 
-    def run(self, sent: tuple[Body, list[Any], int]) -> Any:
-        """One call: its message, what the Slots of its arguments stand for, and how many results it has."""
-        body, references, results = sent
-        self._held = dict(by_name(references))
-        work, arguments = unpacked(body)
+    def run(self, sent: Body, *own: Body) -> Any:
+        """One call: its message, and the values of its own references, which Ray brings before it begins."""
+        body, references = sent if isinstance(sent, tuple) else (sent, [])
+        self._held = by_name(references) | dict(enumerate(own))
+        work, arguments, results = unpacked(body)
         try:
             found = work(self._site, *arguments)
         finally:
             self._held = {}  # what is held after a call stays in the store, and its owner has to ask for it
         try:
-            return packed(found).body if results == 1 else replies(found, ray.put)
+            return packed(found).body if results == 1 else replies(found, own, ray.put)
         except Exception as error:  # noqa: BLE001  whatever a result's own pickling raises
             raise _cannot_travel(f"the result of {arguments[0]} on {self._site.place}", error) from None
 
     def _fetch(self, slots: Sequence[Slot], fields: Collection[str] | None = None) -> list[Any]:
-        get = partial(ray.get, timeout=self._deadline_s)
         try:
-            bodies = get([self._held[slot.name] for slot in slots])
-            values, fetched_bytes = opened(bodies, get, self._held, fields)
+            bodies = self._got([self._held[slot.name] for slot in slots])
+            values, fetched_bytes = opened(bodies, self._got, self._held, fields)
         except faults.GetTimeoutError:
             raise ClusterError(
                 f"{self._site.place} waited {self._deadline_s:g} s for an argument",
@@ -375,6 +375,12 @@ class RankProcess:
             raise Stranded(f"the rank of an argument {what}", why=why, fix=fix) from None
         self._site.fetched_bytes += fetched_bytes
         return values
+
+    def _got(self, wanted: Sequence[Any]) -> list[Body]:
+        """What references stand for; what is here already is as it is."""
+        far = [each for each in wanted if isinstance(each, ray.ObjectRef)]
+        found = iter(ray.get(far, timeout=self._deadline_s) if far else ())
+        return [next(found) if isinstance(each, ray.ObjectRef) else each for each in wanted]
 
 
 def _listed(there: Sequence[Mapping[str, Any]]) -> str:

@@ -87,7 +87,8 @@ class Pending(Handle):
         """The same; of many parts this rank gathers what is known of them, for all who ask after it."""
         if self.held.facts is None and len(self._references) > MANY:
             facts = self._backend.submit(place, program.gather_facts, self.held)[0]
-            self._held = Held(table=self.held.table, facts=facts)
+            packed = self._backend.pack(facts, f"what is known of {self.stage}")
+            self._held = Held(table=self.held.table, facts=packed)
         return self.held
 
     def own(self, index: int, fields: Names = None) -> Own:

@@ -40,7 +40,7 @@ TRUNK_LINES = 10_984
 GROWN = {
     "several machines": 264,
     "models larger than a rank": 564,
-    "a controller of many ranks": 364,
+    "a controller of many ranks": 370,
     "saving beside training, sums in buckets": 283,
     "adapters, small mixtures": 351,
     "vLLM": 420,
@@ -48,7 +48,7 @@ GROWN = {
     "offload refused in words": 9,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 27_812
+PACKAGE_LINES = 27_818
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,

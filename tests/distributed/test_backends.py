@@ -231,6 +231,19 @@ def test_the_controller_weighs_what_passes_through_it(backend: Backend, groups: 
         assert mib / 16 < beside < mib / 12
 
 
+def test_a_small_part_that_a_rank_takes_as_it_lies_is_weighed_on_its_way_there_too(
+    backend: Backend, groups: dict[int, Group]
+) -> None:
+    """Ray sends it with the call: 64 KiB come back with one call, go out with the next, and come back."""
+    if isinstance(backend, InlineBackend):
+        pytest.skip("nothing travels in one process")
+    doubled = groups[2].call("double", rows(64, x=torch.ones(64, 2**8)))
+    doubled.wait(WAIT_S)
+    before = backend.traffic.read_bytes
+    groups[2].call("same", doubled).wait(WAIT_S)
+    assert 2**17 < backend.traffic.read_bytes - before < 1.1 * 2**17
+
+
 def test_batches_do_not_pass_through_the_controller(backend: Backend, groups: dict[int, Group]) -> None:
     """Of 64 MiB from group to group it counts less than 1."""
     before = backend.traffic.sent_bytes + backend.traffic.read_bytes
@@ -286,6 +299,13 @@ def test_an_error_reaches_whoever_waits_further_down(groups: dict[int, Group]) -
     broken = groups[2].call("fail", rows(8), rank=1)
     with pytest.raises(ClusterError, match=r"ValueError in worker2\.fail on rank 1"):
         groups[4].call("double", broken).read(WAIT_S)
+
+
+def test_an_error_reaches_whoever_takes_parts_as_they_lie(groups: dict[int, Group]) -> None:
+    broken = groups[2].call("double", Batch(ids=rows(4).ids, fields={}))
+    for waiting in (groups[2].call("same", broken), groups[2].call("same", groups[2].call("double", broken))):
+        with pytest.raises(RecordError, match=r"worker2\.double reads the field 'x'"):
+            waiting.read(WAIT_S)
 
 
 def test_an_error_a_user_can_mend_keeps_its_words(groups: dict[int, Group]) -> None:

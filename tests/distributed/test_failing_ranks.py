@@ -161,11 +161,14 @@ def test_a_death_seen_by_whoever_needs_the_result_is_named(on_ray: RayBackend) -
         gone.start(Worker)
     assert caught.value.__notes__ == ["in making gone on rank 1 of pool 'main'"]
     lost = gone.call("double", BATCH)
-    for waiting in (here.call("double", lost), GroupExecutor({"here": here}, on_ray).filter(lost, "y")):
+    executor = GroupExecutor({"here": here}, on_ray)
+    for waiting in (here.call("double", lost), executor.filter(lost, "y")):
         with pytest.raises(ClusterError, match="rank 1 of pool 'main' has died") as caught:
             waiting.read(30)
         assert type(caught.value) is ClusterError
         assert caught.value.__notes__ == ["in gone.double on rank 1 of pool 'main'"]
+    with pytest.raises(ClusterError, match="a rank has died"):  # its part alone, and nobody who watches it
+        executor.apply(len, lost.own(1), place=here.places[0]).read(30)
 
 
 def test_more_ranks_than_the_cluster_has(on_ray: RayBackend) -> None:
