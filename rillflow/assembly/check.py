@@ -29,6 +29,7 @@ from rillflow.errors import ConfigError, RunDirectoryError
 from rillflow.observe import layout
 from rillflow.observe.changes import allowed_changes
 from rillflow.observe.run_directory import holds_step
+from rillflow.rollout.config import NATIVE
 from rillflow.tasks.files import ENDINGS
 
 DEFAULT = "default"
@@ -92,8 +93,9 @@ def unread_settings(recipe: Recipe) -> list[str]:
         "rollout.verify_every": recipe.placement.is_inline,
     }
     if isinstance(config, OnlineConfig):
+        engine = recipe.rollout.engine
         unread |= {
-            "algorithm.gap_tolerance": recipe.policy.model.dtype == "float32",
+            "algorithm.gap_tolerance": recipe.policy.model.dtype == "float32" and engine == NATIVE,
             "algorithm.old_logprobs": not config.is_off_policy,
             "algorithm.shuffle": config.minibatches == 1,
             "algorithm.freshness": not recipe.placement.samples_apart,

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from packaging.version import Version
 
-from rillflow.algorithms.config import is_ready_first
+from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import ConfigError, nearest
 from rillflow.rollout.config import NATIVE, VLLM
@@ -86,6 +86,18 @@ def release_notes(release: str | None) -> list[str]:
     return [] if own <= known[-1] else [f"vLLM {release} is newer than what was tried: {tried}"]
 
 
+def _loosened(config: OnlineConfig, engine: str) -> str:
+    """What does not hold as it does by the native engine."""
+    correction = config.loss.correction
+    weighed = {"none": "nothing makes up for it", "tis": "truncated weights make up for it"}
+    return (
+        f"rollout.engine {engine} does not compute as the trainer does: "
+        f"{weighed.get(correction, 'weights make up for it')} (algorithm.loss.correction is {correction}), "
+        f"the ratio is held to 1 in the mean (gap_tolerance {config.gap_tolerance:g}), not at every token; a "
+        "row's bits depend on the rows beside it, and a resumed run is the same to rounding, not bit for bit"
+    )
+
+
 def engine_notes(recipe: Recipe) -> list[str]:
     """Refuse an engine that cannot do what the recipe asks of it; what is to be said of one that can.
 
@@ -96,6 +108,8 @@ def engine_notes(recipe: Recipe) -> list[str]:
 
     rollout = recipe.rollout
     notes = release_notes(vllm_release()) if rollout.engine == VLLM else []
+    if rollout.engine != NATIVE and isinstance(recipe.algorithm, OnlineConfig):
+        notes.append(_loosened(recipe.algorithm, rollout.engine))
     can = engine_class(rollout.engine).can
     called = {stage.endpoint for graph in graphs(recipe) for stage in graph.stages}
     for capability, is_needed, because in (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
 from pydantic import Field, create_model, field_validator, model_validator
 
 from rillflow.algorithms.algorithm import Algorithm
-from rillflow.algorithms.config import AlgorithmConfig, WarmStartConfig
+from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig, WarmStartConfig
 from rillflow.algorithms.registry import ALGORITHMS, warm_start
 from rillflow.assembly.consistency import inconsistencies
 from rillflow.cluster.config import PlacementConfig
@@ -26,7 +26,7 @@ from rillflow.config.schema import tags
 from rillflow.config.section import Section
 from rillflow.models.config import ModelConfig
 from rillflow.rewards.config import CostConfig, RewardConfig
-from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.config import NATIVE, RolloutConfig
 from rillflow.tasks.config import TaskConfig
 from rillflow.training.config import TrainConfig
 
@@ -133,6 +133,18 @@ class Recipe(Section):
         if problems:
             raise together(problems, "the recipe")
         return self
+
+    @model_validator(mode="after")
+    def _corrected(self) -> Recipe:
+        """Another engine computes otherwise: truncated weights, unless a recipe names a correction."""
+        config = self.algorithm
+        if self.rollout.engine == NATIVE or not isinstance(config, OnlineConfig):
+            return self
+        is_same = config.is_off_policy and config.old_logprobs == "sampler"
+        if is_same or "correction" in config.loss.model_fields_set:
+            return self
+        loss = type(config.loss).model_validate({**config.loss.model_dump(), "correction": "tis"})
+        return self.model_copy(update={"algorithm": config.model_copy(update={"loss": loss})})
 
     @property
     def chosen(self) -> Algorithm:

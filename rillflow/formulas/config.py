@@ -51,7 +51,7 @@ class PolicyLossConfig(LossSection):
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the divergence is paid.")
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     correction: Correction = Field(
-        "none", description="Weights of tokens of another policy: trainer / sampler."
+        "none", description="Weights of tokens of another policy: trainer / sampler; tis by another engine."
     )
     correction_bounds: tuple[float, float] | None = Field(None, description="Its bounds; none: its paper's.")
 

@@ -25,7 +25,7 @@ from rillflow.roles.canary import canary_rows
 from rillflow.roles.publishing import SharedWeights, TrainedWeights
 from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
-from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.config import NATIVE, RolloutConfig
 from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.training.guards import check_freshness
 from rillflow.training.loss import SAMPLED, TokenLoss, are_sampled, loss_of
@@ -179,8 +179,8 @@ class Policy(TrainedRole[LanguageModel]):
 
     @property
     def _exact(self) -> bool:
-        """Whether the weights are wide enough for the on-policy contract token by token, not in the mean."""
-        return bool(self.model.module.dtype.itemsize >= 4)
+        """Whether the on-policy contract holds at every token, not in the mean: wide, and one arithmetic."""
+        return self._rollout.engine == NATIVE and bool(self.model.module.dtype.itemsize >= 4)
 
 
 class EarlierAdapter(AbstractContextManager[None]):

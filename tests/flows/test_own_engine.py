@@ -62,7 +62,7 @@ def ran(folder: Path, *settings: str) -> list[str]:
 def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
     """It is given each version once, is woken before it samples and sent to sleep before anything trains."""
     own_engine.ASKED.clear()
-    found = ran(tmp_path / "own", 'rollout.engine="own_engine:Noting"')
+    found = ran(tmp_path / "own", 'rollout.engine="own_engine:Noting"', 'algorithm.loss.correction="none"')
     assert found == ran(tmp_path / "native")
     judged, step = ["wake", "generate"], ["generate", "sleep"]
     weights = own_engine.ASKED[1].split()[2]
@@ -115,6 +115,39 @@ def test_an_adapter_needs_an_engine_that_runs_it_beside_its_base(tmp_path: Path)
     assert engine_notes(load_recipe(tmp_path / "run.toml", adapted).recipe) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "correction", "said"),
+    [
+        ([], "tis", "truncated weights make up for it"),
+        (['algorithm.loss.correction="none"'], "none", "nothing makes up for it"),
+        (["algorithm.loss.correction=icepop"], "icepop", "correction is icepop"),
+        (["algorithm.old_logprobs=sampler", "algorithm.minibatches=2"], "none", "nothing makes up for it"),
+        (["algorithm.old_logprobs=sampler"], "tis", "truncated weights make up for it"),
+    ],
+)
+def test_other_arithmetic_has_truncated_weights_and_says_what_loosens(
+    settings: Sequence[str], correction: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    native = load_recipe(tmp_path / "run.toml", settings).recipe
+    own = load_recipe(tmp_path / "run.toml", [*settings, "rollout.engine=own_engine:Copying"]).recipe
+    assert native.algorithm.loss.correction == (correction if correction != "tis" else "none")
+    assert own.algorithm.loss.correction == correction
+    (note,) = engine_notes(own)
+    assert said in note and "held to 1 in the mean" in note and "not bit for bit" in note
+    assert engine_notes(native) == []
+
+
+def test_what_loosens_is_said_as_the_run_begins(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "reward.py").write_text(REWARD)
+    settings = [f"run.dir={json.dumps(str(tmp_path / 'run'))}", "rollout.engine=own_engine:Copying"]
+    loaded = load_recipe(tmp_path / "run.toml", settings)
+    launch(loaded.recipe, loaded.base)
+    shown = "".join(capfd.readouterr()).replace("\n", " ")
+    assert shown.index("does not compute as the trainer does") < shown.index("grpo 1/2")
+
+
 APART = (
     "placement.pools={ main = 1, answers = 1 }",
     'placement.roles={ sampler = "answers" }',
@@ -125,8 +158,9 @@ APART = (
 @pytest.mark.parametrize("apart", [(), APART], ids=["together", "apart"])
 def test_a_copy_that_says_what_the_trainer_says_is_sampled_with(apart: Sequence[str], tmp_path: Path) -> None:
     """A canary after each publish; beside it nothing changes."""
-    found = ran(tmp_path / "own", 'rollout.engine="own_engine:Copying"', "policy.lr=0.03", *apart)
-    assert found == ran(tmp_path / "native", "policy.lr=0.03", *apart)
+    plain = ['algorithm.loss.correction="none"', "policy.lr=0.03", *apart]
+    found = ran(tmp_path / "own", 'rollout.engine="own_engine:Copying"', *plain)
+    assert found == ran(tmp_path / "native", *plain)
 
 
 @pytest.mark.parametrize("apart", [(), APART], ids=["together", "apart"])
