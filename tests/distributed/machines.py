@@ -156,6 +156,17 @@ def start_ray(
     return machine.started("ray", "start", *words, env=env)
 
 
+def ray_up(machine: Machine, head: Machine | None = None, **how: Any) -> None:
+    """Ray on a node, up; tried three times, for Ray gives a node half a minute, and a computer may be busy."""
+    for _ in range(3):
+        with start_ray(machine, head, **how) as ray:
+            said, _ = ray.communicate(timeout=120)
+        if "timed out during startup" not in said:
+            break
+        stop_ray(machine)
+    assert ray.returncode == 0, said
+
+
 def stop_ray(machine: Machine) -> None:
     """Kill everything on a node, as when it loses power."""
     own = Path(f"/proc/{machine.pid}/ns/net").readlink()

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))
-from machines import PORT, SHARED, Machine, machines, number_within, start_ray, stop_ray, why_not
+from machines import PORT, SHARED, Machine, machines, number_within, ray_up, stop_ray, why_not
 from small_recipe import RECIPE, REWARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
@@ -41,9 +41,7 @@ class Cluster:
 
     def join(self, node: Machine, **how: Any) -> None:
         """Start Ray on a node."""
-        with start_ray(node, None if node is self.head else self.head, **how) as ray:
-            said, _ = ray.communicate(timeout=120)
-        assert ray.returncode == 0, said
+        ray_up(node, None if node is self.head else self.head, **how)
 
     def words(self, name: str, *settings: str, address: str = ADDRESS) -> list[str]:
         """The command of a run, on the cluster where an address is given."""

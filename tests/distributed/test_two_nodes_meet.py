@@ -15,7 +15,7 @@ from rillflow.assembly.recipe import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))
-from machines import PORT, SHARED, machines, start_ray, why_not
+from machines import PORT, SHARED, machines, ray_up, why_not
 from small_recipe import RECIPE, REWARD
 
 SETTINGS = ["placement.pools={ main = 2 }", "warm_start=none", "evaluate=none", "algorithm.steps=1"]
@@ -28,14 +28,12 @@ def test_a_step_on_two_nodes_has_the_bits_of_one(tmp_path: Path) -> None:
     """Of one node the two ranks are threads: that these have the bits of its processes, other tests say."""
     (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "grpo"))
     (tmp_path / "reward.py").write_text(REWARD)
+    one = [*SETTINGS, "placement.backend=inline", f"run.dir={tmp_path}/one"]
+    loaded = load_recipe(tmp_path / "run.toml", one)
+    launch(loaded.recipe, loaded.base, quiet=True)
     with machines(tmp_path) as (first, other):
-        with start_ray(first, env=LEAN) as head, start_ray(other, first, env=LEAN) as node:
-            one = [*SETTINGS, "placement.backend=inline", f"run.dir={tmp_path}/one"]
-            loaded = load_recipe(tmp_path / "run.toml", one)
-            launch(loaded.recipe, loaded.base, quiet=True)
-            for ray in (head, node):
-                said, _ = ray.communicate(timeout=120)
-                assert ray.returncode == 0, said
+        ray_up(first, env=LEAN)
+        ray_up(other, first, env=LEAN)
         on_both = [*SETTINGS, f"placement.address={first.address}:{PORT}"]
         words = [word for setting in on_both for word in ("--set", setting)]
         first.run("rillflow", "run", f"{SHARED}/run.toml", "--dir", f"{SHARED}/two", *words)
