@@ -157,7 +157,7 @@ def start_ray(
 
 
 def ray_up(machine: Machine, head: Machine | None = None, **how: Any) -> None:
-    """Ray on a node, up; tried three times, for Ray gives a node half a minute, and a computer may be busy."""
+    """Ray on a node, up; tried three times, for Ray gives a node half a minute and a computer may be busy."""
     for _ in range(3):
         with start_ray(machine, head, **how) as ray:
             said, _ = ray.communicate(timeout=120)
