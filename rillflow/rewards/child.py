@@ -34,7 +34,7 @@ from rillflow.rewards.supervisor import Containment
 
 START_LIMIT_S = 60.0
 """Longest time to load the user's file: imports may be heavy."""
-STOP_LIMIT_S = 2.0
+STOP_LIMIT_S = 10.0
 """Longest time a supervisor has to end what is below it before it is killed itself."""
 
 _OUTPUT_BYTES = 2000

@@ -11,7 +11,7 @@
     produces      one Score a row, in order
     bound         start of the first children (60 s at most) + timeout_s + RETRIES x (timeout_s + start_s),
                   where start_s is the longest that loading the file takes meanwhile, + the end of a child
-                  (4 s at most)
+                  (20 s at most)
     shuts down    ``close``; the driver's death ends every child, kill -9 included
 
 A function that must see the whole batch sees it with one worker; see docs/design/rewards.md.
