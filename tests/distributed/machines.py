@@ -26,6 +26,8 @@ SHARED = Path("/mnt")
 """Where every node sees the folder."""
 PORT = 6379
 _BIN = Path(sys.executable).parent
+_ROOT = Path(__file__).parents[2]
+"""Seen by every node, in whatever folder this checkout lies."""
 _ALONE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--uts", "--pid", "--fork"]
 _ALONE += ["--mount-proc", "--kill-child"]
 _UNTIL_TOLD = ["bash", "-c", "echo up; read"]
@@ -34,7 +36,10 @@ _SET_UP = """
 ip link set lo up
 hostname {name}
 mount --bind {folder} /mnt
+mount --bind {root} /media
 mount -t tmpfs none /tmp
+mkdir -p {root}
+mount --bind /media {root}
 mount -t tmpfs -o size={shared} none /dev/shm
 mkdir /tmp/home
 """
@@ -113,7 +118,8 @@ def machines(folder: Path, *, count: int = 2, shared: Sequence[str] = ()) -> Ite
             found[-1].run("bash", "-ec", f"ip addr add 10.77.0.{number}/24 dev eth0; ip link set eth0 up")
         for number, each in enumerate(found):
             size = shared[number] if number < len(shared) else "1g"
-            each.run("bash", "-ec", _SET_UP.format(name=f"node-{number + 1}", folder=folder, shared=size))
+            how = {"name": f"node-{number + 1}", "folder": folder, "root": _ROOT, "shared": size}
+            each.run("bash", "-ec", _SET_UP.format(**how))
         yield found
 
 

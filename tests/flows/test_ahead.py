@@ -113,7 +113,8 @@ def small(prompts, completions, **columns):
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_what_takes_how_long_changes_no_bit(tmp_path: Path, parts: int) -> None:
-    settings = (*INLINE, SCORED_THERE, f"rollout.parts={parts}", "algorithm.loss.kl=0")
+    plain = 'algorithm.loss.correction="none"'  # an engine that is not the native one is corrected else
+    settings = (*INLINE, SCORED_THERE, f"rollout.parts={parts}", "algorithm.loss.kl=0", plain)
     prompt = ran(tmp_path / "a", 2, *settings)
     late = ran(tmp_path / "b", 2, *settings, f'rollout.engine="{__name__}:Late"', reward=LATE)
     assert late == prompt
