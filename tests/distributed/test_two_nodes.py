@@ -234,11 +234,11 @@ def test_a_node_of_other_versions_is_refused_with_each(cluster: Cluster) -> None
 
 def test_a_node_without_rillflow_is_named(cluster: Cluster) -> None:
     node = cluster.others[1]
-    node.run("bash", "-ec", "mkdir -p /tmp/o/rillflow; echo > /tmp/o/rillflow/__init__.py")
+    node.run("bash", "-ec", "mkdir -p /tmp/o; echo 'import not_there' > /tmp/o/rillflow.py")
     cluster.join(node, env={"PYTHONPATH": "/tmp/o"})
     said = cluster.refused("bare")
     stop_ray(node)
-    assert "could not be started on node 10.77.0.3" in said and "No module named 'rillflow.cluster'" in said
+    assert "could not be started on node 10.77.0.3" in said and "No module named 'not_there'" in said
 
 
 def test_shared_memory_that_is_too_small_is_refused(cluster: Cluster) -> None:
