@@ -212,7 +212,7 @@ class _Trial:
             if self._kind.is_trained:
                 optimizer = Optimizer(module, train, total_steps=1, gradients=parallel.gradients)
                 masters = live.bytes - weights
-                numbers = sum(weight.numel() for weight in parallel.parameters.values())
+                numbers = sum(master.numel() for master in optimizer.masters.values())
                 moments = 2 * numbers * (2 if train.moments == "bfloat16" else 4)
                 kept["optimiser"] = (masters + moments) // fsdp
                 before = live.begin()
@@ -230,7 +230,8 @@ class _Trial:
             phases["scores"] = {"activations": live.most - before, "gathered": gathered // 2}
         if self._role == "policy" and self._recipe.has_policy and not self._recipe.placement.samples_apart:
             phases["answers"] = self._answering(weights // fsdp)
-        held = sum(kept.values())
+        learned = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
+        held = learned // fsdp + kept.get("optimiser", 0)
         is_far = "optimizer" if self._kind.is_trained else "reference"
         if self._recipe.run.device.startswith("cuda") and self._recipe.policy.offload in ("all", is_far):
             if self._kind.is_trained:
@@ -389,12 +390,14 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
-    """A rank's part of a module, with fake weights."""
-    local = sampling_module(module, tensor_plan(module), _Others(tp)) if tp > 1 else module
+    """A rank's part of a module, with fake weights; beside an adapter the base does not learn."""
+    learns = {name for name, weight in module.named_parameters() if weight.requires_grad}
+    local: nn.Module = sampling_module(module, tensor_plan(module), _Others(tp)) if tp > 1 else module
     with live.fake:
         replace(local, lambda weight: torch.empty(weight.shape, dtype=weight.dtype))
-    found: nn.Module = local.requires_grad_(True)
-    return found
+    for name, weight in local.named_parameters():
+        weight.requires_grad_(name in learns)
+    return local
 
 
 def _model(recipe: Recipe, role: str, kind: RoleKind) -> tuple[ModelConfig, bool]:

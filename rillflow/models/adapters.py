@@ -31,7 +31,7 @@ from rillflow.errors import ModelError, nearest
 from rillflow.models.config import AdapterConfig
 from rillflow.models.locate import SETTINGS, AdapterSource
 from rillflow.models.scalar_head import head_of, head_weights
-from rillflow.models.unread import Index, Read, Source
+from rillflow.models.unread import Read, Source, read_slice
 
 WEIGHTS = "adapter_model.safetensors"
 """The file of PEFT's format beside its settings."""
@@ -147,9 +147,7 @@ def trained_beside(module: Any) -> dict[str, Tensor]:
     """What is trained of a frozen module: its adapters, and a scalar head; not copies."""
     head = frozenset[str]() if module.get_output_embeddings() is not None else head_weights(module)
     return {
-        name: each.detach()
-        for name, each in module.named_parameters()
-        if f"{ADAPTER}." in name or name in head
+        name: each.detach() for name, each in module.named_parameters() if is_adapter(name) or name in head
     }
 
 
@@ -214,13 +212,7 @@ def _held(directory: Path, module: Any) -> dict[str, Read]:
                 why=f"beside this base it is {wanted[name][1]}",
                 fix=f"name the base it was trained with in its {SETTINGS}",
             )
-    return {wanted[name][0]: partial(_read, path, name) for name in shapes}
-
-
-def _read(path: Path, name: str, index: Index) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        found: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
-        return found
+    return {wanted[name][0]: partial(read_slice, str(path), name) for name in shapes}
 
 
 def write_adapter_settings(adapter: AdapterSource, module: Any, directory: Path) -> None:

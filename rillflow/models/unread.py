@@ -81,7 +81,7 @@ def unread_weights(source: str) -> dict[str, Unread]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     found[name] = file.get_tensor(name).to("meta").as_subclass(Unread)  # mapped, not read
-                    found[name].read = partial(_read, path, name)
+                    found[name].read = partial(read_slice, path, name)
         except (OSError, SafetensorError) as error:
             raise unusable(source, f"file {Path(path).name}", error) from error
     return found
@@ -228,7 +228,7 @@ def _whole(value: Any) -> Any:
     return type(value)(map(_whole, value)) if isinstance(value, list | tuple) else value
 
 
-def _read(path: str, name: str, index: Index) -> Tensor:
+def read_slice(path: str, name: str, index: Index) -> Tensor:
     """A slice of a file's tensor; the file is closed, so that the pages that were looked at can go."""
     with safe_open(path, framework="pt") as file:
         found: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from rillflow.cluster.backend import Place
@@ -236,7 +236,10 @@ def lengths_of(batch: Batch) -> tuple[int, ...]:
 
 def groups_of(batch: Batch) -> tuple[int, ...]:
     """Neighbouring rows of one prompt, prompt after prompt."""
-    return tuple(len(list(rows)) for _, rows in groupby(batch.ids[:, :2].tolist()))
+    prompts = batch.ids[:, :2]
+    starts = (prompts[1:] != prompts[:-1]).any(1).nonzero().squeeze(1).add(1).tolist()
+    ends = [0, *starts, len(batch)] if len(batch) else [0]
+    return tuple(stop - start for start, stop in pairwise(ends))
 
 
 def are_whole(batch: Batch, sizes: Sequence[int]) -> bool:

@@ -42,7 +42,7 @@ GROWN = {
     "models larger than a rank": 564,
     "a controller of many ranks": 370,
     "saving beside training, sums in buckets": 283,
-    "adapters, small mixtures": 351,
+    "adapters, small mixtures": 348,
     "vLLM": 420,
     "sums that begin in the backward pass": 94,
     "offload refused in words": 9,

@@ -16,7 +16,7 @@ from rillflow.assembly.recipe import load_recipe
 from rillflow.cli.main import main
 from rillflow.errors import ConfigError
 from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import load_model
+from rillflow.models.language_model import load_model, save_model
 from rillflow.parallel.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.optimizer import Optimizer
@@ -67,6 +67,24 @@ def test_what_is_kept_is_what_the_trainer_keeps() -> None:
             model.module, TrainConfig(), total_steps=1, gradients=Parallel.whole(model.module).gradients
         )
         assert sum(each.nbytes for each in optimizer.state().values()) - 8 == numbers * masters
+
+
+def test_beside_an_adapter_the_base_has_neither_gradients_nor_moments(tmp_path: Path) -> None:
+    base = load_model(ModelConfig(new=NEW), seed=0, device=torch.device("cpu"), base=Path())
+    save_model(base, tmp_path / "base")
+    of_base = ("policy.model.new=none", f"policy.model.path={tmp_path / 'base'}")
+    whole, _ = peaks(*of_base)
+    policy, _ = peaks(*of_base, "policy.model.adapter={ rank = 2 }")
+    assert set(policy.kept) == set(whole.kept)
+    weights = whole.kept["weights"]
+    assert weights < policy.kept["weights"] < 1.1 * weights
+    assert (
+        0
+        < sum(policy.kept.values()) - policy.kept["weights"]
+        < 0.2 * weights
+        < sum(whole.kept.values()) - weights
+    )
+    assert policy.phases["trains"]["gradients"] < 0.1 * whole.phases["trains"]["gradients"]
 
 
 def test_what_lies_in_host_memory_is_not_on_the_device() -> None:
