@@ -12,6 +12,8 @@ Steps and floor alternate, so that all see the same machine; nobody computes whi
     python -m venv .trl && .trl/bin/pip install trl         # TRL in an environment of its own
     python benchmarks/grpo_step.py --trl .trl/bin/python --write benchmarks/results/grpo_step.md
     python benchmarks/grpo_step.py --device cuda --shape 0.5b --dtypes bfloat16 --trl .trl/bin/python
+    .trl/bin/pip install peft                               # LoRA in both, beside all linear layers
+    python benchmarks/grpo_step.py --adapter 16 --trl .trl/bin/python
 
 Setting: Qwen2 with 3.3 million parameters (hidden 256, 4 layers, 4 heads, 2 key/value heads, vocabulary
 256), 8 prompts of 32 tokens x 8 samples of up to 64 tokens, temperature 1, no divergence, one optimiser step
@@ -89,7 +91,7 @@ SHAPES = {
     ),
 }
 """The usual setting, and Qwen2.5's shapes."""
-RATE = 1e-5
+RATE, ALPHA = 1e-5, 32.0
 MARK = "grpo_step:"
 
 
@@ -197,6 +199,8 @@ def rillflow_step(
     shape, device = SHAPES[arguments.shape], torch.device(arguments.device)
     how = {"attn_implementation": ATTENTION, "dtype": getattr(torch, dtype)}
     module = AutoModelForCausalLM.from_pretrained(folder, **how).to(device)
+    if arguments.adapter:
+        adapt(module, arguments.adapter)
     exact = {"ratio_tolerance": 1e-5} if dtype == "float32" else {"gap_tolerance": 0.05}
     lengths: list[int] = []
     config, stop = RolloutConfig(max_tokens=shape.answer), frozenset({STOP})
@@ -234,13 +238,29 @@ def rillflow_step(
     return step, lambda: floor_of(module, lengths, shape)
 
 
+def adapt(module: Any, rank: int) -> None:
+    """Freeze the model and put a new adapter beside each linear layer of its body."""
+    from torch import nn
+
+    from rillflow.models.adapters import Adapter, attach
+    from rillflow.models.config import AdapterConfig
+
+    attach(module, AdapterConfig(rank=rank, alpha=ALPHA))
+    for part in module.modules():
+        if isinstance(part, Adapter):
+            part.to_empty(device=module.device)
+            nn.init.kaiming_uniform_(part.down.weight, a=5**0.5)
+            nn.init.zeros_(part.up.weight)
+
+
 def floor_of(module: Any, lengths: list[int], shape: Shape) -> Timing:
     """The products and the attention of a step whose answers have these lengths."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
     config, how = module.config, {"dtype": module.dtype, "device": module.device}
-    linear = [part for part in module.modules() if isinstance(part, torch.nn.Linear)]
+    named = module.named_modules()
+    linear = [part for name, part in named if isinstance(part, torch.nn.Linear) and "_adapter." not in name]
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     size, layers = config.hidden_size // heads, config.num_hidden_layers
     drawn, longest = sum(lengths), shape.prompt + max(lengths)
@@ -307,6 +327,7 @@ def trl_steps(
         dtype,
     ]
     command += ["--shape", arguments.shape, "--device", arguments.device]
+    command += ["--adapter", str(arguments.adapter)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as child:
@@ -356,7 +377,14 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
         for step in range(steps)
         for prompt in prompts_of(step, shape)
     ]
+    adapter = {}
+    if arguments.adapter:
+        from peft import LoraConfig
+
+        how = LoraConfig(r=arguments.adapter, lora_alpha=ALPHA, target_modules="all-linear")
+        adapter = {"peft_config": how}
     trainer = GRPOTrainer(
+        **adapter,
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtypes[0])),
         processing_class=AutoTokenizer.from_pretrained(folder),
         reward_funcs=share_of_wanted,
@@ -388,7 +416,7 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
 def _head(arguments: argparse.Namespace) -> list[str]:
     command = " ".join(["python", *sys.argv])
     return [
-        "# One GRPO step",
+        f"# One GRPO step{f', LoRA of rank {arguments.adapter}' if arguments.adapter else ''}",
         "",
         f"`{command}`, {os.cpu_count()} cores, {arguments.threads} threads, {_versions(arguments.trl)}. "
         f"Median and spread of {arguments.steps} steps after the first; the setting is at the script's head.",
@@ -452,6 +480,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=7, help="steps after the first")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side")
+    parser.add_argument("--adapter", type=int, default=0, help="LoRA of this rank in both (0: all weights)")
     parser.add_argument("--write", help="file for the table")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     return parser.parse_args()
