@@ -87,6 +87,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
         "task.digits": source != "arithmetic",
         "task.operators": source != "arithmetic",
         "task.held_out": recipe.task.held_out_source is not None,
+        "policy.offload": recipe.policy.offload == "reference" and recipe.shares_reference,
         "policy.final_lr": recipe.policy.schedule == "constant",
         "placement.sequence_parallel": recipe.placement.is_inline,
         "placement.tp_across_nodes": recipe.placement.is_inline,
@@ -127,7 +128,8 @@ def placement_lines(recipe: Recipe) -> list[str]:
         lines.append(f"{role}: pool {pool}, rank 0{last}{grid}")
         if role == "reference" or (role in models and roles_of(recipe)[role].is_trained):
             what = ("weights", "reference") if role == "reference" else ("moments and masters", "optimizer")
-            if recipe.policy.offload in ("all", what[1]):
+            is_within = role == "reference" and recipe.shares_reference
+            if recipe.policy.offload in ("all", what[1]) and not is_within:
                 lines.append(f"  {what[0]} in host memory between their uses")
         if role == "policy" and placement.samples_apart:
             answers = placement.pools[placement.pool_of(SAMPLER)]

@@ -228,6 +228,9 @@ class _Trial:
             before = live.begin()
             self._score(parallel, part)
             phases["scores"] = {"activations": live.most - before, "gathered": gathered // 2}
+        if self._role == "reference" and self._recipe.shares_reference:
+            learned = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
+            return Peak(role=self._role, pool=self._pool, kept={"adapter": learned // fsdp}, phases=phases)
         if self._role == "policy" and self._recipe.has_policy and not self._recipe.placement.samples_apart:
             phases["answers"] = self._answering(weights // fsdp)
         learned = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)

@@ -172,6 +172,14 @@ class Recipe(Section):
         return self.roles[0]
 
     @property
+    def shares_reference(self) -> bool:
+        """Whether the reference is the policy's own module, with the adapter as it was."""
+        placement, adapter = self.placement, self.policy.model.adapter
+        roles = ("policy", "reference")
+        pools = {(placement.pool_of(role), placement.mesh_of(role)) for role in roles}
+        return adapter is not None and set(roles) <= set(self.roles) and len(pools) == 1
+
+    @property
     def has_policy(self) -> bool:
         """Whether there is a policy; without one nothing is sampled, and no answer is scored."""
         return "policy" in self.roles

@@ -48,7 +48,7 @@ GROWN = {
     "offload refused in words": 9,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 27_841
+PACKAGE_LINES = 27_852
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_024,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.check import check, run_state, setting_lines
+from rillflow.assembly.check import check, placement_lines, run_state, setting_lines, unread_settings
 from rillflow.assembly.launch import launch
 from rillflow.assembly.looks import Report, require_sound
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
@@ -116,6 +116,14 @@ def test_a_setting_that_nothing_reads_is_not_shown(folder: Path, dotted: str, un
     assert len(shows(read)) == 1
     default = shows(read)[0].split(" = ")[1].split("  ")[0]
     assert shows(unread, f"{dotted}={default}") == [f"{dotted} = {default}  (--set, and nothing reads it)"]
+
+
+def test_a_reference_within_the_policy_has_no_weights_to_put_away(folder: Path) -> None:
+    settings = ("policy.model.new=none", "policy.model.path=base", "policy.offload=reference")
+    for more, is_read in (("run.seed=1", True), ("policy.model.adapter={ rank = 2 }", False)):
+        recipe = loaded(folder, *settings, "algorithm.loss.kl=0.1", more).recipe
+        assert ("policy.offload" not in unread_settings(recipe)) is is_read
+        assert any("in host memory" in line for line in placement_lines(recipe)) is is_read
 
 
 def test_data_are_counted(folder: Path) -> None:

@@ -74,7 +74,9 @@ def test_beside_an_adapter_the_base_has_neither_gradients_nor_moments(tmp_path: 
     save_model(base, tmp_path / "base")
     of_base = ("policy.model.new=none", f"policy.model.path={tmp_path / 'base'}")
     whole, _ = peaks(*of_base)
-    policy, _ = peaks(*of_base, "policy.model.adapter={ rank = 2 }")
+    policy, reference = peaks(*of_base, "policy.model.adapter={ rank = 2 }")
+    learned = policy.kept["weights"] - whole.kept["weights"]
+    assert reference.kept == {"adapter": learned}, "its base is the policy's"
     assert set(policy.kept) == set(whole.kept)
     weights = whole.kept["weights"]
     assert weights < policy.kept["weights"] < 1.1 * weights
