@@ -179,11 +179,9 @@ def rillflow_step(
 ) -> tuple[Callable[[int], Timing], Callable[[], Timing]]:
     """A function that makes one step of ours, and one that does the floor of the last."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from rillflow.formulas import group_advantages
     from rillflow.formulas.config import PolicyLossConfig
-    from rillflow.models.attention import ATTENTION, register
     from rillflow.records.batch import Batch, row_ids
     from rillflow.records.ragged import Ragged
     from rillflow.records.rollout import completions
@@ -195,12 +193,8 @@ def rillflow_step(
     from rillflow.training.trainer import Trainer
 
     torch.set_num_threads(arguments.threads)
-    register()
     shape, device = SHAPES[arguments.shape], torch.device(arguments.device)
-    how = {"attn_implementation": ATTENTION, "dtype": getattr(torch, dtype)}
-    module = AutoModelForCausalLM.from_pretrained(folder, **how).to(device)
-    if arguments.adapter:
-        adapt(module, arguments.adapter)
+    module = our_model(folder, arguments, dtype)
     exact = {"ratio_tolerance": 1e-5} if dtype == "float32" else {"gap_tolerance": 0.05}
     lengths: list[int] = []
     config, stop = RolloutConfig(max_tokens=shape.answer), frozenset({STOP})
@@ -238,19 +232,27 @@ def rillflow_step(
     return step, lambda: floor_of(module, lengths, shape)
 
 
-def adapt(module: Any, rank: int) -> None:
-    """Freeze the model and put a new adapter beside each linear layer of its body."""
+def our_model(folder: Path, arguments: argparse.Namespace, dtype: str) -> Any:
+    """The model; with a rank, frozen beside a new adapter of each linear layer of its body."""
+    import torch
     from torch import nn
+    from transformers import AutoModelForCausalLM
 
     from rillflow.models.adapters import Adapter, attach
+    from rillflow.models.attention import ATTENTION, register
     from rillflow.models.config import AdapterConfig
 
-    attach(module, AdapterConfig(rank=rank, alpha=ALPHA))
+    register()
+    how = {"attn_implementation": ATTENTION, "dtype": getattr(torch, dtype)}
+    module = AutoModelForCausalLM.from_pretrained(folder, **how).to(torch.device(arguments.device))
+    if arguments.adapter:
+        attach(module, AdapterConfig(rank=arguments.adapter, alpha=ALPHA))
     for part in module.modules():
         if isinstance(part, Adapter):
             part.to_empty(device=module.device)
             nn.init.kaiming_uniform_(part.down.weight, a=5**0.5)
             nn.init.zeros_(part.up.weight)
+    return module
 
 
 def floor_of(module: Any, lengths: list[int], shape: Shape) -> Timing:
@@ -372,19 +374,10 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
         lengths.append(statistics.mean(map(len, completion_ids)))
         return [ids.count(WANTED) / shape.answer for ids in completion_ids]
 
-    texts = [
-        " ".join(f"t{token}" for token in prompt)
-        for step in range(steps)
-        for prompt in prompts_of(step, shape)
-    ]
-    adapter = {}
-    if arguments.adapter:
-        from peft import LoraConfig
-
-        how = LoraConfig(r=arguments.adapter, lora_alpha=ALPHA, target_modules="all-linear")
-        adapter = {"peft_config": how}
+    asked = [prompt for step in range(steps) for prompt in prompts_of(step, shape)]
+    texts = [" ".join(f"t{token}" for token in prompt) for prompt in asked]
     trainer = GRPOTrainer(
-        **adapter,
+        peft_config=their_adapter(arguments.adapter),
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtypes[0])),
         processing_class=AutoTokenizer.from_pretrained(folder),
         reward_funcs=share_of_wanted,
@@ -411,6 +404,15 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
         ),
     )
     trainer.train()
+
+
+def their_adapter(rank: int) -> Any:
+    """PEFT's settings of an adapter beside each linear layer of the body; None for no rank."""
+    if not rank:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=ALPHA, target_modules="all-linear")
 
 
 def _head(arguments: argparse.Namespace) -> list[str]:
