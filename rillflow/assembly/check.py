@@ -29,7 +29,7 @@ from rillflow.errors import ConfigError, RunDirectoryError
 from rillflow.observe import layout
 from rillflow.observe.changes import allowed_changes
 from rillflow.observe.run_directory import holds_step
-from rillflow.rollout.config import NATIVE
+from rillflow.rollout.config import NATIVE, VLLM
 from rillflow.tasks.files import ENDINGS
 
 DEFAULT = "default"
@@ -92,6 +92,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
         "placement.sequence_parallel": recipe.placement.is_inline,
         "placement.tp_across_nodes": recipe.placement.is_inline,
         "rollout.verify_every": recipe.placement.is_inline,
+        "rollout.server": recipe.rollout.engine != VLLM,
     }
     if isinstance(config, OnlineConfig):
         engine = recipe.rollout.engine

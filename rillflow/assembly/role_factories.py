@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from rillflow.assembly.encoding import ModelInput
-from rillflow.assembly.engines import engine_class
+from rillflow.assembly.engines import engine_class, server_python
 from rillflow.assembly.role_table import NO_ROLE, RoleKind
 from rillflow.cluster.backend import Site
 from rillflow.cluster.config import MeshSizes
@@ -175,8 +175,10 @@ def sampler(setting: RoleSetting) -> Sampler:
         assert setting.generate is not None, "a sampler lies on generation's grid"
         model = setting.language_model()
         weights = ReceivedWeights(model, mesh=setting.generate, ranks=setting.site.ranks)
-    engine = engine_class(setting.rollout.engine)
-    return Sampler(weights, model=model, rollout=setting.rollout, seed=setting.seed, engine=engine)
+    rollout, engine = setting.rollout, engine_class(setting.rollout.engine)
+    if rollout.server is not None:
+        rollout = rollout.model_copy(update={"server": str(server_python(rollout.server, setting.base))})
+    return Sampler(weights, model=model, rollout=rollout, seed=setting.seed, engine=engine)
 
 
 def reference(setting: RoleSetting) -> Reference:

@@ -21,14 +21,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import numpy as np
-
 from rillflow.data_plane.plane import Plane
 from rillflow.data_plane.requests import Hello, Kind, checked_request
 from rillflow.data_plane.segments import Files, Memory
 from rillflow.data_plane.session import Session
 from rillflow.data_plane.store import Store
-from rillflow.data_plane.wire import HEAD_BYTES, Arrays, Message, head_of, message_of, packed
+from rillflow.data_plane.wire import Arrays, Channel, Message
 from rillflow.errors import StreamError
 
 START_S = 20.0
@@ -66,18 +64,18 @@ class Socket:
     def __init__(self, where: Path | str, token: str, name: str, store: Socket | None = None) -> None:
         self.segments: Files | Memory | None = None
         self._lock = threading.Lock()
-        self._sent, self._received = count(), count()
         try:
             if isinstance(where, Path):
                 self.segments = Files(where / "segments")
-                self._socket = socket.socket(socket.AF_UNIX)
-                self._socket.connect(str(where / "socket"))
+                connected = socket.socket(socket.AF_UNIX)
+                connected.connect(str(where / "socket"))
             else:
                 host, _, port = where.rpartition(":")
-                self._socket = socket.create_connection((host, int(port)), timeout=START_S)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connected = socket.create_connection((host, int(port)), timeout=START_S)
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, ValueError) as error:
             raise StreamError(f"no data plane answers at {where}", why=str(error)) from None
+        self._channel = Channel(connected)
         hello = {"token": token, "name": name}
         hello |= {"store": store.address, "there": store.holder} if store else {}
         says = self.ask(Kind.HELLO, hello, {}, START_S).says
@@ -92,20 +90,11 @@ class Socket:
         """Send a frame, and wait for the one that answers."""
         with self._lock:
             try:
-                frame = packed(kind, request, arrays, number=next(self._sent))
-                self._socket.settimeout(wait_s + SLACK_S)
-                self._socket.sendall(frame.front)
-                at = len(frame.front)
-                for place, array in frame.places:
-                    self._socket.sendall(bytes(place - at))
-                    self._socket.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-                    at = place + array.nbytes
-                self._socket.sendall(bytes(frame.nbytes - at))
-                head = head_of(self._receive(HEAD_BYTES), number=next(self._received))
-                text = bytes(self._receive(head.body_at - HEAD_BYTES)[: head.json_bytes])
-                answer = message_of(head, text, self._receive(head.body_bytes))
+                self._channel.wait_at_most(wait_s + SLACK_S)
+                self._channel.send(kind, request, arrays)
+                answer = self._channel.receive()
             except OSError as error:
-                self._socket.close()
+                self._channel.close()
                 raise StreamError(
                     f"the data plane does not answer {kind.name.lower()}", why=str(error)
                 ) from None
@@ -115,17 +104,7 @@ class Socket:
 
     def close(self) -> None:
         """End the connection."""
-        self._socket.close()
-
-    def _receive(self, nbytes: int) -> memoryview:
-        data = memoryview(bytearray(nbytes))
-        at = 0
-        while at < nbytes:
-            got = self._socket.recv_into(data[at:])
-            if not got:
-                raise ConnectionError("the connection ended")
-            at += got
-        return data
+        self._channel.close()
 
 
 class InProcess:

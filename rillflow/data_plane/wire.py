@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -155,6 +157,53 @@ def message_of(head: Head, text: bytes, body: memoryview | bytes) -> Message:
         arrays[name] = np.ndarray(shape, dtype, body, at) if count else np.empty(shape, dtype)
         end = at + arrays[name].nbytes
     return Message(kind=head.kind, says=says, arrays=arrays)
+
+
+class Channel:
+    """One end of a connection; its errors are a socket's, and ``WireError`` of what is no frame.
+
+    Args:
+        connected: the socket.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._sent, self._received = count(), count()
+
+    def wait_at_most(self, seconds: float | None) -> None:
+        """Let a send or a receive that makes no progress for so long be a TimeoutError; None: wait on."""
+        self._socket.settimeout(seconds)
+
+    def send(self, kind: int, says: Mapping[str, Any], arrays: Arrays | None = None) -> None:
+        """Write a frame."""
+        frame = packed(kind, says, arrays, number=next(self._sent))
+        self._socket.sendall(frame.front)
+        at = len(frame.front)
+        for place, array in frame.places:
+            self._socket.sendall(bytes(place - at))
+            self._socket.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            at = place + array.nbytes
+        self._socket.sendall(bytes(frame.nbytes - at))
+
+    def receive(self) -> Message:
+        """Wait for the next frame."""
+        head = head_of(self._exactly(HEAD_BYTES), number=next(self._received))
+        text = bytes(self._exactly(head.body_at - HEAD_BYTES)[: head.json_bytes])
+        return message_of(head, text, self._exactly(head.body_bytes))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+    def _exactly(self, nbytes: int) -> memoryview:
+        data = memoryview(bytearray(nbytes))
+        at = 0
+        while at < nbytes:
+            got = self._socket.recv_into(data[at:])
+            if not got:
+                raise ConnectionError("the connection ended")
+            at += got
+        return data
 
 
 def _checked(row: Any) -> tuple[str, str, list[int], int]:

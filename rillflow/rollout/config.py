@@ -30,7 +30,7 @@ def answering(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]
 NATIVE = "native"
 """The embedded engine."""
 VLLM = "vllm"
-"""vLLM in the rank's own process."""
+"""vLLM in the rank's own process, or in a server beside it."""
 
 
 class RolloutConfig(SamplingConfig):
@@ -38,6 +38,12 @@ class RolloutConfig(SamplingConfig):
 
     engine: str = Field(
         NATIVE, description="What samples: native, vllm, or package.module:Class, an engine of your own."
+    )
+    server: str | None = Field(
+        None,
+        min_length=1,
+        description="The python of an environment with vLLM, which runs there, a server beside each rank; "
+        "left out, in this one.",
     )
     max_rows: int = Field(256, gt=0, description="Rows that run at once.")
     parts: int = Field(

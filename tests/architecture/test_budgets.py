@@ -44,14 +44,15 @@ GROWN = {
     "saving beside training, sums in buckets": 283,
     "adapters, small mixtures": 348,
     "vLLM": 420,
+    "vLLM as a server with adapters": 383,
     "sums that begin in the backward pass": 94,
     "offload refused in words": 9,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 27_852
+PACKAGE_LINES = 28_297
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
-    "data_plane/": 2_024,
+    "data_plane/": 2_037,
     "service/": 459,
     "dataflow/parted.py": 121,
     "dataflow/ready_first.py": 239,

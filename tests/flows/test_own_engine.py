@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.assembly.check import setting_lines
 from rillflow.assembly.engines import engine_notes, release_notes, vllm_release
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
@@ -182,4 +183,75 @@ def test_a_release_of_vllm_that_was_not_tried_is_refused_or_noted() -> None:
         release_notes("0.30.1")
     assert "0.31 and 0.32" in caught.value.why and "vllm>=0.31" in caught.value.fix
     assert release_notes("0.31.0") == release_notes("0.32.1.post2+cpu") == []
+    with pytest.raises(ConfigError, match="vLLM here is of-tuesday"):
+        release_notes("of-tuesday")
     assert release_notes("0.33.0rc1") == ["vLLM 0.33.0rc1 is newer than what was tried: 0.31 and 0.32"]
+
+
+def python_that_says(folder: Path, said: str, status: int = 0) -> Path:
+    """What stands for the Python of another environment."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\necho '{said}'\necho odd >&2\nexit {status}\n")
+    path.chmod(0o755)
+    return path
+
+
+SERVED = ["rollout.engine=vllm", "rollout.server=python"]
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "what", "why"),
+    [
+        ('{"release": "0.29.0", "missing": []}', 0, "python is 0.29.0", "tried are 0.31 and 0.32"),
+        ('{"release": null, "missing": []}', 0, "vLLM is not installed", "finds no package vllm"),
+        ('{"release": "0.32.0", "missing": ["torch"]}', 0, "lacks torch", "a server imports them"),
+        ("hello", 0, "does not say what it has", "JSONDecodeError"),
+        ("{}", 3, "does not say what it has", "odd"),
+        (None, 0, "does not say what it has", "FileNotFoundError"),
+    ],
+)
+def test_the_vllm_of_another_environment_is_asked_what_it_is(
+    said: str | None, status: int, what: str, why: str, tmp_path: Path
+) -> None:
+    """Before anything starts; here there is none, and none is needed."""
+    if said is not None:
+        python_that_says(tmp_path, said, status)
+    with pytest.raises(ConfigError) as caught:
+        ran(tmp_path, *SERVED)
+    assert what in caught.value.what and why in caught.value.why
+    assert not (tmp_path / "run" / layout.METRICS).exists()
+
+
+def test_a_newer_vllm_is_noted_and_an_adapter_it_has_not_is_refused(tmp_path: Path) -> None:
+    """Also where a directory's adapter goes on, which the recipe does not name."""
+    (tmp_path / "run.toml").write_text(RECIPE)
+    python_that_says(tmp_path, '{"release": "0.40.0", "missing": []}')
+    loaded = load_recipe(tmp_path / "run.toml", SERVED)
+    notes = engine_notes(loaded.recipe, tmp_path)
+    assert notes[0] == "vLLM 0.40.0 is newer than what was tried: 0.31 and 0.32"
+    assert "does not compute as the trainer does" in notes[1]
+    (tmp_path / "base").mkdir()
+    settings = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "x",
+        "r": 2,
+        "lora_alpha": 4,
+        "use_dora": True,
+    }
+    (tmp_path / "base/adapter_config.json").write_text(json.dumps(settings))
+    adapted = load_recipe(tmp_path / "run.toml", [*SERVED, "policy.model.new=none", "policy.model.path=base"])
+    with pytest.raises(ConfigError, match="the adapter is of the kind dora"):
+        engine_notes(adapted.recipe, tmp_path)
+
+
+def test_a_recipe_shows_the_server_only_where_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    plain, served = (setting_lines(load_recipe(tmp_path / "run.toml", each)) for each in ([], SERVED))
+    assert not any("rollout.server" in line for line in plain)
+    assert 'rollout.server = "python"  (--set)' in served
+    (native,) = (
+        line
+        for line in setting_lines(load_recipe(tmp_path / "run.toml", SERVED[1:]))
+        if "rollout.server" in line
+    )
+    assert "nothing reads it" in native

@@ -2,61 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from math import inf, nan
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import RolloutError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.batch import Batch
-from rillflow.records.ragged import Ragged
-from rillflow.records.rollout import Rollout, rollout_batch, starts
-from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.records.rollout import rollout_batch, starts
+from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.stops import Stops
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_engines import CONTEXT, SERVED, STOP, assert_same, both, model, prompts, until_empty
 
 pytestmark = pytest.mark.skipif(
     find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` has an environment with it"
 )
-CONTEXT = 64
-STOP = ("12", "+4")
-"""Texts of two tokens each."""
-
-
-def model(architecture: str = "qwen2") -> LanguageModel:
-    """A small model with opinions: at first all tokens would be alike."""
-    new = NewModel(
-        architecture=architecture, hidden=128, layers=2, heads=4, context=CONTEXT, alphabet="0123456789+="
-    )
-    made = load_model(ModelConfig(new=new), seed=1, device=torch.device("cpu"), base=Path())
-    with torch.no_grad():
-        for each in made.module.parameters():
-            each *= 4 if each.ndim > 1 else 1
-    return made
-
-
-def engine(kind: type[Engine], of: LanguageModel, **settings: Any) -> Engine:
-    config = RolloutConfig(max_tokens=24, max_rows=16, **settings)
-    stops = Stops(config.stop, of.tokenizer)
-    made = kind(
-        of.module, config, stop_tokens=stops.tokens, seed=7, context=of.context, tp=SingleRank(), stops=stops
-    )
-    made.load(0, dict(of.module.named_parameters()))
-    return made
-
-
-def both(of: LanguageModel, **settings: Any) -> tuple[Engine, Engine]:
-    from rillflow.rollout.vllm.engine import VllmEngine
-
-    return engine(VllmEngine, of, **settings), engine(NativeEngine, of, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -64,28 +33,10 @@ def whole() -> LanguageModel:
     return model()
 
 
-@pytest.fixture(scope="module")
-def engines(whole: LanguageModel) -> tuple[Engine, Engine]:
+@pytest.fixture(scope="module", params=[{}, SERVED], ids=["here", "served"])
+def engines(whole: LanguageModel, request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
     """Those of the first tests: vLLM serves one engine a process, the newest."""
-    return both(whole, stop=STOP)
-
-
-def prompts(count: int = 10, first: int = 0) -> Batch:
-    texts = [[1 + index % 9, 2, 3, 4][: 1 + index % 4] for index in range(count)]
-    return Batch(
-        ids=torch.tensor([[0, first + index, 0] for index in range(count)]),
-        fields={"tokens": Ragged.from_rows(texts), "columns": Ragged.from_text(["{}"] * count)},
-    )
-
-
-def assert_same(found: Batch, expected: Batch) -> None:
-    for name in ("tokens", "loss_mask", "versions"):
-        assert found.ragged(name).lists() == expected.ragged(name).lists(), name
-    assert found.ids.tolist() == expected.ids.tolist()
-    assert found.dense("finish").tolist() == expected.dense("finish").tolist()
-    assert found.ragged("columns").to_text() == expected.ragged("columns").to_text()
-    gap = found.ragged("sampler_logprobs").values - expected.ragged("sampler_logprobs").values
-    assert gap.abs().max() < 1e-5
+    return both(whole, stop=STOP, **request.param)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +65,6 @@ def test_parts_come_as_their_rows_end(engines: tuple[Engine, Engine]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
     assert not engines[0].has_work
-
-
-def until_empty(each: Engine) -> list[Rollout]:
-    ended = []
-    while each.has_work:
-        ended += each.step()
-    return ended
 
 
 def with_a_break(each: Engine, passes: int = 5) -> Batch:

@@ -1,8 +1,9 @@
-"""Core: all that names vLLM: its engine in this process, what it is asked, what it answers.
+"""Core: all that names vLLM: its engine, in whatever process this is.
 
     Ask ─ add ─> LLMEngine ─ step: model ─ logits [n, V] ─ Draws ─ one token a row is left ─> Piece
                     ^                                        └─ uniform(seed, row id, position), as the native
     reload: (name, weight), then no key or value of before         engine draws
+    adapt:  the adapter of a version, a LoRA request of its name; the base is reloaded once
 
 vLLM's own sampler takes the likeliest token that ``Draws`` leaves: the only one, its log probability for a
 logit.
@@ -12,56 +13,32 @@ Legend: n rows, V vocabulary.
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from rillflow.formulas.counter import uniform
 from rillflow.records.row import RowId
-from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.sampling import DrawSettings, draw
+from rillflow.rollout.vllm.asks import Ask, CoreSettings, Piece
 
 _ASK = "rillflow"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """How one row is continued."""
-
-    row: RowId
-    """The row's id, from which its random numbers follow."""
-    sampling: SamplingConfig
-    """How its tokens are drawn."""
-    seed: int
-    """Of the run."""
-    begin: int
-    """The place of its first new token."""
-    given: tuple[int, ...] = ()
-    """Tokens that follow whatever would be drawn, where their log probabilities are asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What a step added to a row."""
-
-    name: str
-    """The request's."""
-    tokens: Sequence[int]
-    """The new tokens."""
-    logprobs: Sequence[float]
-    """Theirs, in the whole vocabulary, after temperature."""
-    has_ended: bool
-    """Whether no more follow."""
+_NOTHING = Piece(row=RowId(0, 0, 0), tokens=(), logprobs=(), has_ended=False)
 
 
 class Draws(LogitsProcessor):  # type: ignore[misc]
@@ -105,45 +82,34 @@ class Core:
     """vLLM's engine.
 
     Args:
-        directory: has the model's config; weights come by ``reload``.
-        device: where it runs.
-        dtype: of its weights, as a config says it.
-        context: tokens of a row at most.
-        max_rows: rows that run at once.
-        keep_cache: whether keys and values of other weights are read on.
+        settings: what it is started with.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        device: torch.device,
-        dtype: str,
-        context: int,
-        max_rows: int,
-        keep_cache: bool,
-    ) -> None:
-        self._keep_cache = keep_cache
+    def __init__(self, settings: CoreSettings) -> None:
+        self._keep_cache, self._rank = settings.keep_cache, settings.rank
+        device = torch.device(settings.device)
         # On a processor vLLM packs matrices, and what it packed of a tied head it would not pack again.
         self._is_asleep, self._can_sleep = False, device.type == "cuda"
+        self._adapter: LoRARequest | None = None
         config = EngineArgs(
-            model=str(directory),
-            dtype=dtype,
+            model=settings.directory,
+            dtype=settings.dtype,
             load_format="dummy",
             hf_overrides={"tie_word_embeddings": False} if device.type == "cpu" else {},
             skip_tokenizer_init=True,
             generation_config="vllm",
-            max_model_len=context,
-            max_num_seqs=max_rows,
-            enable_prefix_caching=not keep_cache,
+            max_model_len=settings.context,
+            max_num_seqs=settings.max_rows,
+            enable_prefix_caching=not settings.keep_cache,
             enforce_eager=device.type == "cpu",
             enable_sleep_mode=self._can_sleep,
             async_scheduling=False,
             disable_log_stats=True,
             logprobs_mode="processed_logits",
             logits_processors=[Draws],
+            **_room_for(settings.rank),
         ).create_engine_config()
-        self.cache_bytes = _cache_bytes(config, max_rows, device)
+        self.cache_bytes = _cache_bytes(config, settings.max_rows, device)
         config.cache_config.kv_cache_memory_bytes = self.cache_bytes
         set_threads = torch.set_num_threads
         try:
@@ -151,63 +117,96 @@ class Core:
         finally:
             torch.set_num_threads = set_threads  # vLLM puts another there, for the whole process
 
-    def add(self, name: str, tokens: Sequence[int], ask: Ask, most: int, stop: Sequence[int]) -> None:
-        """Let a row run.
-
-        Args:
-            name: of the request.
-            tokens: those it has.
-            ask: how it is continued.
-            most: new tokens at most.
-            stop: tokens that end it.
-        """
+    def add(self, tokens: Sequence[int], ask: Ask) -> None:
+        """See AnyCore."""
         params = SamplingParams(
             temperature=0.0,
-            max_tokens=most,
-            stop_token_ids=list(stop),
+            max_tokens=ask.most,
+            stop_token_ids=list(ask.stop),
             ignore_eos=True,
             detokenize=False,
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
             extra_args={_ASK: ask},
         )
-        self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+        prompt = {"prompt_token_ids": list(tokens)}
+        self._engine.add_request(_named(ask.row), prompt, params, lora_request=self._adapter)
 
-    def step(self) -> Iterator[Piece]:
-        """Go on by a token; what came of it."""
-        for output in self._engine.step():
-            (found,) = output.outputs
-            yield Piece(
-                name=output.request_id,
-                tokens=list(found.token_ids),
-                logprobs=[
-                    each[token].logprob for token, each in zip(found.token_ids, found.logprobs, strict=True)
-                ],
-                has_ended=output.finished,
-            )
+    def step(self, most: int) -> list[Piece]:
+        """See AnyCore."""
+        found = dict[str, Piece]()
+        for _ in range(most):
+            for output in self._engine.step():
+                (new,), name = output.outputs, output.request_id
+                drawn = zip(new.token_ids, new.logprobs, strict=True)
+                before = found.get(name, _NOTHING)
+                found[name] = Piece(
+                    row=RowId(*map(int, name.split("/"))),
+                    tokens=[*before.tokens, *new.token_ids],
+                    logprobs=[*before.logprobs, *(each[token].logprob for token, each in drawn)],
+                    has_ended=output.finished,
+                )
+            if not self._engine.has_unfinished_requests():
+                break
+        return list(found.values())
 
-    def abort(self, name: str) -> None:
-        """Take a row out."""
-        self._engine.abort_request([name])
+    def abort(self, row: RowId) -> None:
+        """See AnyCore."""
+        self._engine.abort_request([_named(row)])
 
     def reload(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take other weights, by the names of files; keys and values of older ones are void, unless kept."""
+        """See AnyCore."""
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._turned(version)
+
+    def adapt(self, version: int, scale: float, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """See AnyCore; rows that run ask for it by its number, so the new one takes the old one's place."""
+        held = {name: tensor.contiguous() for name, tensor in weights}
+        layers = {name.rsplit(".", 3)[-3] for name in held}
+        said = {"r": self._rank, "lora_alpha": scale * self._rank, "target_modules": sorted(layers)}
+        with tempfile.TemporaryDirectory() as folder:
+            save_file(held, Path(folder) / "adapter_model.safetensors")
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(said))
+            named = {"lora_name": f"version {version}", "lora_int_id": 1, "lora_path": folder}
+            self._engine.add_lora(LoRARequest(**named, load_inplace=True))
+        self._adapter = LoRARequest(**named)
+        self._turned(version)
+
+    def _turned(self, version: int) -> None:
         self._engine.set_weight_version(str(version))
         if not self._keep_cache:
             self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self) -> None:
-        """Give a device's room back; weights wait in host memory."""
+        """See AnyCore."""
         if self._can_sleep and not self._is_asleep:
             self._engine.sleep(level=1)
             self._is_asleep = True
 
     def wake(self) -> None:
-        """Take what ``sleep`` gave back."""
+        """See AnyCore."""
         if self._is_asleep:
             self._engine.wake_up()
             self._is_asleep = False
+
+
+def _named(row: RowId) -> str:
+    """What vLLM calls a row's request."""
+    return "/".join(map(str, row))
+
+
+def _room_for(rank: int) -> dict[str, Any]:
+    """Settings by which vLLM has room for one adapter: the least that it has for this rank.
+
+    Raises:
+        ValueError: the rank is higher than any.
+    """
+    if not rank:
+        return {}
+    ranks = [each for each in get_args(MaxLoRARanks) if each >= rank]
+    if not ranks:
+        raise ValueError(f"an adapter of rank {rank}; the highest is {max(get_args(MaxLoRARanks))}")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks)}
 
 
 def _cache_bytes(config: VllmConfig, max_rows: int, device: torch.device) -> int:

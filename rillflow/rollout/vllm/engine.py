@@ -1,7 +1,8 @@
-"""VllmEngine: prompts in, rollouts out, by vLLM in the rank's own process, on its own copy of the weights.
+"""VllmEngine: prompts in, rollouts out, by vLLM on a copy of the weights of its own.
 
-    rows ─ add ─> Core ─ step ─ tokens, log probabilities ─> Rollout
-    load: a layer at a time ─ names as files have them ─> Core     every token bears the version that made it
+    rows ─ add ─> AnyCore ─ step ─ tokens, log probabilities ─> Rollout      in this process, or in a server
+    load: a layer at a time ─ names as files have them ─> AnyCore  every token bears the version that made it
+          beside an adapter: the base once, then the adapter alone
     score: given tokens take the way of drawn ones
 
 A row's random numbers are the native engine's, from (seed, row id, position); its logits are not, by
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RolloutError
+from rillflow.models.adapters import adapted, file_name, is_adapter
 from rillflow.models.architecture import vocabulary_of
 from rillflow.models.model_files import file_weights, layer_of, write_settings
 from rillflow.records.batch import Batch, concatenate
@@ -33,15 +35,13 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability
 from rillflow.rollout.native.lane import check_ids, check_stop, check_stop_tokens, check_tokens, limit_of
 from rillflow.rollout.stops import Stops
+from rillflow.rollout.vllm.asks import ENVIRONMENT, LOUDNESS, AnyCore, Ask, CoreSettings, told
+from rillflow.rollout.vllm.served import ServedCore, StartRefused
 
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""In this process; by the runner that takes a way of drawing from elsewhere; without word to anybody."""
 _GIVEN = -2
 """The epoch in the row ids of texts whose log probabilities are asked for."""
+_STEPS = 16
+"""Tokens by which rows go on at once, where nobody looks at them in between."""
 
 
 @dataclass(kw_only=True)
@@ -63,7 +63,7 @@ class _Running:
 
 
 class VllmEngine:
-    """vLLM in this process.
+    """vLLM; with ``rollout.server`` in another environment's process, else in this one.
 
     Args: see Engine.
 
@@ -91,33 +91,43 @@ class VllmEngine:
         self._stop, self._stops = stop_tokens, stops if stops.longest else None
         self._tied = _tied(self._module)
         self._version = -1
-        self._rows: dict[str, _Running] = {}
+        self._rows: dict[RowId, _Running] = {}
         self._ended: list[Rollout] = []
-        gc.collect()  # an earlier engine that nobody has any more would take vLLM's process groups with it
-        os.environ.update(_ENVIRONMENT)
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from rillflow.rollout.vllm.core import Core
-
+        self._adapters = [each.beside[0] for each in adapted(module).values()]
         with tempfile.TemporaryDirectory() as folder:
             write_settings(self._module, Path(folder))
-            try:
-                self._core = Core(
-                    Path(folder),
-                    device=weight.device,
+            self._core = self._started(
+                CoreSettings(
+                    directory=folder,
+                    device=weight.device.type,
                     dtype=str(self._module.dtype).removeprefix("torch."),
                     context=context,
                     max_rows=config.max_rows,
                     keep_cache=config.keep_cache,
+                    rank=max((each.down.out_features for each in self._adapters), default=0),
                 )
-            except (ValueError, RuntimeError, NotImplementedError) as error:
-                raise RolloutError(
-                    f"vLLM does not start with a {type(module).__name__}",
-                    why=f"{type(error).__name__}: {str(error).strip() or 'it does not say why'}",
-                    fix="lower rollout.max_rows where there is no room; else choose another model, or "
-                    'rollout.engine = "native"',
-                ) from error
+            )
 
-    can: ClassVar = frozenset(Capability) - {Capability.SHARED, Capability.FIXED, Capability.ADAPTERS}
+    def _started(self, settings: CoreSettings) -> AnyCore:
+        """vLLM, in a server where the recipe names its Python."""
+        try:
+            if self._config.server is not None:
+                return ServedCore(Path(self._config.server), settings)
+            gc.collect()  # an earlier engine that nobody has would take vLLM's process groups with it
+            os.environ.update(ENVIRONMENT)
+            os.environ.setdefault(LOUDNESS, "ERROR")
+            from rillflow.rollout.vllm.core import Core
+
+            return Core(settings)
+        except (ValueError, RuntimeError, NotImplementedError, ImportError, StartRefused) as error:
+            raise RolloutError(
+                f"vLLM does not start with a {type(self._module).__name__}",
+                why=str(error) if isinstance(error, StartRefused) else told(error),
+                fix="lower rollout.max_rows where there is no room; else choose another model, or "
+                'rollout.engine = "native"',
+            ) from error
+
+    can: ClassVar = frozenset(Capability) - {Capability.SHARED, Capability.FIXED}
 
     @property
     def has_work(self) -> bool:
@@ -130,10 +140,17 @@ class VllmEngine:
         return self._core.cache_bytes
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """See Engine; they are copied, a layer at a time."""
+        """See Engine; they are copied, a layer at a time; beside an adapter its base once."""
         for row in self._rows.values():
             row.rollout, row.tokens, row.logprobs = row.settled(self._version), [], []
-        self._core.reload(version, self._by_file(weights))
+        beside = {name: weight for name, weight in weights.items() if is_adapter(name)}
+        if self._version < 0 or not self._adapters:
+            base = {name: weight for name, weight in weights.items() if name not in beside}
+            self._core.reload(version, self._by_file(base))
+        if beside:
+            scale = self._adapters[0].scale
+            named = ((file_name(name), weight.detach().contiguous()) for name, weight in beside.items())
+            self._core.adapt(version, scale, named)
         self._version = version
 
     def _by_file(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -170,7 +187,7 @@ class VllmEngine:
             finished = dict[RowId, Rollout]()
             for part in begun:
                 while any(each.row not in finished for each in part):
-                    finished |= {each.row: each for each in self.step()}
+                    finished |= {each.row: each for each in self._stepped(_STEPS)}
                 yield rollout_batch([finished.pop(each.row) for each in part])
         finally:
             self._clear()
@@ -195,14 +212,13 @@ class VllmEngine:
         stop: frozenset[int] = frozenset(),
         given: Sequence[int] = (),
     ) -> None:
-        from rillflow.rollout.vllm.core import Ask
-
-        name, begin = str(rollout.row), len(rollout.tokens)
+        begin = len(rollout.tokens)
         check_tokens(rollout, self._context, self._vocabulary)
         check_ids([rollout.row, *(each.rollout.row for each in self._rows.values())])
-        ask = Ask(row=rollout.row, sampling=sampling, seed=self._seed, begin=begin, given=tuple(given))
-        self._core.add(name, rollout.tokens, ask, limit - begin, sorted(stop))
-        self._rows[name] = _Running(rollout=rollout, stop=stop)
+        how: dict[str, Any] = {"row": rollout.row, "sampling": sampling, "seed": self._seed, "begin": begin}
+        ask = Ask(**how, most=limit - begin, stop=tuple(sorted(stop)), given=tuple(given))
+        self._core.add(rollout.tokens, ask)
+        self._rows[rollout.row] = _Running(rollout=rollout, stop=stop)
 
     def step(self) -> list[Rollout]:
         """See Engine.
@@ -210,23 +226,26 @@ class VllmEngine:
         Raises:
             RolloutError: the logits of a row are not finite; the engine is empty afterwards.
         """
-        ended, self._ended = self._ended, []
-        return ended + self._advanced()
+        return self._stepped(1)
 
-    def _advanced(self) -> list[Rollout]:
-        """The rows that ended with one more step."""
+    def _stepped(self, most: int) -> list[Rollout]:
+        ended, self._ended = self._ended, []
+        return ended + self._advanced(most)
+
+    def _advanced(self, most: int) -> list[Rollout]:
+        """The rows that ended with so many steps more, or with one where a text may end them."""
         ended = []
-        for piece in self._core.step():
-            if piece.name not in self._rows:
+        for piece in self._core.step(most if self._stops is None else 1):
+            if piece.row not in self._rows:
                 continue
-            row = self._rows[piece.name]
+            row = self._rows[piece.row]
             row.tokens += piece.tokens
             row.logprobs += piece.logprobs
-            self._check_finite(row)
+            self._check_finite(row, len(piece.tokens))
             is_stopped = self._stops_at(row)
             if piece.has_ended or is_stopped:
                 ended.append(row.settled(self._version, Finish.STOP if is_stopped else Finish.LENGTH))
-                self._left(piece.name, is_over=piece.has_ended)
+                self._left(piece.row, is_over=piece.has_ended)
         return ended
 
     def _stops_at(self, row: _Running) -> bool:
@@ -237,11 +256,11 @@ class VllmEngine:
         tail = zip(own.tokens[-longest:], own.loss_mask[-longest:], strict=True)
         return row.tokens[-1] in row.stop or self._stops.ends([token for token, is_own in tail if is_own])
 
-    def _left(self, name: str, *, is_over: bool = False) -> Rollout:
+    def _left(self, row: RowId, *, is_over: bool = False) -> Rollout:
         """A row that is taken out; vLLM is told where it goes on."""
         if not is_over:
-            self._core.abort(name)
-        return self._rows.pop(name).settled(self._version)
+            self._core.abort(row)
+        return self._rows.pop(row).settled(self._version)
 
     def abort(self, row: RowId) -> Rollout:
         """See Engine.
@@ -249,12 +268,12 @@ class VllmEngine:
         Raises:
             RolloutError: the row is not in the engine.
         """
-        if str(row) not in self._rows:
+        if row not in self._rows:
             raise RolloutError(
                 f"row ({row}) is not in the engine",
                 why="it was never added, or has finished and was handed back",
             )
-        return self._left(str(row))
+        return self._left(row)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See Engine; rows that run go on meanwhile."""
@@ -263,7 +282,7 @@ class VllmEngine:
             start = Rollout.start(RowId(_GIVEN, index, 0), text[:1])
             self._add(start, plain, len(text), given=text[1:])
         while len(scored) < len(texts):
-            for each in self._advanced():
+            for each in self._advanced(_STEPS):
                 if each.row.epoch == _GIVEN:
                     scored[each.row] = each
                 else:
@@ -272,15 +291,17 @@ class VllmEngine:
 
     def _clear(self) -> None:
         """Forget every row."""
-        for name in [*self._rows]:
-            self._left(name)
+        for row in [*self._rows]:
+            self._left(row)
         self._ended = []
 
-    def _check_finite(self, row: _Running) -> None:
-        if isfinite(row.logprobs[-1]):
+    def _check_finite(self, row: _Running, new: int) -> None:
+        begin = len(row.logprobs) - new
+        odd = [place for place, each in enumerate(row.logprobs[begin:], begin) if not isfinite(each)]
+        if not odd:
             return
         self._clear()
-        position = len(row.rollout.tokens) + len(row.tokens) - 1
+        position = len(row.rollout.tokens) + odd[0]
         raise RolloutError(
             f"the logits of row ({row.rollout.row}) at position {position} are not finite",
             why="a weight is NaN or infinite, or an activation overflowed",

@@ -1,0 +1,122 @@
+"""Frames: how asks, pieces and weights cross to a server; JSON and arrays, nothing that runs.
+
+    START settings | ADD row | ABORT row | STEP most | SLEEP | WAKE          one frame each
+    RELOAD, ADAPT ─ WEIGHT ─ WEIGHT ─ ... ─ END                              a weight is cut into buckets
+
+ADD and ABORT are not answered; every other is, with OK or ERROR, once it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum, auto
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rillflow.data_plane.wire import Arrays, Channel, Message
+from rillflow.records.row import RowId
+from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.vllm.asks import Ask, Piece
+
+BUCKET_BYTES = 2**26
+"""The longest part of a weight in one frame."""
+_SAMPLING = set(SamplingConfig.model_fields) - {"stop"}
+"""How a token is drawn; texts that end a row are looked for on this side."""
+
+
+class Word(IntEnum):
+    """What a frame is for."""
+
+    START = auto()
+    ADD = auto()
+    ABORT = auto()
+    STEP = auto()
+    RELOAD = auto()
+    ADAPT = auto()
+    WEIGHT = auto()
+    END = auto()
+    SLEEP = auto()
+    WAKE = auto()
+    OK = auto()
+    ERROR = auto()
+
+
+def said_of(ask: Ask) -> dict[str, Any]:
+    """A row's ask as JSON, its given tokens aside."""
+    sampling = ask.sampling.model_dump(mode="json", include=_SAMPLING)
+    row, stop = list(ask.row), list(ask.stop)
+    return {
+        "row": row,
+        "sampling": sampling,
+        "seed": ask.seed,
+        "begin": ask.begin,
+        "most": ask.most,
+        "stop": stop,
+    }
+
+
+def ask_of(message: Message) -> Ask:
+    """What ``said_of`` said."""
+    says = message.says
+    return Ask(
+        row=RowId(*says["row"]),
+        sampling=SamplingConfig.model_validate(says["sampling"]),
+        seed=says["seed"],
+        begin=says["begin"],
+        most=says["most"],
+        stop=tuple(says["stop"]),
+        given=tuple(message.arrays["given"].tolist()),
+    )
+
+
+def arrays_of(pieces: Sequence[Piece]) -> Arrays:
+    """What steps added, rows side by side."""
+    return {
+        "rows": np.array([each.row for each in pieces], np.int64).reshape(-1, 3),
+        "counts": np.array([len(each.tokens) for each in pieces], np.int64),
+        "tokens": np.array([token for each in pieces for token in each.tokens], np.int64),
+        "logprobs": np.array([logprob for each in pieces for logprob in each.logprobs], np.float64),
+        "ended": np.array([each.has_ended for each in pieces], np.bool_),
+    }
+
+
+def pieces_of(arrays: Arrays) -> list[Piece]:
+    """What ``arrays_of`` laid side by side."""
+    rows, counts, tokens, logprobs, ended = (
+        arrays[name].tolist() for name in ("rows", "counts", "tokens", "logprobs", "ended")
+    )
+    found, at = [], 0
+    for row, count, has_ended in zip(rows, counts, ended, strict=True):
+        own = slice(at, at + count)
+        piece = Piece(row=RowId(*row), tokens=tokens[own], logprobs=logprobs[own], has_ended=has_ended)
+        found.append(piece)
+        at += count
+    return found
+
+
+def send_weights(channel: Channel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Send weights one after the other, each in buckets; of one on a device, one bucket is here at a time."""
+    for name, tensor in weights:
+        flat = tensor.detach().contiguous().reshape(-1)
+        step = max(1, BUCKET_BYTES // flat.itemsize)
+        says = {"name": name, "dtype": str(flat.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        for at in range(0, max(1, len(flat)), step):
+            bucket = flat[at : at + step].cpu().view(torch.uint8).numpy()
+            channel.send(Word.WEIGHT, {**says, "at": at * flat.itemsize}, {"bytes": bucket})
+    channel.send(Word.END, {})
+
+
+def received_weights(channel: Channel) -> Iterator[tuple[str, Tensor]]:
+    """The weights that ``send_weights`` sends, each once it is whole."""
+    whole = torch.empty(0)
+    while (message := channel.receive()).kind == Word.WEIGHT:
+        says, part = message.says, message.arrays["bytes"]
+        if says["at"] == 0:
+            whole = torch.empty(says["shape"], dtype=getattr(torch, says["dtype"]))
+        raw = whole.reshape(-1).view(torch.uint8).numpy()
+        raw[says["at"] : says["at"] + len(part)] = part
+        if says["at"] + len(part) == len(raw):
+            yield says["name"], whole

@@ -1,0 +1,199 @@
+"""Served: vLLM's core in a server of its own, which speaks for the environment of another Python.
+
+    rank: VllmEngine ─ ServedCore ══ pair of sockets, frames ══ server: python of another environment ─ Core
+                            │                                      this very package, by a link in a folder
+                            └─ ends ──> the pair is closed, the server ends
+
+consumes      answers, of one ask at a time
+waits for     an answer, at most ``START_S`` or ``answer_s``; then the server is killed, and the error says
+              who waited for what since when
+unblocked by  the answer, or the end of the socket: the error has the exit status and the log's last lines
+shuts down    with the object, or the process: the pair is closed; a server that stays is killed
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rillflow.data_plane.wire import Channel, Message
+from rillflow.errors import RolloutError
+from rillflow.records.row import RowId
+from rillflow.rollout.vllm.asks import ENVIRONMENT, LOUDNESS, Ask, CoreSettings, Piece
+from rillflow.rollout.vllm.frames import Word, pieces_of, said_of, send_weights
+
+START_S = 900.0
+"""The longest start: vLLM's imports, and on a device its trial passes."""
+ANSWER_S = 600.0
+"""The longest wait for any other answer, or for a part of it."""
+_END_S = 10.0
+"""How long a server may take to end before it is killed."""
+_LOG_BYTES = 2000
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from rillflow.rollout.vllm.server import main; main(sys.argv[1], int(sys.argv[2]))"
+)
+
+
+class StartRefused(Exception):
+    """vLLM does not start; the text says why, in its words."""
+
+
+class ServedCore:
+    """See AnyCore.
+
+    Args:
+        python: of the environment that has vLLM.
+        settings: what it is started with.
+        answer_s: the longest wait for an answer.
+
+    Raises:
+        StartRefused: vLLM does not take the settings or the model.
+        RolloutError: there is no such Python, or its process ends.
+    """
+
+    def __init__(self, python: Path, settings: CoreSettings, answer_s: float = ANSWER_S) -> None:
+        self._python, self._answer_s = python, answer_s
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it is the server's too
+        self._process, self._channel = self._spawned()
+        says = {**asdict(settings), "threads": torch.get_num_threads()}
+        started = self._met(Word.START, lambda: self._channel.send(Word.START, says), within_s=START_S)
+        if started.kind == Word.ERROR:
+            raise StartRefused(started.says["why"])
+        self.cache_bytes = int(started.says["cache_bytes"])
+
+    def _spawned(self) -> tuple[subprocess.Popen[bytes], Channel]:
+        """The server's process, in a session of its own: an interrupt is the run's to answer."""
+        folder = tempfile.mkdtemp(prefix="rillflow-vllm-")
+        (Path(folder) / "rillflow").symlink_to(Path(__file__).parents[2])
+        own, theirs = socket.socketpair()
+        try:
+            process = subprocess.Popen(
+                [self._python, "-E", "-P", "-c", _BOOT, folder, str(theirs.fileno())],
+                env={LOUDNESS: "ERROR", **os.environ, **ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise RolloutError(
+                f"vLLM's server cannot be started by {self._python}",
+                why=str(error),
+                fix="name the python of an environment with vLLM in rollout.server",
+            ) from None
+        finally:
+            theirs.close()
+        channel = Channel(own)
+        self._end = weakref.finalize(self, _ended, process, channel, folder)
+        return process, channel
+
+    def add(self, tokens: Sequence[int], ask: Ask) -> None:
+        """See AnyCore; an error of vLLM's is the next answer's."""
+        arrays = {"tokens": np.array(tokens, np.int64), "given": np.array(ask.given, np.int64)}
+        self._met(Word.ADD, lambda: self._channel.send(Word.ADD, said_of(ask), arrays), is_answered=False)
+
+    def abort(self, row: RowId) -> None:
+        """See AnyCore; an error of vLLM's is the next answer's."""
+        says = {"row": list(row)}
+        self._met(Word.ABORT, lambda: self._channel.send(Word.ABORT, says), is_answered=False)
+
+    def step(self, most: int) -> list[Piece]:
+        """See AnyCore."""
+        return pieces_of(self._ask(Word.STEP, {"most": most}).arrays)
+
+    def reload(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """See AnyCore."""
+        self._ask(Word.RELOAD, {"version": version}, weights)
+
+    def adapt(self, version: int, scale: float, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """See AnyCore."""
+        self._ask(Word.ADAPT, {"version": version, "scale": scale}, weights)
+
+    def sleep(self) -> None:
+        """See AnyCore."""
+        self._ask(Word.SLEEP, {})
+
+    def wake(self) -> None:
+        """See AnyCore."""
+        self._ask(Word.WAKE, {})
+
+    def _ask(
+        self, word: Word, says: Mapping[str, Any], weights: Iterator[tuple[str, Tensor]] | None = None
+    ) -> Message:
+        """Say something, and wait for the answer."""
+
+        def send() -> None:
+            self._channel.send(word, says)
+            if weights is not None:
+                send_weights(self._channel, weights)
+
+        answer = self._met(word, send)
+        if answer.kind == Word.ERROR:
+            raise RolloutError(
+                f"vLLM's server (process {self._process.pid}, {self._python}) cannot {word.name.lower()}",
+                why=answer.says["why"],
+            )
+        return answer
+
+    def _met(
+        self, word: Word, send: Callable[[], None], *, is_answered: bool = True, within_s: float | None = None
+    ) -> Message:
+        """Send, and wait for the answer where there is one; after an error the server is not used again."""
+        began, limit_s = time.time(), within_s or self._answer_s
+        server = f"vLLM's server (process {self._process.pid}, {self._python})"
+        try:
+            self._channel.wait_at_most(limit_s)
+            send()
+            return self._channel.receive() if is_answered else Message(kind=Word.OK, says={})
+        except TimeoutError:
+            self._process.kill()
+            raise RolloutError(
+                f"rank process {os.getpid()} waits for {server} to {word.name.lower()} since "
+                f"{time.strftime('%H:%M:%S', time.localtime(began))}, and nothing has come for {limit_s:g} s",
+                why=f"it hangs, and was killed{self._last_lines()}",
+                fix="run the recipe again: it resumes from the last checkpoint",
+            ) from None
+        except OSError:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+            raise RolloutError(
+                f"{server} was to {word.name.lower()} and has ended with status {self._process.returncode}",
+                why=f"vLLM ended it, or something killed it{self._last_lines()}",
+                fix="run the recipe again: it resumes from the last checkpoint",
+            ) from None
+        except BaseException:
+            self._end()
+            raise
+
+    def _last_lines(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size
+        last = os.pread(self._log.fileno(), _LOG_BYTES, max(0, size - _LOG_BYTES))
+        text = last.decode(errors="replace").strip()
+        return f"; the last it wrote: {text}" if text else "; it wrote nothing"
+
+
+def _ended(process: subprocess.Popen[bytes], channel: Channel, folder: str) -> None:
+    """Let a server end, or end it."""
+    channel.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    process.kill()
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,114 @@
+"""Server: vLLM in a process and an environment of its own; ``ServedCore`` starts it and has its socket.
+
+    ServedCore ── frame ──> answer it: Core ──> frame        the process's one loop
+         └─ end of the socket closed ──> the process ends     a thread waits for that, whatever the loop does
+
+consumes      frames of an inherited socket: it has no name and no port, so there is nobody else to tell apart
+waits for     the next frame; whoever asks has the deadlines
+unblocked by  a frame, or the end of the socket: its other end closed, or the process that had it was killed
+produces      an answer to each frame that wants one; after ADD or ABORT failed, that error to the next
+shuts down    at once, whatever it does: nothing here outlives whoever asks
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rillflow.data_plane.wire import Arrays, Channel, Message
+from rillflow.records.row import RowId
+from rillflow.rollout.vllm.asks import AnyCore, CoreSettings, told
+from rillflow.rollout.vllm.frames import Word, arrays_of, ask_of, received_weights
+
+_ERROR_LETTERS = 2000
+_UNANSWERED = (Word.ADD, Word.ABORT)
+
+
+class _Answers:
+    """Frames, carried out.
+
+    Args:
+        channel: to whoever asks.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._core: AnyCore
+
+    def of(self, message: Message) -> tuple[Mapping[str, Any], Arrays]:
+        """Carry a frame out; what there is to say of it."""
+        word, says = Word(message.kind), message.says
+        if word is Word.START:
+            from rillflow.rollout.vllm.core import Core
+
+            torch.set_num_threads(says.pop("threads"))
+            self._core = Core(CoreSettings(**says))
+            return {"cache_bytes": self._core.cache_bytes}, {}
+        if word is Word.STEP:
+            return {}, arrays_of(self._core.step(says["most"]))
+        simple: Mapping[Word, Callable[[], None]] = {
+            Word.ADD: lambda: self._core.add(message.arrays["tokens"].tolist(), ask_of(message)),
+            Word.ABORT: lambda: self._core.abort(RowId(*says["row"])),
+            Word.RELOAD: lambda: self._take(self._core.reload, says["version"]),
+            Word.ADAPT: lambda: self._take(self._core.adapt, says["version"], says["scale"]),
+            Word.SLEEP: lambda: self._core.sleep(),
+            Word.WAKE: lambda: self._core.wake(),
+        }
+        simple[word]()
+        return {}, {}
+
+    def _take(self, into: Callable[..., None], *named: Any) -> None:
+        """Hand weights over as they come; the rest of them is read whatever becomes of those."""
+        weights = received_weights(self._channel)
+        try:
+            into(*named, weights)
+        finally:
+            for _ in weights:
+                pass
+
+
+def main(folder: str, descriptor: int) -> None:
+    """Answer until the socket's other end is closed.
+
+    Args:
+        folder: made for this process; it goes with it.
+        descriptor: of the socket.
+    """
+    connected = socket.socket(fileno=descriptor)
+    threading.Thread(target=_end_with_it, args=(folder, descriptor), daemon=True).start()
+    channel, failed = Channel(connected), ""
+    answers = _Answers(channel)
+    while True:
+        message = channel.receive()
+        answer: tuple[Mapping[str, Any], Arrays] = {}, {}
+        if not failed:
+            try:
+                answer = answers.of(message)
+            except Exception as error:  # noqa: BLE001  the supervision boundary: vLLM may raise anything
+                failed = told(error)[-_ERROR_LETTERS:]
+        elif message.kind in (Word.RELOAD, Word.ADAPT):
+            for _ in received_weights(channel):
+                pass
+        if message.kind in _UNANSWERED:
+            continue
+        if failed:
+            channel.send(Word.ERROR, {"why": failed})
+        else:
+            channel.send(Word.OK, *answer)
+        failed = ""
+
+
+def _end_with_it(folder: str, descriptor: int) -> None:
+    """End the process when the other end of the socket is closed, whatever the main thread does."""
+    watched = select.poll()
+    watched.register(descriptor, 0)  # that it hangs up is told in any case
+    watched.poll()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)

@@ -1,0 +1,88 @@
+"""What crosses between an engine and vLLM's server, without vLLM; tests/vllm has the rest."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from rillflow.data_plane.wire import Channel
+from rillflow.errors import RolloutError
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.vllm import frames
+from rillflow.rollout.vllm.asks import Ask, CoreSettings, Piece
+from rillflow.rollout.vllm.served import ServedCore, StartRefused
+
+SETTINGS = CoreSettings(directory="", device="cpu", dtype="float32", context=8, max_rows=1, keep_cache=False)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    both = [Channel(each) for each in socket.socketpair()]
+    for each in both:
+        each.wait_at_most(20)
+    yield both[0], both[1]
+    for each in both:
+        each.close()
+
+
+def test_an_ask_and_what_came_of_it_arrive_as_they_were(ends: tuple[Channel, Channel]) -> None:
+    sampling = RolloutConfig(temperature=0.7, top_k=3, top_p=0.1 + 0.2, stop=("end",))
+    ask = Ask(
+        row=RowId(-1, 2, 3), sampling=sampling, seed=2**31 - 1, begin=4, most=5, stop=(6, 7), given=(8,)
+    )
+    ends[0].send(frames.Word.ADD, frames.said_of(ask), {"given": torch.tensor(ask.given).numpy()})
+    found = frames.ask_of(ends[1].receive())
+    drawn = SamplingConfig(temperature=0.7, top_k=3, top_p=0.1 + 0.2)
+    assert found == Ask(**{**vars(ask), "sampling": drawn})
+    pieces = [
+        Piece(row=RowId(0, 0, 1), tokens=[5, 6], logprobs=[-0.1, -1e-30], has_ended=False),
+        Piece(row=RowId(0, 0, 2), tokens=[], logprobs=[], has_ended=True),
+    ]
+    for each in (pieces, []):
+        ends[1].send(frames.Word.OK, {}, frames.arrays_of(each))
+        assert frames.pieces_of(ends[0].receive().arrays) == each
+
+
+def test_weights_arrive_whole_whatever_a_frame_holds(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "BUCKET_BYTES", 100)
+    sent = {
+        "a.weight": torch.randn(7, 11),
+        "b.weight": torch.randn(33, 5).to(torch.bfloat16).T,
+        "scalar": torch.tensor(3.0),
+        "none": torch.empty(0, 4),
+    }
+    found: dict[str, torch.Tensor] = {}
+    reader = threading.Thread(target=lambda: found.update(frames.received_weights(ends[1])))
+    reader.start()
+    frames.send_weights(ends[0], sent.items())
+    reader.join()
+    assert list(found) == list(sent)
+    for name, tensor in sent.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_a_server_says_what_it_cannot_do_or_with_what_it_ended() -> None:
+    with pytest.raises(RolloutError, match="cannot be started by /no/such/python"):
+        ServedCore(Path("/no/such/python"), SETTINGS)
+    with pytest.raises(RolloutError, match="was to start and has ended with status 0") as caught:
+        ServedCore(Path("/bin/true"), SETTINGS)
+    assert "it wrote nothing" in caught.value.why
+    with pytest.raises(RolloutError, match="has ended with status 2") as caught:
+        ServedCore(Path("/bin/sh"), SETTINGS)
+    assert "the last it wrote: " in caught.value.why
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_server_without_vllm_says_so() -> None:
+    with pytest.raises(StartRefused, match="ModuleNotFoundError: No module named 'vllm'"):
+        ServedCore(Path(sys.executable), SETTINGS)

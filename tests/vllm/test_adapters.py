@@ -1,0 +1,74 @@
+"""vLLM runs an adapter beside its base, in this process and served: what the native engine says with it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rillflow.models.adapters import is_adapter
+from rillflow.models.language_model import LanguageModel
+from rillflow.records.batch import Batch
+from rillflow.records.rollout import rollout_batch, starts
+from rillflow.rollout.engine import Engine
+from rillflow.rollout.native.engine import NativeEngine
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_engines import SERVED, adapted_model, assert_same, both, prompts, until_empty
+
+pytestmark = pytest.mark.skipif(
+    find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` has an environment with it"
+)
+
+
+def changed(each: Engine, of: LanguageModel, version: int) -> None:
+    """Give an engine the next version, of which the adapter alone is another."""
+    weights = dict(of.module.named_parameters())
+    is_native = isinstance(each, NativeEngine)
+    factor = 0.5 ** (1 if is_native else version)  # the native engine samples from the module itself
+    other = {name: weight * (factor if is_adapter(name) else 1) for name, weight in weights.items()}
+    if is_native:
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(other[name])
+    each.load(version, other)
+
+
+def by_three_versions(each: Engine, of: LanguageModel) -> Batch:
+    """Rows of the first adapter, rows of two, and new ones of the third."""
+    for start in starts(prompts(6), 2):
+        each.add(start)
+    ended = [row for _ in range(6) for row in each.step()]
+    changed(each, of, 1)
+    ended += until_empty(each)
+    changed(each, of, 2)
+    for start in starts(prompts(6, first=6), 2):
+        each.add(start)
+    ended += until_empty(each)
+    return rollout_batch(sorted(ended, key=lambda row: row.row))
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"), [({}, "lora"), (SERVED, "rslora")], ids=["here, lora", "served, rslora"]
+)
+def test_each_versions_adapter_is_sampled_with(where: dict[str, Any], kind: str) -> None:
+    """Prompts that other rows share are read again by each."""
+    of = adapted_model(kind)
+    vllm, native = both(of, **where)
+    found = by_three_versions(vllm, of)
+    assert_same(found, by_three_versions(native, of), within=1e-4)
+    assert set(found.ragged("versions").values.tolist()) == {-1, 0, 1, 2}
+    assert vllm.score([[1, 2, 3, 4]]) != vllm.score([[1, 2, 3, 5]])
+
+
+def test_the_base_is_handed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = adapted_model()
+    vllm, _ = both(of)
+    handed: list[str] = []
+    monkeypatch.setattr(vllm._core, "reload", lambda *_: handed.append("base"))
+    changed(vllm, of, 1)
+    assert handed == []

@@ -1,0 +1,124 @@
+"""vLLM as a server: what becomes of it, of rows and of weights when either end stops."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from rillflow.errors import RolloutError
+from rillflow.rollout.vllm.asks import CoreSettings
+from rillflow.rollout.vllm.served import ServedCore
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_engines import SERVED, both, model, prompts
+
+pytestmark = pytest.mark.skipif(
+    find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` has an environment with it"
+)
+BEGUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from small_engines import SERVED, engine, model, prompts
+from rillflow.records.rollout import starts
+from rillflow.rollout.vllm.engine import VllmEngine
+made = engine(VllmEngine, model(), **SERVED)
+for start in starts(prompts(), 1):
+    made.add(start)
+print(made._core._process.pid, flush=True)
+while True:
+    made.step() if made.has_work else made.wake()
+"""
+
+
+def is_there(process: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(process: int, within_s: float = 30.0) -> bool:
+    until = time.monotonic() + within_s
+    while is_there(process) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not is_there(process)
+
+
+def test_a_server_that_dies_in_mid_generation_is_an_error_with_its_status() -> None:
+    made, _ = both(model(), **SERVED)
+    parts = made.generate_parts([prompts(1), prompts(9, first=1)], 4)
+    next(parts)
+    os.kill(made._core._process.pid, signal.SIGKILL)
+    with pytest.raises(RolloutError, match="ended with status -9") as caught:
+        list(parts)
+    assert "resumes from the last checkpoint" in caught.value.fix
+    with pytest.raises(RolloutError, match="ended with status -9"):
+        made.wake()
+
+
+def test_a_server_that_hangs_is_waited_for_no_longer_than_it_may_take() -> None:
+    made, _ = both(model(), **SERVED)
+    process = made._core._process.pid
+    made._core._answer_s = 1.0
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(
+        RolloutError, match=rf"rank process {os.getpid()} waits for .*{process}.*to wake since"
+    ):
+        made.wake()
+    assert ends(process)
+
+
+def test_a_server_ends_with_whoever_has_it() -> None:
+    made, _ = both(model(), **SERVED)
+    process = made._core._process.pid
+    assert is_there(process)
+    del made, _
+    gc.collect()
+    assert ends(process)
+
+
+def test_a_server_does_not_outlive_a_killed_process_that_had_it() -> None:
+    command = [sys.executable, "-c", BEGUN, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        process = int(parent.stdout.readline())
+        assert is_there(process)
+        parent.kill()
+        assert ends(process)
+
+
+def test_what_vllm_refuses_is_said_in_its_words() -> None:
+    with pytest.raises(RolloutError, match="vLLM does not start with a Qwen2ForCausalLM") as caught:
+        both(model(), max_rows=10**6, **SERVED)
+    assert "Error: " in caught.value.why
+
+
+def test_a_python_that_is_not_there_is_named() -> None:
+    settings = CoreSettings(
+        directory="", device="cpu", dtype="float32", context=8, max_rows=1, keep_cache=False
+    )
+    with pytest.raises(RolloutError, match="cannot be started by /no/such/python"):
+        ServedCore(Path("/no/such/python"), settings)
+    with pytest.raises(RolloutError, match="was to start and has ended with status 0"):
+        ServedCore(Path("/bin/true"), settings)
+
+
+def test_weights_cross_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones, of bfloat16 too: the largest weight takes hundreds."""
+    monkeypatch.setattr("rillflow.rollout.vllm.frames.BUCKET_BYTES", 1000)
+    of = model()
+    of.module.to(torch.bfloat16)
+    served, _ = both(of, **SERVED)
+    here, _ = both(of)
+    found, expected = (each.generate(prompts(4), 2) for each in (served, here))
+    assert found.ragged("tokens").lists() == expected.ragged("tokens").lists()
