@@ -24,7 +24,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rillflow.errors import ModelError
-from rillflow.models.attention import ATTENTION, causal
+from rillflow.models.attention import ATTENTION, Scores, causal
 
 _TRIAL_TOKENS = 8
 """How many tokens a module is tried on."""
@@ -46,13 +46,11 @@ class Witness:
         self.windows: dict[int, int | None] = {}
         """How many tokens back each sees; None for all."""
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """See AttentionPlan."""
         self.layers.append(layer)
-        self.states[layer], self.windows[layer] = (key, value), window
-        return causal(query, key, value, scaling, window).transpose(1, 2)
+        self.states[layer], self.windows[layer] = (key, value), scores.window
+        return causal(query, key, value, scores).transpose(1, 2)
 
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

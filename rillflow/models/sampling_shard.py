@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from transformers import PreTrainedModel
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import ModelError
 from rillflow.models.adapters import ADAPTER, AdaptedLinear, join
-from rillflow.models.attention import AttentionPlan, causal
+from rillflow.models.attention import AttentionPlan, Scores, causal
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
@@ -294,14 +295,16 @@ class OwnHeads:
         self._layers = layers
         self._rank, self._size = rank, size
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """See AttentionPlan."""
         if layer in self._layers:
-            query, key, value = (
-                states.chunk(self._size, dim=1)[self._rank] for states in (query, key, value)
-            )
+            query, key, value = (self._own(states) for states in (query, key, value))
+            if scores.sinks is not None:
+                scores = replace(scores, sinks=self._own(scores.sinks[None])[0])
         if self._plan is None:
-            return causal(query, key, value, scaling, window).transpose(1, 2)
-        return self._plan.attend(layer, query, key, value, scaling, window)
+            return causal(query, key, value, scores).transpose(1, 2)
+        return self._plan.attend(layer, query, key, value, scores)
+
+    def _own(self, heads: Tensor) -> Tensor:
+        """This rank's part of [N, heads, ...]."""
+        return heads.chunk(self._size, dim=1)[self._rank]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rillflow.errors import TrainingError
-from rillflow.models.attention import causal
+from rillflow.models.attention import Scores, causal
 from rillflow.parallel.buckets import bucket_bounds
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
@@ -112,15 +112,13 @@ class PackedAttention:
         found._home = self._home.with_more(results=size)
         return found
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """[1, U, H, D] each packed token attends to the beginning of its rows; see AttentionPlan."""
         self.layers.add(layer)
         found = []
         for bucket in self._buckets:
             rows_query, rows_key, rows_value = (bucket.rows_of(states) for states in (query, key, value))
-            seen = causal(rows_query, rows_key, rows_value, scaling, window)
+            seen = causal(rows_query, rows_key, rows_value, scores)
             found.append(seen.transpose(1, 2).flatten(0, 1).flatten(1))
         everything = found[0] if len(found) == 1 else torch.cat(found)
         return _gather(everything, self._home).view(1, query.shape[2], query.shape[1], -1)

@@ -47,9 +47,10 @@ GROWN = {
     "vLLM as a server with adapters": 383,
     "sums that begin in the backward pass": 94,
     "offload refused in words": 9,
+    "soft caps and sinks": 30,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 28_297
+PACKAGE_LINES = 28_327
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_037,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rillflow.models.attention import AttentionPlan, causal
+from rillflow.models.attention import AttentionPlan, Scores, causal
 from rillflow.rollout.native.cache import Layer
 from rillflow.rollout.native.scheduler import Prefill
 
@@ -92,10 +92,10 @@ class Prefixes:
         """All fields, in order."""
         return tuple(vars(self).values())
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """[t, H, E] from ``query`` [t, H, D], ``key`` [t, K, D] and ``value`` [t, K, E]."""
         query, key, value = (states[self.spread].transpose(1, 2) for states in (query, key, value))
-        seen = causal(query, key, value, scaling, window)
+        seen = causal(query, key, value, scores)
         return seen.transpose(1, 2).flatten(0, 1)[self.gather]
 
 
@@ -119,9 +119,7 @@ class Pass:
         self._lines: dict[int, Tensor] = {}
         self._biases: dict[tuple[int, int | None], Tensor] = {}
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """[1, T, H, E]; see AttentionPlan."""
         stored = self._layers[layer]
         query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
@@ -130,10 +128,10 @@ class Pass:
         parts = []
         if self._prefixes is not None:
             read = self._prefixes.tokens.shape[0]
-            parts.append(self._prefixes.attend(query[:read], key[:read], value[:read], scaling, window))
+            parts.append(self._prefixes.attend(query[:read], key[:read], value[:read], scores))
             query = query[read:]
         if self._positions is not None:
-            parts.append(self._look_back(query, self._positions, stored, scaling, window))
+            parts.append(self._look_back(query, self._positions, stored, scores))
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
     def _store(self, cached: Tensor, states: Tensor) -> None:
@@ -159,24 +157,27 @@ class Pass:
         rows = torch.cat(slots)[:, None] * heads + torch.arange(heads, device=self._places.device)
         return (rows * length + torch.cat(places)[:, None]).flatten()
 
-    def _look_back(
-        self, query: Tensor, positions: Tensor, stored: Layer, scaling: float, window: int | None
-    ) -> Tensor:
+    def _look_back(self, query: Tensor, positions: Tensor, stored: Layer, scores: Scores) -> Tensor:
         """[n, H, E] each row's one query [n, H, D] over its cache."""
         rows, seen = positions.shape[0], self._places.shape[0]
         heads, size = query.shape[1:]
         groups = stored.keys.shape[1]
         keys, values = stored.keys[:rows, :, :seen], stored.values[:rows, :, :seen]
-        bias = self._bias(positions, groups, window, keys.dtype)
+        bias = self._bias(positions, groups, scores.window, keys.dtype)
         # The query heads of one key head are as good as more queries: nothing is repeated.
         query = query.reshape(rows, groups, heads // groups, size)
+        if not scores.is_plain:
+            products = query.to(keys.dtype) @ keys.transpose(2, 3) * scores.scaling
+            shares = scores.shares(products, bias.view(rows, -1, 1, seen)).to(values.dtype)
+            return (shares @ values).view(rows, heads, -1).to(query.dtype)
+        scale = scores.scaling
         if query.device.type != "cpu":
-            found = nn.functional.scaled_dot_product_attention(query, keys, values, bias, scale=scaling)
+            found = nn.functional.scaled_dot_product_attention(query, keys, values, bias, scale=scale)
             return found.reshape(rows, heads, -1)
         # With one query a row, scaled_dot_product_attention takes a fifth longer than two products.
         grouped = query.flatten(0, 1).to(keys.dtype)
-        scores = torch.baddbmm(bias, grouped, keys.flatten(0, 1).transpose(1, 2), alpha=scaling)
-        mixed = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
+        products = torch.baddbmm(bias, grouped, keys.flatten(0, 1).transpose(1, 2), alpha=scale)
+        mixed = torch.bmm(products.softmax(-1), values.flatten(0, 1))
         return mixed.view(rows, heads, -1).to(query.dtype)
 
     def _bias(self, positions: Tensor, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -258,7 +258,6 @@ def test_exactly_one_of_path_and_new_under_its_own_name() -> None:
         ({"architecture": "qwne2"}, "did you mean 'qwen2'"),
         ({"architecture": "mamba"}, "'mamba'"),
         ({"architecture": "cohere"}, "cannot have a scalar head"),
-        ({"architecture": "gemma2"}, "softcap"),
         ({"heads": 3}, "heads is 3 and hidden is 32"),
     ],
 )

@@ -68,20 +68,6 @@ def test_what_is_no_plain_decoder_is_refused(
         engine(module).generate(prompts([1, 2, 3]))
 
 
-@pytest.mark.parametrize(
-    ("config", "word"),
-    [
-        (AutoConfig.for_model("gemma2", **SIZE, head_dim=8), "softcap"),
-        (AutoConfig.for_model("gpt_oss", **SIZE, head_dim=8, num_local_experts=4), "s_aux"),
-    ],
-)
-def test_scores_that_are_not_plain_products_are_refused(
-    config: PreTrainedConfig, word: str, build: Build, engine: Engines, prompts: Prompts
-) -> None:
-    with pytest.raises(ModelError, match=word):
-        engine(build(config)).generate(prompts([1, 2, 3]))
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_another_attention_is_refused(
     attention: str, build: Build, engine: Engines, prompts: Prompts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rillflow.models.attention import ATTENTION, causal, register
+from rillflow.models.attention import ATTENTION, Scores, causal, register
 from rillflow.parallel.packed import PackedAttention, pack
 from rillflow.records.ragged import Ragged
 
@@ -31,17 +31,21 @@ def test_every_beginning_is_there_once_and_rows_read_back(rows: list[list[int]])
     assert torch.equal(packed.places.lengths, column.lengths)
 
 
-def alone(row_places: Tensor, states: tuple[Tensor, Tensor, Tensor], window: int | None) -> Tensor:
+def alone(row_places: Tensor, states: tuple[Tensor, Tensor, Tensor], scores: Scores) -> Tensor:
     query, key, value = (part[:, :, row_places] for part in states)
-    return causal(query, key, value, 0.5, window).transpose(1, 2)[0]
+    return causal(query, key, value, scores).transpose(1, 2)[0]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(0, 1), max_size=40), min_size=1, max_size=6).filter(any),
     window=st.sampled_from([None, 1, 3, 100]),
+    softcap=st.sampled_from([None, 0.5]),
+    has_sinks=st.booleans(),
 )
-def test_attention_is_that_of_each_row_alone(rows: list[list[int]], window: int | None) -> None:
+def test_attention_is_that_of_each_row_alone(
+    rows: list[list[int]], window: int | None, softcap: float | None, has_sinks: bool
+) -> None:
     packed = pack(Ragged.from_rows(rows))
     count = len(packed.tokens)
     generator = torch.Generator().manual_seed(count)
@@ -49,13 +53,15 @@ def test_attention_is_that_of_each_row_alone(rows: list[list[int]], window: int 
         torch.randn(1, heads, count, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
     )
     leaves = tuple(part.clone().requires_grad_() for part in states)
-    found = PackedAttention(packed, CPU).attend(0, *leaves, scaling=0.5, window=window)
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0], dtype=torch.float64) if has_sinks else None
+    scores = Scores(scaling=0.5, window=window, softcap=softcap, sinks=sinks)
+    found = PackedAttention(packed, CPU).attend(0, *leaves, scores)
     others = tuple(part.clone().requires_grad_() for part in states)
     slopes = torch.randn(found.shape, generator=generator, dtype=torch.float64)
     (found * slopes).sum().backward()
     seen: set[int] = set()
     for places in packed.places.rows():
-        expected = alone(places, others, window)
+        expected = alone(places, others, scores)
         torch.testing.assert_close(found[0, places], expected, rtol=1e-10, atol=1e-12)
         new = [index for index, place in enumerate(places.tolist()) if place not in seen]
         seen |= set(places.tolist())
@@ -143,7 +149,7 @@ def test_rows_of_like_length_lie_side_by_side_with_little_padding(
 def test_half_precision_is_gathered_and_summed_as_it_is() -> None:
     packed = pack(Ragged.from_rows([[1, 2, 3], [1, 2, 4], [1]]))
     states = [torch.randn(1, heads, 4, 8).bfloat16().requires_grad_() for heads in (4, 2, 2)]
-    found = PackedAttention(packed, CPU).attend(0, *states, scaling=0.3, window=None)
+    found = PackedAttention(packed, CPU).attend(0, *states, Scores(scaling=0.3))
     found.float().sum().backward()
     assert found.dtype == torch.bfloat16
     assert all(part.grad is not None and part.grad.dtype == torch.bfloat16 for part in states)
@@ -163,7 +169,7 @@ def test_tokens_that_no_row_sees_change_nothing(rows: list[list[int]], more: int
     plan, gradients = PackedAttention(packed, CPU), []
     for size, used in ((count, plan), (count + more, plan.padded(count + more))):
         leaves = [part[:, :, :size].clone().requires_grad_() for part in states]
-        found = used.attend(0, *leaves, scaling=0.5, window=None)
+        found = used.attend(0, *leaves, Scores(scaling=0.5))
         assert found.shape == (1, size, 4, 8) and bool(torch.isfinite(found).all())
         (found * slopes[:, :size]).sum().backward()
         gradients.append((found[:, :count], [leaf.grad[:, :, :count] for leaf in leaves]))
