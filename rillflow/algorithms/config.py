@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Literal
 
 from pydantic import Field
@@ -54,6 +55,13 @@ class OnlineConfig(AlgorithmConfig, UpdateConfig):
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
+    def begun(self) -> tuple[int, int]:
+        """Prompts that begin in a step at most, and rows of each."""
+        prompts = (self.oversample_prompts or 1) * self.prompts_per_step
+        samples = (self.oversample_samples or 1) * self.samples_per_prompt
+        return ceil(prompts - 1e-9), ceil(samples - 1e-9)
+
+    @property
     def draws_again(self) -> bool:
         """Whether a step may sample further prompts."""
         return False
@@ -62,6 +70,14 @@ class OnlineConfig(AlgorithmConfig, UpdateConfig):
 def is_ready_first(config: AlgorithmConfig) -> bool:
     """Whether a step trains whichever groups are ready."""
     return isinstance(config, OnlineConfig) and config.freshness > 0 and config.order == "ready_first"
+
+
+def cuts_tail(config: AlgorithmConfig) -> bool:
+    """Whether a step begins more than it trains, and leaves the longest for later."""
+    return isinstance(config, OnlineConfig) and config.begun > (
+        config.prompts_per_step,
+        config.samples_per_prompt,
+    )
 
 
 class GroupConfig(OnlineConfig):

@@ -34,7 +34,11 @@ def batch_lines(recipe: Recipe) -> list[str]:
         f"on {_many(config.steps * config.rows_per_step, _row_word(recipe))}"
     )
     if isinstance(config, OnlineConfig):
-        longest = recipe.rollout.max_tokens
+        begun, longest = config.begun, recipe.rollout.max_tokens
+        if begun > (config.prompts_per_step, config.samples_per_prompt):
+            lines.append(
+                f"begun: {begun[0]:,} prompts x {begun[1]:,} samples a step; the longest wait for a later one"
+            )
         rows = config.steps * config.rows_per_step
         lines.append(
             f"sampled: {rows:,} rows x {_many(longest, 'token')} = {rows * longest:,} tokens at most"

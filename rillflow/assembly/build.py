@@ -11,12 +11,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from fractions import Fraction
+from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.algorithms.config import OnlineConfig, is_ready_first
+from rillflow.algorithms.config import OnlineConfig, cuts_tail, is_ready_first
 from rillflow.assembly.encoding import EncodedTask, encode_task
 from rillflow.assembly.evaluate import judged, ranked
 from rillflow.assembly.phases import PhasePlan, phase_plans
@@ -32,6 +35,7 @@ from rillflow.dataflow.checkpoint import Checkpoint
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow
 from rillflow.dataflow.ready_first import GroupInFlight, ReadyFirst
+from rillflow.dataflow.tail_cut import TailCut
 from rillflow.freshness.admission import HardBound, MeanBound
 from rillflow.models.language_model import choose_device
 from rillflow.observe import layout
@@ -53,6 +57,8 @@ from rillflow.tasks.task import Task
 
 BESIDE_SEED = 2**32
 """Beyond every run's seed: what a step is given beside its data comes in an order of its own."""
+ASIDE = "aside"
+"""Where a checkpoint's place in the data has the prompts that were drawn and left for later."""
 
 
 class Build:
@@ -139,7 +145,12 @@ class Build:
     def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
         executor, kept = self._roles.executor, self._checkpoint if resumed is not None else None
         trained = self._roles.begin(plan, kept)
-        stream = self._stream(plan.algorithm.data, resumed["stream"] if resumed else None)
+        place = dict(resumed["stream"]) if resumed else {}
+        aside = place.pop(ASIDE, [])
+        stream = self._stream(plan.algorithm.data, place)
+        cut = self._cut(plan, stream, aside, kept) if cuts_tail(plan.config) else None
+        if cut is not None:
+            stream = replace(stream, state=partial(_with_aside, stream.state, cut))
         return Phase(
             name=plan.name,
             steps=plan.config.steps,
@@ -155,6 +166,7 @@ class Build:
             freshness=plan.freshness,
             delivery=self._roles.delivery,
             ready=self._ready(plan, stream, kept) if is_ready_first(plan.config) else None,
+            cut=cut,
             sampled=kept.sampled if kept is not None else lambda _: (),
         )
 
@@ -182,6 +194,31 @@ class Build:
             replicas=executor.groups[SAMPLER].mesh.groups("tp"),
             most_rows=self._recipe.rollout.max_rows,
             again=load_batch(kept.prompts) if kept is not None and kept.prompts.is_file() else None,
+            deadline_s=self._recipe.placement.deadline_s,
+        )
+
+    def _cut(
+        self, plan: PhasePlan, stream: DataStream, aside: Sequence[Sequence[int]], kept: Checkpoint | None
+    ) -> TailCut:
+        """What samples where a step of the phase leaves the longest for later."""
+        config, executor, data = plan.config, self._roles.executor, plan.algorithm.data
+        asked = plan.algorithm.answers(config)
+        assert isinstance(config, OnlineConfig) and asked is not None  # was checked
+        rows = {row.example.index: row for row in self.encoded.train[data] if row is not None}
+        there = [(epoch, prompt) for epoch, prompt in aside if prompt in rows]
+        done, samples = kept.state["done"] if kept is not None else 0, asked.get("samples", 1)
+        return TailCut(
+            executor,
+            stream.take,
+            groups=(config.steps - done) * config.prompts_per_step,
+            prompts=config.oversample_prompts or 1.0,
+            samples=samples,
+            begun_samples=ceil(samples * (config.oversample_samples or 1.0) - 1e-9),
+            sampling=asked.get("sampling"),
+            replicas=executor.groups[SAMPLER].mesh.groups("tp"),
+            aside=_batch(data, [rows[prompt] for _, prompt in there], [epoch for epoch, _ in there])
+            if there
+            else None,
             deadline_s=self._recipe.placement.deadline_s,
         )
 
@@ -240,6 +277,10 @@ class Build:
 
     def _held_out(self, data: Data) -> Batch:
         return _batch(data, self.encoded.held_out[: self._recipe.evaluate.problems], HELD_OUT_EPOCH)
+
+
+def _with_aside(state: Callable[[], Mapping[str, Any]], cut: TailCut) -> Mapping[str, Any]:
+    return {**state(), ASIDE: cut.aside}
 
 
 def _batch(data: Data, rows: Sequence[Encoded], epoch: int | Sequence[int]) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rillflow.algorithms.config import OnlineConfig, is_ready_first
+from rillflow.algorithms.config import OnlineConfig, cuts_tail, is_ready_first
 from rillflow.assembly.arithmetic import step_rows
 from rillflow.assembly.meshes import impossible, unfit
 from rillflow.assembly.role_table import model_roles, roles_of
@@ -70,6 +70,8 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
         )
     if is_ready_first(config):
         yield from _ready_first(recipe, config)
+    if cuts_tail(config):
+        yield from _cut(recipe, config)
     if config.freshness and not placement.samples_apart:
         yield ConfigError(
             f"algorithm.freshness is {config.freshness}, and the sampler shares its ranks with the policy",
@@ -113,6 +115,31 @@ def _ready_first(recipe: Recipe, config: OnlineConfig) -> Iterator[ConfigError]:
             f"algorithm.publishes is {count}",
             why="weights are published between equal parts of a step's minibatches",
             fix=f"it takes {'; '.join(lacking)}",
+        )
+
+
+def _cut(recipe: Recipe, config: OnlineConfig) -> Iterator[ConfigError]:
+    """Steps whose longest rows cannot be left for later."""
+    (prompts, samples), parts = config.begun, recipe.rollout.parts
+    said = f"algorithm.oversample_prompts and oversample_samples begin {prompts} prompts x {samples} samples"
+    fix = "leave algorithm.oversample_prompts and algorithm.oversample_samples out"
+    if config.freshness:
+        yield ConfigError(
+            f"{said}, and algorithm.freshness is {config.freshness}",
+            why='ahead, long rows are held up by no round: algorithm.order = "ready_first" lets them run on',
+            fix=f"algorithm.freshness = 0, or {fix}",
+        )
+    if parts > 1:
+        yield ConfigError(
+            f"{said}, and rollout.parts is {parts}",
+            why="which rows a step trains is known once all of them have ended",
+            fix=f"rollout.parts = 1, or {fix}",
+        )
+    if recipe.chosen.answers(config) is None:
+        yield ConfigError(
+            f"{said}, and {config.name} does not sample its step's prompts once",
+            why="a step is made of groups that were sampled before it began, in one way",
+            fix=fix,
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from packaging.version import InvalidVersion, Version
 
-from rillflow.algorithms.config import OnlineConfig, is_ready_first
+from rillflow.algorithms.config import OnlineConfig, cuts_tail, is_ready_first
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import ConfigError, ModelError, nearest
 from rillflow.models.config import AdapterConfig
@@ -204,6 +204,7 @@ def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
         (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.generate has tp above 1"),
         (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
         (Capability.ROWS, is_ready_first(recipe.algorithm), 'algorithm.order is "ready_first"'),
+        (Capability.ROWS, cuts_tail(recipe.algorithm), "algorithm begins more than it trains"),
         (Capability.PARTS, rollout.parts > 1, f"rollout.parts is {rollout.parts}"),
         (Capability.ADAPTERS, _adapter(recipe, base) is not None, "policy.model has an adapter"),
     ):

@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly.recipe import Recipe
 from rillflow.cluster.config import SAMPLER
 from rillflow.errors import ModelError
@@ -119,7 +120,9 @@ def rows_at_once(recipe: Recipe) -> int:
     if recipe.rollout.deterministic:
         return recipe.rollout.max_rows
     judged = min(recipe.evaluate.problems, recipe.task.held_out)
-    return min(recipe.rollout.max_rows, max(recipe.algorithm.rows_per_step, judged))
+    config = recipe.algorithm
+    rows = math.prod(config.begun) if isinstance(config, OnlineConfig) else config.rows_per_step
+    return min(recipe.rollout.max_rows, max(rows, judged))
 
 
 def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:

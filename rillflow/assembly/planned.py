@@ -1,6 +1,6 @@
 """Planned: a plan laid over a recipe as if its placement had been written there, or why it cannot run.
 
-Plan ─┬─ settings_of ─> placement.pools, roles, train, generate and the freshness bound, as --set writes them
+Plan ─┬─ settings_of ─> placement.pools, roles, train, generate, freshness, oversampling, as --set writes them
       ├─ require_for ─> what another recipe's is, or no run can do yet, is refused
       └─ keep_plan ───> in the run directory; whether the run goes on as it says
 """
@@ -25,6 +25,8 @@ PLANNED = (
     "placement.train",
     "placement.generate",
     "algorithm.freshness",
+    "algorithm.oversample_prompts",
+    "algorithm.oversample_samples",
 )
 """What a plan settles."""
 PROCESSOR = "cpu"
@@ -49,17 +51,17 @@ def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
                 why=f"the plan settles {', '.join(PLANNED)}",
                 fix="change the plan's file, or leave one of the two out",
             )
-    ahead = [f"algorithm.freshness={plan.freshness}"] if plan.freshness else []
-    return [*ahead, *(f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items())]
+    names = ("freshness", "oversample_prompts", "oversample_samples")
+    said = [f"algorithm.{name}={vars(plan)[name]}" for name in names if vars(plan)[name] != vars(Plan)[name]]
+    return [*said, *(f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items())]
 
 
 def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
     """Refuse a plan of another recipe, and one that no run can follow yet.
 
     Raises:
-        PlanError: it is another algorithm's, places a role the recipe does not call, begins more
-            rows than it trains on, lies on two fleets, cuts experts apart, or needs
-            accelerators that are not here.
+        PlanError: it is another algorithm's, places a role the recipe does not call, lies on two
+            fleets, cuts experts apart, or needs accelerators that are not here.
     """
     recipe = loaded.recipe
     for what, why in _not_yet(plan):
@@ -125,9 +127,6 @@ def _not_yet(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.streams or plan.publish_every:
         streams = "a step's minibatches as they come" if plan.streams else "what minibatches publish"
         yield f"trains on {streams}", "a run trains on whole steps"
-    begun = plan.oversample_prompts * plan.oversample_samples
-    if begun > 1:
-        yield f"begins {begun:g} rows for each it trains on", "a run trains on every row it begins"
     fleets = sorted({pool.fleet for pool in plan.pools})
     if len(fleets) > 1:
         yield f"lies on {' and '.join(fleets)}", "a run takes its ranks from machines of one kind"

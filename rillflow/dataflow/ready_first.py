@@ -133,7 +133,7 @@ class ReadyFirst:
         self._wanted, self._step_groups, self._parts = groups, step_groups, parts
         self._samples, self._sampling, self._most_rows = samples, sampling, most_rows
         self._replicas = [SamplerReplica(ranks=ranks) for ranks in replicas]
-        self._prompts = deque(_one_by_one(again) if again is not None else ())
+        self._prompts = deque(one_by_one(again) if again is not None else ())
         self._deadline_s = deadline_s
         self._newest, self._waited_s = 0, 0.0
         self._parcel: Parcel | None = None
@@ -262,7 +262,7 @@ class ReadyFirst:
                         self._complete[each] = self._running.pop(each)
                         self._rule.complete(group)
                 replica.heard += 1
-                _add(replica.worked, [*facts, *call.beside])
+                add_work(replica.worked, [*facts, *call.beside])
             if replica.arriving and all(each.is_ready for each in replica.arriving):
                 self._delivery.arrived(replica.arriving)
                 replica.arriving = ()
@@ -299,7 +299,7 @@ class ReadyFirst:
         if not able:
             return False
         if not self._prompts:
-            self._prompts.extend(_one_by_one(self._take(self._step_groups)))
+            self._prompts.extend(one_by_one(self._take(self._step_groups)))
         prompt, replica = self._prompts.popleft(), min(able, key=lambda each: each.rows)
         group = GroupInFlight(
             id=prompt.row_ids()[0].group,
@@ -341,11 +341,12 @@ class ReadyFirst:
         )
 
 
-def _one_by_one(prompts: Batch) -> Iterable[Batch]:
+def one_by_one(prompts: Batch) -> Iterable[Batch]:
+    """Every prompt as a batch of its own."""
     return (prompts.slice(place, place + 1) for place in range(len(prompts)))
 
 
-def _add(worked: list[Facts], more: Sequence[Facts]) -> None:
+def add_work(worked: list[Facts], more: Sequence[Facts]) -> None:
     """Add the times of a call to those of the calls before it."""
     for each in more:
         for place, before in enumerate(worked):

@@ -22,6 +22,7 @@ from rillflow.dataflow.delivery import Delivery, Parcel
 from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import Flow, Journal, Supply
 from rillflow.dataflow.ready_first import ReadyFirst
+from rillflow.dataflow.tail_cut import TailCut
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import reports_of
 from rillflow.observe.reader import RankSpan, SpanRecord
@@ -40,7 +41,7 @@ class DataStream:
 
     take: Callable[[int], Batch]
     """The next rows."""
-    state: Callable[[], Mapping[str, int]]
+    state: Callable[[], Mapping[str, Any]]
     """The place in the data, for a checkpoint."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """What every step says of the data."""
@@ -78,6 +79,8 @@ class Phase:
     """How versions get to a sampler on ranks of its own."""
     ready: ReadyFirst | None = None
     """What samples where a step is made of the groups that are ready; None where prompts are in order."""
+    cut: TailCut | None = None
+    """What samples where a step leaves the longest for later; None where it trains all that it begins."""
     sampled: Callable[[int], Sequence[Path]] = lambda _: ()
     """By step of the run, files of rows that it had sampled before the run was interrupted."""
 
@@ -155,7 +158,8 @@ class OpenStep:
         flow, executor = phase.flow, phase.executor
         executor.sampled.extend(phase.sampled(number))
         source, ready = phase.stream, phase.ready
-        take, more = (source.take, source.take) if ready is None else (ready.take, ready.more)
+        sampling = ready or phase.cut
+        take, more = (source.take, source.take) if sampling is None else (sampling.take, sampling.more)
         flow.begin(Supply(take=more, gather=executor.gather, deadline_s=deadline_s))
         self.journal: Journal = flow.journal
         data = take(phase.rows)
@@ -163,8 +167,9 @@ class OpenStep:
         self._reports: tuple[Any, ...] = reports_of(phase.step(flow, data, phase.config, *beside))
         flow.begin()  # nothing but this object keeps its batches
         self._given_up: list[tuple[tuple[int, int], str]] = []
+        if sampling is not None:
+            self.journal.measured |= sampling.measured
         if ready is not None:
-            self.journal.measured |= ready.measured
             self._given_up = ready.opened()
         self._telemetry = asked(executor, self.journal.stages, run.path.absolute(), number, share)
         self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}

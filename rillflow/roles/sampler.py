@@ -7,8 +7,9 @@ An algorithm calls its endpoints as the policy's. Its ranks are the trainer's, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 
@@ -57,12 +58,14 @@ GroupId = tuple[int, int]
 class Advanced:
     """What came of letting rows run for a while."""
 
-    complete: tuple[GroupId, ...]
-    """Groups all of whose rows have ended since, ready to be collected."""
+    complete: Mapping[GroupId, int]
+    """Groups whose wanted rows have ended since, ready to be collected; by how many passes of the call."""
     ended: int
     """Rows that have, or were taken out."""
     passes: int
     """Tokens that a running row went on by."""
+    wasted: int
+    """Tokens of rows that nobody will collect."""
 
 
 @dataclass(kw_only=True)
@@ -71,7 +74,9 @@ class _Running:
 
     sampling: SamplingConfig | None
     """How its tokens are drawn."""
-    left: set[RowId]
+    wanted: int
+    """Rows that make it complete."""
+    left: set[RowId] = field(default_factory=set)
     """The rows that have not ended."""
     ended: list[Rollout] = field(default_factory=list)
     """Those that have."""
@@ -149,6 +154,8 @@ class Sampler:
         passes: int,
         samples: int,
         sampling: SamplingConfig | None,
+        wanted: int = 0,
+        enough: float = inf,
     ) -> Advanced:
         """Let the rows that run go on, with the weights that are here now; every rank of a replica is asked.
 
@@ -158,25 +165,37 @@ class Sampler:
             passes: the most tokens that a row goes on by.
             samples: rows of each prompt.
             sampling: how their tokens are drawn; None as the recipe says.
+            wanted: rows of each prompt that make it complete, the first that end; the others are taken out.
+                0: all.
+            enough: complete groups after which no row goes on.
         """
-        complete, ended, made = list[GroupId](), 0, 0
+        complete, out, ended, made = dict[GroupId, int](), list[Rollout](), 0, 0
         self._turn()
         for group in given_up:
-            for row in self._running.pop(group).left:
-                self.engine.abort(row)
-                ended += 1
+            forgotten = self._running.pop(group)
+            out += [*forgotten.ended, *map(self.engine.abort, sorted(forgotten.left))]
+            ended += len(forgotten.left)
         for start in starts(prompts, samples) if prompts is not None else ():
-            fresh = _Running(sampling=sampling, left=set())
+            fresh = _Running(sampling=sampling, wanted=wanted or samples)
             self._running.setdefault(start.row.group, fresh).left.add(start.row)
             self.engine.add(start, sampling)
-        while made < passes and self.engine.has_work:
+        while made < passes and len(complete) < enough and self.engine.has_work:
             made += 1
-            for rollout in self.engine.step():
-                running, ended = self._running[rollout.row.group], ended + 1
-                running.left.remove(rollout.row)
-                running.ended.append(rollout)
-                complete += [] if running.left else [rollout.row.group]
-        return Advanced(complete=tuple(complete), ended=ended, passes=made)
+            rows = sorted(self.engine.step(), key=lambda each: each.row)
+            for row in rows:
+                running = self._running[row.row.group]
+                running.left.remove(row.row)
+                (running.ended if len(running.ended) < running.wanted else out).append(row)
+            ended += len(rows)
+            for group in dict.fromkeys(row.row.group for row in rows):
+                running = self._running[group]
+                if len(running.ended) == running.wanted:
+                    complete[group] = made
+                    out += map(self.engine.abort, sorted(running.left))
+                    ended += len(running.left)
+                    running.left.clear()
+        wasted = sum(sum(row.loss_mask) for row in out)
+        return Advanced(complete=complete, ended=ended, passes=made, wasted=wasted)
 
     def collect(self, groups: Sequence[GroupId]) -> Batch:
         """The rows of groups that are complete, ordered by group as given and by sample."""

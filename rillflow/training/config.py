@@ -98,6 +98,18 @@ class UpdateConfig(PassesConfig):
         gt=0,
         description="Publishes of a step, ready first: one after each of so many parts of its minibatches.",
     )
+    oversample_prompts: float | None = Field(
+        None,
+        ge=1,
+        le=100,
+        description="Prompts begun for each that is trained; the longest are left for a later step.",
+    )
+    oversample_samples: float | None = Field(
+        None,
+        ge=1,
+        le=100,
+        description="Rows begun for each of a prompt's that is trained: those that end first.",
+    )
     ratio_tolerance: float = Field(
         1e-3,
         gt=0,

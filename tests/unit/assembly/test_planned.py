@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly import planned
 from rillflow.assembly.planned import is_placed_by, keep_plan, require_for, settings_of
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
@@ -168,11 +169,19 @@ def with_experts(plan: Plan) -> Plan:
     return replace(plan, units={**plan.units, "policy": PlannedUnit(pool="main", grid=Grid(dp=4, ep=2))})
 
 
+def test_a_plan_begins_more_than_it_trains(recipe: Path) -> None:
+    plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3, oversample_prompts=1.25, oversample_samples=1.5)
+    config = loaded(recipe, plan).recipe.algorithm
+    assert isinstance(config, OnlineConfig) and config.begun == (80, 12)
+    require_for(plan, loaded(recipe, plan))
+    with pytest.raises(ConfigError, match=r"oversample_prompts=2 beside --plan"):
+        settings_of(plan, ["algorithm.oversample_prompts=2"])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda plan: replace(plan, streams=True), "a step's minibatches as they come"),
-        (lambda plan: replace(plan, oversample_samples=1.5), "begins 1.5 rows"),
         (with_experts, "policy.ep is 2"),
         (lambda plan: replace(plan, name="grpo"), "one of grpo"),
         (lambda plan: replace(plan, units={**plan.units, "judge": plan.units["critic"]}), "places 'judge'"),

@@ -1,0 +1,127 @@
+"""Steps that leave their longest rows for later: on-policy, every prompt once, the same bits when resumed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rillflow.assembly.recipe import load_recipe
+from rillflow.cli.main import main
+from rillflow.errors import ConfigError
+from rillflow.observe.reader import read_rollouts
+from tests.flows.conftest import Tiny
+
+REST = """
+steps = 5
+[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+size = 60
+held_out = 10
+[evaluate]
+problems = 0
+"""
+REWARD = """
+from pathlib import Path
+
+FAILS_AT = Path(__file__).with_name("fails_at")
+calls = 0
+
+def reward(prompts, completions, **_):
+    global calls
+    calls += 1
+    if FAILS_AT.exists() and calls >= int(FAILS_AT.read_text()):
+        raise ConnectionError("the judge is down")
+    return [sum(letter < "5" for letter in text) / 3 for text in completions]
+"""
+CUT = ("algorithm.oversample_prompts=1.75", "rollout.max_tokens=10")
+TWO = ("placement.pools={main=2}", "placement.train={main={dp=2}}", "placement.backend=inline")
+APART = (
+    "placement.pools={main=1, answers=2}",
+    'placement.roles={sampler="answers"}',
+    "placement.backend=inline",
+)
+
+
+@pytest.fixture
+def tiny(tiny: Tiny) -> Tiny:
+    tiny.write(REST, REWARD)
+    return tiny
+
+
+def rows(tiny: Tiny, name: str) -> list[list[tuple[tuple[int, int, int], str]]]:
+    """Of every step the rows, in order."""
+    found = [read_rollouts(tiny.folder / name, step) for step in range(1, 6)]
+    return [[(tuple(row.row), row.completion) for row in each] for each in found]
+
+
+def test_an_interrupted_run_trains_every_prompt_once_with_the_bits_of_one_that_was_not(tiny: Tiny) -> None:
+    """Crash-equivalence and exactly-once where prompts wait for later; the reward fails after that."""
+    assert tiny.run("plain", CUT[1]) == 0
+    assert tiny.run("whole", *CUT) == 0
+    aside = [each["tail/aside/mean"]["mean"] for each in tiny.numbers("whole")]
+    assert max(aside) > 0 and aside[-1] == 0
+    told = rows(tiny, "whole")
+    assert sorted(row for step in told for row, _ in step) == sorted(
+        row for step in rows(tiny, "plain") for row, _ in step
+    )
+    assert [len(step) for step in told] == [8] * 5
+    for step, each in enumerate(read_rollouts(tiny.folder / "whole", 3)):
+        assert {version for version in each.versions if version >= 0} == {2}, step
+    (tiny.folder / "fails_at").write_text("4")
+    assert tiny.run("late", *CUT) == 1
+    kept = json.loads((tiny.folder / "late/checkpoints/step-000003/state.json").read_text())
+    assert len(kept["stream"]["aside"]) == aside[2]
+    (tiny.folder / "fails_at").unlink()
+    assert tiny.run("late", *CUT) == 0
+    tiny.assert_same("whole", "late")
+    assert rows(tiny, "late") == told
+
+
+@pytest.mark.parametrize("where", [TWO, APART])
+def test_replicas_leave_the_same_prompts_for_later_as_one_does(tiny: Tiny, where: tuple[str, ...]) -> None:
+    """Each has a slot for every row, so that rows end by as many passes as they have tokens."""
+    frozen = ("policy.lr=1e-12", "algorithm.oversample_samples=1.5")
+    assert tiny.run("one", *CUT, *frozen) == 0
+    assert tiny.run("two", *CUT, *frozen, *where) == 0
+    assert rows(tiny, "one") == rows(tiny, "two")
+
+
+@pytest.mark.parametrize("name", ["dapo", "remax"])
+def test_steps_that_draw_again_or_ask_more_of_their_prompts_are_cut(tiny: Tiny, name: str) -> None:
+    assert tiny.run("run", *CUT, f"algorithm.name={name}", "algorithm.steps=3") == 0
+    found = [row for step in range(1, 4) for row in read_rollouts(tiny.folder / "run", step)]
+    ids = [row.row for row in found if row.row.sample >= 0]
+    assert len(ids) == len({*ids}) and len(ids) >= 12
+
+
+def test_a_plan_that_begins_more_than_it_trains_is_run(tiny: Tiny) -> None:
+    (tiny.folder / "plan.toml").write_text(
+        """name = "grpo"
+oversample_prompts = 1.75
+[pools.main]
+fleet = "cores"
+devices = 1
+[units.policy]
+pool = "main"
+dp = 1
+"""
+    )
+    words = ["run", str(tiny.recipe), "--dir", str(tiny.folder / "run"), "--set", CUT[1], "--quiet"]
+    assert main([*words, "--plan", str(tiny.folder / "plan.toml")]) == 0
+    assert max(each["tail/begun/sum"]["sum"] for each in tiny.numbers("run")) == 7
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (("algorithm.freshness=1", *APART), "algorithm.freshness is 1"),
+        (("rollout.parts=2", *APART), "rollout.parts is 2"),
+        (("algorithm.oversample_prompts=0.5",), "oversample_prompts"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(tiny: Tiny, setting: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_recipe(tiny.recipe, [CUT[0], *setting])
