@@ -128,6 +128,21 @@ def ask(arguments: argparse.Namespace) -> int:
     return code
 
 
+def serve(arguments: argparse.Namespace) -> int:
+    """``rillflow serve``: a model, or a run's newest, behind OpenAI's protocol until interrupted."""
+    try:
+        from rillflow.assembly.serving import serve as serve_source
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed",
+            why="the door is an extra",
+            fix="pip install 'rillflow[service]'",
+        ) from None
+    told = {"port": arguments.port, "token_file": arguments.token_file, "max_rows": arguments.max_rows}
+    serve_source(arguments.source, **told, announce=lambda line: print(line, flush=True))
+    return DONE
+
+
 def report(arguments: argparse.Namespace) -> int:
     """``rillflow report``: write the report of a run again."""
     from functools import partial

@@ -143,6 +143,15 @@ def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--best", action="store_true", help="the one with the highest held-out mean reward")
 
 
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, metavar="MODEL_OR_RUN", help="a model's directory, or a run, which is followed")
+    add("--port", type=int, default=8000, metavar="N", help="of the loopback device; 0 for a free one (8000)")
+    told = "holds the token that requests bear; made where it is not there. Left out: a new one is shown"
+    add("--token-file", type=Path, metavar="FILE", help=told)
+    add("--max-rows", type=int, default=64, metavar="N", help="rows that run at once (64)")
+
+
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
 
@@ -184,6 +193,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentPa
     "simulate": (planning.simulate, _simulate_arguments),
     "calibrate": (planning.calibrate, planning.calibrate_arguments),
     "ask": (commands.ask, _ask_arguments),
+    "serve": (commands.serve, _serve_arguments),
     "report": (commands.report, _report_arguments),
     "timeline": (commands.timeline, _timeline_arguments),
     "replay": (commands.replay, _replay_arguments),
@@ -199,6 +209,7 @@ HELP = {
     "simulate": "run a plan event by event: step time, idle time and its causes, memory, age of rows",
     "calibrate": "fit a cluster's factors to a run, so that predictions meet what it measured",
     "ask": "let the trained model of a run answer a prompt",
+    "serve": "answer by OpenAI's protocol with a model, or with a run's newest checkpoint",
     "report": "write the report of a run again",
     "timeline": "say where the ranks of a run waited, and for whom; write its steps as a trace",
     "replay": "make an update that a run left out again, and say where its first odd number is",

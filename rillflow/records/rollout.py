@@ -78,6 +78,17 @@ class Rollout:
         """The trajectory with tokens appended that the policy did not sample, such as a tool's answer."""
         return self._extended(tokens, [0.0] * len(tokens), -1, is_sampled=False, finish=Finish.ABORTED)
 
+    def first(self, count: int, finish: Finish) -> Rollout:
+        """The trajectory's first tokens, ended there."""
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            loss_mask=self.loss_mask[:count],
+            logprobs=self.logprobs[:count],
+            versions=self.versions[:count],
+            finish=finish,
+        )
+
     def _extended(
         self, tokens: Sequence[int], logprobs: Sequence[float], version: int, is_sampled: bool, finish: Finish
     ) -> Rollout:

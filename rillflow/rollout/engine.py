@@ -40,6 +40,8 @@ class Capability(StrEnum):
     """``generate_parts``."""
     ADAPTERS = "run an adapter beside its base"
     """``policy.model.adapter``."""
+    LOOK = "show a row that runs"
+    """``look``: answers can be streamed, and texts that end a single answer are seen before it ends."""
     SCORE = "say the log probabilities of a given text"
     """``score``: after each publish they are compared with the trainer's."""
 
@@ -108,6 +110,9 @@ class Engine(Protocol):
 
     def abort(self, row: RowId) -> Rollout:
         """Take a waiting or running row out, its tokens kept."""
+
+    def look(self, row: RowId) -> Rollout:
+        """A waiting or running row with its tokens so far; it runs on."""
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log probability, at temperature 1, of every token but the first of each text."""

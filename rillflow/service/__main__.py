@@ -11,36 +11,15 @@ import ipaddress
 import logging
 import secrets
 from pathlib import Path
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rillflow.data_plane.plane import Plane
 from rillflow.data_plane.segments import Memory
 from rillflow.data_plane.store import Store
 from rillflow.errors import StreamError
 from rillflow.service.app import Service
-
-HEAD_WITHIN_S = 10.0
-
-
-class Impatient(H11Protocol):  # type: ignore[misc]
-    """A connection that is closed where no whole head of a request comes, however slowly its bytes do."""
-
-    def connection_made(self, transport: Any) -> None:
-        """Watch the connection from its first moment."""
-        super().connection_made(transport)
-        self.loop.call_later(HEAD_WITHIN_S, self._look, None)
-
-    def _look(self, before: Any) -> None:
-        if self.transport.is_closing():
-            return
-        is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and self.cycle is before:
-            self.transport.close()
-        else:
-            self.loop.call_later(HEAD_WITHIN_S, self._look, self.cycle)
+from rillflow.service.server import HOW
 
 
 def listening(folder: Path, host: str, token_file: Path | None) -> str:
@@ -81,9 +60,7 @@ def main() -> None:
     plane = Plane(Store(Memory(), capacity_bytes=asked.capacity_bytes))
     where = {"host": asked.host, "port": asked.port} if asked.host else {"uds": str(asked.folder / "socket")}
     app = Service(plane, token=token).app()
-    uvicorn.run(
-        app, http=Impatient, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **where
-    )
+    uvicorn.run(app, **HOW, **where)
 
 
 if __name__ == "__main__":

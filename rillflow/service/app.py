@@ -94,11 +94,11 @@ class Service:
     async def operate(self, request: Request) -> Response:
         """Carry one operation out."""
         name = request.url.path.rpartition("/")[2]
-        body = await self._body(request, self._max_body_bytes if name in WITH_TENSORS else MAX_JSON_BYTES)
+        body = await body_of(request, self._max_body_bytes if name in WITH_TENSORS else MAX_JSON_BYTES)
         if name in WITH_TENSORS:
             says, arrays = decoded(body)
         else:
-            says, arrays = _object(body), {}
+            says, arrays = json_object(body), {}
         asked = checked_request(OPERATIONS[name], says)
         client = request.headers.get(CLIENT, "client")[:64]
         ids, tokens = ids_and_tokens(arrays)
@@ -139,7 +139,7 @@ class Service:
     async def put_weights(self, request: Request) -> Response:
         """A trainer has weights of a newer version; whoever waits for some gets them."""
         version = _number(request, "version")
-        body = await self._body(request, self._max_body_bytes)
+        body = await body_of(request, self._max_body_bytes)
         decoded(body)
         if version <= self._weights[0]:
             raise Declined(409, f"weights of version {version}", why=f"version {self._weights[0]} is there")
@@ -196,26 +196,6 @@ class Service:
 
         return guarded
 
-    async def _body(self, request: Request, most: int) -> bytearray:
-        announced = request.headers.get("content-length", "0")
-        body = bytearray()
-        too_long = Declined(
-            413, f"a body of {announced[:20]} bytes", why=f"{most} is the most", fix="send fewer groups"
-        )
-        if not announced.isdecimal() or len(announced) > 20 or int(announced) > most:
-            raise too_long
-        within_s = BODY_WITHIN_S + int(announced) / SLOWEST_BYTES_S
-        try:
-            async with asyncio.timeout(within_s):
-                async for piece in request.stream():
-                    body += piece
-                    if len(body) > most:
-                        raise too_long
-        except (TimeoutError, ClientDisconnect):
-            what = f"{len(body)} bytes came of a body of {announced}"
-            raise Declined(408, what, why=f"all are due in {within_s:g} s", fix="send it again") from None
-        return body
-
 
 def openapi() -> dict[str, Any]:
     """The document, made from the requests themselves."""
@@ -266,7 +246,36 @@ def openapi() -> dict[str, Any]:
     }
 
 
-def _object(body: bytearray) -> dict[str, Any]:
+async def body_of(request: Request, most: int) -> bytearray:
+    """A request's body.
+
+    Raises:
+        Declined: it is longer than ``most`` bytes, or does not come in time.
+    """
+    announced = request.headers.get("content-length", "0")
+    body = bytearray()
+    too_long = Declined(413, f"a body of {announced[:20]} bytes", why=f"{most} is the most", fix="send less")
+    if not announced.isdecimal() or len(announced) > 20 or int(announced) > most:
+        raise too_long
+    within_s = BODY_WITHIN_S + int(announced) / SLOWEST_BYTES_S
+    try:
+        async with asyncio.timeout(within_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise too_long
+    except (TimeoutError, ClientDisconnect):
+        what = f"{len(body)} bytes came of a body of {announced}"
+        raise Declined(408, what, why=f"all are due in {within_s:g} s", fix="send it again") from None
+    return body
+
+
+def json_object(body: bytearray) -> dict[str, Any]:
+    """What a body says.
+
+    Raises:
+        StreamError: it is no JSON object.
+    """
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:

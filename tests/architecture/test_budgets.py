@@ -49,13 +49,14 @@ GROWN = {
     "offload refused in words": 9,
     "soft caps and sinks": 30,
     "a tail that is cut": 41,
+    "rows that are looked at": 19,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 28_436
+PACKAGE_LINES = 28_601
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_037,
-    "service/": 459,
+    "service/": 884,
     "dataflow/parted.py": 121,
     "dataflow/ready_first.py": 239,
     "dataflow/tail_cut.py": 112,

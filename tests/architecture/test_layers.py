@@ -22,8 +22,8 @@ ADAPTERS = {
     "pyarrow": ("rillflow/tasks/",),
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
-    "starlette": ("rillflow/service/app.py",),
-    "uvicorn": ("rillflow/service/__main__.py",),
+    "starlette": ("rillflow/service/app.py", "rillflow/service/door.py"),
+    "uvicorn": ("rillflow/service/__main__.py", "rillflow/service/server.py"),
     "ray": ("rillflow/cluster/ray.py", "rillflow/cluster/messages.py"),
     "vllm": ("rillflow/rollout/vllm/core.py",),
 }

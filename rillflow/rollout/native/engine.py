@@ -219,6 +219,10 @@ class NativeEngine:
         """
         return self._lane_of(row).abort(row)
 
+    def look(self, row: RowId) -> Rollout:
+        """See Engine."""
+        return self._lane_of(row).look(row)
+
     def step(self) -> list[Rollout]:
         """Draw one token of every running row; return the rows that ended.
 

@@ -117,10 +117,15 @@ class Lane:
 
     def abort(self, row: RowId) -> Rollout:
         """See NativeEngine."""
+        found = self.look(row)
+        self._leave([self._scheduler.find(row)])
+        return found
+
+    def look(self, row: RowId) -> Rollout:
+        """See Engine."""
         sequence = self._scheduler.find(row)
         if sequence.slot >= 0:
             self._slots.collect(self._scheduler.clock, [sequence], self._sampled_version)
-        self._leave([sequence])
         return sequence.rollout
 
     @torch.inference_mode()

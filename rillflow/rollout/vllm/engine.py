@@ -268,12 +268,21 @@ class VllmEngine:
         Raises:
             RolloutError: the row is not in the engine.
         """
+        self.look(row)
+        return self._left(row)
+
+    def look(self, row: RowId) -> Rollout:
+        """See Engine.
+
+        Raises:
+            RolloutError: the row is not in the engine.
+        """
         if row not in self._rows:
             raise RolloutError(
                 f"row ({row}) is not in the engine",
                 why="it was never added, or has finished and was handed back",
             )
-        return self._left(row)
+        return self._rows[row].settled(self._version)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See Engine; rows that run go on meanwhile."""

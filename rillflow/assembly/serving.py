@@ -1,0 +1,169 @@
+"""Serving: a model, or what a run has trained so far, behind the door.
+
+run | model directory ─> model, engine ─ one thread: passes, newer checkpoints ─> EngineQueue ─> Door
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any, Literal, cast
+
+import torch
+
+from rillflow.assembly.trained import model_directory
+from rillflow.config.load import validate
+from rillflow.dataflow.checkpoint import kept_steps, latest_checkpoint
+from rillflow.errors import RillflowError, RunDirectoryError, StreamError
+from rillflow.models.config import ModelConfig
+from rillflow.models.language_model import LanguageModel, choose_device, load_model
+from rillflow.observe import layout
+from rillflow.observe.reader import read_config
+from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.native.engine import NativeEngine
+from rillflow.rollout.stops import Stops
+from rillflow.service.door import Door, NewRows
+from rillflow.service.engine_queue import EngineQueue
+from rillflow.service.server import LoopbackServer, bound
+from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.encoded import Encoder
+
+FOLLOW_S = 2.0
+"""Seconds between two looks for a newer checkpoint."""
+_KEPT = ("temperature", "top_k", "top_p", "max_tokens", "stop")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class _Served:
+    """What is behind the door, and from where newer weights come."""
+
+    model: LanguageModel
+    """The module that the engine runs."""
+    config: ModelConfig
+    """How it was loaded."""
+    queue: EngineQueue
+    """Rows that are wanted of it."""
+    run: Path | None
+    """The run that is followed."""
+    version: int
+    """The step of its checkpoint; 0 for a model."""
+    looked: float = 0.0
+
+    def serve(self) -> None:
+        """Make passes for as long as the process lives."""
+        while True:
+            try:
+                if self.run is not None and time.monotonic() - self.looked > FOLLOW_S:
+                    self._follow(self.run)
+                if not self.queue.turn():
+                    select.select([self.queue.woken], [], [], FOLLOW_S)
+            except RillflowError as error:
+                logger.warning("%s", error)
+
+    def _follow(self, run: Path) -> None:
+        """Take over a newer checkpoint; rows that run go on with its weights."""
+        self.looked, folder = time.monotonic(), run / layout.CHECKPOINTS
+        found = latest_checkpoint(folder) if max(kept_steps(folder), default=0) > self.version else None
+        if found is None:
+            return
+        held, path = dict(self.model.module.named_parameters()), str(found.model("policy").absolute())
+        newer = load_model(
+            self.config.model_copy(update={"path": path}), seed=0, device=self.model.device, base=Path()
+        )
+        with torch.no_grad():
+            for name, weight in newer.module.named_parameters():
+                held[name].copy_(weight)
+        self.version = found.step
+        self.queue.engine.load(self.version, held)
+
+
+def serve(
+    source: Path, *, port: int, token_file: Path | None, max_rows: int, announce: Callable[[str], None]
+) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        source: a run directory, whose newest checkpoint is served and newer ones are followed; or a model's.
+        port: on the loopback device; 0 for a free one.
+        token_file: holds the token that requests bear; made where it is not there. None makes a new one.
+        max_rows: rows that run at once.
+        announce: is told where it is served, and the token where no file holds it.
+
+    Raises:
+        RillflowError: there is no model, or the port is taken.
+    """
+    token, is_new = _token(token_file)
+    listening = bound(port)
+    served, visitor = _opened(source, max_rows)
+    door = Door(
+        served.queue,
+        tokenizer=served.model.tokenizer,
+        model=source.absolute().name,
+        version=lambda: served.version,
+        visitor=lambda key: visitor if secrets.compare_digest(key.encode(), token.encode()) else None,
+    )
+    server = LoopbackServer(door.app(), listening)
+    Thread(target=served.serve, name="rillflow-engine", daemon=True).start()
+    newest = f", step {served.version}" if served.run is not None else ""
+    announce(f"{source}{newest}: {server.url}")
+    if is_new:
+        announce(f"token: {token}" if token_file is None else f"token: in {token_file}")
+    server.run()
+
+
+def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
+    """The model, and what requests mean."""
+    run, settings = None, dict[str, Any]()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    folder, version, task = source.absolute(), 0, TaskConfig()
+    if layout.is_run_directory(source):
+        run, config = source, cast(dict[str, Any], read_config(source))
+        settings, dtype = config["rollout"], config["policy"]["model"]["dtype"]
+        task = validate(TaskConfig, config["task"], str(run / layout.CONFIG))
+        folder = model_directory(run, "policy").absolute()
+        version = int(folder.parent.name.removeprefix("step-"))
+    kept = {name: settings[name] for name in _KEPT if name in settings}
+    usual = validate(RolloutConfig, {**kept, "max_rows": max_rows}, "what is served")
+    chosen = ModelConfig(path=str(folder), dtype=dtype)
+    model = load_model(chosen, seed=0, device=choose_device("auto"), base=Path())
+    stops, tokenizer = Stops(usual.stop, model.tokenizer), model.tokenizer
+    engine = NativeEngine(
+        model.module,
+        usual,
+        stop_tokens=stops.tokens,
+        stops=stops,
+        seed=secrets.randbelow(2**31),
+        context=model.context,
+    )
+    engine.load(version, {})
+    queue = EngineQueue(engine, tokenizer)
+    encoder = Encoder(
+        tokenizer=tokenizer, is_rendered=task.rendered, template_arguments=task.template_arguments
+    )
+    return _Served(model=model, config=chosen, queue=queue, run=run, version=version), NewRows(encoder, usual)
+
+
+def _token(file: Path | None) -> tuple[str, bool]:
+    """The token, and whether it was made."""
+    is_new = file is None or not file.exists()
+    try:
+        if file is None or is_new:
+            token = secrets.token_urlsafe(32)
+            if file is not None:
+                file.touch(mode=0o600, exist_ok=False)
+                file.write_text(token)
+        else:
+            token = file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(f"--token-file {file} cannot be used", why=str(error)) from None
+    if len(token) < 16:
+        raise StreamError(f"a token of {len(token)} characters", why="16 are the least that is not guessed")
+    return token, is_new

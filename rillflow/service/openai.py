@@ -1,0 +1,184 @@
+"""OpenAI: requests of its protocol as records, and sampled rows as its answers.
+
+JSON ─ checked ─> ChatRequest | CompletionRequest       an unknown parameter is refused with the nearest name
+Rollout ─ Choice.next ─> JSON                           text before the stop; ids, versions, log probabilities
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rillflow.data_plane.requests import checked_request
+from rillflow.errors import StreamError, nearest
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.records.rollout import Finish, Rollout
+from rillflow.rollout.config import SamplingConfig
+
+NOT_OFFERED = {
+    "seed": "a row's random numbers follow from the engine's own seed and the row's id",
+    "tool_choice": "the model's text is handed over as it is; whoever asks reads calls out of it",
+    "response_format": "tokens are drawn from what the model says, and nothing else",
+    "top_logprobs": "log probabilities are kept of the sampled tokens alone",
+    **dict.fromkeys(
+        ("logit_bias", "presence_penalty", "frequency_penalty"),
+        "log probabilities are those of the model after temperature, and nothing else may move them",
+    ),
+    **dict.fromkeys(("best_of", "echo", "suffix", "functions"), "it is an older form of the protocol"),
+}
+"""Parameters of the protocol that are refused, and why."""
+
+
+class SamplingRequest(BaseModel):
+    """What both kinds of request have."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model: str = Field(default="", description="the one that /v1/models names; may be left out")
+    n: int = Field(default=1, ge=1, le=128, description="answers to each prompt")
+    temperature: float | None = Field(default=None, ge=0, le=100, description="0 is greedy")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="the least set with this mass")
+    top_k: int | None = Field(default=None, ge=0, description="the k likeliest tokens; 0 for all")
+    max_tokens: int | None = Field(default=None, gt=0, description="new tokens at most")
+    stop: str | list[str] = Field(default=[], description="texts that end an answer, left out of its text")
+    stream: bool = Field(default=False, description="answers as they are sampled")
+    stream_options: dict[str, bool] = Field(default={}, description="include_usage")
+    return_token_ids: bool = Field(default=False, description="prompt's and sampled tokens, their versions")
+    user: str = Field(default="", description="read by nobody")
+    kind: ClassVar[str]
+    """What an answer calls itself."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end an answer."""
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
+
+    @property
+    def limit(self) -> int | None:
+        """New tokens at most, where that is said."""
+        return self.max_tokens
+
+    def sampling(self, usual: SamplingConfig) -> SamplingConfig:
+        """How tokens are drawn, by what is said and else as usual."""
+        asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        asked["max_tokens"] = self.limit
+        return usual.model_copy(update={name: value for name, value in asked.items() if value is not None})
+
+
+class ChatRequest(SamplingRequest):
+    """A conversation that the assistant goes on with."""
+
+    messages: list[dict[str, Any]] = Field(description="role and content, and where they apply the rest")
+    tools: list[dict[str, Any]] | None = Field(default=None, description="given to the chat template")
+    max_completion_tokens: int | None = Field(default=None, gt=0, description="as max_tokens")
+    logprobs: bool = Field(default=False, description="of the sampled tokens")
+    kind = "chat.completion"
+
+    @property
+    def limit(self) -> int | None:
+        """See SamplingRequest."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(SamplingRequest):
+    """Prompts that are continued, as text or as tokens."""
+
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="one, or several")
+    logprobs: int | None = Field(default=None, ge=0, le=1, description="of the sampled tokens")
+    kind = "text_completion"
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Every prompt."""
+        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item,return-value]
+
+
+A = TypeVar("A", bound=SamplingRequest)
+
+
+def checked(kind: type[A], says: Mapping[str, Any]) -> A:
+    """A request as it was said; null is as good as missing.
+
+    Raises:
+        StreamError: a parameter is unknown, is not offered, or has a value that cannot be.
+    """
+    said = {name: value for name, value in says.items() if value is not None}
+    for name in said.keys() - kind.model_fields.keys():
+        if name in NOT_OFFERED:
+            raise StreamError(f"{name} is not offered", why=NOT_OFFERED[name], fix="leave it out")
+        what = f"there is no parameter {name[:80]!r}"
+        raise StreamError(what, why="it would silently change nothing", fix=nearest(name, kind.model_fields))
+    found = checked_request(kind, said)
+    assert isinstance(found, kind)
+    return found
+
+
+class Choice:
+    """One answer, told whole or piece by piece.
+
+    Args:
+        asked: the request.
+        index: the answer's number.
+        begin: the row before it was sampled.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, asked: SamplingRequest, index: int, begin: Rollout, tokenizer: Tokenizer) -> None:
+        self._asked, self._index, self._prompt, self._tokenizer = asked, index, begin.tokens, tokenizer
+        self._held = max(map(len, asked.stops), default=1) - 1
+        self.count, self._characters = 0, 0
+        """Tokens that were told."""
+
+    def next(self, rollout: Rollout, *, is_over: bool) -> dict[str, Any]:
+        """What came since, as JSON: all of it where nothing was told before."""
+        first, begin = self.count, len(self._prompt) + self.count
+        text = text_of(rollout.tokens[len(self._prompt) :], self._asked.stops, self._tokenizer)
+        if not is_over:  # what may be a stop's beginning, or half a character, waits
+            text = text.removesuffix("\ufffd")
+            text = text[: max(self._characters, len(text) - self._held)]
+        new, self._characters = text[self._characters :], len(text)
+        self.count = len(rollout.tokens) - len(self._prompt)
+        told: dict[str, Any] = {"index": self._index}
+        if self._asked.kind == CompletionRequest.kind:
+            told["text"] = new
+        else:
+            told["delta" if self._asked.stream else "message"] = {"role": "assistant", "content": new}
+        finish = {Finish.STOP: "stop", Finish.LENGTH: "length"}
+        told["finish_reason"] = finish[rollout.finish] if is_over else None
+        told["logprobs"] = self._logprobs(rollout, begin)
+        if self._asked.return_token_ids:
+            told |= {} if first else {"prompt_token_ids": list(self._prompt)}
+            told |= {"token_ids": list(rollout.tokens[begin:]), "versions": list(rollout.versions[begin:])}
+        return told
+
+    def _logprobs(self, rollout: Rollout, begin: int) -> dict[str, Any] | None:
+        asked = self._asked
+        pieces, values = self._tokenizer.pieces(rollout.tokens[begin:]), list(rollout.logprobs[begin:])
+        if isinstance(asked, CompletionRequest) and asked.logprobs is not None:
+            places = [sum(map(len, pieces[:place])) for place in range(len(pieces))]
+            return {"tokens": pieces, "token_logprobs": values, "text_offset": places, "top_logprobs": None}
+        if isinstance(asked, ChatRequest) and asked.logprobs:
+            both = zip(pieces, values, strict=True)
+            return {
+                "content": [
+                    {"token": piece, "logprob": value, "bytes": list(piece.encode()), "top_logprobs": []}
+                    for piece, value in both
+                ]
+            }
+        return None
+
+
+def text_of(tokens: Sequence[int], stops: Sequence[str], tokenizer: Tokenizer) -> str:
+    """The text of an answer, before the first text that ends it."""
+    text = tokenizer.decode(tokens)
+    return text[: min((found for stop in stops if (found := text.find(stop)) >= 0), default=None)]
+
+
+def envelope(asked: SamplingRequest, name: str, model: str, version: int, **more: Any) -> dict[str, Any]:
+    """An answer around its choices; ``version`` is the newest weights'."""
+    kind = asked.kind + ".chunk" * (asked.stream and asked.kind == ChatRequest.kind)
+    about = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+    return {**about, "system_fingerprint": f"version {version}", **more}
