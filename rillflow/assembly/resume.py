@@ -23,7 +23,7 @@ from rillflow.tasks.fingerprint import first_changed
 from rillflow.tasks.task import Task
 
 _LOSS = ("kl", "entropy", "clip_low", "clip_high", "dual_clip", "correction", "correction_bounds")
-_TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight_decay")
+_TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight_decay", "balance")
 _MEMORY = ("tokens_per_micro_batch", "gradient_checkpointing", "moments", "offload")
 _RUN = (
     *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "rollouts_every", "rollouts_share"),

@@ -16,6 +16,7 @@ with shares of 0, and all give up together when the passes are done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import ModelError, NotFiniteError, RillflowError, TrainingError
 from rillflow.formulas.logprobs import MOST_LOGITS, HeadLogits
 from rillflow.models.architecture import has_plain_head, short_copy, trial
+from rillflow.models.routing import Routers
 from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.models.unread import on_device
@@ -36,6 +38,7 @@ from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.mesh import RankGroups, require_processes
 from rillflow.parallel.packed import Reading, empty_reading, lay_out
 from rillflow.parallel.pipeline import run_pipeline
+from rillflow.parallel.routing import Routing
 from rillflow.parallel.sequence import share_tokens
 from rillflow.parallel.stages import (
     anatomy,
@@ -104,6 +107,8 @@ class Parallel:
         """How tp lays every parameter of the whole module."""
         self.stages: dict[str, tuple[int, ...]] = {name: (0,) for name, _ in module.named_parameters()}
         """The stages that every parameter of the whole module lies on."""
+        self.routers = Routers(module)
+        """Those of the whole module; none of a dense one."""
         self._error: RillflowError | None = None
         self.part = _Part(module, groups, most_logits)
         """What a pass calls."""
@@ -138,7 +143,12 @@ class Parallel:
             head_of(self.module)
 
     def run(
-        self, parts: Sequence[Batch], back: int, finish: LossShare, after: Callable[[], None] | None = None
+        self,
+        parts: Sequence[Batch],
+        back: int,
+        finish: LossShare,
+        after: Callable[[], None] | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """Every micro-batch forward, and its share of the loss backward where ``after`` is given.
 
@@ -147,13 +157,16 @@ class Parallel:
             back: how many tokens before a loss token its output stands.
             finish: see LossShare; without ``after`` nobody uses what it returns.
             after: called after every backward pass.
+            routing: what sees the choices of a mixture's routers, and evens them out.
 
         Raises:
             RillflowError: what ``finish`` raised, where the module is whole; else ``agree`` raises it.
             TrainingError: the module has an attention of its own.
         """
-        with torch.set_grad_enabled(after is not None):
-            self._run(parts, back, finish, after)
+        routing = routing if self.routers.all else None
+        watched = nullcontext() if routing is None else self.routers.watched()
+        with torch.set_grad_enabled(after is not None), watched:
+            self._run(parts, back, finish, after, routing)
 
     def outputs(self, part: Batch, back: int) -> Output:
         """What a whole module puts out for a micro-batch, where ``run`` would read it."""
@@ -190,7 +203,12 @@ class Parallel:
         raise kind(*said.split(_SEPARATOR))
 
     def _run(
-        self, parts: Sequence[Batch], back: int, finish: LossShare, after: Callable[[], None] | None
+        self,
+        parts: Sequence[Batch],
+        back: int,
+        finish: LossShare,
+        after: Callable[[], None] | None,
+        routing: Routing | None,
     ) -> None:
         def share(index: int, output: Output) -> Tensor:
             if index < len(parts) and self._error is None:
@@ -203,18 +221,18 @@ class Parallel:
             return output.sum() * 0
 
         if self.groups.pp.size > 1:
-            ranks, readings = require_processes(self.groups.pp), list(self._readings(parts, back))
+            ranks, readings = require_processes(self.groups.pp), list(self._readings(parts, back, routing))
             for reading in run_pipeline(ranks, self.module, self.part, readings, share, after):
                 reading.check(self.module)
             return
-        for index, reading in enumerate(self._readings(parts, back)):
+        for index, reading in enumerate(self._readings(parts, back, routing)):
             found = self.part(None, reading.inputs, reading.wanted, partial(share, index))
             reading.check(self.module)
             if after is not None:
                 found.backward()
                 after()
 
-    def _readings(self, parts: Sequence[Batch], back: int) -> Iterator[Reading]:
+    def _readings(self, parts: Sequence[Batch], back: int, routing: Routing | None) -> Iterator[Reading]:
         """The micro-batches as the module reads them, and empty passes that only other replicas need."""
         passes = len(parts)
         if self.sharded:  # a word with the other replicas, so before the first pass
@@ -223,7 +241,8 @@ class Parallel:
             own = index < len(parts)
             found = lay_out(parts[index], self.device, back=back) if own else empty_reading(self.device)
             more = -found.size % self._unit
-            yield found.padded(found.size + more) if more else found
+            found = found.padded(found.size + more) if more else found
+            yield found if routing is None else found.routed(routing)
 
     def _cut(self, plan: dict[str, Style]) -> None:
         """Leave in the module what this rank runs, after a trial of its short copy."""

@@ -30,7 +30,9 @@ from torch.nn.functional import pad
 
 from rillflow.errors import TrainingError
 from rillflow.models.attention import Scores, causal
+from rillflow.models.routing import PLAN
 from rillflow.parallel.buckets import bucket_bounds
+from rillflow.parallel.routing import Routing
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 
@@ -132,6 +134,8 @@ class Reading:
     """The module's arguments: tokens, positions and the attention plan."""
     wanted: Tensor
     """[N] int64 the packed tokens at which the outputs for the loss tokens stand."""
+    copies: Tensor
+    """[U] float32 how many rows have each packed token."""
 
     @property
     def size(self) -> int:
@@ -143,7 +147,13 @@ class Reading:
         more = (0, size - self.size)
         grown: dict[str, Any] = {name: pad(self.inputs[name], more) for name in ("input_ids", "position_ids")}
         grown["attention_plan"] = self.inputs["attention_plan"].padded(size)
-        return replace(self, inputs={**self.inputs, **grown})
+        if PLAN in self.inputs:
+            grown[PLAN] = self.inputs[PLAN].padded(size)
+        return replace(self, inputs={**self.inputs, **grown}, copies=pad(self.copies, more))
+
+    def routed(self, routing: Routing) -> Reading:
+        """The same pass, its routing seen."""
+        return replace(self, inputs={**self.inputs, PLAN: routing.plan(self.copies)})
 
     def check(self, module: nn.Module) -> None:
         """Show after the pass that the module asked the plan.
@@ -181,6 +191,7 @@ def lay_out(part: Batch, device: torch.device, *, back: int) -> Reading:
             "attention_plan": PackedAttention(packed, device),
         },
         wanted=packed.places.values[inputs.bounds[rows] + read].to(device),
+        copies=packed.places.values.bincount(minlength=len(packed.tokens)).float().to(device),
     )
 
 
@@ -188,7 +199,8 @@ def empty_reading(device: torch.device) -> Reading:
     """A pass over one token of no row, for a rank that has none while others have."""
     rows, mask = Ragged.from_rows([[0]]), Ragged.from_rows([[1]], torch.bool)
     part = Batch(ids=torch.zeros(1, 3, dtype=torch.int64), fields={"tokens": rows, "loss_mask": mask})
-    return lay_out(part, device, back=0)
+    found = lay_out(part, device, back=0)
+    return replace(found, copies=torch.zeros_like(found.copies))
 
 
 def last_tokens(batch: Batch) -> Batch:

@@ -53,6 +53,9 @@ class Policy(TrainedRole[LanguageModel]):
         updates: optimiser steps of that phase, for the schedule.
         version: publishes so far.
         has_canary: whether what is published goes with what it says of fixed texts.
+
+    Raises:
+        ModelError: experts are to be evened out, and the model has none.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Policy(TrainedRole[LanguageModel]):
         has_canary: bool = False,
     ) -> None:
         super().__init__(share, train=train, seed=seed, updates=updates, version=version, name="policy")
+        if train.balance is not None:
+            share.parallel.routers.require(f"policy.balance is {train.balance:g}")
         self.weights = weights or SharedWeights(share.model.module, version)
         self._rollout, self._has_canary = rollout, has_canary
 

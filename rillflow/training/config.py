@@ -43,6 +43,9 @@ class TrainConfig(OptimizerConfig):
         16384, gt=0, description="Tokens of one forward and backward pass; a longer row stands alone."
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
+    balance: float | None = Field(
+        None, gt=0, description="Factor of the loss that evens out a mixture's experts; left out, none."
+    )
 
     def as_train(self) -> TrainConfig:
         """These settings without what a section adds to them."""

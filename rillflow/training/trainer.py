@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 
 from rillflow.errors import NotFiniteError
 from rillflow.parallel.module import Output, Parallel, first_said
+from rillflow.parallel.routing import Routing
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
 from rillflow.training.config import TrainConfig
@@ -82,7 +84,7 @@ class Trainer:
     ) -> None:
         self._parallel = parallel or Parallel.whole(module)
         self._ranks = self._parallel.groups.dp
-        self._budget = config.tokens_per_micro_batch
+        self._budget, self._balance = config.tokens_per_micro_batch, config.balance
         self.skipped: Skipped | None = None
         """What is done with a step that is not finite; None: it is an error."""
         self.scorer = Scorer(module, config, parallel=self._parallel)
@@ -171,11 +173,15 @@ class Trainer:
         learning = [place for place, rows in enumerate(prepared) if rows is not None and _learns(rows)]
         denominators, learns = self._agreed(prepared, bool(learning))
         whole = [settled(aim.loss, rows, self._ranks) for aim, rows in zip(aims, prepared, strict=True)]
+        pulls = [self._pull(aim, rows) for aim, rows in zip(aims, whole, strict=True)]
+        routing = self._routing()
         try:
             for place, (aim, rows) in enumerate(zip(aims, whole, strict=True)):
-                metrics |= self._gather(aim, rows, denominators[place], last=place in learning[-1:])
+                routing.pull, last = pulls[place], place in learning[-1:]
+                metrics |= self._gather(aim, rows, denominators[place], routing, last=last)
         except NotFiniteError as error:
             problem = problem or error
+        routing.sum_(self._parallel.groups.everyone)
         if not self.optimizer.sum_over_ranks(learns=learns, is_sound=problem is None):
             raise problem or NotFiniteError(_ELSEWHERE, why="all ranks take the same step, or none does")
         lr, norm = self.optimizer.lr, self.optimizer.step()
@@ -183,6 +189,7 @@ class Trainer:
             metrics["train/moved_bytes/mean"] = Mean(total=self.optimizer.moved_bytes, count=1)
         return {
             **metrics,
+            **routing.metrics(),
             "train/grad_norm/mean": Mean(total=norm, count=1),
             "train/lr/mean": Mean(total=lr, count=1),
         }
@@ -217,7 +224,22 @@ class Trainer:
                 if bool(part.ragged("loss_mask").values.any()):
                     yield part
 
-    def _gather(self, aim: Aim, rows: Batch | None, denominator: float, *, last: bool) -> dict[str, Metric]:
+    def _routing(self) -> Routing:
+        return Routing(self._parallel.routers, self._parallel.device)
+
+    def _pull(self, aim: Aim, rows: Batch | None) -> Tensor | None:
+        """What evens out an aim's routing: of the choices of all its rows that teach; every rank calls it."""
+        if self._balance is None or not self._parallel.routers.all:
+            return None
+        seen, parts = self._routing(), [] if rows is None else list(self._parts(rows))
+        learning = [part for part in parts if bool(part.dense("loss_active")[0])]
+        self._parallel.run(learning, aim.reader.back, lambda *_: torch.zeros(()), routing=seen)
+        seen.sum_(self._parallel.groups.everyone)
+        return seen.balanced(self._balance * aim.weight)
+
+    def _gather(
+        self, aim: Aim, rows: Batch | None, denominator: float, routing: Routing, *, last: bool
+    ) -> dict[str, Metric]:
         """Add up one aim's gradient, whether as the last one that this rank has; its metrics."""
         total, metrics = 0.0, list[Mapping[str, Metric]]()
 
@@ -232,12 +254,13 @@ class Trainer:
         parts = list(self._parts(rows)) if rows is not None else []
         learning = [part for part in parts if bool(part.dense("loss_active")[0])]
         cut = len(learning) - (last and self._parallel.is_whole)
+        run = partial(self._parallel.run, back=aim.reader.back, finish=finish, routing=routing)
         with self._recompute:
-            self._parallel.run(learning[:cut], aim.reader.back, finish, self.optimizer.collect)
+            run(learning[:cut], after=self.optimizer.collect)
             if cut < len(learning):
                 with self.optimizer.last_pass():
-                    self._parallel.run(learning[cut:], aim.reader.back, finish, self.optimizer.collect)
-        self._parallel.run(parts[len(learning) :], aim.reader.back, finish)
+                    run(learning[cut:], after=self.optimizer.collect)
+        run(parts[len(learning) :])
         self._parallel.agree()
         mean = Mean(total=total, count=1 / self._ranks.size)
         return {**merge_metrics(metrics), f"{aim.loss.name}/loss/mean": mean}

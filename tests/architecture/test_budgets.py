@@ -50,9 +50,10 @@ GROWN = {
     "soft caps and sinks": 30,
     "a tail that is cut": 41,
     "rows that are looked at": 19,
+    "mixtures whose routing is seen and said": 242,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 28_601
+PACKAGE_LINES = 28_843
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_037,

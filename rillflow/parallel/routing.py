@@ -1,0 +1,142 @@
+"""Routing of training passes: how much each expert is asked for, and the loss that evens this out.
+
+    passes over the rows ── routers' choices ──> counts [R, E] of tokens ── summed over ranks ──> metrics
+    with ``policy.balance``:
+      before the passes  counts C of all rows that teach, N tokens        forward, unless they are known
+      in each pass       L = E sum_e C_e / N x P_e / N     its share: P of the pass's own tokens [E]
+
+    router ── weights ──┬──> experts            a share of L joins the backward pass where its router is,
+               share ───┘ its gradient: 1       so that it needs no way to the last stage
+
+The loss is Switch's (arXiv 2101.03961, equations 4 to 6) of each router, their mean, over the whole
+minibatch (arXiv 2501.11873): C is that of all rows, so shares add up to one loss and one gradient however
+rows are cut into micro-batches and dealt to ranks. A token counts once in every row that has it.
+
+Legend: U packed tokens, E experts, k of them taken by a token, R routers, P summed probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rillflow.cluster.ranks import Ranks
+from rillflow.models.routing import Routers
+from rillflow.records.metrics import Max, Mean, Metric
+
+
+class Routing:
+    """What is seen of a mixture's routers, on this rank until ``sum_`` is called.
+
+    Args:
+        routers: of the whole module.
+        device: where it computes.
+    """
+
+    def __init__(self, routers: Routers, device: torch.device) -> None:
+        self._sizes = torch.tensor([each.experts for each in routers.all], dtype=torch.float64, device=device)
+        shape = len(routers.all), routers.experts
+        self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
+        """[R, E] tokens that took each expert."""
+        self.tokens = torch.zeros(len(routers.all), dtype=torch.float64, device=device)
+        """[R] tokens that were routed."""
+        self.loss = torch.zeros(1, dtype=torch.float64, device=device)
+        """What evens out, as it is added."""
+        self.pull: Tensor | None = None
+        """[R, E] what a token's probability of an expert costs; None where nothing is evened out."""
+
+    def plan(self, copies: Tensor) -> PassRouting:
+        """The plan of one pass, of whose packed tokens so many rows each have a copy [U]."""
+        return PassRouting(self, copies)
+
+    def sum_(self, ranks: Ranks) -> None:
+        """Add what all ranks saw; all of them call it, and a dense model's need not meet."""
+        if self.counts.numel():
+            ranks.sum_([self.counts, self.tokens, self.loss])
+
+    def balanced(self, coefficient: float) -> Tensor:
+        """[R, E] the ``pull`` of a loss over these counts of all ranks."""
+        squares = self.tokens.clamp_min(1.0).square()[:, None]
+        return (coefficient * self._sizes[:, None] / len(self._sizes) * self.counts / squares).float()
+
+    def metrics(self) -> dict[str, Metric]:
+        """How evenly tokens lie on experts; none where no token was routed."""
+        total = self.counts.sum(1)
+        if not total.numel() or not bool((total > 0).all()):
+            return {}
+        shares = self.counts / total[:, None]
+        peaks = shares.max(1).values * self._sizes
+        entropy = -torch.xlogy(shares, shares).sum(1) / self._sizes.clamp_min(2).log()
+        idle = self._sizes - (self.counts > 0).sum(1)
+        found: dict[str, Metric] = {
+            "routing/peak_load/mean": _mean(peaks),
+            "routing/peak_load/max": Max(value=float(peaks.max())),
+            "routing/entropy/mean": _mean(entropy),
+            "routing/idle/share": Mean(total=float(idle.sum()), count=float(self._sizes.sum())),
+        }
+        if self.pull is not None:
+            found["routing/balance_loss/mean"] = _mean(self.loss)
+        return found
+
+
+class PassRouting:
+    """The routing plan of one pass (see models.routing.RoutingPlan).
+
+    Args:
+        routing: where it is counted.
+        copies: [U] float32 rows that have each packed token.
+    """
+
+    def __init__(self, routing: Routing, copies: Tensor) -> None:
+        self._routing, self._copies = routing, copies
+        self._pull = routing.pull
+        self._seen = set[int]()
+
+    def padded(self, size: int) -> PassRouting:
+        """The plan with packed tokens that no row sees, up to ``size``."""
+        found = copy(self)
+        found._copies, found._seen = pad(self._copies, (0, size - len(self._copies))), set()
+        return found
+
+    def choices(self, router: int) -> Tensor | None:
+        """See RoutingPlan."""
+        del router  # each chooses
+        return None
+
+    def routed(self, router: int, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Count the choices, once though a layer may be computed again; the share of the loss goes along."""
+        routing, is_new = self._routing, router not in self._seen
+        if is_new:
+            self._seen.add(router)
+            each = self._copies.double()[:, None].expand_as(chosen)
+            routing.counts[router].index_add_(0, chosen.flatten(), each.flatten())
+            routing.tokens[router] += self._copies.double().sum()
+        if self._pull is None or not torch.is_grad_enabled():
+            return weights
+        likely = self._copies @ logits.float().softmax(-1)
+        share = likely @ self._pull[router, : likely.shape[0]]
+        if is_new:
+            routing.loss += share.detach()
+        joined: Tensor = _Joined.apply(weights, share)  # type: ignore[no-untyped-call]
+        return joined
+
+
+class _Joined(torch.autograd.Function):
+    """Weights as they are; in the backward pass a share of a loss has the gradient 1."""
+
+    @staticmethod
+    def forward(_: Any, weights: Tensor, _share: Tensor) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], torch.ones((), device=gradients[0].device)
+
+
+def _mean(values: Tensor) -> Mean:
+    return Mean(total=float(values.sum()), count=float(math.prod(values.shape)))
