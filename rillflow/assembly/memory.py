@@ -23,6 +23,7 @@ from rillflow.cluster.config import SAMPLER
 from rillflow.errors import ModelError
 from rillflow.models.config import NewModel
 from rillflow.observe.wording import size
+from rillflow.rollout.config import VLLM
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT32_BYTES = 4
@@ -164,13 +165,16 @@ def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:
     """Bytes by what they are for."""
     item = _ITEM_BYTES[recipe.policy.model.dtype]
     weights = sizes.parameters * item
-    rows, is_frozen = rows_at_once(recipe), recipe.policy.model.adapter is not None
+    is_copied, is_frozen = recipe.rollout.engine == VLLM, recipe.policy.model.adapter is not None
+    rows = recipe.rollout.max_rows if is_copied else rows_at_once(recipe)
     parts = {"weights": weights}
     if not is_frozen:  # an adapter's own are small beside the base
         parts |= {"gradients": weights, "optimiser": 2 * sizes.parameters * _FLOAT32_BYTES}
     if recipe.has_policy:
         parts["KV cache"] = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item
         parts["logits"] = 2 * recipe.policy.tokens_per_micro_batch * sizes.vocabulary * _FLOAT32_BYTES
+    if recipe.has_policy and is_copied:
+        parts["vLLM's weights"] = weights
     if "reference" in recipe.roles and not is_frozen:
         parts["reference"] = weights
     return parts

@@ -49,12 +49,15 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.records.row import RowId
 from rillflow.roles.saving import SMALL_BYTES
+from rillflow.rollout.config import VLLM
 from rillflow.rollout.native.cache import PLACES
 from rillflow.training.config import TrainConfig
 from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
 from rillflow.training.scorer import micro_batches
 
+VLLM_PLACES = {"cpu": 128, "cuda": 16}
+"""Tokens of a block of vLLM's keys and values."""
 Parts = Mapping[str, int]
 """Bytes by what they are for."""
 
@@ -199,8 +202,9 @@ class _Trial:
     def peak(self) -> Peak:
         """What it keeps and takes."""
         if self._role == SAMPLER:
-            phases = {"answers": self._answering(0)}
-            return Peak(role=self._role, pool=self._pool, kept={}, phases=phases)
+            held, taken = self._copied()
+            phases = {"answers": self._answering(0) | taken}
+            return Peak(role=self._role, pool=self._pool, kept=held, phases=phases)
         train = self._recipe.policy.as_train()
         with _Live() as live:
             module, passes = self._module(live), self._in_flight()
@@ -232,7 +236,8 @@ class _Trial:
             learned = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
             return Peak(role=self._role, pool=self._pool, kept={"adapter": learned // fsdp}, phases=phases)
         if self._role == "policy" and self._recipe.has_policy and not self._recipe.placement.samples_apart:
-            phases["answers"] = self._answering(weights // fsdp)
+            copied, taken = self._copied()
+            kept, phases["answers"] = kept | copied, self._answering(weights // fsdp) | taken
         learned = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
         held = learned // fsdp + kept.get("optimiser", 0)
         is_far = "optimizer" if self._kind.is_trained else "reference"
@@ -264,10 +269,25 @@ class _Trial:
         drawn = 3 * rows * sizes.vocabulary * 4
         return {
             "weights that cross": max(0, weights - held) if not self._is_shared else 0,
-            "KV cache": cache,
+            "KV cache": cache if self._recipe.rollout.engine != VLLM else 0,
             "prompts": prefill,
             "logits": drawn,
         }
+
+    def _copied(self) -> tuple[dict[str, int], dict[str, int]]:
+        """What vLLM holds beside the trainer from step to step, and on a device while it answers."""
+        rollout, is_far = self._recipe.rollout, self._recipe.run.device.startswith("cuda")
+        if rollout.engine != VLLM:
+            return {}, {}
+        module: Any = self._outline().module
+        head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
+        weights = sum(weight.nbytes for weight in module.parameters())
+        weights += 0 if is_far or head is not embedding else head.nbytes  # it has no ties there
+        block = VLLM_PLACES["cuda" if is_far else "cpu"]
+        places = rollout.max_rows * -(-self._sampled.context // block) * block + block
+        cache = 2 * places * self._sampled.kv_width * self._sampled.layers * module.dtype.itemsize
+        found = {"vLLM's weights": weights, "vLLM's KV cache": cache}
+        return ({}, found) if is_far else (found, {})
 
     @property
     def _is_shared(self) -> bool:

@@ -53,7 +53,7 @@ GROWN = {
     "mixtures whose routing is seen and said": 242,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 28_843
+PACKAGE_LINES = 28_864
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_037,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rillflow.assembly.peaks import VLLM_PLACES
 from rillflow.errors import RolloutError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
@@ -128,7 +129,9 @@ def test_what_cannot_be_asked_is_said(engines: tuple[Engine, Engine]) -> None:
         made.abort(start.row)
     with pytest.raises(RolloutError, match="context is 64"):
         made.add(start.inserted([1] * CONTEXT))
-    assert not made.has_work and made.held_bytes > 0
+    assert not made.has_work
+    block = VLLM_PLACES["cpu"]
+    assert made.held_bytes == 2 * (16 + 1) * block * 64 * 2 * 4, "what check --memory foretells"
 
 
 def halfway(each: Engine, of: LanguageModel) -> Batch:

@@ -1,71 +1,55 @@
-"""Whole runs through vLLM: in the trainer's process, and in a pool of the sampler's own."""
+"""Whole runs through vLLM: in the trainer's process, in a pool of the sampler's own, and as a server."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
-from rillflow.errors import WeightError
+from rillflow.errors import RolloutError, WeightError
+from rillflow.models.config import ModelConfig, NewModel
+from rillflow.models.language_model import load_model, save_model
 from rillflow.observe import layout
 from rillflow.observe.reader import read_metrics, rollout_columns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))
 sys.path.insert(0, str(Path(__file__).parent))
 from damaged import KINDS
+from small_recipe import RECIPE, REWARD
 
 pytestmark = pytest.mark.skipif(
     find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` has an environment with it"
 )
-RECIPE = """
-[run]
-seed = 3
-threads = 1
-[task]
-source = "arithmetic"
-digits = 1
-operators = "+"
-size = 80
-held_out = 10
-[policy]
-lr = 1e-3
-model.new = { hidden = 128, layers = 2, heads = 4, context = 16, alphabet = "0123456789+=" }
-[rollout]
-max_tokens = 4
-[algorithm]
-name = "grpo"
-steps = 3
-prompts_per_step = 8
-samples_per_prompt = 3
-[reward]
-function = "reward.py:small"
-"""
-REWARD = """
-def small(prompts, completions, **columns):
-    return [sum(letter < "5" for letter in text) / 4 for text in completions]
-"""
+ALIKE = ["policy.lr=1e-3", "algorithm.loss.kl=0", "algorithm.minibatches=1"]
+VLLM = ['rollout.engine="vllm"']
+SERVED = [*VLLM, f"rollout.server={json.dumps(sys.executable)}"]
+APART = ['placement.roles={ sampler = "answers" }', "placement.pools={ main = 1, answers = 1 }"]
+INLINE = "placement.backend=inline"
+
+
+def written(folder: Path) -> Path:
+    """The small recipe with heads that vLLM runs on a processor."""
+    folder.mkdir(exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
+    path = folder / "run.toml"
+    path.write_text(RECIPE.replace("NAME", "grpo").replace("hidden = 32", "hidden = 128"))
+    return path
 
 
 def ran(folder: Path, *settings: str) -> list[Any]:
     """The tokens of every rollout."""
-    folder.mkdir()
-    written(folder)
-    run = folder / "run"
-    loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(run))}", *settings])
+    loaded = load_recipe(written(folder), [f"run.dir={json.dumps(str(folder / 'run'))}", *ALIKE, *settings])
     launch(loaded.recipe, loaded.base, quiet=True)
-    return tokens(run)
-
-
-def written(folder: Path) -> None:
-    (folder / "run.toml").write_text(RECIPE)
-    (folder / "reward.py").write_text(REWARD)
+    return tokens(folder / "run")
 
 
 def tokens(run: Path) -> list[Any]:
@@ -85,44 +69,87 @@ def share_alike(found: list[Any], expected: list[Any]) -> float:
     return sum(one == other for one, other in pairs) / len(pairs)
 
 
-def test_a_run_in_the_trainers_process_samples_what_the_native_engine_samples(
-    tmp_path: Path, native: list[Any]
+@pytest.mark.parametrize(
+    "form",
+    [VLLM, SERVED, [*VLLM, *APART, INLINE], [*SERVED, *APART, INLINE]],
+    ids=["here", "served", "apart", "served, apart"],
+)
+def test_a_run_samples_what_the_native_engine_samples(
+    form: Sequence[str], tmp_path: Path, native: list[Any]
 ) -> None:
     """Every step's weights arrive: rounding, which training carries on, turns few tokens."""
-    found = ran(tmp_path / "run", 'rollout.engine="vllm"')
+    found = ran(tmp_path / "run", *form)
     assert found[0] == native[0] and share_alike(found, native) > 0.9
-    gaps = [each.metrics["mismatch/logprob_gap/max"].value for each in read_metrics(tmp_path / "run/run")]
-    assert len(gaps) == 3 and max(gaps) < 1e-5
+    steps = [each.metrics for each in read_metrics(tmp_path / "run/run") if each.phase == "grpo"]
+    gaps = [each["mismatch/logprob_gap/max"].value for each in steps]
+    assert len(gaps) == 2 and max(gaps) < 1e-5
 
 
-APART = ['placement.roles={ sampler = "answers" }', "placement.pools={ main = 1, answers = 1 }"]
-
-
-def test_a_sampler_apart_samples_by_it(tmp_path: Path, native: list[Any]) -> None:
-    found = ran(tmp_path / "run", 'rollout.engine="vllm"', *APART, "placement.backend=inline")
-    assert found[0] == native[0] and share_alike(found, native) > 0.9
-
-
+@pytest.mark.parametrize("form", [[], SERVED[1:]], ids=["here", "served"])
 @pytest.mark.parametrize("damage", [each.capitalize() for each in KINDS])
-def test_weights_that_did_not_arrive_whole_sample_nothing(damage: str, tmp_path: Path) -> None:
-    with pytest.raises(WeightError, match="does not sample with version 1: a token of a fixed text"):
-        ran(tmp_path / "run", f'rollout.engine="damaged_engine:{damage}"', "policy.lr=0.03")
+def test_weights_that_did_not_arrive_whole_sample_nothing(
+    damage: str, form: Sequence[str], tmp_path: Path
+) -> None:
+    if form and damage != "Transposed":
+        pytest.skip("one of them shows that a server is asked")
+    with pytest.raises(WeightError, match=r"does not sample with version \d+: a token of a fixed text"):
+        ran(tmp_path / "run", f'rollout.engine="damaged_engine:{damage}"', "policy.lr=0.03", *form)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings by which an adapter is trained beside a base on the disk."""
+    new = NewModel(hidden=128, layers=4, heads=4, kv_heads=2, context=16, alphabet="0123456789+=")
+    made = load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=Path())
+    save_model(made, folder := tmp_path_factory.mktemp("base") / "model")
+    named = ["policy.model.new=none", f"policy.model.path={json.dumps(str(folder))}"]
+    return [*named, "policy.model.adapter={ rank = 4 }", "policy.lr=1e-2", "warm_start.lr=3e-2"]
+
+
+@pytest.mark.parametrize("form", [VLLM, [*SERVED, *APART, INLINE]], ids=["here", "served, apart"])
+def test_an_adapter_is_sampled_with_beside_its_base(
+    form: Sequence[str], tmp_path: Path, base: Sequence[str]
+) -> None:
+    found, expected = ran(tmp_path / "vllm", *base, *form), ran(tmp_path / "native", *base)
+    assert found[0] == expected[0] and share_alike(found, expected) > 0.9
+
+
+@pytest.mark.parametrize("damage", ["NoAdapter", "StaleAdapter", "ScaledAdapter"])
+def test_an_adapter_that_was_not_loaded_samples_nothing(
+    damage: str, tmp_path: Path, base: Sequence[str]
+) -> None:
+    with pytest.raises(WeightError, match=r"does not sample with version \d+: a token of a fixed text"):
+        ran(tmp_path / "run", *base, f'rollout.engine="damaged_engine:{damage}"', "rollout.server=none")
+
+
+def test_a_run_whose_server_dies_says_so_and_goes_on_when_it_is_run_again(tmp_path: Path) -> None:
+    import damaged_engine
+
+    damaged_engine.KILLS.append(3)  # after the evaluation and a step
+    how = ['rollout.engine="damaged_engine:Killed"', *SERVED[1:], "run.checkpoint_every=1"]
+    with pytest.raises(RolloutError, match=r"vLLM's server .* ended with status -9"):
+        ran(tmp_path / "run", *how)
+    before = len(read_metrics(tmp_path / "run/run"))
+    assert damaged_engine.KILLS == [] and before == 4
+    found = ran(tmp_path / "run", *how)
+    assert len(found) == 2 and len(read_metrics(tmp_path / "run/run")) == 5
 
 
 def test_ready_first_rows_run_on_through_publishes(tmp_path: Path) -> None:
-    ahead = ["algorithm.freshness=1", 'algorithm.order="ready_first"', "placement.backend=inline"]
-    assert len(ran(tmp_path / "run", 'rollout.engine="vllm"', *APART, *ahead)) == 3
+    ahead = ["algorithm.freshness=1", 'algorithm.order="ready_first"', INLINE, "algorithm.steps=3"]
+    assert len(ran(tmp_path / "run", *SERVED, *APART, *ahead)) == 3
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-@pytest.mark.parametrize("answers", [1, 2])
-def test_it_has_a_pool_of_its_own_on_ray(answers: int, tmp_path: Path, native: list[Any]) -> None:
+@pytest.mark.parametrize(("form", "answers"), [(VLLM, 1), (SERVED, 2)], ids=["here", "served, two"])
+def test_it_has_a_pool_of_its_own_on_ray(
+    form: Sequence[str], answers: int, tmp_path: Path, native: list[Any]
+) -> None:
     """A process of its own begins it: vLLM, here already, has imported Ray before it could be protected."""
-    written(tmp_path)
-    pools = f"placement.pools={{ main = 1, answers = {answers} }}"
-    settings = [f"run.dir={json.dumps(str(tmp_path / 'run'))}", 'rollout.engine="vllm"', APART[0], pools]
+    path, pools = written(tmp_path), f"placement.pools={{ main = 1, answers = {answers} }}"
+    settings = [f"run.dir={json.dumps(str(tmp_path / 'run'))}", *ALIKE, *form, APART[0], pools]
     command = [sys.executable, "-c", "from rillflow.cli.main import main; main()", "run"]
     given = [part for each in settings for part in ("--set", each)]
-    subprocess.run([*command, str(tmp_path / "run.toml"), *given], check=True, timeout=280)
+    subprocess.run([*command, str(path), *given], check=True, timeout=280)
     found = tokens(tmp_path / "run")
     assert found[0] == native[0] and share_alike(found, native) > 0.9

@@ -89,6 +89,29 @@ def test_beside_an_adapter_the_base_has_neither_gradients_nor_moments(tmp_path: 
     assert policy.phases["trains"]["gradients"] < 0.1 * whole.phases["trains"]["gradients"]
 
 
+def test_vllm_has_weights_and_room_for_keys_and_values_of_its_own(tmp_path: Path) -> None:
+    """On a processor always, with a tied head twice."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"release": "0.32.0", "missing": []}\'\n')
+    python.chmod(0o755)
+    vllm = ("rollout.engine=vllm", f"rollout.server={python}", "rollout.max_rows=10")
+    plain, copied = peaks()[0], peaks(*vllm)[0]
+    weights, tied = plain.kept["weights"], 14 * 128 * 4
+    cache = 2 * (10 + 1) * 128 * 2 * 64 * 4
+    assert copied.kept == plain.kept | {"vLLM's weights": weights + tied, "vLLM's KV cache": cache}
+    assert copied.phases["answers"]["KV cache"] == 0 < plain.phases["answers"]["KV cache"]
+    apart = peaks(
+        *vllm,
+        "placement.pools={ main = 1, answers = 1 }",
+        'placement.roles={ sampler = "answers" }',
+    )
+    assert "vLLM's weights" not in apart[0].kept
+    assert {peak.role: peak.kept for peak in apart}["sampler"] == {
+        "vLLM's weights": weights + tied,
+        "vLLM's KV cache": cache,
+    }
+
+
 def test_what_lies_in_host_memory_is_not_on_the_device() -> None:
     policy, reference = peaks("run.device=cuda", "policy.offload=all")
     usual = peaks()[1]

@@ -1,0 +1,296 @@
+"""Rollout engines by what is learnt with them: native against vLLM, in process, in a pool, and as a server.
+
+    warm start ─> base ─┬─ native                         in step, one version ahead
+     one for every seed ├─ vLLM in the trainer's process  in step
+                        ├─ vLLM in a pool of its own      in step, one version ahead
+                        └─ vLLM as a server               in step, one version ahead
+
+    python benchmarks/engines.py --seeds 0 1 2 --write benchmarks/results/engines.md    # 30 minutes
+
+Whole runs by the command users run: the same recipe, base and seeds. Runs whose process has vLLM are of the
+Python that --vllm names (make test-vllm makes one), the others, servers' trainers among them, of the Python
+that this is run by. A pool of its own is on Ray; one version ahead the sampler has one. A publish: the step's
+stage, and what the engine then takes to load and to answer the canary, measured by itself on the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, median
+
+from rillflow.formulas.interval import mean_interval
+from rillflow.observe.reader import read_evaluations, read_metrics, read_spans
+
+ROOT = Path(__file__).parents[1]
+RECIPE = """
+[run]
+threads = 1
+checkpoint_minutes = 0
+[task]
+source = "arithmetic"
+digits = 2
+operators = "+"
+held_out = 500
+[policy]
+lr = 3e-4
+beta2 = 0.99
+model.new = { hidden = 128, layers = 4, heads = 4, kv_heads = 2, context = 32, alphabet = "0123456789+-=" }
+[rollout]
+max_rows = 512
+max_tokens = 4
+[warm_start]
+steps = 110
+prompts_per_step = 256
+lr = 1e-3
+[algorithm]
+name = "grpo"
+steps = 40
+prompts_per_step = 64
+samples_per_prompt = 8
+loss.correction = "tis"
+[evaluate]
+problems = 500
+"""
+COMMAND = "import sys; from rillflow.cli.main import main; sys.exit(main())"
+APART = (
+    "placement.backend=ray",
+    "placement.pools={ main = 1, answers = 1 }",
+    'placement.roles={ sampler = "answers" }',
+)
+AHEAD = (*APART, "algorithm.freshness=1")
+SKIPPED = 3
+"""Steps at the beginning whose seconds are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A way to sample."""
+
+    name: str
+    """As the table has it."""
+    pace: str
+    """In step, or ahead."""
+    engine: str
+    """native, vllm in the run's processes, or served."""
+    settings: Sequence[str] = ()
+    """Beside the engine's."""
+
+
+FORMS = (
+    Form(name="native", pace="in step", engine="native"),
+    Form(name="vLLM in process", pace="in step", engine="vllm"),
+    Form(name="vLLM in a pool", pace="in step", engine="vllm", settings=APART),
+    Form(name="vLLM as a server", pace="in step", engine="served"),
+    Form(name="native in a pool", pace="one ahead", engine="native", settings=AHEAD),
+    Form(name="vLLM in a pool", pace="one ahead", engine="vllm", settings=AHEAD),
+    Form(name="vLLM as a server, in a pool", pace="one ahead", engine="served", settings=AHEAD),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What a run came to."""
+
+    before: float
+    """Accuracy of the base on held-out problems."""
+    accuracy: float
+    """Of the last look at them."""
+    reward: float
+    """The mean of the last five steps."""
+    tokens_s: float
+    """Sampled tokens a second of generation, loading included."""
+    step_s: float
+    """The median step."""
+    publish_s: float
+    """The median stage ``policy.publish``."""
+    gap: float
+    """The largest difference between sampler's and trainer's log probability of a token, over all steps."""
+    kl: float
+    """The mean estimate of the divergence, in nats a token."""
+
+
+def python_of(engine: str, vllm: str) -> str:
+    """The interpreter of a form's processes."""
+    return vllm if engine == "vllm" else sys.executable
+
+
+def engine_settings(engine: str, vllm: str) -> list[str]:
+    """What a recipe says of the engine."""
+    served = [f"rollout.server={json.dumps(vllm)}"] if engine == "served" else []
+    return [f"rollout.engine={'native' if engine == 'native' else 'vllm'}", *served]
+
+
+def run(python: str, recipe: Path, folder: Path, *settings: str) -> Path:
+    """One run by the command; its directory."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [python, "-c", COMMAND, "run", str(recipe), "--dir", str(folder), "--quiet", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return folder
+
+
+def ran(folder: Path) -> Ran:
+    """What is to be said of a run."""
+    steps = [each.metrics for each in read_metrics(folder)]
+    spans = [each for each in read_spans(folder) if each.step > SKIPPED]
+    generated = [each for each in spans if each.stage == "policy.generate"]
+    looks = [each.accuracy or 0.0 for each in read_evaluations(folder)]
+    tokens = sum(each["rollout/tokens/sum"].value for each in steps[SKIPPED:])
+    return Ran(
+        before=looks[0],
+        accuracy=looks[-1],
+        reward=fmean(each["reward/score/mean"].value for each in steps[-5:]),
+        tokens_s=tokens / sum(each.duration_s for each in generated),
+        step_s=median(each["run/step_seconds/mean"].value for each in steps[SKIPPED:]),
+        publish_s=median(each.duration_s for each in spans if each.stage == "policy.publish"),
+        gap=max(each["mismatch/logprob_gap/max"].value for each in steps),
+        kl=fmean(each["mismatch/kl/mean"].value for each in steps),
+    )
+
+
+def load_seconds(base: Path, server: str) -> float:
+    """The median of five loads with their canary, by vLLM here or served; for the interpreter that has it."""
+    import torch
+
+    from rillflow.cluster.ranks import SingleRank
+    from rillflow.models.config import ModelConfig
+    from rillflow.models.language_model import load_model
+    from rillflow.roles.canary import canary_texts
+    from rillflow.rollout.config import RolloutConfig
+    from rillflow.rollout.stops import Stops
+    from rillflow.rollout.vllm.engine import VllmEngine
+
+    torch.set_num_threads(1)
+    of = load_model(ModelConfig(path=str(base)), seed=0, device=torch.device("cpu"), base=Path())
+    config, stops = RolloutConfig(max_rows=512, max_tokens=4, server=server or None), Stops((), of.tokenizer)
+    engine = VllmEngine(
+        of.module, config, stop_tokens=stops.tokens, seed=0, context=of.context, tp=SingleRank(), stops=stops
+    )
+    taken = []
+    for number in range(6):
+        began = time.perf_counter()
+        engine.load(number, dict(of.module.named_parameters()))
+        engine.score(canary_texts(of))
+        taken.append(time.perf_counter() - began)
+    return median(taken[1:])
+
+
+def load_of(engine: str, vllm: str, base: Path) -> float:
+    """Seconds in which an engine takes a version; the native one has it already."""
+    if engine == "native":
+        return 0.0
+    server = vllm if engine == "served" else ""
+    command = [python_of(engine, vllm), str(Path(__file__)), "--load", str(base), "--server", server]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    return float(done.stdout.split()[-1])
+
+
+def told(values: Sequence[float]) -> str:
+    """A mean, and where there are several how far it may be off."""
+    interval = mean_interval(values)
+    return f"{fmean(values):.3f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
+
+
+def table(seeds: Sequence[int], steps: int, vllm: str, chosen: Sequence[str]) -> list[str]:
+    """Every form with every seed."""
+    found: dict[Form, list[Ran]] = {}
+    forms = [form for form in FORMS if not chosen or form.engine in chosen]
+    loads = dict[str, float]()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = folder / "run.toml"
+        recipe.write_text(RECIPE)
+        for seed in seeds:
+            short = ("algorithm.steps=1", "run.checkpoint_every=1", "evaluate=none")
+            made = run(sys.executable, recipe, folder / f"{seed}-base", f"run.seed={seed}", *short)
+            base = min((made / "checkpoints").glob("step-*")) / "policy"
+            how = (
+                f"run.seed={seed}",
+                f"algorithm.steps={steps}",
+                "warm_start=none",
+                "policy.model.new=none",
+                f"policy.model.path={json.dumps(str(base))}",
+            )
+            for engine in {form.engine: None for form in forms if form.engine not in loads}:
+                loads[engine] = load_of(engine, vllm, base)
+            for number, form in enumerate(forms):
+                engine = engine_settings(form.engine, vllm)
+                where = folder / f"{seed}-{number}"
+                run(python_of(form.engine, vllm), recipe, where, *how, *engine, *form.settings)
+                found.setdefault(form, []).append(ran(where))
+                print(
+                    f"seed {seed}, {form.name}, {form.pace}: {found[form][-1]}", file=sys.stderr, flush=True
+                )
+    lines = [
+        "| engine | pace | accuracy, by seed: before, after | mean after (95% interval) | last rewards "
+        "| tokens/s | a step, s | a publish, s: stage + engine | largest gap | kl, nats |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for form, each in found.items():
+        by_seed = ", ".join(f"{one.before:.3f} {one.accuracy:.3f}" for one in each)
+        lines.append(
+            f"| {form.name} | {form.pace} | {by_seed} | {told([one.accuracy for one in each])} "
+            f"| {told([one.reward for one in each])} | {median(one.tokens_s for one in each):,.0f} "
+            f"| {median(one.step_s for one in each):.2f} "
+            f"| {median(one.publish_s for one in each):.3f} + {loads[form.engine]:.3f} "
+            f"| {max(one.gap for one in each):.1e} | {fmean(one.kl for one in each):.1e} |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Run every seed; print or write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    own = sys.executable if find_spec("vllm") else str(ROOT / ".venv-vllm" / "bin" / "python")
+    parser.add_argument("--vllm", default=own, help="the python of an environment with vLLM")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of base and training")
+    parser.add_argument("--steps", type=int, default=40, help="of GRPO (40)")
+    parser.add_argument(
+        "--engines", nargs="+", default=(), choices=("native", "vllm", "served"), help="all if left out"
+    )
+    parser.add_argument("--write", type=Path, help="the page to write; printed if left out")
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--server", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.load:
+        print(load_seconds(given.load, given.server))
+        return
+    vllm = str(Path(given.vllm).absolute())
+    seeds = " ".join(map(str, given.seeds))
+    page = [
+        "# Rollout engines",
+        "",
+        f"`python benchmarks/engines.py --seeds {seeds} --steps {given.steps}`, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}, torch {version('torch')}, "
+        f"transformers {version('transformers')}; the recipe is at the head of the script.",
+        "",
+        *table(given.seeds, given.steps, vllm, given.engines),
+        "",
+    ]
+    if given.write:
+        given.write.write_text("\n".join(page), "utf-8")
+    else:
+        sys.stdout.write("\n".join(page))
+
+
+if __name__ == "__main__":
+    main()
