@@ -44,16 +44,17 @@ digits = 2
 operators = "+"
 held_out = 500
 [policy]
-lr = 3e-4
+lr = 1e-4
 beta2 = 0.99
 model.new = { hidden = 128, layers = 4, heads = 4, kv_heads = 2, context = 32, alphabet = "0123456789+-=" }
 [rollout]
 max_rows = 512
 max_tokens = 4
 [warm_start]
-steps = 110
+steps = 170
 prompts_per_step = 256
 lr = 1e-3
+warmup_steps = 20
 [algorithm]
 name = "grpo"
 steps = 40
