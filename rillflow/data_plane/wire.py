@@ -30,6 +30,8 @@ HEAD_BYTES = 64
 MAX_JSON_BYTES = 64 * 2**10
 MAX_BODY_BYTES = 2**30
 """A body that is longer is refused before anything is read or reserved."""
+SMALL_BYTES = 2**18
+"""Frames up to this length are put together before they are written."""
 ALIGNMENT = 64
 ARRAY_TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _HEAD = struct.Struct("<4sHHIIQ")
@@ -169,14 +171,27 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._sent, self._received = count(), count()
+        self._held = bytearray()
 
     def wait_at_most(self, seconds: float | None) -> None:
         """Let a send or a receive that makes no progress for so long be a TimeoutError; None: wait on."""
         self._socket.settimeout(seconds)
 
-    def send(self, kind: int, says: Mapping[str, Any], arrays: Arrays | None = None) -> None:
-        """Write a frame."""
+    def send(
+        self, kind: int, says: Mapping[str, Any], arrays: Arrays | None = None, *, later: bool = False
+    ) -> None:
+        """Write a frame; a small one that may go later goes with the next."""
         frame = packed(kind, says, arrays, number=next(self._sent))
+        is_small = frame.nbytes <= SMALL_BYTES
+        if is_small:
+            whole = bytearray(frame.nbytes)
+            frame.write_into(whole)
+            self._held += whole
+        if not (later and is_small) or len(self._held) > SMALL_BYTES:
+            held, self._held = self._held, bytearray()
+            self._socket.sendall(held)
+        if is_small:
+            return
         self._socket.sendall(frame.front)
         at = len(frame.front)
         for place, array in frame.places:

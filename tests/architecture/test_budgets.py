@@ -44,7 +44,7 @@ GROWN = {
     "saving beside training, sums in buckets": 283,
     "adapters, small mixtures": 348,
     "vLLM": 420,
-    "vLLM as a server with adapters": 383,
+    "vLLM as a server with adapters": 389,
     "sums that begin in the backward pass": 94,
     "offload refused in words": 9,
     "soft caps and sinks": 30,
@@ -53,10 +53,10 @@ GROWN = {
     "mixtures whose routing is seen and said": 242,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 28_864
+PACKAGE_LINES = 28_870
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
-    "data_plane/": 2_037,
+    "data_plane/": 2_051,
     "service/": 884,
     "dataflow/parted.py": 121,
     "dataflow/ready_first.py": 239,

@@ -64,6 +64,10 @@ class Ask:
     given: tuple[int, ...] = ()
     """Tokens that follow whatever would be drawn, where their log probabilities are asked for."""
 
+    def __deepcopy__(self, memo: object) -> Ask:
+        """Itself: vLLM copies what goes with a request, of which nothing changes."""
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:

@@ -214,7 +214,7 @@ class VllmEngine:
     ) -> None:
         begin = len(rollout.tokens)
         check_tokens(rollout, self._context, self._vocabulary)
-        check_ids([rollout.row, *(each.rollout.row for each in self._rows.values())])
+        check_ids([rollout.row, *({rollout.row} & self._rows.keys())])
         how: dict[str, Any] = {"row": rollout.row, "sampling": sampling, "seed": self._seed, "begin": begin}
         ask = Ask(**how, most=limit - begin, stop=tuple(sorted(stop)), given=tuple(given))
         self._core.add(rollout.tokens, ask)

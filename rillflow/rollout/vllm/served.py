@@ -105,14 +105,18 @@ class ServedCore:
         return process, channel
 
     def add(self, tokens: Sequence[int], ask: Ask) -> None:
-        """See AnyCore; an error of vLLM's is the next answer's."""
+        """See AnyCore; it goes with the next ask, whose answer has an error of vLLM's."""
         arrays = {"tokens": np.array(tokens, np.int64), "given": np.array(ask.given, np.int64)}
-        self._met(Word.ADD, lambda: self._channel.send(Word.ADD, said_of(ask), arrays), is_answered=False)
+        self._met(
+            Word.ADD,
+            lambda: self._channel.send(Word.ADD, said_of(ask), arrays, later=True),
+            is_answered=False,
+        )
 
     def abort(self, row: RowId) -> None:
-        """See AnyCore; an error of vLLM's is the next answer's."""
+        """See AnyCore; it goes with the next ask, whose answer has an error of vLLM's."""
         says = {"row": list(row)}
-        self._met(Word.ABORT, lambda: self._channel.send(Word.ABORT, says), is_answered=False)
+        self._met(Word.ABORT, lambda: self._channel.send(Word.ABORT, says, later=True), is_answered=False)
 
     def step(self, most: int) -> list[Piece]:
         """See AnyCore."""

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from rillflow.data_plane.wire import Channel
+from rillflow.data_plane.wire import SMALL_BYTES, Channel
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
@@ -49,6 +50,20 @@ def test_an_ask_and_what_came_of_it_arrive_as_they_were(ends: tuple[Channel, Cha
     for each in (pieces, []):
         ends[1].send(frames.Word.OK, {}, frames.arrays_of(each))
         assert frames.pieces_of(ends[0].receive().arrays) == each
+
+
+def test_frames_arrive_in_order_whichever_may_go_later(ends: tuple[Channel, Channel]) -> None:
+    large = np.arange(SMALL_BYTES, dtype=np.int64)
+    how = [(0, True), (1, True), (SMALL_BYTES, True), (2, True), (3, False), (SMALL_BYTES, False), (4, False)]
+    found: list[list[int]] = []
+    reader = threading.Thread(
+        target=lambda: found.extend(ends[1].receive().arrays["a"].tolist() for _ in range(len(how)))
+    )
+    reader.start()
+    for length, later in how:
+        ends[0].send(frames.Word.STEP, {}, {"a": large[:length]}, later=later)
+    reader.join()
+    assert [len(each) for each in found] == [length for length, _ in how]
 
 
 def test_weights_arrive_whole_whatever_a_frame_holds(
