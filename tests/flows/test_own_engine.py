@@ -87,6 +87,12 @@ def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
             "remax calls policy.greedy",
         ),
         ("own_engine:Noting", ["rollout.top_p=0.9"], "cannot draw from the likeliest", "top_k or top_p"),
+        (
+            "own_engine:Noting",
+            ["algorithm.oversample_prompts=2"],
+            "take rows in and out",
+            "begins more than it trains",
+        ),
         ("own_engine:Noting", ["rollout.deterministic=true"], "fixed shapes", "deterministic is true"),
         ("own_engine:Notting", [], "no engine", "own_engine has no 'Notting'"),
         ("own_engine:NoEngine", [], "no engine", "it has no can"),

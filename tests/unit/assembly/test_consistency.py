@@ -117,6 +117,12 @@ def test_the_arithmetic_of_a_run() -> None:
     ]
 
 
+def test_the_arithmetic_of_a_step_that_begins_more_than_it_trains() -> None:
+    lines = batch_lines(recipe(algorithm={"oversample_prompts": 1.5, "oversample_samples": 1.25}))
+    assert "begun: 6 prompts x 10 samples a step; the longest wait for a later one" in lines
+    assert len(lines) == 1 + len(batch_lines(recipe(algorithm={"oversample_prompts": 1})))
+
+
 def test_the_arithmetic_of_whole_minibatches() -> None:
     assert "1 minibatch of 32 rows" in batch_lines(recipe())[0]
 

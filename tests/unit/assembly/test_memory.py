@@ -112,6 +112,8 @@ def test_rows_that_never_run_take_no_memory() -> None:
     many = recipe().rollout.model_copy(update={"max_rows": 10**9})
     some = recipe().model_copy(update={"rollout": many})
     assert rows_at_once(some) == 512
+    more = some.algorithm.model_copy(update={"oversample_prompts": 1.25})
+    assert rows_at_once(some.model_copy(update={"algorithm": more})) == 640
     small = some.model_copy(update={"algorithm": some.algorithm.model_copy(update={"prompts_per_step": 4})})
     assert rows_at_once(small) == 500
     fixed = many.model_copy(update={"deterministic": True})

@@ -1,0 +1,240 @@
+"""What leaving the longest for later gives: the same rows trained, with and without, of log-normal lengths.
+
+    without ─ 16 prompts x 4 a step, all of them sampled to their ends ────────┐
+    with    ─ 20 or 24 prompts begun; 16 trained, the rest in a later step ────┴─> seconds, passes, tokens
+
+    python benchmarks/tail.py --write benchmarks/results/tail.md
+    python benchmarks/tail.py --shares 1 1.25 --steps 5 --pass-ms 0       # does it work?
+
+Whole runs of GRPO by the command's own path, in step, on the native engine. Qwen2 with random weights
+(hidden 128, 4 layers); a row's length is its own, whatever its tokens: 48 x exp(z), at most 1,024, z normal
+and half of its variance the prompt's. Every run trains the same rows, so it trains the same number of tokens.
+
+What a pass costs decides. On a processor it costs what its rows cost; a device that a few rows do not fill
+takes as long for few as for many. So there are two tables: passes as they are here, and passes that
+sleep until --pass-ms are over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import exp, sqrt
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+from rillflow.assembly.engines import engine_class
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.observe.reader import read_metrics, read_rollouts, read_spans
+from rillflow.records.batch import Batch
+from rillflow.records.rollout import Rollout, rollout_batch, starts
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.native.engine import NativeEngine
+
+NAMES = (
+    *("run/step_seconds/mean", "rollout/length/max", "rollout/tokens/sum"),
+    *("tail/passes/sum", "tail/wasted_tokens/sum"),
+)
+"""Metrics of a step that are added up."""
+PASS_MS = "TAIL_PASS_MS"
+"""The variable of the environment that says how long a pass takes at least."""
+PROMPTS, SAMPLES, MEDIAN, SIGMA, LONGEST = 16, 4, 48, 1.0, 1024
+RECIPE = """
+[run]
+threads = 1
+checkpoint_minutes = 0
+[task]
+source = "arithmetic"
+digits = 2
+size = 4000
+held_out = 10
+[policy]
+model.new = { hidden = 128, layers = 4, heads = 4, kv_heads = 2, context = 1040, alphabet = "0123456789+-*=" }
+tokens_per_micro_batch = 4096
+[rollout]
+engine = "tail:GivenLengths"
+max_tokens = 1024
+max_rows = 128
+[evaluate]
+problems = 0
+[algorithm]
+name = "grpo"
+steps = STEPS
+prompts_per_step = PROMPTS
+samples_per_prompt = SAMPLES
+loss.correction = "none"
+[reward]
+function = "tail.py:digits"
+"""
+
+
+def length(row: RowId) -> int:
+    """Tokens of a row."""
+    own, prompt = (Random(text).gauss(0, 1) for text in (str(row), f"{row.epoch} {row.prompt}"))
+    return max(1, min(LONGEST, round(MEDIAN * exp(SIGMA * (own + prompt) / sqrt(2)))))
+
+
+class GivenLengths(NativeEngine):
+    """The native engine, whose rows are as long as they are told to be."""
+
+    can: ClassVar = NativeEngine.can
+    computed_s: ClassVar = 0.0
+    """Processor seconds of all passes."""
+
+    def __init__(self, *given: Any, **how: Any) -> None:
+        super().__init__(*given, **{**how, "stop_tokens": frozenset(), "stops": None})
+        self._config: RolloutConfig = given[1]
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        """See Engine."""
+        super().add(
+            rollout, (sampling or self._config).model_copy(update={"max_tokens": length(rollout.row)})
+        )
+
+    def step(self) -> list[Rollout]:
+        """See Engine."""
+        began, computed, ended = time.monotonic(), time.thread_time(), super().step()
+        GivenLengths.computed_s += time.thread_time() - computed
+        time.sleep(max(0.0, began + float(os.environ[PASS_MS]) / 1000 - time.monotonic()))
+        return ended
+
+    def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
+        """See Engine."""
+        begun, found = starts(prompts, samples), dict[RowId, Rollout]()
+        for each in begun:
+            self.add(each, sampling)
+        while self.has_work:
+            found |= {each.row: each for each in self.step()}
+        return rollout_batch([found[each.row] for each in begun])
+
+
+def digits(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+    """A score of nothing in particular."""
+    del prompts, columns
+    return [sum(letter < "5" for letter in text) / (1 + len(text)) for text in completions]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A run."""
+
+    seconds: float
+    """Of its steps."""
+    sampling_s: float
+    """In which rows were sampled."""
+    processor_s: float
+    """Of the processor in which passes were computed: other work on the machine changes them less."""
+    passes: int
+    """Until the last row that is trained had ended, of all steps."""
+    tokens: int
+    """Trained."""
+    wasted: int
+    """Sampled beside them."""
+    rows: frozenset[RowId]
+    """That were trained."""
+
+
+def measured(folder: Path, share: float, steps: int) -> Measured:
+    """A run that begins so many times the prompts that it trains."""
+    recipe = folder / "run.toml"
+    recipe.write_text(
+        RECIPE.replace("STEPS", str(steps)).replace("PROMPTS", str(PROMPTS)).replace("SAMPLES", str(SAMPLES))
+    )
+    (folder / "tail.py").write_text(Path(__file__).read_text("utf-8"))
+    run = folder / f"run-{share:g}"
+    shutil.rmtree(run, ignore_errors=True)
+    cut = [f"algorithm.oversample_prompts={share}"] if share > 1 else []
+    loaded = load_recipe(recipe, [f"run.dir='{run}'", *cut])
+    engine = engine_class("tail:GivenLengths")
+    before = engine.computed_s  # type: ignore[attr-defined]
+    launch(loaded.recipe, loaded.base, quiet=True)
+    made = [each.metrics for each in read_metrics(run)]
+    total = {name: sum(each[name].value for each in made if name in each) for name in NAMES}
+    sampled = [span for span in read_spans(run) if span.stage == "policy.generate"]
+    found = [row.row for step in range(1, steps + 1) for row in read_rollouts(run, step)]
+    return Measured(
+        seconds=total["run/step_seconds/mean"],
+        sampling_s=sum(rank.duration_s for span in sampled for rank in span.ranks),
+        processor_s=engine.computed_s - before,  # type: ignore[attr-defined]
+        passes=int(total["tail/passes/sum" if cut else "rollout/length/max"]),
+        tokens=int(total["rollout/tokens/sum"]),
+        wasted=int(total["tail/wasted_tokens/sum"]),
+        rows=frozenset(found),
+    )
+
+
+def table(found: dict[float, list[Measured]]) -> list[str]:
+    """A line for each share; seconds are medians of the rounds."""
+    lines = [
+        "| prompts begun for each trained | s, all steps | times as fast | s sampling | times as fast "
+        "| processor s sampling | times as fast | passes | times fewer | tokens sampled in vain |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    plain = found[1.0]
+
+    def middle(runs: list[Measured], name: str) -> float:
+        return float(statistics.median(getattr(each, name) for each in runs))
+
+    for share, runs in found.items():
+        one = runs[0]
+        assert one.rows == plain[0].rows and one.tokens == plain[0].tokens, "every run trains the same rows"
+        cells = [f"{share:g}"]
+        for name in ("seconds", "sampling_s", "processor_s"):
+            cells += [f"{middle(runs, name):.1f}", f"{middle(plain, name) / middle(runs, name):.2f}"]
+        cells += [f"{one.passes:,}", f"{plain[0].passes / one.passes:.2f}", f"{one.wasted / one.tokens:.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each, in turn")
+    parser.add_argument("--steps", type=int, default=5, help="of each run")
+    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 1.125, 1.25], help="the first is 1")
+    parser.add_argument("--pass-ms", type=float, nargs="+", default=[0.0, 30.0], help="a table for each")
+    parser.add_argument("--write", type=Path, help="a page of results")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parent))
+    lines = [
+        "# The tail cut",
+        "",
+        "What is measured, and how: the head of `benchmarks/tail.py`.",
+        "",
+        f"- command: `python {' '.join(['benchmarks/tail.py', *sys.argv[1:]])}`",
+        f"- machine: {os.cpu_count()} cores, 1 thread, {platform.machine()}",
+        f"- versions: Python {platform.python_version()}, torch {version('torch')}, "
+        f"transformers {version('transformers')}",
+        f"- {arguments.steps} steps of {PROMPTS} prompts x {SAMPLES}; rounds: {arguments.rounds}, medians; "
+        "passes and tokens are the same in each",
+        "- by the clock a machine with other work is measured; processor seconds and passes say more",
+    ]
+    for pass_ms in arguments.pass_ms:
+        os.environ[PASS_MS] = str(pass_ms)
+        found: dict[float, list[Measured]] = {share: [] for share in arguments.shares}
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(arguments.rounds):
+                for share, runs in found.items():
+                    runs.append(measured(Path(folder), share, arguments.steps))
+                    print(f"{share:g}: {runs[-1].seconds:.1f} s, {runs[-1].passes:,} passes", flush=True)
+        title = f"A pass takes {pass_ms:g} ms" if pass_ms else "A pass takes what its rows take"
+        lines += ["", f"## {title}", "", f"{found[1.0][0].tokens:,} tokens are trained.", "", *table(found)]
+    print("\n".join(lines))
+    if arguments.write:
+        arguments.write.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
