@@ -284,3 +284,18 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
             why="all answers to a prompt would be the same one, so none is better than another",
             fix="0.7 to 1.0 are usual; evaluate.temperature is apart and may be 0",
         )
+    if recipe.rollout.agent is None:
+        return
+    named = {"reward.model": recipe.reward.model, "cost.model": recipe.cost.model}
+    for setting, model in ((setting, model) for setting, model in named.items() if model is not None):
+        yield ConfigError(
+            f"{setting} is {model!r}, and rollout.agent writes the rows",
+            why="a row whose agent failed has no answer, and a model would score it all the same",
+            fix=f"{setting.split('.')[0]}.function scores the others",
+        )
+    if recipe.placement.generate_tp > 1:
+        yield ConfigError(
+            f"placement.generate has tp = {recipe.placement.generate_tp}, and rollout.agent writes the rows",
+            why="ranks that share a copy take the same steps, and an agent asks one of them when it likes",
+            fix="tp = 1 for generation",
+        )

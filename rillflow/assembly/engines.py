@@ -205,6 +205,7 @@ def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
         (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
         (Capability.ROWS, is_ready_first(recipe.algorithm), 'algorithm.order is "ready_first"'),
         (Capability.ROWS, cuts_tail(recipe.algorithm), "algorithm begins more than it trains"),
+        (Capability.ROWS, rollout.agent is not None, "rollout.agent writes the rows"),
         (Capability.PARTS, rollout.parts > 1, f"rollout.parts is {rollout.parts}"),
         (Capability.ADAPTERS, _adapter(recipe, base) is not None, "policy.model has an adapter"),
     ):

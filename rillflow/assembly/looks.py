@@ -26,6 +26,7 @@ from rillflow.assembly.model_files import require_model_files
 from rillflow.assembly.preflight import (
     NOTHING,
     Given,
+    agent_function,
     cost_functions,
     model_source,
     open_rows,
@@ -40,7 +41,7 @@ from rillflow.observe.environment import usable_cores
 from rillflow.observe.wording import size
 from rillflow.rewards.columns import Text
 from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.outcome import RETURNED, Outcome, Score
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.rollout.config import NATIVE
 from rillflow.tasks.example import Example
@@ -124,6 +125,7 @@ def look(
     if not report.problems:
         report.attempt(lambda: _look_at_tokens(recipe, base, report, say))
     report.attempt(lambda: _look_at_scorers(recipe, base, report))
+    report.attempt(lambda: agent_function(recipe, base))
     report.attempt(lambda: _look_at_machine(recipe, report))
     report.attempt(lambda: _look_at_functions(reward_functions(recipe, base, report.task), recipe, report))
     report.attempt(lambda: _look_at_functions(cost_functions(recipe, base), recipe, report))
@@ -343,6 +345,8 @@ def _tried(
     ]
     names = sorted(set[str]().union(*(row.columns for row in rows)))
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
+    if recipe.rollout.agent is not None:
+        columns[RETURNED] = list(answers)
     with RewardWorkers(function, recipe.reward.model_copy(update={"workers": 1})) as workers:
         return workers.score(prompts, replies, columns)
 

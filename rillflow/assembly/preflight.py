@@ -6,6 +6,7 @@ recipe ─ open_rows, model_source, scorer_sources, reward_functions, cost_funct
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,25 @@ def cost_functions(recipe: Recipe, base: Path) -> tuple[FunctionPath, ...]:
             fix='write cost.function = "cost.py:name", relative to the recipe',
         )
     return () if text is None or recipe.cost.model is not None else (parse_function(text, base),)
+
+
+def agent_function(recipe: Recipe, base: Path) -> FunctionPath | None:
+    """The function that writes rows, where the recipe names one.
+
+    Raises:
+        RewardError: there is no such function.
+        ConfigError: what serves the policy to it is not installed.
+    """
+    agent = recipe.rollout.agent
+    if agent is None:
+        return None
+    if not all(map(find_spec, ("starlette", "uvicorn"))):
+        raise ConfigError(
+            f"rollout.agent.function is {agent.function!r}, and starlette or uvicorn is not installed",
+            why="an agent asks the policy over HTTP",
+            fix="pip install 'rillflow[service]'",
+        )
+    return parse_function(agent.function, base, "agent")
 
 
 def prompt_length(example: Example) -> int:

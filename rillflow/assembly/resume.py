@@ -67,7 +67,9 @@ def sources_of(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, byt
     Raises:
         RewardError: a file is not there.
     """
+    agent = recipe.rollout.agent
     named = {"reward": recipe.reward.function, "cost": recipe.cost.function}
+    named["agent"] = agent.function if agent is not None else None
     files = {name: parse_function(text, base).file for name, text in named.items() if text is not None}
     given = {f"reward.{each.name}": each.text.encode() for each in task.reward if each.text}
     return {**given, **{name: file.read_bytes() for name, file in files.items()}}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -34,7 +35,7 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.observe.durable import write_error
 from rillflow.placement.mesh import Mesh
 from rillflow.rewards.config import RewardConfig
-from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.rewards.weighted import WeightedWorkers
 from rillflow.roles.policy import EarlierAdapter, Policy, Reference
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights, SentWeights, lay_out
@@ -44,6 +45,8 @@ from rillflow.roles.scalar_roles import Critic, RewardModel, SafetyCostModel
 from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.engine import Capability
+from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.encoded import Encoder
 from rillflow.training.config import TrainConfig
 from rillflow.workers.endpoint import endpoints_of
 
@@ -79,6 +82,8 @@ class RoleSetting:
     """The optimiser's settings, and how a batch is cut into micro-batches."""
     rollout: RolloutConfig
     """How the policy is sampled."""
+    task: TaskConfig
+    """How prompts become tokens."""
     limits: RewardConfig
     """What reward functions are held to."""
     sizes: MeshSizes
@@ -178,7 +183,20 @@ def sampler(setting: RoleSetting) -> Sampler:
     rollout, engine = setting.rollout, engine_class(setting.rollout.engine)
     if rollout.server is not None:
         rollout = rollout.model_copy(update={"server": str(server_python(rollout.server, setting.base))})
-    return Sampler(weights, model=model, rollout=rollout, seed=setting.seed, engine=engine)
+    how: dict[str, Any] = {"model": model, "rollout": rollout, "seed": setting.seed}
+    if rollout.agent is None:
+        return Sampler(weights, engine=engine, **how)
+    from rillflow.service.agents import AgentEngine
+
+    known, more = setting.task.rendered, setting.task.template_arguments
+    made_by = partial(
+        AgentEngine,
+        inner=engine,
+        function=parse_function(rollout.agent.function, setting.base, "agent"),
+        encoder=Encoder(tokenizer=model.tokenizer, is_rendered=known, template_arguments=more),
+        stack=setting.site.stack,
+    )
+    return Sampler(weights, engine=made_by, **how)
 
 
 def reference(setting: RoleSetting) -> Reference:

@@ -146,6 +146,7 @@ class RoleGroups:
             threads=recipe.run.threads,
             seed=recipe.run.seed,
             rollout=recipe.rollout,
+            task=recipe.task,
             limits=recipe.reward,
             sizes=sizes,
             model_input=self._model_input,

@@ -132,6 +132,38 @@ class Tokenizer:
         texts = [self._reply(chat, answer) for chat, answer in zip(chats, answers, strict=True)]
         return self._ended(self._encode(texts, begin=False, is_rendered=True))
 
+    def encode_more(self, text: str, *, is_rendered: bool = False) -> list[int]:
+        """The tokens of a text in the middle of a row, without begin and end token.
+
+        Raises:
+            ModelError: as ``encode_texts``.
+        """
+        return self._encode([text], begin=False, is_rendered=is_rendered)[0]
+
+    def encode_next(self, chat: Chat, answer: str, later: Chat, *, is_ended: bool) -> list[int]:
+        """The tokens between a sampled answer to a conversation and the next one, by the template.
+
+        Args:
+            chat: the conversation that was answered.
+            answer: the answer's text.
+            later: the same with the answer, and what was said since.
+            is_ended: whether an end token was sampled; else it is among these tokens.
+
+        Raises:
+            ModelError: as ``encode_replies``; or the template writes the conversation otherwise later.
+        """
+        reply, text = self._reply(chat, answer), self._rendered(later, opens=True)
+        before = self._rendered(chat, opens=True) + reply
+        if not text.startswith(before):
+            raise _rewritten(before, text)
+        marks = [piece for piece in self.pieces([*self.stop_tokens]) if piece in reply]
+        if marks:
+            place, mark = min((reply.index(mark), mark) for mark in marks)
+            reply = reply[place + len(mark) * is_ended :]
+        else:
+            reply = reply.removeprefix(answer)
+        return self.encode_more(reply + text[len(before) :], is_rendered=True)
+
     def to_end(self, tokens: list[int]) -> list[int]:
         """An answer's tokens up to its first end token, with it: where a sampled one stops."""
         ends = (place for place, token in enumerate(tokens, 1) if token in self.stop_tokens)
@@ -264,12 +296,7 @@ class Tokenizer:
         turn = {"role": "assistant", "content": answer}
         whole = self._rendered(replace(chat, turns=[*chat.turns, turn]), opens=False)
         if not whole.startswith(before):
-            was, became = (text[max(0, len(before) - _SHOWN) :][: 2 * _SHOWN] for text in (before, whole))
-            raise ModelError(
-                f"the chat template rewrites a prompt once it is answered: {was!r} became {became!r}",
-                why="an answer to learn from follows the prompt just as it is sampled from",
-                fix="try task.template_arguments, or render the rows yourself: task.rendered = true",
-            )
+            raise _rewritten(before, whole)
         return whole[len(before) :]
 
     def _refuse_special(self, chat: Chat) -> None:
@@ -395,6 +422,15 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
         f"the model {source} has no tokeniser that can be loaded",
         why=why,
         fix="put tokenizer.json and tokenizer_config.json beside the weights",
+    )
+
+
+def _rewritten(before: str, whole: str) -> ModelError:
+    was, became = (text[max(0, len(before) - _SHOWN) :][: 2 * _SHOWN] for text in (before, whole))
+    return ModelError(
+        f"the chat template rewrites a prompt once it is answered: {was!r} became {became!r}",
+        why="an answer to learn from follows the prompt just as it is sampled from",
+        fix="try task.template_arguments, or render the rows yourself: task.rendered = true",
     )
 
 

@@ -2,6 +2,7 @@
 
     load frame ── limits, import, signature ──> ready | refused
     call frame ── function(**columns) ── one verdict a row ──> scores | raised | malformed
+    run frame ─── function(**columns) ── any JSON ───────────> returned | raised
 
     consumes      frames from the request pipe
     waits for     the next frame; the supervisor ends this process when the driver goes
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import math
 import os
 import reprlib
@@ -100,7 +102,7 @@ def serve(requests: int, answers: int, shortcomings: list[str]) -> None:
         answer({"type": "refused", "what": str(refusal)})
         return
     for request in frames:
-        answer(_call(loaded, request))
+        answer(_called(loaded, request))
 
 
 def _limit(memory_bytes: int) -> list[str]:
@@ -153,13 +155,15 @@ def _parameters(function: Callable[..., Any]) -> Frame:
     }
 
 
-def _call(loaded: _Loaded, request: Frame) -> Frame:
+def _called(loaded: _Loaded, request: Frame) -> Frame:
     try:
         result = loaded.function(**request["columns"])
         if inspect.iscoroutine(result):
             import asyncio  # only here: it doubles the time a child needs to start
 
             result = asyncio.run(result)
+        if request["type"] == "run":
+            return {"type": "returned", "what": json.dumps(result)}
         values = _entries(result)
         if values is None:
             return {"type": "malformed", "what": f"returned {_shown(result)}"}

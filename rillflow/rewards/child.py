@@ -245,6 +245,8 @@ class Child:
         match frame:
             case {"type": "scores", "scores": list(verdicts)} if len(verdicts) == self._num_rows:
                 return [_score(verdict) for verdict in verdicts]
+            case {"type": "returned", "what": str(what)}:
+                return [Score(outcome=Outcome.SCORE, message=what)]
             case {"type": "raised", "what": str(what)}:
                 return self._failure(Outcome.ERROR, what)
             case {"type": "malformed", "what": str(what)}:

@@ -40,8 +40,10 @@ class FunctionPath:
         return self.name if self.text else f"{self.file.name}:{self.name}"
 
 
-def parse_function(text: str, base: Path) -> FunctionPath:
+def parse_function(text: str, base: Path, what: str = "reward function") -> FunctionPath:
     """Read ``file.py:name``; a relative file is looked for under ``base``. Nothing in the file is executed.
+
+    ``what`` is what errors call it.
 
     Raises:
         RewardError: the text has another form, the file is missing, is no file or no Python, or binds no
@@ -50,11 +52,11 @@ def parse_function(text: str, base: Path) -> FunctionPath:
     written, colon, name = text.rpartition(":")
     if not colon or not written or not name.isidentifier():
         raise RewardError(
-            f"{text!r} names no reward function",
+            f"{text!r} names no {what}",
             why="it is written as a file, a colon and the name of a function",
             fix="write it like rewards.py:exact",
         )
-    file = _locate(base / written, text)
+    file = _locate(base / written, f"{what} {text!r}")
     names = _bound_names(_parse(file))
     if name not in names and "*" not in names:
         raise RewardError(
@@ -63,22 +65,20 @@ def parse_function(text: str, base: Path) -> FunctionPath:
     return FunctionPath(file=file, name=name)
 
 
-def _locate(path: Path, text: str) -> Path:
+def _locate(path: Path, named: str) -> Path:
     try:
         file = path.resolve()
         beside = [] if file.exists() else [other.name for other in file.parent.glob("*.py")]
     except (OSError, ValueError, RuntimeError) as error:
-        raise RewardError(f"the reward function {text!r} has no usable path", why=str(error)) from None
+        raise RewardError(f"the {named} has no usable path", why=str(error)) from None
     if not file.exists():
         raise RewardError(
-            f"the reward function {text!r} is in a file that does not exist",
+            f"the {named} is in a file that does not exist",
             why=f"there is no {file}",
             fix=nearest(file.name, beside),
         )
     if not file.is_file():
-        raise RewardError(
-            f"the reward function {text!r} is in no file", why=f"{file} is a folder or a device"
-        )
+        raise RewardError(f"the {named} is in no file", why=f"{file} is a folder or a device")
     return file
 
 

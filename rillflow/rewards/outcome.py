@@ -16,6 +16,12 @@ class Outcome(StrEnum):
     ERROR = "error"
 
 
+RETURNED = "returned"
+"""The column with what an agent returned."""
+FAILED = "agent failed"
+"""The column of a row whose agent did not return: its outcome, and what happened."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """One row's outcome.
@@ -29,6 +35,7 @@ class Score:
     value: float | None = None
     """The score, finite also in float32; None for every other outcome."""
     message: str = ""
-    """What went wrong, a few thousand characters at most; on a score, why the row was scored alone."""
+    """What went wrong, a few thousand characters at most; on a score, why the row was scored alone, or what
+    an agent returned, as JSON."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """What each function said, where several are summed."""

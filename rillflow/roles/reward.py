@@ -21,7 +21,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, mean_of
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
-from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.outcome import FAILED, Outcome, Score
 from rillflow.rewards.weighted import WeightedWorkers
 from rillflow.training.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
@@ -124,6 +124,16 @@ class Reward:
 
     def _call(self, texts: list[str], columns: list[str]) -> list[Score]:
         rows: list[dict[str, Any]] = [json.loads(text) for text in columns]
+        failed = {place: row[FAILED] for place, row in enumerate(rows) if FAILED in row}
+        if failed:
+            kept = [place for place in range(len(rows)) if place not in failed]
+            found = iter(self._call([texts[place] for place in kept], [columns[place] for place in kept]))
+            return [
+                Score(outcome=Outcome(failed[place][0]), message=failed[place][1])
+                if place in failed
+                else next(found)
+                for place in range(len(rows))
+            ]
         prompts = [row.pop("prompt") for row in rows]
         answers: list[Any] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

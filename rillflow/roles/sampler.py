@@ -7,7 +7,7 @@ An algorithm calls its endpoints as the policy's. Its ranks are the trainer's, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -90,7 +90,7 @@ class Sampler:
         model: the same model's tokeniser and context.
         rollout: how it is sampled.
         seed: the run's seed; every random number follows from it and from row ids.
-        engine: the class of what samples.
+        engine: makes what samples, as the class of an Engine does.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Sampler:
         model: LanguageModel,
         rollout: RolloutConfig,
         seed: int,
-        engine: type[Engine] = NativeEngine,
+        engine: Callable[..., Engine] = NativeEngine,
     ) -> None:
         self.weights = weights
         self._rollout = rollout

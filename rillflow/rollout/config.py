@@ -33,6 +33,17 @@ VLLM = "vllm"
 """vLLM in the rank's own process, or in a server beside it."""
 
 
+class AgentConfig(Section):
+    """A function that writes rows by talking to the policy, in killable children."""
+
+    function: str = Field(description="file.py:name, relative to the recipe; called for every row.")
+    timeout_s: float = Field(
+        60.0, gt=0, description="Longest time that it works without waiting for an answer of the policy."
+    )
+    workers: int = Field(16, gt=0, description="Children of a sampler's rank, each with one row at a time.")
+    memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")
+
+
 class RolloutConfig(SamplingConfig):
     """Sampling, and the engine's size."""
 
@@ -45,6 +56,7 @@ class RolloutConfig(SamplingConfig):
         description="The python of an environment with vLLM, which runs there, a server beside each rank; "
         "left out, in this one.",
     )
+    agent: AgentConfig | None = Field(None, description="What writes rows; left out, a prompt is answered.")
     max_rows: int = Field(256, gt=0, description="Rows that run at once.")
     parts: int = Field(
         1,

@@ -49,15 +49,15 @@ GROWN = {
     "offload refused in words": 9,
     "soft caps and sinks": 30,
     "a tail that is cut": 41,
-    "rows that are looked at": 19,
+    "agents' rows, rows that are looked at": 53,
     "mixtures whose routing is seen and said": 242,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 28_870
+PACKAGE_LINES = 28_960
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
-    "service/": 884,
+    "service/": 1_161,
     "dataflow/parted.py": 121,
     "dataflow/ready_first.py": 239,
     "dataflow/tail_cut.py": 112,

@@ -48,14 +48,17 @@ class Passes(NativeEngine):
 
 
 @pytest.fixture(scope="module")
-def model() -> LanguageModel:
+def model() -> Iterator[LanguageModel]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     made = load_model(ModelConfig(new=NEW), seed=3, device=torch.device("cpu"), base=Path())
     with torch.no_grad():
         for name, weight in made.module.named_parameters():
             if "layers" in name and weight.ndim == 2:
                 weight.mul_(30)  # a fresh model repeats its last token, whatever was before it
     made.tokenizer._library.chat_template = TEMPLATE
-    return made
+    yield made
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,47 @@
+"""An agent that may use a calculator: it asks the policy over HTTP, as any client of OpenAI's protocol would.
+
+The policy's first token decides: "?" calls the calculator, whose answer is written behind it, and the policy
+then says its own; anything else is the beginning of its answer. What the calculator wrote is in the row with
+loss mask 0; what the policy sampled is trained on.
+
+    rillflow run recipes/arithmetic/run.toml --set "rollout.agent.function=../../examples/agent.py:solve" \
+        --set "reward.function=../../examples/agent.py:right" \
+        --set "policy.model.new.alphabet=0123456789+-=?" --dir runs/agent
+"""
+
+from __future__ import annotations
+
+import json
+from urllib.request import ProxyHandler, Request, build_opener
+
+
+def solve(prompt: str, base_url: str, api_key: str) -> str:
+    """Answer one problem; what is returned goes to the reward as the column ``returned``."""
+
+    def ask(text: str, max_tokens: int | None = None) -> str:
+        says = json.dumps({"prompt": text, "max_tokens": max_tokens}).encode()
+        request = Request(f"{base_url}/completions", says, {"Authorization": f"Bearer {api_key}"})
+        with build_opener(ProxyHandler({})).open(request) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+
+    first = ask(prompt, 1)
+    if first == "?":
+        return ask(f"{prompt}?{calculated(prompt)}=")
+    return first + ask(prompt + first) if first else ""
+
+
+def calculated(problem: str) -> int:
+    """What the calculator says of a problem such as 17+25=."""
+    for operator in "+-":
+        left, found, right = problem.rstrip("=").partition(operator)
+        if found:
+            return int(left) + int(right) * (1 if operator == "+" else -1)
+    raise ValueError(f"{problem!r} is no sum")
+
+
+def right(returned: list[str], answer: list[str]) -> list[float]:
+    """The share of an answer's characters that stand where they should."""
+    return [
+        sum(one == other for one, other in zip(said, wanted, strict=False)) / max(len(said), len(wanted), 1)
+        for said, wanted in zip(returned, answer, strict=True)
+    ]

@@ -1,0 +1,264 @@
+"""AgentEngine: an engine whose rows are written by agents, functions that talk to it.
+
+    rows ─> a child each: solve(prompt, base_url, api_key, **columns) ── HTTP ─> Door ─> EngineQueue ─> engine
+    row  <─ what was sampled under its key <── it returned, raised, was late ──┘
+
+Every engine with ``Capability.ROWS`` can be within it; a sampler sees an engine like any other.
+
+Loop (``step``, in the thread of the sampler's rank)
+    consumes      rows that were added; requests that agents make; the ends of their calls
+    waits for     where no row is being sampled: a request, a child's pipe, the next deadline of a child
+    unblocked by  any of them; a child has ``timeout_s`` from its last answer, unless an answer is on its way
+    produces      each row once: its conversation, and what was returned, or how the agent failed
+    shuts down    ``close``: children and door end; the driver's death ends the children, kill -9 included
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from rillflow.records.batch import Batch
+from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
+from rillflow.records.row import RowId
+from rillflow.rewards.child import Answer, Child, Failure, State
+from rillflow.rewards.columns import choose
+from rillflow.rewards.frames import encode
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
+from rillflow.rewards.supervisor import Containment
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import Capability, Engine
+from rillflow.service.conversation import Conversation
+from rillflow.service.door import Door
+from rillflow.service.engine_queue import EngineQueue
+from rillflow.service.server import LoopbackServer, bound
+from rillflow.tasks.encoded import Encoder
+
+POLICY = "policy"
+"""The name of the model at an agent's door."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Agent:
+    """A row that is being written."""
+
+    start: Rollout
+    """As it was added."""
+    sampling: SamplingConfig
+    """How its tokens are drawn."""
+    conversation: Conversation
+    """What was sampled."""
+    key: str
+    """By which the door knows it."""
+
+
+class AgentEngine:
+    """An engine, and the agents that write its rows.
+
+    Args: see Engine; and
+        inner: makes the engine that samples.
+        function: called for every row.
+        encoder: makes tokens of what agents say.
+        stack: closed when the rank ends.
+    """
+
+    can: ClassVar = frozenset(Capability) - {Capability.LOOK}
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RolloutConfig,
+        *,
+        inner: Callable[..., Engine],
+        function: FunctionPath,
+        encoder: Encoder,
+        stack: ExitStack,
+        **given: object,
+    ) -> None:
+        assert config.agent is not None, "an agent is named"
+        self._inner, self._config, self._agent = inner(module, config, **given), config, config.agent
+        self._function, self._encoder, self._stack = function, encoder, stack
+        self._queue = EngineQueue(self._inner, encoder.tokenizer)
+        self._waiting = deque[tuple[Rollout, SamplingConfig]]()
+        self._running: dict[Child, _Agent] = {}
+        self._children: list[Child] = []
+        self._keys: dict[str, Conversation] = {}
+        self._version, self._url = 0, ""
+        stack.callback(self.close)
+
+    @property
+    def has_work(self) -> bool:
+        """See Engine."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def held_bytes(self) -> int:
+        """See Engine."""
+        return self._inner.held_bytes
+
+    def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """See Engine."""
+        self._version = version
+        self._inner.load(version, weights)
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See Engine."""
+        return self._inner.score(texts)
+
+    def sleep(self) -> None:
+        """See Engine."""
+        self._inner.sleep()
+
+    def wake(self) -> None:
+        """See Engine."""
+        self._inner.wake()
+
+    def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
+        """See Engine."""
+        (rollouts,) = self.generate_parts([prompts], samples, sampling)
+        return rollouts
+
+    def generate_parts(
+        self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
+    ) -> Iterator[Batch]:
+        """See Engine."""
+        begun = [[each.row for each in self._added(part, samples, sampling)] for part in parts]
+        finished = dict[RowId, Rollout]()
+        try:
+            for part in begun:
+                while not finished.keys() >= set(part):
+                    finished |= {each.row: each for each in self.step()}
+                yield rollout_batch([finished.pop(row) for row in part])
+        finally:
+            self._waiting.clear()
+            for child in [*self._running]:
+                self._leave(child)
+
+    def _added(self, part: Batch, samples: int, sampling: SamplingConfig | None) -> list[Rollout]:
+        rows = starts(part, samples)
+        for row in rows:
+            self.add(row, sampling)
+        return rows
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        """Let an agent write a row, from its prompt on."""
+        self._waiting.append((rollout, sampling or self._config))
+
+    def abort(self, row: RowId) -> Rollout:
+        """Take a row out as it was added: an agent cannot be stopped halfway and go on."""
+        for waiting in self._waiting:
+            if waiting[0].row == row:
+                self._waiting.remove(waiting)
+                return waiting[0]
+        child = next(child for child, agent in self._running.items() if agent.start.row == row)
+        return self._leave(child).start
+
+    def look(self, row: RowId) -> Rollout:
+        """See Engine; nobody asks."""
+        raise NotImplementedError
+
+    def step(self) -> list[Rollout]:
+        """See Engine; a pass, or a wait for an agent."""
+        self._begin()
+        is_sampling = self._queue.turn()
+        return [self._row(child, answer) for child, answer in self._ended(waits=not is_sampling)]
+
+    def close(self) -> None:
+        """End the children."""
+        self._keys.clear()
+        for child in self._children:
+            child.stop()
+
+    def _begin(self) -> None:
+        """Give waiting rows to children that are free; the first time, open the door."""
+        if not self._url:
+            door = Door(
+                self._queue,
+                tokenizer=self._encoder.tokenizer,
+                model=POLICY,
+                version=lambda: self._version,
+                visitor=self._keys.get,
+            )
+            self._url = self._stack.enter_context(LoopbackServer(door.app(), bound(0))).url
+        self._children = [child for child in self._children if child.state is not State.ENDED]
+        wanted = min(self._agent.workers, len(self._waiting) + len(self._running))
+        while len(self._children) < wanted:
+            room = self._agent.memory_bytes
+            child = Child(self._function, memory_bytes=room, containment=Containment.NAMESPACE)
+            self._children.append(child)
+        for child in self._children:
+            if self._waiting and child.state is State.IDLE:
+                self._call(child, *self._waiting.popleft())
+
+    def _call(self, child: Child, start: Rollout, sampling: SamplingConfig) -> None:
+        key, known = secrets.token_urlsafe(24), json.loads(start.columns)
+        agent = _Agent(
+            start=start,
+            sampling=sampling,
+            conversation=Conversation(start, sampling, self._encoder),
+            key=key,
+        )
+        assert child.parameters is not None, "a child that is idle has told them"
+        columns = {name: [value] for name, value in {**known, "base_url": self._url, "api_key": key}.items()}
+        chosen = choose(columns, child.parameters, self._function)
+        call = encode({"type": "run", "columns": {name: value[0] for name, value in chosen.items()}})
+        self._keys[key], self._running[child] = agent.conversation, agent
+        child.send(call, num_rows=1, limit_s=self._agent.timeout_s)
+
+    def _ended(self, *, waits: bool) -> list[tuple[Child, Answer]]:
+        """The calls that have come to an end; ``waits`` for something to happen."""
+        for child, agent in self._running.items():
+            talk = agent.conversation
+            child.deadline = math.inf if talk.is_asking else talk.since + self._agent.timeout_s
+        poller, owners = select.poll(), dict[int, Child]()
+        poller.register(self._queue.woken, select.POLLIN)
+        for child in self._children:
+            for descriptor, mask in child.events().items():
+                poller.register(descriptor, mask)
+                owners[descriptor] = child
+        until = min((child.deadline for child in self._children), default=0.0) if waits else 0.0
+        wait_ms = min(1000.0, max(0.0, 1000 * (until - time.monotonic())))
+        found = poller.poll(math.ceil(wait_ms))
+        moved = {owners[descriptor] for descriptor, _ in found if descriptor in owners}
+        ended = [(child, answer) for child in moved if (answer := child.advance()) is not None]
+        late = [child for child in self._children if child.deadline <= time.monotonic()]
+        ended += [(child, child.expire()) for child in late if child.state is not State.IDLE]
+        return [(child, answer) for child, answer in ended if child in self._running]
+
+    def _row(self, child: Child, answer: Answer) -> Rollout:
+        """A row whose agent has ended."""
+        agent = self._leave(child, is_over=True)
+        row, failed = agent.conversation.row, None
+        if isinstance(answer, Failure):
+            failed = (answer.outcome, f"the agent {answer.message}")
+        elif not agent.conversation.is_begun:
+            failed = (Outcome.ERROR, "the agent returned and had never asked the policy")
+        told = {RETURNED: None, FAILED: failed} if failed else {RETURNED: json.loads(_only(answer))}
+        columns = json.dumps({**json.loads(agent.start.columns), **told})
+        return replace(row, columns=columns, finish=Finish.LENGTH if failed else row.finish)
+
+    def _leave(self, child: Child, *, is_over: bool = False) -> _Agent:
+        """A row that is written no more."""
+        agent = self._running.pop(child)
+        del self._keys[agent.key]
+        self._queue.put(agent.start.row)
+        if not is_over:
+            child.stop()
+        return agent
+
+
+def _only(answer: Answer) -> str:
+    """What was returned, as JSON."""
+    assert not isinstance(answer, Failure)
+    return answer[0].message

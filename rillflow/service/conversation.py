@@ -1,0 +1,129 @@
+"""Conversation: what an agent samples under its key, as one row that only grows.
+
+    request ─ does it begin with what was said? ─┬─ yes: new tokens alone ─> row ── sampled ──> row
+                                                 └─ no: refused             mask 0    mask 1
+
+What was sampled is never made tokens again: a later request is compared as messages, text or tokens, and only
+what is new in it is encoded.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from rillflow.errors import DataError
+from rillflow.models.tokenizer import Chat
+from rillflow.records.rollout import Finish, Rollout
+from rillflow.rollout.config import SamplingConfig
+from rillflow.service.door import chat_of, prompts_of
+from rillflow.service.openai import ChatRequest, SamplingRequest, text_of
+from rillflow.tasks.encoded import Encoder
+from rillflow.tasks.example import Example, shown
+
+_WHY = "a row is one conversation: its tokens are kept as they were sampled, and others come after them"
+_FIX = "send what was said and answered before, unchanged, with the new part behind it"
+
+
+class Conversation:
+    """A visitor whose requests are one row.
+
+    Args:
+        start: the row with its prompt of the data.
+        usual: how its tokens are drawn.
+        encoder: makes tokens of what is said.
+    """
+
+    def __init__(self, start: Rollout, usual: SamplingConfig, encoder: Encoder) -> None:
+        self.row = start
+        """As far as it was answered."""
+        self.is_begun = self.is_asking = False
+        """Whether anything was sampled; whether an answer is."""
+        self.since = time.monotonic()
+        """When the agent was begun, or answered last."""
+        self._usual, self._encoder = usual, encoder
+        self._said: list[dict[str, Any]] | str | None = None
+        self._known: list[dict[str, Any]] | tuple[str, ...] = ()
+        self._begin, self._has_own_limit = 0, False
+
+    def begin(self, asked: SamplingRequest) -> list[Rollout]:
+        """See Visitor."""
+        if self.is_asking:
+            raise DataError("an answer is being sampled", why="a row is one conversation", fix="wait for it")
+        self._require_usual(asked)
+        tokens = self._of_chat(asked) if isinstance(asked, ChatRequest) else self._of_text(asked)
+        row = self.row if self.is_begun else Rollout.start(self.row.row, (), self.row.columns)
+        self.is_asking, self._begin = True, len(row.tokens) + len(tokens)
+        return [row.inserted(tokens)]
+
+    def sampling(self, asked: SamplingRequest) -> SamplingConfig:
+        """See Visitor; the recipe's ``max_tokens`` are those of the whole row."""
+        most = self._usual.max_tokens
+        wanted = sum(self.row.loss_mask) + (asked.limit or most)
+        self._has_own_limit = wanted < most
+        return self._usual.model_copy(update={"max_tokens": min(wanted, most)})
+
+    def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
+        """See Visitor."""
+        self.is_asking = False
+        for row in rollouts:
+            own = row.tokens[self._begin :]
+            text = text_of(own, asked.stops, self._encoder.tokenizer)
+            if isinstance(self._said, list):
+                self._known = [*self._said, {"role": "assistant", "content": text}]
+            elif self._said is not None:  # a text may go on with its stop, which was sampled, or without
+                self._known = (self._said + self._encoder.tokenizer.decode(own), self._said + text)
+            self.row = replace(row, finish=Finish.STOP) if self._has_own_limit else row
+            self.is_begun, self.since = True, time.monotonic()
+
+    def _of_chat(self, asked: ChatRequest) -> list[int]:
+        """The new tokens of messages."""
+        example, known = chat_of(asked), self._known
+        self._said = turns = example.turns
+        if not self.is_begun:
+            return self._encoder.rows([example])[0].prompt.tolist()
+        for place, was in enumerate(known):
+            now = turns[place] if place < len(turns) else None
+            if now != was:
+                what = f"message {place + 1} is {shown(now)}, and was {shown(was)}"
+                raise DataError(what, why=_WHY, fix=_FIX)
+        if not isinstance(known, list):
+            raise DataError("messages after a prompt", why=_WHY, fix=_FIX)
+        tokenizer, more = self._encoder.tokenizer, self._encoder.template_arguments
+        before, later = (
+            Chat(turns=each, tools=example.tools, arguments=more) for each in (known[:-1], turns)
+        )
+        is_ended = self.row.tokens[-1] in tokenizer.stop_tokens
+        return tokenizer.encode_next(before, known[-1]["content"], later, is_ended=is_ended)
+
+    def _of_text(self, asked: SamplingRequest) -> list[int]:
+        """The new tokens of a prompt, which is text, or tokens."""
+        prompts = prompts_of(asked)
+        if len(prompts) > 1:
+            raise DataError(f"{len(prompts)} prompts", why="a row is one conversation", fix="send one")
+        prompt = prompts[0]
+        if not isinstance(prompt, Example):
+            self._said, old = None, len(self.row.tokens) if self.is_begun else 0
+            if tuple(prompt[:old]) != self.row.tokens[:old]:
+                raise DataError(f"the prompt does not begin with the row's {old} tokens", why=_WHY, fix=_FIX)
+            return prompt[old:]
+        self._said = text = str(prompt.prompt)
+        if not self.is_begun:
+            return self._encoder.rows([prompt])[0].prompt.tolist()
+        for known in self._known:
+            if isinstance(known, str) and text.startswith(known):
+                rest = text[len(known) :]
+                return self._encoder.tokenizer.encode_more(rest, is_rendered=self._encoder.is_rendered)
+        what = f"the prompt is {shown(text)}, and does not begin with {shown(next(iter(self._known), None))}"
+        raise DataError(what, why=_WHY, fix=_FIX)
+
+    def _require_usual(self, asked: SamplingRequest) -> None:
+        """Show that the row is drawn as the trainer reads it."""
+        usual, said = self._usual.model_dump(), asked.sampling(self._usual).model_dump()
+        if asked.n != 1:
+            raise DataError(f"n is {asked.n}", why="a row is one conversation", fix="leave n out")
+        for name in ("temperature", "top_p", "top_k"):
+            if said[name] != usual[name]:
+                what = f"{name} is {said[name]}, and this row's is {usual[name]}"
+                raise DataError(what, why="a row is drawn as the recipe says", fix=f"leave {name} out")

@@ -1,0 +1,78 @@
+"""Agents in training: what a calculator says is in the row, and not learnt; one that fails loses no step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the door is the extra `service`")
+
+import rillflow
+from rillflow.cli.main import main
+from rillflow.observe.reader import read_rollouts
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = {
+    "run.threads": 1,
+    "task.digits": 1,
+    "task.size": 60,
+    "task.held_out": 4,
+    "policy.model.new.hidden": 32,
+    "policy.model.new.layers": 1,
+    "policy.model.new.alphabet": '"0123456789+=?"',
+    "rollout.agent.workers": 4,
+    "warm_start": "none",
+    "algorithm.steps": 2,
+    "algorithm.prompts_per_step": 6,
+    "algorithm.samples_per_prompt": 4,
+    "evaluate.problems": 0,
+}
+FAILING = """
+from agent import right, solve as honest
+
+def solve(prompt, base_url, api_key):
+    if prompt[0] in "6":
+        raise ValueError(prompt)
+    return honest(prompt, base_url, api_key)
+"""
+
+
+def run(recipe: Path, folder: Path, **more: object) -> Path:
+    settings = [f"--set={name}={value}" for name, value in {**SMALL, **more}.items()]
+    assert main(["run", str(recipe), *settings, "--dir", str(folder), "--quiet"]) == 0
+    return folder
+
+
+def test_a_calculator_s_answer_is_in_the_row_and_learns_nothing(tmp_path: Path) -> None:
+    (tmp_path / "agent.toml").write_text((EXAMPLES / "agent.toml").read_text())
+    (tmp_path / "agent.py").write_text((EXAMPLES / "agent.py").read_text() + FAILING.split("\n\n", 1)[1])
+    text = (tmp_path / "agent.py").read_text().replace("def solve", "def honest", 1)
+    (tmp_path / "agent.py").write_text(text)
+    path = run(tmp_path / "agent.toml", tmp_path / "run")
+    metrics = rillflow.open_run(path).metrics
+    assert len(metrics) == 2
+    for each in metrics:
+        assert each["mismatch/logprob_gap/max"] < 1e-4, "on-policy the ratio is 1"
+        assert each["reward/score/mean"] > 0
+    rows = [row for step in (1, 2) for row in read_rollouts(path, step)]
+    assert len(rows) == 48
+    called = failed = 0
+    for row in rows:
+        sampled = [row.token_texts[place] for place in row.sampled]
+        text = "".join(row.token_texts).replace("<|end|>", "")
+        if row.prompt[0] in "6":
+            failed += 1
+            assert row.outcome == "error" and "raised ValueError" in row.message and row.reward is None
+            assert not sampled and row.advantage == 0
+            continue
+        assert row.outcome == "score" and text.startswith(row.prompt) and 1 <= len(sampled) <= 6
+        if sampled[0] == "?":
+            called += 1
+            answer = str(sum(map(int, row.prompt.rstrip("=").split("+"))))
+            assert text.startswith(f"{row.prompt}?{answer}=")
+            own = {*row.sampled}
+            rest = [piece for place, piece in enumerate(row.token_texts) if place not in own]
+            assert "".join(rest) == f"{row.prompt}{answer}="
+            assert row.columns["returned"] == "".join(sampled[1:]).replace("<|end|>", "")
+    assert called and failed
