@@ -133,15 +133,20 @@ def engine_settings(engine: str, vllm: str) -> list[str]:
     return [f"rollout.engine={'native' if engine == 'native' else 'vllm'}", *served]
 
 
+def said_by(command: Sequence[str]) -> str:
+    """What a command of this very Rillflow prints."""
+    here = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=here)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
 def run(python: str, recipe: Path, folder: Path, *settings: str) -> Path:
     """One run by the command; its directory."""
     words = [word for setting in settings for word in ("--set", setting)]
     command = [python, "-c", COMMAND, "run", str(recipe), "--dir", str(folder), "--quiet", *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    said_by(command)
     return folder
 
 
@@ -197,10 +202,7 @@ def load_of(engine: str, vllm: str, base: Path) -> float:
         return 0.0
     server = vllm if engine == "served" else ""
     command = [python_of(engine, vllm), str(Path(__file__)), "--load", str(base), "--server", server]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    return float(done.stdout.split()[-1])
+    return float(said_by(command).split()[-1])
 
 
 def told(values: Sequence[float]) -> str:

@@ -164,7 +164,8 @@ def require_room(peaks: list[Peak], ranks: Mapping[str, int], free: int) -> None
 
 
 _FIXES = {
-    "kept": "cut the model over more ranks (fsdp, tp or pp in placement.train), or choose a smaller one",
+    "kept": "cut the model over more ranks (fsdp, tp or pp in placement.train), choose a smaller one, or "
+    "lower rollout.max_rows where vLLM is the engine",
     "trains": "lower policy.tokens_per_micro_batch, set policy.gradient_checkpointing = true, or cut the "
     "model over more ranks",
     "scores": "lower policy.tokens_per_micro_batch, or cut the model over more ranks",

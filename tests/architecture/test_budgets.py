@@ -44,7 +44,7 @@ GROWN = {
     "saving beside training, sums in buckets": 283,
     "adapters, small mixtures": 348,
     "vLLM": 420,
-    "vLLM as a server with adapters": 389,
+    "vLLM as a server with adapters": 384,
     "sums that begin in the backward pass": 94,
     "offload refused in words": 9,
     "soft caps and sinks": 30,
@@ -53,7 +53,7 @@ GROWN = {
     "mixtures whose routing is seen and said": 242,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 28_960
+PACKAGE_LINES = 28_956
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,

@@ -14,7 +14,6 @@ shuts down    with the object, or the process: the pair is closed; a server that
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -45,7 +44,7 @@ _END_S = 10.0
 _LOG_BYTES = 2000
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from rillflow.rollout.vllm.server import main; main(sys.argv[1], int(sys.argv[2]))"
+    "from rillflow.rollout.vllm.server import main; main(int(sys.argv[2]))"
 )
 
 
@@ -69,16 +68,16 @@ class ServedCore:
     def __init__(self, python: Path, settings: CoreSettings, answer_s: float = ANSWER_S) -> None:
         self._python, self._answer_s = python, answer_s
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it is the server's too
-        self._process, self._channel = self._spawned()
         says = {**asdict(settings), "threads": torch.get_num_threads()}
-        started = self._met(Word.START, lambda: self._channel.send(Word.START, says), within_s=START_S)
+        with tempfile.TemporaryDirectory(prefix="rillflow-vllm-") as folder:  # until all is imported there
+            self._process, self._channel = self._spawned(folder)
+            started = self._met(Word.START, lambda: self._channel.send(Word.START, says), within_s=START_S)
         if started.kind == Word.ERROR:
             raise StartRefused(started.says["why"])
         self.cache_bytes = int(started.says["cache_bytes"])
 
-    def _spawned(self) -> tuple[subprocess.Popen[bytes], Channel]:
+    def _spawned(self, folder: str) -> tuple[subprocess.Popen[bytes], Channel]:
         """The server's process, in a session of its own: an interrupt is the run's to answer."""
-        folder = tempfile.mkdtemp(prefix="rillflow-vllm-")
         (Path(folder) / "rillflow").symlink_to(Path(__file__).parents[2])
         own, theirs = socket.socketpair()
         try:
@@ -92,7 +91,6 @@ class ServedCore:
                 start_new_session=True,
             )
         except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
             raise RolloutError(
                 f"vLLM's server cannot be started by {self._python}",
                 why=str(error),
@@ -101,7 +99,7 @@ class ServedCore:
         finally:
             theirs.close()
         channel = Channel(own)
-        self._end = weakref.finalize(self, _ended, process, channel, folder)
+        self._end = weakref.finalize(self, _ended, process, channel)
         return process, channel
 
     def add(self, tokens: Sequence[int], ask: Ask) -> None:
@@ -193,11 +191,10 @@ class ServedCore:
         return f"; the last it wrote: {text}" if text else "; it wrote nothing"
 
 
-def _ended(process: subprocess.Popen[bytes], channel: Channel, folder: str) -> None:
+def _ended(process: subprocess.Popen[bytes], channel: Channel) -> None:
     """Let a server end, or end it."""
     channel.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
     process.kill()
     process.wait()
-    shutil.rmtree(folder, ignore_errors=True)

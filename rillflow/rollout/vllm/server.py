@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -74,15 +73,10 @@ class _Answers:
                 pass
 
 
-def main(folder: str, descriptor: int) -> None:
-    """Answer until the socket's other end is closed.
-
-    Args:
-        folder: made for this process; it goes with it.
-        descriptor: of the socket.
-    """
+def main(descriptor: int) -> None:
+    """Answer until the other end of the socket of this descriptor is closed."""
     connected = socket.socket(fileno=descriptor)
-    threading.Thread(target=_end_with_it, args=(folder, descriptor), daemon=True).start()
+    threading.Thread(target=_end_with_it, args=(descriptor,), daemon=True).start()
     channel, failed = Channel(connected), ""
     answers = _Answers(channel)
     while True:
@@ -105,10 +99,9 @@ def main(folder: str, descriptor: int) -> None:
         failed = ""
 
 
-def _end_with_it(folder: str, descriptor: int) -> None:
+def _end_with_it(descriptor: int) -> None:
     """End the process when the other end of the socket is closed, whatever the main thread does."""
     watched = select.poll()
     watched.register(descriptor, 0)  # that it hangs up is told in any case
     watched.poll()
-    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
