@@ -1,12 +1,10 @@
 """An agent that may use a calculator: it asks the policy over HTTP, as any client of OpenAI's protocol would.
 
-The policy's first token decides: "?" calls the calculator, whose answer is written behind it, and the policy
-then says its own; anything else is the beginning of its answer. What the calculator wrote is in the row with
-loss mask 0; what the policy sampled is trained on.
+The policy's first token decides: "?" calls the calculator, whose result is written behind it, and what the
+policy says then is added to that; anything else is the beginning of its own answer. What the calculator wrote
+is in the row with loss mask 0; what the policy sampled is trained on. It learns to call, and to add nothing.
 
-    rillflow run recipes/arithmetic/run.toml --set "rollout.agent.function=../../examples/agent.py:solve" \
-        --set "reward.function=../../examples/agent.py:right" \
-        --set "policy.model.new.alphabet=0123456789+-=?" --dir runs/agent
+    rillflow run examples/agent.toml --dir runs/agent
 """
 
 from __future__ import annotations
@@ -26,7 +24,8 @@ def solve(prompt: str, base_url: str, api_key: str) -> str:
 
     first = ask(prompt, 1)
     if first == "?":
-        return ask(f"{prompt}?{calculated(prompt)}=")
+        result = str(calculated(prompt))
+        return result + ask(f"{prompt}?{result}")
     return first + ask(prompt + first) if first else ""
 
 

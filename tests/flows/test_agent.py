@@ -22,7 +22,6 @@ SMALL = {
     "policy.model.new.layers": 1,
     "policy.model.new.alphabet": '"0123456789+=?"',
     "rollout.agent.workers": 4,
-    "warm_start": "none",
     "algorithm.steps": 2,
     "algorithm.prompts_per_step": 6,
     "algorithm.samples_per_prompt": 4,
@@ -70,9 +69,9 @@ def test_a_calculator_s_answer_is_in_the_row_and_learns_nothing(tmp_path: Path) 
         if sampled[0] == "?":
             called += 1
             answer = str(sum(map(int, row.prompt.rstrip("=").split("+"))))
-            assert text.startswith(f"{row.prompt}?{answer}=")
+            assert text.startswith(f"{row.prompt}?{answer}")
             own = {*row.sampled}
             rest = [piece for place, piece in enumerate(row.token_texts) if place not in own]
-            assert "".join(rest) == f"{row.prompt}{answer}="
-            assert row.columns["returned"] == "".join(sampled[1:]).replace("<|end|>", "")
+            assert "".join(rest) == f"{row.prompt}{answer}"
+            assert row.columns["returned"] == answer + "".join(sampled[1:]).replace("<|end|>", "")
     assert called and failed

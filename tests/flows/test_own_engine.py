@@ -113,6 +113,13 @@ def test_what_an_engine_cannot_do_is_said_before_anything_starts(
     assert not (tmp_path / "run" / layout.METRICS).exists()
 
 
+def test_an_agent_needs_an_engine_that_takes_rows_in_and_out(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    agent = ["rollout.agent.function=agent.py:solve", "evaluate=none"]
+    with pytest.raises(ConfigError, match="cannot take rows in and out while others run"):
+        engine_notes(load_recipe(tmp_path / "run.toml", [*agent, "rollout.engine=own_engine:Noting"]).recipe)
+
+
 def test_an_adapter_needs_an_engine_that_runs_it_beside_its_base(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)
     adapted = ["policy.model.new=none", "policy.model.path=base", "policy.model.adapter.rank=4"]

@@ -19,6 +19,9 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+AGENT = {"agent": {"function": "agent.py:solve"}}
+
+
 def recipe(**sections: dict[str, Any]) -> Recipe:
     """The small recipe with sections' keys replaced."""
     data = {name: {**SMALL.get(name, {}), **keys} for name, keys in {**SMALL, **sections}.items()}
@@ -73,6 +76,19 @@ def test_the_small_recipe_is_consistent() -> None:
             {"placement": {"pools": {"a": 1, "b": 1}, "roles": {"critic": "b"}}},
             "'critic', a role that the run has not",
             "grpo with these settings has policy, reward",
+        ),
+        (
+            {"rollout": AGENT, "reward": {"model": "judge"}},
+            "reward.model is 'judge', and rollout.agent writes the rows",
+            "a model would score it all the same",
+        ),
+        (
+            {
+                "rollout": AGENT,
+                "placement": {"pools": {"main": 2}, "train": {"main": {"tp": 2}}, "generate": {"tp": 2}},
+            },
+            "placement.generate has tp = 2, and rollout.agent writes the rows",
+            "an agent asks one of them",
         ),
         (
             {"placement": {"pools": {"a": 1, "b": 1}}},
