@@ -5,6 +5,8 @@
     rows ── Trainer.update ───────────> seconds of a step         experts by grouped products, as a run has
     prompts ── NativeEngine.generate ─> seconds of their rows     them, and by the module's own loop
 
+    prompts ── NativeEngine ─> rows, with and without routes ── Scorer ─> |trainer - sampler| of their tokens
+
 The three take turns; medians. Active: of 16 experts a token is worked on by two, each half as wide as the
 dense layer. Generating, few rows read nearly all experts' weights, which no grouping saves.
 """
@@ -116,6 +118,40 @@ def lines(rounds: int) -> list[str]:
     return table
 
 
+def replayed() -> list[str]:
+    """What recording routes and taking them again costs, and how near trainer and sampler then are."""
+    table = []
+    for dtype in (torch.float32, torch.bfloat16):
+        made = module("grouped_mm").to(dtype)
+        with torch.no_grad():
+            for name, weight in made.named_parameters():
+                if weight.dim() > 1 and "embed" not in name:
+                    weight.mul_(3.0)  # fresh weights say nearly the same of every token
+        seconds, rollouts = dict[bool, float](), dict[bool, Batch]()
+        for records in (False, True):
+            config = RolloutConfig(max_tokens=64, max_rows=64, replay_routing=records or None)
+            engine = NativeEngine(made, config, stop_tokens=frozenset(), seed=0, context=512)
+            engine.generate(prompts(64))
+            began = time.perf_counter()
+            rollouts[records] = engine.generate(prompts(64))
+            seconds[records] = time.perf_counter() - began
+        found = rollouts[True]
+        plain = found.only(*(name for name in found.fields if name != "routes"))
+        mask = found.ragged("loss_mask").values
+        sampler = found.ragged("sampler_logprobs").values[mask]
+        scorer = Trainer(made, TrainConfig(), total_steps=1).scorer
+        routes = found.ragged("routes").values
+        for name, rows_, took in (("chosen anew", plain, seconds[False]), ("replayed", found, seconds[True])):
+            began = time.perf_counter()
+            gaps = (scorer.logprobs(rows_).values[mask] - sampler).abs()
+            scored = time.perf_counter() - began
+            held = routes[0].nbytes if rows_ is found else 0
+            apart = f"{float(gaps.mean()):.2g} | {float(gaps.max()):.2g}"
+            kind = str(dtype).removeprefix("torch.")
+            table.append(f"| {kind} | {name} | {apart} | {took:.2f} | {scored:.2f} | {held} |")
+    return table
+
+
 def main() -> None:
     """Time both; print or write the page."""
     parser = argparse.ArgumentParser(
@@ -137,6 +173,13 @@ def main() -> None:
         "| what | dense, s | mixture, s | by its own loop, s | mixture / dense | loop / dense |",
         "|---|---|---|---|---|---|",
         *lines(given.rounds),
+        "",
+        "64 rows of 64 tokens sampled, then scored by the trainer: how far the log probabilities of both are "
+        "apart where routers choose anew, and where routes are replayed (`rollout.replay_routing`).",
+        "",
+        "| arithmetic | routes | mean gap | largest gap | sampling, s | scoring, s | bytes a token |",
+        "|---|---|---|---|---|---|---|",
+        *replayed(),
         "",
     ]
     if given.write:

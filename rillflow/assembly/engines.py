@@ -208,6 +208,7 @@ def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
         (Capability.ROWS, rollout.agent is not None, "rollout.agent writes the rows"),
         (Capability.PARTS, rollout.parts > 1, f"rollout.parts is {rollout.parts}"),
         (Capability.ADAPTERS, _adapter(recipe, base) is not None, "policy.model has an adapter"),
+        (Capability.ROUTES, bool(rollout.replay_routing), "rollout.replay_routing is true"),
     ):
         if is_needed and capability not in can:
             raise ConfigError(

@@ -75,7 +75,7 @@ class Routers:
             if layer is not None and type(part) is kind:
                 experts = next(each.shape[0] for each in part.parameters() if each.dim() == 2)
                 self.all.append(Router(name=name, layer=layer[0], experts=experts))
-        self._module = module
+        self._module, self._known = module, set[int]()
         self._current = threading.local()  # lanes of one process pass through one module at a time each
 
     @property
@@ -128,10 +128,14 @@ class Routers:
             saying.__exit__(None, None, None)
         if plan is None or output is None:  # None: the router raised
             return output
-        logits, weights, chosen = _said(router, output, self.all[number])
+        if number not in self._known:  # a recording of the pass could not look at shapes
+            _check_said(router, output, self.all[number])
+            self._known.add(number)
+        logits, weights, chosen = output
         if saying is not None and not saying.was_asked:
             raise _not_watched(router, "it chooses experts otherwise than by one topk of all scores")
-        return (output[0], plan.routed(number, logits, weights, chosen), chosen)
+        seen = logits.view(-1, self.all[number].experts)
+        return (logits, plan.routed(number, seen, weights, chosen), chosen)
 
 
 class _Saying(TorchFunctionMode):
@@ -157,8 +161,8 @@ class _Saying(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, said), said))
 
 
-def _said(router: nn.Module, output: Any, known: Router) -> tuple[Tensor, Tensor, Tensor]:
-    """What a router gave, checked."""
+def _check_said(router: nn.Module, output: Any, known: Router) -> None:
+    """Refuse a router that gives something else than logits, weights and choices."""
     match output:
         case (Tensor() as logits, Tensor() as weights, Tensor() as chosen) if (
             not chosen.is_floating_point()
@@ -166,15 +170,13 @@ def _said(router: nn.Module, output: Any, known: Router) -> tuple[Tensor, Tensor
             and chosen.dim() == 2
             and logits.shape[-1] == known.experts
         ):
-            return logits.view(-1, known.experts), weights, chosen
-    raise _not_watched(
-        router, "it does not return logits, the weights of the chosen experts and which they are"
-    )
+            return
+    raise _not_watched(router, "it returns something else than logits, weights and the chosen experts")
 
 
 def _not_watched(router: nn.Module, why: str) -> ModelError:
     return ModelError(
         f"the routing of {type(router).__name__} cannot be followed",
         why=why,
-        fix="leave out policy.balance and policy.replay_routing",
+        fix="leave out policy.balance and rollout.replay_routing",
     )

@@ -136,6 +136,8 @@ class Reading:
     """[N] int64 the packed tokens at which the outputs for the loss tokens stand."""
     copies: Tensor
     """[U] float32 how many rows have each packed token."""
+    routes: Tensor | None = None
+    """[U, R, k] int64 the experts each packed token takes, -1 where its routers choose; None where all do."""
 
     @property
     def size(self) -> int:
@@ -149,11 +151,12 @@ class Reading:
         grown["attention_plan"] = self.inputs["attention_plan"].padded(size)
         if PLAN in self.inputs:
             grown[PLAN] = self.inputs[PLAN].padded(size)
-        return replace(self, inputs={**self.inputs, **grown}, copies=pad(self.copies, more))
+        routes = None if self.routes is None else pad(self.routes, (0, 0, 0, 0, *more), value=-1)
+        return replace(self, inputs={**self.inputs, **grown}, copies=pad(self.copies, more), routes=routes)
 
     def routed(self, routing: Routing) -> Reading:
         """The same pass, its routing seen."""
-        return replace(self, inputs={**self.inputs, PLAN: routing.plan(self.copies)})
+        return replace(self, inputs={**self.inputs, PLAN: routing.plan(self.copies, self.routes)})
 
     def check(self, module: nn.Module) -> None:
         """Show after the pass that the module asked the plan.
@@ -180,9 +183,12 @@ def lay_out(part: Batch, device: torch.device, *, back: int) -> Reading:
     tokens, mask = part.ragged("tokens"), part.ragged("loss_mask")
     index = mask.values.nonzero().squeeze(1)
     rows, read = mask.row_of[index], mask.positions[index] - back
-    needed = torch.zeros_like(mask.lengths).scatter_reduce(0, rows, read + 1, "amax")
-    inputs = Ragged(values=tokens.values[tokens.positions < tokens.expand(needed)], lengths=needed)
-    packed = pack(inputs)
+    is_read = _are_read(mask, back)
+    needed = mask.with_values(is_read).sums()
+    inputs = Ragged(values=tokens.values[is_read], lengths=needed)
+    packed, routes = pack(inputs), None
+    if "routes" in part.fields:
+        packed, routes = _pack_routed(inputs, routes_of(part, back=back))
     return Reading(
         inputs={
             "input_ids": packed.tokens[None].to(device),
@@ -192,7 +198,31 @@ def lay_out(part: Batch, device: torch.device, *, back: int) -> Reading:
         },
         wanted=packed.places.values[inputs.bounds[rows] + read].to(device),
         copies=packed.places.values.bincount(minlength=len(packed.tokens)).float().to(device),
+        routes=None if routes is None else routes.to(device),
     )
+
+
+def routes_of(part: Batch, *, back: int) -> Tensor:
+    """[T, R, k] int64 the experts that those tokens took that ``lay_out`` reads; -1 where nobody knows."""
+    if "routes" not in part.fields:
+        return torch.full((1, 1, 1), -1)
+    return part.ragged("routes").values[_are_read(part.ragged("loss_mask"), back)].long()
+
+
+def _are_read(mask: Ragged, back: int) -> Tensor:
+    """[T] bool the tokens up to the last one of each row at which an output for a loss token stands."""
+    last = (mask.values * (mask.positions + 1 - back)).clamp_min(0)
+    needed = torch.zeros_like(mask.lengths).scatter_reduce(0, mask.row_of, last, "amax")
+    return mask.positions < mask.expand(needed)
+
+
+def _pack_routed(rows: Ragged, routes: Tensor) -> tuple[PackedRows, Tensor]:
+    """Rows that share a beginning as far as their tokens took the same experts [T, R, k]; and [U, R, k]."""
+    texts = torch.cat([rows.values[:, None], routes.flatten(1)], 1)
+    packed = pack(rows.with_values(torch.unique(texts, dim=0, return_inverse=True)[1]))
+    source = torch.empty_like(packed.tokens)
+    source[packed.places.values] = torch.arange(len(rows.values))
+    return replace(packed, tokens=rows.values[source]), routes[source]
 
 
 def empty_reading(device: torch.device) -> Reading:

@@ -50,9 +50,22 @@ class Routing:
         self.pull: Tensor | None = None
         """[R, E] what a token's probability of an expert costs; None where nothing is evened out."""
 
-    def plan(self, copies: Tensor) -> PassRouting:
-        """The plan of one pass, of whose packed tokens so many rows each have a copy [U]."""
-        return PassRouting(self, copies)
+    def plan(self, copies: Tensor, routes: Tensor | None) -> PassRouting:
+        """The plan of one pass, of whose packed tokens so many rows each have a copy [U]; see ``Reading``."""
+        return PassRouting(self, copies, routes)
+
+    def count(self, router: int, copies: Tensor, chosen: Tensor) -> None:
+        """Take the choices [U, k] of one router."""
+        each = copies.double()[:, None].expand_as(chosen)
+        self.counts[router].index_add_(0, chosen.flatten(), each.flatten())
+        self.tokens[router] += copies.double().sum()
+
+    def count_all(self, routes: Tensor) -> None:
+        """Take the choices [T, R, k] of all routers for the tokens of rows."""
+        each = torch.ones(len(routes))
+        for router in range(routes.shape[1]):
+            chosen = routes[:, router].to(self.counts.device)
+            self.count(router, each.to(chosen.device), chosen)
 
     def sum_(self, ranks: Ranks) -> None:
         """Add what all ranks saw; all of them call it, and a dense model's need not meet."""
@@ -90,32 +103,33 @@ class PassRouting:
     Args:
         routing: where it is counted.
         copies: [U] float32 rows that have each packed token.
+        routes: [U, R, k] the experts that each takes, see ``Reading``.
     """
 
-    def __init__(self, routing: Routing, copies: Tensor) -> None:
-        self._routing, self._copies = routing, copies
+    def __init__(self, routing: Routing, copies: Tensor, routes: Tensor | None) -> None:
+        self._routing, self._copies, self._routes = routing, copies, routes
         self._pull = routing.pull
         self._seen = set[int]()
 
     def padded(self, size: int) -> PassRouting:
         """The plan with packed tokens that no row sees, up to ``size``."""
         found = copy(self)
-        found._copies, found._seen = pad(self._copies, (0, size - len(self._copies))), set()
+        more = (0, size - len(self._copies))
+        found._copies, found._seen = pad(self._copies, more), set()
+        if self._routes is not None:
+            found._routes = pad(self._routes, (0, 0, 0, 0, *more), value=-1)
         return found
 
     def choices(self, router: int) -> Tensor | None:
         """See RoutingPlan."""
-        del router  # each chooses
-        return None
+        return None if self._routes is None else self._routes[:, router]
 
     def routed(self, router: int, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Count the choices, once though a layer may be computed again; the share of the loss goes along."""
         routing, is_new = self._routing, router not in self._seen
         if is_new:
             self._seen.add(router)
-            each = self._copies.double()[:, None].expand_as(chosen)
-            routing.counts[router].index_add_(0, chosen.flatten(), each.flatten())
-            routing.tokens[router] += self._copies.double().sum()
+            routing.count(router, self._copies, chosen)
         if self._pull is None or not torch.is_grad_enabled():
             return weights
         likely = self._copies @ logits.float().softmax(-1)

@@ -7,6 +7,8 @@
     versions            ragged int32    tokens        weight version that sampled the token, -1 elsewhere
     finish              dense int8 [B]                why the row ended (Finish)
     columns             ragged uint8                  the prompt's other columns, as JSON text
+    routes              ragged int16    tokens        [routers, k] the experts that each token took, -1 where
+                                                      it went through no pass; only where they are recorded
 
 A log probability at place t is that of token t given the tokens before it.
 """
@@ -14,13 +16,14 @@ A log probability at place t is that of token t given the tokens before it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 from rillflow.errors import RecordError
-from rillflow.records.batch import Batch, row_ids
+from rillflow.records.batch import Batch, Field, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 
@@ -59,6 +62,8 @@ class Rollout:
     """Why it ended; ABORTED as long as it has not."""
     columns: str = "{}"
     """The prompt's other columns, as JSON text."""
+    routes: Tensor | None = field(default=None, compare=False)
+    """[T, R, k] int16 the experts that each token took, once it has ended; None where nobody recorded it."""
 
     @staticmethod
     def start(row: RowId, prompt: Sequence[int], columns: str = "{}") -> Rollout:
@@ -114,9 +119,15 @@ def starts(prompts: Batch, samples: int) -> list[Rollout]:
 
 def rollout_batch(rollouts: Sequence[Rollout]) -> Batch:
     """The rollouts as a batch with the fields of this module's table."""
+    routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    there: dict[str, Field] = {}
+    if rollouts and len(routes) == len(rollouts):
+        lengths = torch.tensor([len(each) for each in routes])
+        there["routes"] = Ragged(values=torch.cat(routes), lengths=lengths)
     return Batch(
         ids=row_ids([rollout.row for rollout in rollouts]),
         fields={
+            **there,
             "tokens": Ragged.from_rows([rollout.tokens for rollout in rollouts]),
             "loss_mask": Ragged.from_rows([rollout.loss_mask for rollout in rollouts], torch.bool),
             "sampler_logprobs": Ragged.from_rows([rollout.logprobs for rollout in rollouts], torch.float32),

@@ -27,7 +27,7 @@ from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.rollout.config import NATIVE, RolloutConfig
 from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
-from rillflow.training.guards import check_freshness
+from rillflow.training.guards import ROUTES, check_freshness
 from rillflow.training.loss import SAMPLED, TokenLoss, are_sampled, loss_of
 from rillflow.training.offload import OnHost
 from rillflow.training.scorer import Scorer
@@ -37,7 +37,7 @@ from rillflow.workers.transfer import THREE_D, TOGETHER, TRAIN
 
 SAYS = ("logprobs", "entropy", "likeliest", "old_logprobs", "row_lengths")
 """What a loss is given beside fields."""
-KNOWN = ("versions", SAMPLED, "old_logprobs")
+KNOWN = ("versions", SAMPLED, "old_logprobs", *ROUTES)
 """What an update looks at of rows that were sampled."""
 
 
@@ -55,7 +55,7 @@ class Policy(TrainedRole[LanguageModel]):
         has_canary: whether what is published goes with what it says of fixed texts.
 
     Raises:
-        ModelError: experts are to be evened out, and the model has none.
+        ModelError: experts are to be evened out, or their choice replayed, and the model has none.
     """
 
     def __init__(
@@ -73,13 +73,15 @@ class Policy(TrainedRole[LanguageModel]):
         super().__init__(share, train=train, seed=seed, updates=updates, version=version, name="policy")
         if train.balance is not None:
             share.parallel.routers.require(f"policy.balance is {train.balance:g}")
+        if rollout.replay_routing:
+            share.parallel.routers.require("rollout.replay_routing is true")
         self.weights = weights or SharedWeights(share.model.module, version)
         self._rollout, self._has_canary = rollout, has_canary
 
     def _be_training(self) -> None:
         self.weights.turn_to_training()
 
-    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("old_logprobs",))
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("old_logprobs",), also=(*ROUTES,))
     def logprobs(self, rollouts: Batch) -> Batch:
         """The field ``old_logprobs``: what the present weights give every sampled token."""
         self.weights.turn_to_training()

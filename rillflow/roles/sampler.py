@@ -29,7 +29,7 @@ from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import ALL_MICRO_DP
 
 ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish", "columns", "limits")
-"""What ``records.rollout.rollout_batch`` makes, and the most tokens that each row could have sampled."""
+"""What ``records.rollout.rollout_batch`` makes of every row, and the most tokens it could have sampled."""
 GREEDY_SAMPLE = -1
 """The sample in the row ids of greedy answers: they are no sample of their prompt."""
 

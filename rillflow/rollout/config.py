@@ -73,6 +73,10 @@ class RolloutConfig(SamplingConfig):
         gt=0,
         description="Of so many publishes one is compared by digest before it is used, and the first.",
     )
+    replay_routing: bool | None = Field(
+        None,
+        description="Record which experts of a mixture each token takes, and train with these; left out, no.",
+    )
     deterministic: bool = Field(
         False, description="Fixed shapes: a row's bits are the same whatever runs beside it. Slower."
     )

@@ -42,6 +42,8 @@ class Capability(StrEnum):
     """``policy.model.adapter``."""
     LOOK = "show a row that runs"
     """``look``: answers can be streamed, and texts that end a single answer are seen before it ends."""
+    ROUTES = "say which experts a token took"
+    """``replay_routing``."""
     SCORE = "say the log probabilities of a given text"
     """``score``: after each publish they are compared with the trainer's."""
 

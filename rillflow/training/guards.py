@@ -11,6 +11,8 @@ from rillflow.records.ragged import Ragged
 
 BEHIND = "versions_behind"
 """The field that says how many versions old a token is, where some may be."""
+ROUTES = {"routes"}
+"""The field that says which experts tokens took, where the rows' own model is to take these again."""
 _ENOUGH = 100
 """Tokens over which a mean says something."""
 

@@ -30,7 +30,7 @@ from rillflow.parallel.packed import last_tokens
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric, Variance, histogram_of
 from rillflow.records.ragged import Ragged
-from rillflow.training.guards import BEHIND, check_finite, loss_tokens
+from rillflow.training.guards import BEHIND, ROUTES, check_finite, loss_tokens
 from rillflow.training.minibatches import prompt_units
 
 LENGTHS = "row_lengths"
@@ -113,7 +113,8 @@ class TokenLoss:
                 why=f"rows have {', '.join(there)}; the model says {', '.join(self.says)}",
                 fix=nearest(missing[0], {*there, *self.says, LENGTHS}),
             )
-        rows = minibatch.only("tokens", "loss_mask", *names)
+        routed = () if self.is_scalar else ROUTES & there.keys()
+        rows = minibatch.only("tokens", "loss_mask", *names, *routed)
         check_finite(loss_tokens(rows), *names)
         every = torch.ones(len(rows), dtype=torch.bool)
         active = _not_zero(rows, self._resting) if self._resting else every

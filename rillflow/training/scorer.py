@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from rillflow.formulas.logprobs import TokenLogprobs, token_logprobs
 from rillflow.parallel.module import Output, Parallel
 from rillflow.parallel.packed import last_tokens
+from rillflow.parallel.routing import Routing
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged, concatenate_ragged
 from rillflow.records.rollout import completions
 from rillflow.training.config import TrainConfig
-from rillflow.training.guards import check_gap, check_ratio, loss_tokens
+from rillflow.training.guards import ROUTES, check_gap, check_ratio, loss_tokens
 from rillflow.training.minibatches import gathered
 
 
@@ -97,7 +98,7 @@ class Scorer:
         """Log probabilities of the loss tokens.
 
         Args:
-            batch: rows with ``tokens`` and ``loss_mask``.
+            batch: rows with ``tokens`` and ``loss_mask``; where they have ``routes``, these are taken.
             temperature: the one the tokens were sampled at.
 
         Returns:
@@ -107,7 +108,7 @@ class Scorer:
         Raises:
             TrainingError: a row's first token is a loss token.
         """
-        rows = batch.only("tokens", "loss_mask")
+        rows = batch.only("tokens", "loss_mask", *(ROUTES & batch.fields.keys()))
         loss_tokens(rows)
         return self._aligned(rows, LogprobReader(temperature=temperature), lambda read: read.logprobs)
 
@@ -168,7 +169,9 @@ class Scorer:
             found.append(number(reader.read(tokens, output)))
             return found[-1].sum()
 
-        self._parallel.run(parts, reader.back, finish)
+        known = any(ROUTES & part.fields.keys() for part in parts)
+        routing = Routing(self._parallel.routers, self._parallel.device) if known else None
+        self._parallel.run(parts, reader.back, finish, routing=routing)
         self._parallel.agree()
         return found or [torch.zeros(int(part.ragged("loss_mask").values.sum())) for part in parts]
 

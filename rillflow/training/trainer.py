@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from rillflow.errors import NotFiniteError
 from rillflow.parallel.module import Output, Parallel, first_said
+from rillflow.parallel.packed import routes_of
 from rillflow.parallel.routing import Routing
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
@@ -228,12 +229,22 @@ class Trainer:
         return Routing(self._parallel.routers, self._parallel.device)
 
     def _pull(self, aim: Aim, rows: Batch | None) -> Tensor | None:
-        """What evens out an aim's routing: of the choices of all its rows that teach; every rank calls it."""
+        """What evens out an aim's routing, from the choices of all its rows that teach; every rank calls it.
+
+        Choices that nobody recorded take a pass to know.
+        """
         if self._balance is None or not self._parallel.routers.all:
             return None
         seen, parts = self._routing(), [] if rows is None else list(self._parts(rows))
         learning = [part for part in parts if bool(part.dense("loss_active")[0])]
-        self._parallel.run(learning, aim.reader.back, lambda *_: torch.zeros(()), routing=seen)
+        routes = [routes_of(part, back=aim.reader.back) for part in learning]
+        unknown = torch.tensor([float(not all(int(each.min()) >= 0 for each in routes))])
+        self._parallel.groups.everyone.sum_([unknown])
+        if unknown:
+            self._parallel.run(learning, aim.reader.back, lambda *_: torch.zeros(()), routing=seen)
+        else:
+            for each in routes:
+                seen.count_all(each)
         seen.sum_(self._parallel.groups.everyone)
         return seen.balanced(self._balance * aim.weight)
 

@@ -50,10 +50,10 @@ GROWN = {
     "soft caps and sinks": 30,
     "a tail that is cut": 41,
     "agents' rows, rows that are looked at": 53,
-    "mixtures whose routing is seen and said": 242,
+    "mixtures whose routing is seen and said": 376,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 28_956
+PACKAGE_LINES = 29_091
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,

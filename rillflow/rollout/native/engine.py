@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from math import inf
@@ -31,7 +32,9 @@ from torch import Tensor, nn
 
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import RolloutError
+from rillflow.models.routing import Routers
 from rillflow.records.batch import Batch, concatenate
+from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
@@ -100,7 +103,7 @@ class NativeEngine:
                     fix="leave lanes at None",
                 )
         share = config.model_copy(update={"max_rows": -(-config.max_rows // lanes)})
-        self._module = module
+        self._module, self._records, self._routers = module, bool(config.replay_routing), Routers(module)
         self._lanes = [
             Lane(
                 module,
@@ -111,6 +114,7 @@ class NativeEngine:
                 replay_after=replay_after,
                 tp=tp,
                 stops=stops if stops is not None and stops.longest else None,
+                routers=self._routers,
             )
             for _ in range(lanes)
         ]
@@ -194,7 +198,7 @@ class NativeEngine:
                     wanted = {each.row for group in groups[first : end : len(used)] for each in group}
                     work.append(partial(_drain, lane, stop, wanted - finished.keys()))
                 finished |= {each.row: each for each in chain.from_iterable(self._together(work, stop))}
-                yield rollout_batch([finished.pop(each.row) for group in groups[begin:end] for each in group])
+                yield self._batch([finished.pop(each.row) for group in groups[begin:end] for each in group])
                 begin = end
         finally:
             self._clear()
@@ -236,6 +240,15 @@ class NativeEngine:
             self._clear()
             raise
 
+    def _batch(self, rollouts: list[Rollout]) -> Batch:
+        """The rows, of which none has routes like any other."""
+        made = rollout_batch(rollouts)
+        if rollouts or not self._records:
+            return made
+        return made.with_fields(
+            routes=Ragged(values=torch.zeros(0, dtype=torch.int16), lengths=made.ids[:, 0])
+        )
+
     def _lane_of(self, row: RowId) -> Lane:
         """Samples of one prompt share a lane, and with it the prompt's keys and values."""
         return self._lanes[row.prompt % len(self._lanes)]
@@ -246,7 +259,8 @@ class NativeEngine:
 
     def _together(self, work: Sequence[Callable[[], _T]], stop: Event) -> list[_T]:
         """The results of all; the first failure asks the others to stop, and is raised when they have."""
-        with evaluating(self._module):
+        watched = self._routers.watched() if self._records else nullcontext()
+        with evaluating(self._module), watched:
             if self._threads is None or len(work) == 1:
                 return [each() for each in work]
             running: list[Future[_T]] = [self._threads.submit(each) for each in work]

@@ -30,13 +30,15 @@ from torch import Tensor, nn
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RolloutError
 from rillflow.models.architecture import vocabulary_of
+from rillflow.models.routing import Routers
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.native.cache import Cache
+from rillflow.rollout.native.cache import Cache, LayerShape
 from rillflow.rollout.native.compatibility import check_compatible, check_fixed_shapes
 from rillflow.rollout.native.consistency import RankConsistency
 from rillflow.rollout.native.recording import RecordedModule
+from rillflow.rollout.native.routes import ROUTES, read_routes, route_shape
 from rillflow.rollout.native.runner import BLOCK, Runner
 from rillflow.rollout.native.sampling import Drawn, DrawSettings, draw
 from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step, twice
@@ -58,6 +60,7 @@ class Lane:
         seed: of the run.
         context: tokens of a row at most, prompt included.
         replay_after: passes of a kind before the module is recorded (see recording); infinity for never.
+        routers: the module's, watched while it steps where their choices are to be recorded.
 
     Raises:
         RolloutError: a stop token is outside the vocabulary.
@@ -74,6 +77,7 @@ class Lane:
         context: int,
         replay_after: float,
         stops: Stops | None,
+        routers: Routers,
     ) -> None:
         self.version = self._sampled_version = 0
         """The weights' version, written beside every sampled token; whoever loads weights sets it."""
@@ -84,7 +88,8 @@ class Lane:
         self._context = context
         # Idle slots fill fixed shapes up to a whole block.
         self._fixed_rows = -(-config.max_rows // BLOCK) * BLOCK if config.deterministic else None
-        self._module = module
+        self._module, self._routers = module, routers
+        self._shapes = dict[int, LayerShape]()
         self._replay_after = replay_after
         self._consistency = RankConsistency(tp, self._device)
         self._runner: Runner | None = None
@@ -187,8 +192,18 @@ class Lane:
             elif clock == row.last_step:
                 ended[row] = Finish.LENGTH
         self._slots.collect(step.clock + 1, list(ended), self._sampled_version)
+        found = [
+            replace(row.rollout, finish=finish, routes=self._routes(row)) for row, finish in ended.items()
+        ]
         self._leave(ended)
-        return [replace(row.rollout, finish=finish) for row, finish in ended.items()]
+        return found
+
+    def _routes(self, row: Sequence) -> Tensor | None:
+        """The experts that a row's tokens took, where they are recorded."""
+        if ROUTES not in self._shapes:
+            return None
+        keys = self._driven().cache.layers[ROUTES].keys
+        return read_routes(keys, row.slot, len(row.rollout.tokens))
 
     def _completes(self, rollout: Rollout, token: int) -> bool:
         """Whether a stop of several tokens is complete with this one."""
@@ -221,9 +236,11 @@ class Lane:
     def _driven(self) -> Runner:
         """The runner, made at first use: by then the weights are there to try the module with."""
         if self._runner is None:
-            shapes = check_compatible(self._module, self._context)
+            shapes = self._shapes = check_compatible(self._module, self._context)
             if self._fixed_rows is not None:
                 check_fixed_shapes(self._module, shapes, self._fixed_rows)
+            if self._config.replay_routing:
+                shapes[ROUTES] = route_shape(self._module, self._routers, self._dtype)
             recorded = RecordedModule(self._module, shapes, self._replay_after)
             self._runner = Runner(recorded, Cache(shapes, self._device, self._dtype), self._fixed_rows)
         return self._runner

@@ -28,7 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.models.attention import AttentionPlan, Scores, causal
+from rillflow.models.routing import PLAN
 from rillflow.rollout.native.cache import Layer
+from rillflow.rollout.native.routes import ROUTES, RoutePlan
 from rillflow.rollout.native.scheduler import Prefill
 
 
@@ -134,6 +136,10 @@ class Pass:
             parts.append(self._look_back(query, self._positions, stored, scores))
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
+    def keep_routes(self, routes: Tensor) -> None:
+        """Keep which experts the pass's tokens took [T, R, k] beside their keys and values."""
+        self._store(self._layers[ROUTES].keys, routes)
+
     def _store(self, cached: Tensor, states: Tensor) -> None:
         """Put ``states`` [T, K, D] into ``cached`` [rows, K, length, D]."""
         heads, size = states.shape[1:]
@@ -219,10 +225,16 @@ def forward(
     positions = torch.cat([part.positions for part in parts])
     wanted = torch.arange(tokens.shape[0], device=tokens.device)
     wanted = wanted[-1:] if feed is None else wanted[-feed.tokens.shape[0] :]
-    return call(module, tokens, positions, Pass(layers, feed, places, prefixes), wanted)
+    plan, routing = Pass(layers, feed, places, prefixes), RoutePlan()
+    logits = call(module, tokens, positions, plan, wanted, **({PLAN: routing} if ROUTES in layers else {}))
+    if ROUTES in layers:
+        plan.keep_routes(routing.routes)
+    return logits
 
 
-def call(module: nn.Module, tokens: Tensor, positions: Tensor, plan: AttentionPlan, wanted: Tensor) -> Tensor:
+def call(
+    module: nn.Module, tokens: Tensor, positions: Tensor, plan: AttentionPlan, wanted: Tensor, **more: Any
+) -> Tensor:
     """One call of the module.
 
     Args:
@@ -231,6 +243,7 @@ def call(module: nn.Module, tokens: Tensor, positions: Tensor, plan: AttentionPl
         positions: [T] int64 the place of each within its row.
         plan: attends in every layer.
         wanted: [n] int64 the tokens whose logits are wanted, the last ones.
+        more: arguments of the module besides.
 
     Returns:
         [n, V] float32.
@@ -243,5 +256,6 @@ def call(module: nn.Module, tokens: Tensor, positions: Tensor, plan: AttentionPl
         attention_plan=plan,
         use_cache=False,
         logits_to_keep=wanted,
+        **more,
     ).logits
     return logits[0, -wanted.shape[0] :].float()  # a module that cannot choose gives them all

@@ -127,7 +127,7 @@ class VllmEngine:
                 'rollout.engine = "native"',
             ) from error
 
-    can: ClassVar = frozenset(Capability) - {Capability.SHARED, Capability.FIXED}
+    can: ClassVar = frozenset(Capability) - {Capability.SHARED, Capability.FIXED, Capability.ROUTES}
 
     @property
     def has_work(self) -> bool:
