@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -44,6 +45,10 @@ APART = (
     "placement.backend=inline",
 )
 
+SHARDED = (TWO[0], "placement.train={main={fsdp=2}}", "placement.backend=ray")
+SHARED = (TWO[0], "placement.train={main={tp=2}}", "placement.generate={tp=2}", "placement.backend=ray")
+RAY = (*APART[:2], "placement.backend=ray")
+
 
 @pytest.fixture
 def tiny(tiny: Tiny) -> Tiny:
@@ -80,9 +85,15 @@ def test_an_interrupted_run_trains_every_prompt_once_with_the_bits_of_one_that_w
     assert rows(tiny, "late") == told
 
 
-@pytest.mark.parametrize("where", [TWO, APART])
+@pytest.mark.parametrize(
+    "where", [TWO, APART, *(pytest.param(each, marks=pytest.mark.slow) for each in (SHARDED, SHARED, RAY))]
+)
 def test_replicas_leave_the_same_prompts_for_later_as_one_does(tiny: Tiny, where: tuple[str, ...]) -> None:
     """Each has a slot for every row, so that rows end by as many passes as they have tokens."""
+    if "placement.backend=ray" in where and find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    if where is SHARED:
+        tiny.recipe.write_text(tiny.recipe.read_text().replace("kv_heads = 1", "kv_heads = 2"))
     frozen = ("policy.lr=1e-12", "algorithm.oversample_samples=1.5")
     assert tiny.run("one", *CUT, *frozen) == 0
     assert tiny.run("two", *CUT, *frozen, *where) == 0
