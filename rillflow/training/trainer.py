@@ -182,9 +182,9 @@ class Trainer:
                 metrics |= self._gather(aim, rows, denominators[place], routing, last=last)
         except NotFiniteError as error:
             problem = problem or error
-        routing.sum_(self._parallel.groups.everyone)
         if not self.optimizer.sum_over_ranks(learns=learns, is_sound=problem is None):
             raise problem or NotFiniteError(_ELSEWHERE, why="all ranks take the same step, or none does")
+        routing.sum_(self._parallel.groups.everyone)  # not before: sums may have begun in the last pass
         lr, norm = self.optimizer.lr, self.optimizer.step()
         if self.optimizer.moved_bytes is not None:
             metrics["train/moved_bytes/mean"] = Mean(total=self.optimizer.moved_bytes, count=1)
