@@ -75,3 +75,36 @@ def test_a_calculator_s_answer_is_in_the_row_and_learns_nothing(tmp_path: Path) 
             assert "".join(rest) == f"{row.prompt}{answer}"
             assert row.columns["returned"] == answer + "".join(sampled[1:]).replace("<|end|>", "")
     assert called and failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm.oversample_prompts": 2},
+        {
+            "placement.pools": "{ main = 1, answers = 2 }",
+            "placement.roles": '{ sampler = "answers" }',
+        },
+    ],
+    ids=["a tail that is cut", "two ranks apart"],
+)
+def test_agents_write_the_same_rows_on_every_placement_and_resumed(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    """The recipe's rows are its own: whoever samples them, and whenever the run was stopped."""
+    cut = {name: value for name, value in settings.items() if name.startswith("algorithm")}
+    exact = {"rollout.deterministic": "true", "evaluate.problems": 4}
+    whole = run(EXAMPLES / "agent.toml", tmp_path / "whole", **exact, **cut)
+    again = tmp_path / "again"
+    run(EXAMPLES / "agent.toml", again, **exact, **settings, **{"algorithm.steps": 1})
+    run(EXAMPLES / "agent.toml", again, **exact, **settings)
+    for step in (1, 2):
+        one, other = (
+            {
+                row.row: (row.tokens, row.logprobs, row.reward, row.columns)
+                for row in read_rollouts(path, step)
+            }
+            for path in (whole, again)
+        )
+        assert one == other and len(one) == 24
