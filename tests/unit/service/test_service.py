@@ -375,5 +375,7 @@ def test_requests_that_never_end_are_ended(folder: Path) -> None:
     ends = [half_sent(folder, each) for each in heads]
     for end in ends[:3]:
         assert end.recv(1000) == b""
-    answer = ends[3].recv(4000)
+    answer = b""
+    while b"body of 99" not in answer and (more := ends[3].recv(4000)):  # its head comes apart from its body
+        answer += more
     assert answer.startswith(b"HTTP/1.1 408") and b"1 bytes came of a body of 99" in answer
