@@ -136,7 +136,7 @@ def measured(engines: dict[str, Run], workload: Workload, rounds: int) -> dict[s
     return found
 
 
-def make_module(dtype: str, folder: Path) -> Any:
+def make_module(dtype: str, folder: Path, context: int = CONTEXT) -> Any:
     """The module with Rillflow's attention, also saved for others."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -152,7 +152,7 @@ def make_module(dtype: str, folder: Path) -> Any:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         bos_token_id=None,
         eos_token_id=None,
     )

@@ -199,7 +199,9 @@ def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
     for capability, is_needed, because in (
         (Capability.GREEDY, "greedy" in called, f"{recipe.algorithm.name} calls policy.greedy"),
         (Capability.GREEDY, recipe.evaluate.temperature == 0, "evaluate.temperature is 0"),
-        (Capability.CUT, rollout.top_k > 0 or rollout.top_p < 1, "rollout has top_k or top_p"),
+        (Capability.CUT, rollout.is_cut, "rollout has top_k, top_p or min_p"),
+        (Capability.PENALTIES, rollout.is_penalised, "rollout has a penalty"),
+        (Capability.BUDGET, rollout.cache_gib is not None, "rollout has a cache_gib"),
         (Capability.STOP, bool(rollout.stop), "rollout.stop names tokens"),
         (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.generate has tp above 1"),
         (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),

@@ -20,7 +20,14 @@ from pathlib import Path
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.doctor import available_memory, cuda_devices
 from rillflow.assembly.encoding import EncodedTask, encode_task, read_model_input
-from rillflow.assembly.memory import ModelSizes, estimate, rank_lines, sizes_of_directory, sizes_of_new
+from rillflow.assembly.memory import (
+    ModelSizes,
+    estimate,
+    rank_lines,
+    require_row,
+    sizes_of_directory,
+    sizes_of_new,
+)
 from rillflow.assembly.meshes import unfit
 from rillflow.assembly.model_files import require_model_files
 from rillflow.assembly.preflight import (
@@ -201,6 +208,8 @@ def _look_at_tokens(recipe: Recipe, base: Path, report: Report, say: Callable[[s
         room = f" and rollout.max_tokens = {recipe.rollout.max_tokens:,}" if recipe.has_policy else ""
         told = f"longest prompt: {len(longest.prompt):,} tokens{room} of {model_input.context:,}"
         report.say("tokens", [f"{told}: {longest.example}"])
+        if report.sizes is not None and recipe.has_policy:
+            require_row(recipe, report.sizes, len(longest.prompt))
 
 
 def _require_few_repeats(recipe: Recipe, task: Task[Example]) -> None:

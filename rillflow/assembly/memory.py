@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly.recipe import Recipe
 from rillflow.cluster.config import SAMPLER
-from rillflow.errors import ModelError
+from rillflow.errors import ConfigError, ModelError
 from rillflow.models.config import NewModel
 from rillflow.observe.wording import size
 from rillflow.rollout.config import VLLM
@@ -124,6 +124,31 @@ def rows_at_once(recipe: Recipe) -> int:
     config = recipe.algorithm
     rows = math.prod(config.begun) if isinstance(config, OnlineConfig) else config.rows_per_step
     return min(recipe.rollout.max_rows, max(rows, judged))
+
+
+def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
+    """Show that the longest row finds room in what keys and values may take.
+
+    Args:
+        recipe: the run's.
+        sizes: of the model.
+        prompt: tokens of the longest prompt.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    allowed, tp = recipe.rollout.cache_gib, recipe.placement.generate_tp
+    tokens = min(prompt + recipe.rollout.max_tokens, sizes.context)
+    on_gpu = recipe.run.device.startswith("cuda")
+    item = _ITEM_BYTES[recipe.policy.model.dtype] if on_gpu else _FLOAT32_BYTES
+    row = 2 * tokens * sizes.layers * sizes.kv_width * item // tp
+    if allowed is not None and row > allowed * 2**30:
+        raise ConfigError(
+            f"rollout.cache_gib is {allowed:g}, which is {size(int(allowed * 2**30))}",
+            why=f"keys and values of one row of {tokens:,} tokens (the longest prompt's {prompt:,}, and "
+            f"rollout.max_tokens = {recipe.rollout.max_tokens:,}) take {size(row)} on a rank",
+            fix="raise it, or lower rollout.max_tokens",
+        )
 
 
 def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:

@@ -50,7 +50,7 @@ from rillflow.records.rollout import completions
 from rillflow.records.row import RowId
 from rillflow.roles.saving import SMALL_BYTES
 from rillflow.rollout.config import VLLM
-from rillflow.rollout.native.cache import PLACES
+from rillflow.rollout.native.layout import PLACES
 from rillflow.training.config import TrainConfig
 from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
@@ -270,10 +270,15 @@ class _Trial:
         drawn = 3 * rows * sizes.vocabulary * 4
         return {
             "weights that cross": max(0, weights - held) if not self._is_shared else 0,
-            "KV cache": cache if self._recipe.rollout.engine != VLLM else 0,
+            "KV cache": self._allowed(cache) if self._recipe.rollout.engine != VLLM else 0,
             "prompts": prefill,
             "logits": drawn,
         }
+
+    def _allowed(self, cache: int) -> int:
+        """What of so much for keys and values the recipe allows."""
+        allowed = self._recipe.rollout.cache_gib
+        return cache if allowed is None else min(cache, int(allowed * 2**30))
 
     def _copied(self) -> tuple[dict[str, int], dict[str, int]]:
         """What vLLM holds beside the trainer from step to step, and on a device while it answers."""
@@ -287,7 +292,7 @@ class _Trial:
         block = VLLM_PLACES["cuda" if is_far else "cpu"]
         places = rollout.max_rows * -(-self._sampled.context // block) * block + block
         cache = 2 * places * self._sampled.kv_width * self._sampled.layers * module.dtype.itemsize
-        found = {"vLLM's weights": weights, "vLLM's KV cache": cache}
+        found = {"vLLM's weights": weights, "vLLM's KV cache": self._allowed(cache)}
         return ({}, found) if is_far else (found, {})
 
     @property

@@ -113,8 +113,10 @@ def attention(
     return causal(query, key, value, scores).transpose(1, 2), None
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, before: int = 0) -> Tensor:
     """[N, H, T, E] causal attention over whole rows that start at position 0.
+
+    So many keys ``before`` the first query's own belong to the same rows.
 
     On a CPU narrower types are computed in float32: forward and backward take a half to a quarter of the
     time there, and the result is more exact.
@@ -123,21 +125,23 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     if query.device.type == "cpu" and dtype.itemsize < 4:
         query, key, value = query.float(), key.float(), value.float()
     if scores.is_plain:
-        mask = None if window is None or window >= tokens else _reach(tokens, window, query.device)
+        is_whole = not before and (window is None or window >= tokens)
+        mask = None if is_whole else _reach(tokens, before, window, query.device)
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=True
         ).to(dtype)
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
     grouped = query.reshape(batch, groups, heads // groups, *query.shape[2:]) * scores.scaling
-    bias = torch.zeros(tokens, tokens, device=query.device)
-    bias.masked_fill_(~_reach(tokens, window or tokens, query.device), -torch.inf)
+    bias = torch.zeros(tokens, before + tokens, device=query.device)
+    bias.masked_fill_(~_reach(tokens, before, window, query.device), -torch.inf)
     shares = scores.shares(grouped @ key[:, :, None].transpose(-1, -2), bias)
     return (shares.to(value.dtype) @ value[:, :, None]).flatten(1, 2).to(dtype)
 
 
-def _reach(tokens: int, window: int, device: torch.device) -> Tensor:
-    """[T, T] which tokens each sees."""
-    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().triu(1 - window)
+def _reach(tokens: int, before: int, window: int | None, device: torch.device) -> Tensor:
+    """[T, before + T] which keys each token sees, of those before it and its own."""
+    seen = torch.ones(tokens, before + tokens, dtype=torch.bool, device=device).tril(before)
+    return seen if window is None else seen.triu(before + 1 - window)
 
 
 def _refuse_unknown(rest: dict[str, Any]) -> None:

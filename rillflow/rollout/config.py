@@ -11,15 +11,47 @@ from rillflow.config.section import Section
 
 
 class SamplingConfig(Section):
-    """How a token is drawn. Log probabilities are those of the whole vocabulary, after temperature."""
+    """How a token is drawn.
+
+    Log probabilities are those of the whole vocabulary, after temperature, before all else: what the policy
+    says, by which it is trained.
+    """
 
     temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token.")
     top_k: int = Field(0, ge=0, description="Draw from the k likeliest tokens; 0 from all.")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Draw from the least set of tokens with this probability."
     )
+    min_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Leave out tokens less likely than so many times the likeliest, before top-k and top-p.",
+    )
+    repetition_penalty: float | None = Field(
+        None,
+        gt=0,
+        description="Divide by it the positive logits of tokens that the row has, its prompt included, and "
+        "multiply the negative ones.",
+    )
+    presence_penalty: float | None = Field(
+        None, description="Taken off the logits of tokens that the row has sampled."
+    )
+    frequency_penalty: float | None = Field(
+        None, description="Taken off the logit of a token once for each time that the row has sampled it."
+    )
     max_tokens: int = Field(256, gt=0, description="New tokens of one row at most.")
     stop: tuple[str, ...] = Field((), description="Texts that end a row, besides the model's own tokens.")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p is not None
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether a token's chance depends on those before it by more than the model."""
+        return any((self.repetition_penalty, self.presence_penalty, self.frequency_penalty))
 
 
 def answering(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +90,12 @@ class RolloutConfig(SamplingConfig):
     )
     agent: AgentConfig | None = Field(None, description="What writes rows; left out, a prompt is answered.")
     max_rows: int = Field(256, gt=0, description="Rows that run at once.")
+    cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB (2^30 bytes) that keys and values take on a rank at most; rows that find no room "
+        "in them wait. Nothing: as much as the rows need.",
+    )
     parts: int = Field(
         1,
         gt=0,

@@ -27,7 +27,11 @@ class Capability(StrEnum):
     GREEDY = "take the likeliest token"
     """``temperature`` 0."""
     CUT = "draw from the likeliest tokens alone"
-    """``top_k`` and ``top_p``."""
+    """``top_k``, ``top_p`` and ``min_p``."""
+    PENALTIES = "make tokens less likely that a row has already"
+    """``repetition_penalty``, ``presence_penalty`` and ``frequency_penalty``."""
+    BUDGET = "keep keys and values within a budget"
+    """``cache_gib``."""
     STOP = "end a row at a text of the recipe's"
     """``stop``."""
     SHARED = "share a copy of the weights over ranks"
@@ -96,7 +100,7 @@ class Engine(Protocol):
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Continue every prompt ``samples`` times; see ``NativeEngine.generate`` for fields and order.
 
-        Log probabilities are those of the whole vocabulary after temperature, whatever top-k and top-p left.
+        Log probabilities are those of the whole vocabulary after temperature, before cuts and penalties.
         """
 
     def generate_parts(

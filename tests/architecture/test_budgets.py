@@ -51,9 +51,10 @@ GROWN = {
     "a tail that is cut": 41,
     "agents' rows, rows that are looked at": 53,
     "mixtures whose routing is seen and said": 376,
+    "memory by bands, a budget, shared beginnings, penalties": 558,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 29_091
+PACKAGE_LINES = 29_676
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,

@@ -1,10 +1,10 @@
-"""Cache: the keys and values of every layer, one slot a row.
+"""Cache: the keys and values of every layer, by bands (see layout).
 
-    layer l     keys   [rows, K, length, D]        slots 0 .. n-1 run, so a pass reads
-                values [rows, K, length, E]        keys[:n, :, :longest], a view: nothing is copied
+    layer l, band b     keys   [rows, K, length, D]        rows 0 .. n-1 run, so a pass reads
+                        values [rows, K, length, E]        keys[:n, :, :longest], a view: nothing is copied
 
-Both sides grow by need, up to what the running rows can reach, and all is given back when no row
-runs: between two calls the memory belongs to the trainer.
+A band's memory is made anew when the layout has made it longer, or given it other rows, one layer after
+the other; all is given back when no row runs: between two calls the memory belongs to the trainer.
 
 On a CPU the cache of a narrower module is float32: a batched product in bfloat16 takes 1.1 times
 as long where the processor has instructions for it, and 4 times where it has none.
@@ -16,16 +16,16 @@ Legend: K key/value heads, D and E head sizes of keys and values.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rillflow.rollout.native.scheduler import Copy
+from rillflow.rollout.native.layout import Band, Copy
 
-PLACES = 16
-"""Positions come in multiples of this, so that every row begins where a cache line does."""
 _AT_ONCE = 64
 """Rows that are copied together; what they hold is in memory a second time meanwhile."""
 
@@ -42,14 +42,38 @@ class LayerShape:
     """E."""
 
 
-@dataclass(kw_only=True, eq=False)
-class Layer:
-    """One layer's keys and values."""
+class Layer(NamedTuple):
+    """One layer's keys and values in one band."""
 
     keys: Tensor
     """[rows, K, length, D]."""
     values: Tensor
     """[rows, K, length, E]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def until(self, length: int) -> tuple[Tensor, Tensor]:
+        """The first positions of both."""
+        return self.keys[:, :, :length], self.values[:, :, :length]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Group:
+    """Copies from rows of one band to rows of one band."""
+
+    source: int
+    """The band that is read."""
+    target: int
+    """The band that is written."""
+    sources: Tensor
+    """[n] int64 rows."""
+    targets: Tensor
+    """[n] int64 rows."""
+    length: int
+    """Positions of the longest."""
 
 
 class Cache:
@@ -65,60 +89,95 @@ class Cache:
         self._shapes = shapes
         self._device = device
         self._dtype = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
-        self.release()
+        self.layers: dict[int, dict[int, Layer]] = {index: {} for index in shapes}
+        """Every layer's bands, by index and by name."""
+        self.peak_bytes = 0
+        """The most that was held at once, with what is there twice while it is made anew."""
 
     @property
     def held_bytes(self) -> int:
-        """What keys and values take, empty slots with them."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+        """What keys and values take, empty rows with them."""
+        return sum(band.nbytes for layer in self.layers.values() for band in layer.values())
+
+    @property
+    def position_bytes(self) -> list[int]:
+        """What one position takes in each layer."""
+        sizes = (shape.heads * (shape.key_size + shape.value_size) for shape in self._shapes.values())
+        return [size * self._dtype.itemsize for size in sizes]
+
+    @property
+    def budget_bytes(self) -> int:
+        """What one position takes at most, in all layers, the largest of them twice: it may be made anew."""
+        return sum(self.position_bytes) + max(self.position_bytes)
 
     def release(self) -> None:
         """Give all memory back."""
-        self._rows = self._length = 0
-        self.layers = {index: self._fresh(shape) for index, shape in self._shapes.items()}
-        """The layers by index."""
+        self.layers = {index: {} for index in self._shapes}
 
-    def reserve(self, rows: int, length: int, longest: int) -> None:
-        """Make room for slots 0 to ``rows`` - 1 of ``length`` positions.
+    def arrange(self, bands: Sequence[Band[Any]], copies: Sequence[Copy] = ()) -> None:
+        """Have memory for these bands and no others; what lies in their rows stays there.
 
-        A cache that grows takes twice what it must, so that it grows seldom, but no more than
-        ``longest``, which no row exceeds.
+        All copies are done at once: they read what was there before. A row may be given more than its
+        beginning; it reads no place before it has written it.
         """
-        if rows <= self._rows and length <= self._length:
+        some = next(iter(self.layers.values()))
+        shapes = {name: (band.keys.shape[0], band.keys.shape[2]) for name, band in some.items()}
+        if not copies and shapes == {band.name: (band.rows, band.length) for band in bands}:
             return
-        self._rows = max(rows, self._rows)
-        if length > self._length:
-            wanted = max(length, min(2 * length, longest))
-            self._length = -(-wanted // PLACES) * PLACES
-        for index, old in self.layers.items():
-            new = self._fresh(self._shapes[index])
-            kept_rows, kept_length = old.keys.shape[0], old.keys.shape[2]
-            new.keys[:kept_rows, :, :kept_length] = old.keys
-            new.values[:kept_rows, :, :kept_length] = old.values
-            self.layers[index] = new
+        parts = self._parts(copies)
+        for index, shape in self._shapes.items():
+            before = self.layers[index]
+            after = {band.name: self._sized(before.get(band.name), shape, band) for band in bands}
+            self.layers[index] = after
+            twice = sum(each.nbytes for name, each in before.items() if after.get(name) is not each)
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes + twice)
+            for part in parts:
+                taken = [
+                    [states[each.sources] for states in before[each.source].until(each.length)]
+                    for each in part
+                ]
+                for each, found in zip(part, taken, strict=True):
+                    for states, new in zip(after[each.target].until(each.length), found, strict=True):
+                        states[each.targets] = new
+            del before
 
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Take beginnings of rows over into other slots, as if one after the other.
-
-        All at once: what is copied from a slot that is itself copied to comes from where that came from. A
-        row may be given more than its beginning; it reads no place before it has written it.
-        """
-        if not copies:
-            return
-        origins: dict[int, int] = {}
+    def _parts(self, copies: Sequence[Copy]) -> list[list[_Group]]:
+        """Copies that are done together: all of them if some read where others write."""
+        by_bands = defaultdict(list)
         for copy in copies:
-            origins[copy.target] = origins.get(copy.source, copy.source)
-        length = max(copy.length for copy in copies)
-        targets, sources = torch.tensor([*origins.items()], device=self._device).T
-        parts = list(zip(targets.split(_AT_ONCE), sources.split(_AT_ONCE), strict=True))
-        for layer in self.layers.values():
-            for states in (layer.keys[:, :, :length], layer.values[:, :, :length]):
-                for part, origin in parts:
-                    states[part] = states[origin]
+            by_bands[copy.source.band, copy.target.band].append(copy)
+        at_once = _AT_ONCE
+        if {copy.source for copy in copies} & {copy.target for copy in copies}:
+            at_once = len(copies)
+        groups = [
+            self._group(some[first : first + at_once])
+            for some in by_bands.values()
+            for first in range(0, len(some), at_once)
+        ]
+        return [groups] if at_once == len(copies) else [[group] for group in groups]
 
-    def _fresh(self, shape: LayerShape) -> Layer:
-        keys, values = (
-            torch.zeros(self._rows, shape.heads, self._length, size, dtype=self._dtype, device=self._device)
-            for size in (shape.key_size, shape.value_size)
+    def _group(self, copies: Sequence[Copy]) -> _Group:
+        rows = torch.tensor([(copy.source.row, copy.target.row) for copy in copies], device=self._device)
+        return _Group(
+            source=copies[0].source.band,
+            target=copies[0].target.band,
+            sources=rows[:, 0],
+            targets=rows[:, 1],
+            length=max(copy.length for copy in copies),
         )
-        return Layer(keys=keys, values=values)
+
+    def _sized(self, old: Layer | None, shape: LayerShape, band: Band[Any]) -> Layer:
+        """One layer of a band: as it is where it has the size, else anew."""
+        if old is not None and (old.keys.shape[0], old.keys.shape[2]) == (band.rows, band.length):
+            return old
+        new = Layer(
+            *(
+                torch.zeros(band.rows, shape.heads, band.length, size, dtype=self._dtype, device=self._device)
+                for size in (shape.key_size, shape.value_size)
+            )
+        )
+        if old is not None:
+            rows, length = min(old.keys.shape[0], band.rows), min(old.keys.shape[2], band.length)
+            new.keys[:rows, :, :length] = old.keys[:rows, :, :length]
+            new.values[:rows, :, :length] = old.values[:rows, :, :length]
+        return new

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from rillflow.errors import ModelError
 from rillflow.models.architecture import Witness, relative_difference, vocabulary_of
 from rillflow.rollout.native.cache import Cache, LayerShape
-from rillflow.rollout.native.passes import Feed, Prefixes, call, forward
+from rillflow.rollout.native.layout import Band, CachePlace
+from rillflow.rollout.native.passes import Prefixes, Segment, call, forward
 from rillflow.rollout.native.runner import CACHE_BLOCK
 from rillflow.rollout.native.scheduler import Prefill
 
@@ -62,14 +63,14 @@ def check_compatible(module: nn.Module, context: int) -> dict[int, LayerShape]:
         for layer, (key, value) in witness.states.items()
     }
     cache = Cache(shapes, device, embedding.dtype)
-    cache.reserve(1, count, count)
-    places = torch.arange(count, device=device)
+    cache.arrange([Band(name=0, length=count, rows=1)])
     parts = []
     for last in (count - 2, count - 1):
-        prefill = Prefill(tokens=tuple(tokens[:last].tolist()), slots=[0])
-        prefixes = Prefixes.of([prefill], device) if last == count - 2 and last else None
-        feed = Feed(tokens=tokens[last : last + 1], positions=positions[last : last + 1])
-        parts.append(forward(module, cache.layers, feed, places, prefixes))
+        prefill = Prefill(tokens=tuple(tokens[:last].tolist()), places=[CachePlace(0, 0)])
+        reads = [prefill] if last == count - 2 and last else []
+        segments = Segment.of([0], [count], [positions[last : last + 1]], reads)
+        prefixes = Prefixes.of(reads, device) if reads else None
+        parts.append(forward(module, cache.layers, segments, tokens[last : last + 1], prefixes))
     _compare(name, whole[-2:], torch.cat(parts), embedding.dtype)
     return shapes
 
@@ -84,17 +85,15 @@ def check_fixed_shapes(module: nn.Module, shapes: dict[int, LayerShape], rows: i
     device, name = embedding.device, type(module).__name__
     short, long = CACHE_BLOCK, 4 * CACHE_BLOCK
     cache = Cache(shapes, device, embedding.dtype)
-    cache.reserve(rows, long, long)
+    cache.arrange([Band(name=0, length=long, rows=rows)])
     for layer in cache.layers.values():
-        for states in (layer.keys, layer.values):
+        for states in layer[0]:
             wave = torch.arange(states[0].numel(), device=device).sin().view_as(states[0])
             states.copy_(wave.expand_as(states))
-    feed = Feed(
-        tokens=torch.full((rows,), vocabulary_of(module) - 1, device=device),
-        positions=torch.full((rows,), short // 2, device=device),
-    )
+    tokens = torch.full((rows,), vocabulary_of(module) - 1, device=device)
+    positions = torch.full((rows,), short // 2, device=device)
     first, second = (
-        forward(module, cache.layers, feed, torch.arange(length, device=device), None)
+        forward(module, cache.layers, Segment.of([0], [length], [positions], ()), tokens)
         for length in (short, long)
     )
     apart = (first != first[:1]).any(1) | (first != second).any(1)

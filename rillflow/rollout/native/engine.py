@@ -102,7 +102,8 @@ class NativeEngine:
                     why="collectives have one order, and the passes of two threads would meet in them",
                     fix="leave lanes at None",
                 )
-        share = config.model_copy(update={"max_rows": -(-config.max_rows // lanes)})
+        room = None if config.cache_gib is None else config.cache_gib / lanes
+        share = config.model_copy(update={"max_rows": -(-config.max_rows // lanes), "cache_gib": room})
         self._module, self._records, self._routers = module, bool(config.replay_routing), Routers(module)
         self._lanes = [
             Lane(
@@ -147,6 +148,11 @@ class NativeEngine:
     def held_bytes(self) -> int:
         """See Engine."""
         return sum(lane.held_bytes for lane in self._lanes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that each lane held at once, with what was there twice while it was laid anew."""
+        return sum(lane.peak_bytes for lane in self._lanes)
 
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Continue every prompt ``samples`` times.

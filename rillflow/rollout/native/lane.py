@@ -31,16 +31,18 @@ from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RolloutError
 from rillflow.models.architecture import vocabulary_of
 from rillflow.models.routing import Routers
+from rillflow.observe.wording import size
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.cache import Cache, LayerShape
 from rillflow.rollout.native.compatibility import check_compatible, check_fixed_shapes
 from rillflow.rollout.native.consistency import RankConsistency
+from rillflow.rollout.native.layout import PLACES, BandLayout
 from rillflow.rollout.native.recording import RecordedModule
 from rillflow.rollout.native.routes import ROUTES, read_routes, route_shape
-from rillflow.rollout.native.runner import BLOCK, Runner
-from rillflow.rollout.native.sampling import Drawn, DrawSettings, draw
+from rillflow.rollout.native.runner import BLOCK, CACHE_BLOCK, Runner, evaluating
+from rillflow.rollout.native.sampling import Drawn, DrawSettings, Seen, draw
 from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step, twice
 from rillflow.rollout.native.slots import BULK, Slots
 from rillflow.rollout.stops import Stops
@@ -93,11 +95,13 @@ class Lane:
         self._replay_after = replay_after
         self._consistency = RankConsistency(tp, self._device)
         self._runner: Runner | None = None
-        self._scheduler = Scheduler(config.max_rows)
+        layout = BandLayout[Sequence](self._fixed_rows, CACHE_BLOCK if config.deterministic else PLACES)
+        self._scheduler = Scheduler(config.max_rows, layout=layout, shares_parts=not config.deterministic)
         self._slots = Slots(self._device, seed)
         check_stop_tokens(stop_tokens, self._vocabulary)
         self._stop, self._stops = stop_tokens, stops
         self._tails: dict[RowId, deque[int]] = {}
+        self._seen = Seen(self._vocabulary, self._device)
         self._settings = DrawSettings.of((), self._device)
         self._settings_rows: tuple[SamplingConfig, ...] = ()
 
@@ -111,12 +115,19 @@ class Lane:
         """See Engine."""
         return self._runner.cache.held_bytes if self._runner is not None else 0
 
+    @property
+    def peak_bytes(self) -> int:
+        """See NativeEngine."""
+        return self._runner.cache.peak_bytes if self._runner is not None else 0
+
     def add(self, rollout: Rollout, sampling: SamplingConfig | None) -> None:
         """See NativeEngine."""
         chosen = sampling or self._config
         check_tokens(rollout, self._context, self._vocabulary)
         limit = limit_of(rollout, chosen.max_tokens, self._context)
         check_stop(chosen, self._config)
+        if self._config.cache_gib is not None:
+            self._check_room(rollout, limit, self._config.cache_gib)
         prefix = self._prefix(rollout)
         self._scheduler.add(Sequence(rollout=rollout, sampling=chosen, prefix=prefix, limit=limit))
 
@@ -153,6 +164,7 @@ class Lane:
     def clear(self) -> None:
         """Forget every row."""
         self._tails.clear()
+        self._seen = Seen(self._vocabulary, self._device)
         self._scheduler.clear()
         self._consistency.clear()
         self._release()
@@ -165,15 +177,22 @@ class Lane:
             running = self._scheduler.running
             self._slots.collect(clock, running, self._sampled_version)
             self._slots.begin(clock, running)
+        self._requeue(self._scheduler.overdue())
         step = self._scheduler.schedule()
         self._agree(step)
         rows = self._fixed_rows or len(step.rows)
         self._slots.reserve(rows)
         self._slots.move(step.moves)
         self._slots.admit(clock, step.admitted, self._scheduler.waiting(BULK))
+        for row in step.admitted:
+            if row.sampling.is_penalised:
+                self._seen.begin(row.rollout.row, row.rollout.tokens, _sampled(row.rollout))
         feed = self._slots.feed(clock, len(step.rows), rows)
-        logits = runner.run(step, feed, limit=max(row.limit for row in step.rows))
-        drawn = draw(logits, self._settings_of(step, rows), self._slots.uniforms(clock, rows))
+        logits = runner.run(step, feed)
+        settings = self._settings_of(step, rows)
+        penalised = [step.rows[slot].rollout.row for slot in settings.penalised]
+        seen = self._seen.of(penalised) if penalised else None
+        drawn = draw(logits, settings, self._slots.uniforms(clock, rows), seen)
         return self._postprocess(step, drawn)
 
     def _postprocess(self, step: Step, drawn: Drawn) -> list[Rollout]:
@@ -187,7 +206,10 @@ class Lane:
         for row, token in zip(step.rows, tokens, strict=True):
             if clock < row.first_sample_step:
                 self._slots.repeat(clock, row.slot, row.rollout.tokens[clock - row.start_step + 1])
-            elif token in self._stop or (self._stops and self._completes(row.rollout, token)):
+                continue
+            if row.sampling.is_penalised:
+                self._seen.add(row.rollout.row, token)
+            if token in self._stop or (self._stops and self._completes(row.rollout, token)):
                 ended[row] = Finish.STOP
             elif clock == row.last_step:
                 ended[row] = Finish.LENGTH
@@ -202,17 +224,15 @@ class Lane:
         """The experts that a row's tokens took, where they are recorded."""
         if ROUTES not in self._shapes:
             return None
-        keys = self._driven().cache.layers[ROUTES].keys
-        return read_routes(keys, row.slot, len(row.rollout.tokens))
+        assert row.place is not None, "a row that has just ended is still there"
+        keys = self._driven().cache.layers[ROUTES][row.place.band].keys
+        return read_routes(keys, row.place.row, len(row.rollout.tokens))
 
     def _completes(self, rollout: Rollout, token: int) -> bool:
         """Whether a stop of several tokens is complete with this one."""
         assert self._stops is not None
         if rollout.row not in self._tails:
-            sampled = [
-                each for each, is_sampled in zip(rollout.tokens, rollout.loss_mask, strict=True) if is_sampled
-            ]
-            self._tails[rollout.row] = deque(sampled, maxlen=self._stops.longest)
+            self._tails[rollout.row] = deque(_sampled(rollout), maxlen=self._stops.longest)
         self._tails[rollout.row].append(token)
         return self._stops.ends(list(self._tails[rollout.row]))
 
@@ -220,11 +240,12 @@ class Lane:
         """Show, before the pass, that the other ranks are about to do the same."""
         entered = [hash((row.rollout.tokens, row.limit)) for row in step.admitted]
         self._consistency.note(step.admitted, entered)
-        self._consistency.check(self._sampled_version, len(step.rows), step.longest)
+        self._consistency.check(self._sampled_version, len(step.rows), *step.reaches)
 
     def _leave(self, rows: Collection[Sequence]) -> None:
         for row in rows:
             self._tails.pop(row.rollout.row, None)
+            self._seen.drop(row.rollout.row)
         self._scheduler.leave(rows)
         if not self.has_work:
             self._release()
@@ -242,8 +263,25 @@ class Lane:
             if self._config.replay_routing:
                 shapes[ROUTES] = route_shape(self._module, self._routers, self._dtype)
             recorded = RecordedModule(self._module, shapes, self._replay_after)
-            self._runner = Runner(recorded, Cache(shapes, self._device, self._dtype), self._fixed_rows)
+            cache = Cache(shapes, self._device, self._dtype)
+            self._runner = Runner(recorded, cache, self._fixed_rows)
+            if self._config.cache_gib is not None:
+                self._scheduler.room = self._config.cache_gib * 2**30 // cache.budget_bytes
         return self._runner
+
+    def _check_room(self, rollout: Rollout, limit: int, cache_gib: float) -> None:
+        """Show that a row finds room alone, whatever it draws."""
+        with torch.inference_mode(), evaluating(self._module):
+            taken = self._driven().cache.budget_bytes
+        needed = self._scheduler.layout.least_positions(limit)
+        if needed > self._scheduler.room:
+            raise RolloutError(
+                f"row ({rollout.row}) may reach {limit:,} tokens, which needs {size(needed * taken)}, and a "
+                f"lane's share of rollout.cache_gib is {size(int(cache_gib * 2**30))}",
+                why="a row that runs has its keys and values in memory, and those of a layer twice while "
+                "they are laid anew",
+                fix="raise rollout.cache_gib, or lower rollout.max_tokens",
+            )
 
     def _follow_version(self) -> None:
         """Rows that run under other weights are read again: their keys and values are void, unless kept."""
@@ -252,11 +290,18 @@ class Lane:
         running = self._scheduler.running
         self._slots.collect(self._scheduler.clock, running, self._sampled_version)
         if not self._config.keep_cache:
-            self._scheduler.requeue()
+            self._requeue(running)
+            self._scheduler.forget()
             self._release()
-            for row in running:
-                row.prefix = self._prefix(row.rollout)
+        self._scheduler.drop_contents()
         self._sampled_version = self.version
+
+    def _requeue(self, rows: Collection[Sequence]) -> None:
+        """Running rows wait again, their tokens kept."""
+        self._slots.collect(self._scheduler.clock, list(rows), self._sampled_version)
+        self._scheduler.requeue(rows)
+        for row in rows:
+            row.prefix = self._prefix(row.rollout)
 
     def _settings_of(self, step: Step, rows: int) -> DrawSettings:
         chosen = tuple(row.sampling for row in step.rows)
@@ -287,11 +332,17 @@ class Lane:
         )
 
 
+def _sampled(rollout: Rollout) -> list[int]:
+    """The row's own tokens."""
+    pairs = zip(rollout.tokens, rollout.loss_mask, strict=True)
+    return [token for token, is_sampled in pairs if is_sampled]
+
+
 def _no_room(rows: int, config: RolloutConfig, error: RuntimeError) -> RolloutError:
     return RolloutError(
         f"there is no memory for {rows:,} rows at once (rollout.max_rows = {config.max_rows:,})",
         why=str(error).splitlines()[0],
-        fix="lower rollout.max_rows or rollout.max_tokens; rillflow check says what they take",
+        fix="set rollout.cache_gib, or lower rollout.max_rows or rollout.max_tokens",
     )
 
 

@@ -19,7 +19,7 @@ of keys and values; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -45,8 +45,44 @@ class Feed:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Segment:
+    """What a pass reads and writes of one band."""
+
+    places: Tensor
+    """[L] int64 the cache positions to read, 0 to L - 1."""
+    positions: Tensor
+    """[n] int64 what this band's share of the fed tokens has for places within their rows."""
+    filled: Tensor
+    """[3, m] int64 the row and the position of every cache place that prefixes fill, and the token for it."""
+
+    @staticmethod
+    def of(
+        names: Sequence[int], reaches: Sequence[int], positions: Sequence[Tensor], prefills: Sequence[Prefill]
+    ) -> dict[int, Segment]:
+        """The segments of a pass, by the names of its bands; prefixes lie in this order, end to end."""
+        filled: dict[int, list[list[int]]] = {name: [[], [], []] for name in names}
+        start, device = 0, positions[0].device
+        for prefill in prefills:
+            size = len(prefill.tokens)
+            for place in prefill.places:
+                rows, places, sources = filled[place.band]
+                rows += [place.row] * size
+                places += range(prefill.begin, prefill.begin + size)
+                sources += range(start, start + size)
+            start += size
+        return {
+            name: Segment(
+                places=torch.arange(reach, device=device),
+                positions=own,
+                filled=torch.tensor(filled[name], dtype=torch.int64, device=device),
+            )
+            for name, reach, own in zip(names, reaches, positions, strict=True)
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Prefixes:
-    """Prefixes laid end to end, and where their keys and values belong."""
+    """Prefixes laid end to end."""
 
     tokens: Tensor
     """[t] int64."""
@@ -56,12 +92,6 @@ class Prefixes:
     """[P, X] int64 the tokens side by side; past a prefix's end, its last token again."""
     gather: Tensor
     """[t] int64 where each token stands in that."""
-    slots: Tensor
-    """[m] int64 the slot of every cache place filled."""
-    places: Tensor
-    """[m] int64 its position."""
-    sources: Tensor
-    """[m] int64 the token that fills it."""
 
     @staticmethod
     def of(prefills: Sequence[Prefill], device: torch.device, fill: int = 0) -> Prefixes:
@@ -70,15 +100,11 @@ class Prefixes:
         own = [range(start, stop) for start, stop in pairwise(ends)]
         steps = [range(len(each)) for each in own]
         longest, tail = max(map(len, own)) + fill, [0] * fill
-        filled = [(slot, each) for prefill, each in zip(prefills, own, strict=True) for slot in prefill.slots]
         columns: dict[str, list[Any]] = {  # in the order of the fields
             "tokens": [*chain.from_iterable(prefill.tokens for prefill in prefills), *tail],
             "positions": [*chain.from_iterable(steps), *tail],
             "spread": [[*each, *([each[-1]] * (longest - len(each)))] for each in own],
             "gather": [index * longest + step for index, each in enumerate(steps) for step in each] + tail,
-            "slots": [*chain.from_iterable([slot] * len(each) for slot, each in filled)],
-            "places": [*chain.from_iterable(range(len(each)) for _, each in filled)],
-            "sources": [*chain.from_iterable(each for _, each in filled)],
         }
         return Prefixes.of_tensors(
             [torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in columns.values()]
@@ -101,51 +127,121 @@ class Prefixes:
         return seen.transpose(1, 2).flatten(0, 1)[self.gather]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Continued:
+    """Parts of prefixes, laid end to end, whose beginnings are in the cache."""
+
+    tokens: Tensor
+    """[t] int64."""
+    positions: Tensor
+    """[t] int64 each token's place in its prefix."""
+    prefills: tuple[Prefill, ...]
+    """The parts; each is read where its first row's cache is."""
+
+    @staticmethod
+    def of(prefills: Sequence[Prefill], device: torch.device, fill: int = 0) -> Continued:
+        """The parts of a step; ``fill`` tokens are added that nobody sees."""
+        tokens = [*chain.from_iterable(prefill.tokens for prefill in prefills), *[0] * fill]
+        places = [range(prefill.begin, prefill.begin + len(prefill.tokens)) for prefill in prefills]
+        positions = [*chain.from_iterable(places), *[0] * fill]
+        return Continued(
+            tokens=torch.tensor(tokens, device=device),
+            positions=torch.tensor(positions, device=device),
+            prefills=tuple(prefills),
+        )
+
+    def attend(self, query: Tensor, bands: Mapping[int, Layer], scores: Scores) -> Tensor:
+        """[t, H, E] from ``query`` [t, H, D] over the rows' cache, in which they are by now."""
+        parts, start = [], 0
+        for prefill in self.prefills:
+            stop, (band, row) = start + len(prefill.tokens), prefill.places[0]
+            keys, values = bands[band].until(prefill.begin + len(prefill.tokens))
+            own = query[start:stop].transpose(0, 1)[None].to(keys.dtype)
+            seen = causal(own, keys[row : row + 1], values[row : row + 1], scores, prefill.begin)
+            parts.append(seen[0].transpose(0, 1).to(query.dtype))
+            start = stop
+        return torch.cat([*parts, parts[0].new_zeros(query.shape[0] - start, *parts[0].shape[1:])])
+
+
 class Pass:
     """The attention plan of one pass (see models.attention.AttentionPlan).
 
     Args:
-        layers: keys and values by layer.
-        feed: what the n rows feed; None when prefixes are read alone.
-        places: [L] int64 the cache positions to read, 0 to L - 1.
+        layers: keys and values by layer and band.
+        segments: what is read and written of every band, by name, in the order of slots.
+        feeds: whether rows are fed; else prefixes are read alone.
         prefixes: what is read beside the rows; None when there are none.
+        continued: parts of prefixes read over what is in the cache; None when there are none.
     """
 
     def __init__(
-        self, layers: Mapping[int, Layer], feed: Feed | None, places: Tensor, prefixes: Prefixes | None
+        self,
+        layers: Mapping[int, Mapping[int, Layer]],
+        segments: Mapping[int, Segment],
+        *,
+        feeds: bool,
+        prefixes: Prefixes | None,
+        continued: Continued | None,
     ) -> None:
         self._layers = layers
-        self._positions = None if feed is None else feed.positions
-        self._places = places
-        self._prefixes = prefixes
-        self._lines: dict[int, Tensor] = {}
-        self._biases: dict[tuple[int, int | None], Tensor] = {}
+        self._feeds, self._prefixes, self._continued = feeds, prefixes, continued
+        read = [part.tokens.shape[0] for part in (prefixes, continued) if part is not None]
+        self._begin = sum(read)
+        self._windows = {name: _Window(segment, bool(read)) for name, segment in segments.items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """[1, T, H, E]; see AttentionPlan."""
-        stored = self._layers[layer]
         query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-        self._store(stored.keys, key)
-        self._store(stored.values, value)
+        for each, band, own in self._shares(layer):
+            each.store(band.keys, key[: self._begin], key[own])
+            each.store(band.values, value[: self._begin], value[own])
         parts = []
         if self._prefixes is not None:
-            read = self._prefixes.tokens.shape[0]
-            parts.append(self._prefixes.attend(query[:read], key[:read], value[:read], scores))
-            query = query[read:]
-        if self._positions is not None:
-            parts.append(self._look_back(query, self._positions, stored, scores))
+            fresh = slice(0, self._prefixes.tokens.shape[0])
+            parts.append(self._prefixes.attend(query[fresh], key[fresh], value[fresh], scores))
+        if self._continued is not None:
+            later = query[self._begin - self._continued.tokens.shape[0] : self._begin]
+            parts.append(self._continued.attend(later, self._layers[layer], scores))
+        if self._feeds:
+            parts += [each.look_back(query[own], band, scores) for each, band, own in self._shares(layer)]
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
     def keep_routes(self, routes: Tensor) -> None:
         """Keep which experts the pass's tokens took [T, R, k] beside their keys and values."""
-        self._store(self._layers[ROUTES].keys, routes)
+        for each, band, own in self._shares(ROUTES):
+            each.store(band.keys, routes[: self._begin], routes[own])
 
-    def _store(self, cached: Tensor, states: Tensor) -> None:
-        """Put ``states`` [T, K, D] into ``cached`` [rows, K, length, D]."""
-        heads, size = states.shape[1:]
-        if self._prefixes is not None:
-            read = self._prefixes.tokens.shape[0]
-            states = torch.cat([states[self._prefixes.sources], states[read:]])
+    def _shares(self, layer: int) -> Iterator[tuple[_Window, Layer, slice]]:
+        """Every band, what it holds of the layer, and which tokens of the pass its rows are fed."""
+        start = self._begin
+        for name, each in self._windows.items():
+            stop = start + each.positions.shape[0]
+            yield each, self._layers[layer][name], slice(start, stop if len(self._windows) > 1 else None)
+            start = stop
+
+
+class _Window:
+    """One band in one pass.
+
+    Args:
+        segment: what is read and written of it.
+        reads: whether prefixes are.
+    """
+
+    def __init__(self, segment: Segment, reads: bool) -> None:
+        self._places, self.positions = segment.places, segment.positions
+        self._filled = segment.filled if reads else None
+        self._lines: dict[int, Tensor] = {}
+        self._biases: dict[tuple[int, int | None], Tensor] = {}
+
+    def store(self, cached: Tensor, read: Tensor, fed: Tensor) -> None:
+        """Put states of prefixes, ``read`` [t, K, D], and of rows, ``fed`` [n, K, D], where they belong.
+
+        Args:
+            cached: [rows, K, length, D].
+        """
+        heads, size = fed.shape[1:]
+        states = fed if self._filled is None else torch.cat([read[self._filled[2]], fed])
         if heads not in self._lines:
             self._lines[heads] = self._lines_of(heads, cached.shape[2])
         lines = states.reshape(-1, size).to(cached.dtype)
@@ -153,23 +249,19 @@ class Pass:
 
     def _lines_of(self, heads: int, length: int) -> Tensor:
         """[(m + n) x K] which lines of the cache, laid flat, this pass fills."""
-        slots, places = [], []
-        if self._prefixes is not None:
-            slots.append(self._prefixes.slots)
-            places.append(self._prefixes.places)
-        if self._positions is not None:
-            slots.append(torch.arange(self._positions.shape[0], device=self._positions.device))
-            places.append(self._positions)
-        rows = torch.cat(slots)[:, None] * heads + torch.arange(heads, device=self._places.device)
-        return (rows * length + torch.cat(places)[:, None]).flatten()
+        slots, places = torch.arange(self.positions.shape[0], device=self._places.device), self.positions
+        if self._filled is not None:
+            slots, places = torch.cat([self._filled[0], slots]), torch.cat([self._filled[1], places])
+        rows = slots[:, None] * heads + torch.arange(heads, device=self._places.device)
+        return (rows * length + places[:, None]).flatten()
 
-    def _look_back(self, query: Tensor, positions: Tensor, stored: Layer, scores: Scores) -> Tensor:
+    def look_back(self, query: Tensor, stored: Layer, scores: Scores) -> Tensor:
         """[n, H, E] each row's one query [n, H, D] over its cache."""
-        rows, seen = positions.shape[0], self._places.shape[0]
+        rows, seen = self.positions.shape[0], self._places.shape[0]
         heads, size = query.shape[1:]
         groups = stored.keys.shape[1]
         keys, values = stored.keys[:rows, :, :seen], stored.values[:rows, :, :seen]
-        bias = self._bias(positions, groups, scores.window, keys.dtype)
+        bias = self._bias(groups, scores.window, keys.dtype)
         # The query heads of one key head are as good as more queries: nothing is repeated.
         query = query.reshape(rows, groups, heads // groups, size)
         if not scores.is_plain:
@@ -186,9 +278,10 @@ class Pass:
         mixed = torch.bmm(products.softmax(-1), values.flatten(0, 1))
         return mixed.view(rows, heads, -1).to(query.dtype)
 
-    def _bias(self, positions: Tensor, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _bias(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """0 where a row sees a cache position, -inf elsewhere: [n x K, 1, L] on a CPU, else [n, 1, 1, L]."""
         if (groups, window) not in self._biases:
+            positions = self.positions
             hidden = self._places > positions[:, None]
             if window is not None:
                 hidden = hidden | (self._places <= positions[:, None] - window)
@@ -205,29 +298,36 @@ class Pass:
 
 def forward(
     module: nn.Module,
-    layers: Mapping[int, Layer],
-    feed: Feed | None,
-    places: Tensor,
-    prefixes: Prefixes | None,
+    layers: Mapping[int, Mapping[int, Layer]],
+    segments: Mapping[int, Segment],
+    tokens: Tensor | None,
+    prefixes: Prefixes | None = None,
+    continued: Continued | None = None,
 ) -> Tensor:
     """One pass; what is read and fed leaves its keys and values in the layers.
 
     Args:
         module: a transformers causal language model whose attention is Rillflow's.
         layers: its keys and values.
-        feed: see ``Pass``, as ``places`` and ``prefixes``.
+        segments: see ``Pass``, as ``prefixes`` and ``continued``.
+        tokens: [n] int64 what rows are fed; None to read prefixes alone.
 
     Returns:
-        [n, V] float32 logits of the token after each that is fed; of the last one without ``feed``.
+        [n, V] float32 logits of the token after each that is fed; of the last one without ``tokens``.
     """
-    parts = [part for part in (prefixes, feed) if part is not None]
-    tokens = torch.cat([part.tokens for part in parts])
-    positions = torch.cat([part.positions for part in parts])
-    wanted = torch.arange(tokens.shape[0], device=tokens.device)
-    wanted = wanted[-1:] if feed is None else wanted[-feed.tokens.shape[0] :]
-    plan, routing = Pass(layers, feed, places, prefixes), RoutePlan()
-    logits = call(module, tokens, positions, plan, wanted, **({PLAN: routing} if ROUTES in layers else {}))
-    if ROUTES in layers:
+    plan = Pass(layers, segments, feeds=tokens is not None, prefixes=prefixes, continued=continued)
+    read = [part for part in (prefixes, continued) if part is not None]
+    taken, positions = [part.tokens for part in read], [part.positions for part in read]
+    if tokens is not None:
+        taken.append(tokens)
+        positions += [segment.positions for segment in segments.values()]
+    every = torch.cat(taken)
+    wanted = torch.arange(every.shape[0], device=every.device)
+    wanted = wanted[-1:] if tokens is None else wanted[-tokens.shape[0] :]
+    routing = RoutePlan()
+    more = {PLAN: routing} if ROUTES in layers else {}
+    logits = call(module, every, torch.cat(positions), plan, wanted, **more)
+    if more:
         plan.keep_routes(routing.routes)
     return logits
 

@@ -25,8 +25,9 @@ from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
 from rillflow.models.language_model import quiet
 from rillflow.rollout.native.cache import Cache, Layer, LayerShape
-from rillflow.rollout.native.passes import Feed, Prefixes, forward
-from rillflow.rollout.native.scheduler import Prefill
+from rillflow.rollout.native.layout import Band, CachePlace
+from rillflow.rollout.native.passes import Continued, Prefixes, Segment, forward
+from rillflow.rollout.native.scheduler import Prefill, Sequence
 
 _log = logging.getLogger(__name__)
 _TRIALS = ((3, (2, 1)), (1, (2,)), (5, (1, 3, 2, 3)), (4, (3,)))
@@ -39,8 +40,12 @@ _RECORDER = threading.Lock()
 """One recording at a time: the warnings a recorder says its doubts with are the whole process's."""
 
 
-_Kind = tuple[bool, bool]
-"""Whether a pass reads rows, and whether prefixes; each kind has a recording of its own."""
+_Kind = tuple[bool, bool, int]
+"""Whether a pass feeds rows, whether it reads prefixes, and how many bands; each kind has a recording."""
+
+
+_Layers = Mapping[int, Mapping[int, Layer]]
+"""Keys and values by layer and band."""
 
 
 class RecordedModule:
@@ -68,17 +73,24 @@ class RecordedModule:
             self._recordings.clear()
 
     def forward(
-        self, layers: Mapping[int, Layer], feed: Feed | None, places: Tensor, prefixes: Prefixes | None
+        self,
+        layers: _Layers,
+        segments: Mapping[int, Segment],
+        tokens: Tensor | None,
+        prefixes: Prefixes | None = None,
+        continued: Continued | None = None,
     ) -> Tensor:
-        """See ``passes.forward``."""
-        kind = (feed is not None, prefixes is not None)
+        """See ``passes.forward``; a pass that continues prefixes loops over them, and is not recorded."""
+        if continued is not None:
+            return forward(self._module, layers, segments, tokens, prefixes, continued)
+        kind = (tokens is not None, prefixes is not None, len(segments))
         if kind not in self._recordings and self._passes[kind] >= self._record_after:
             self._recordings[kind] = self._record(kind)
         recording = self._recordings.get(kind)
         if recording is None:
             self._passes[kind] += 1
-            return forward(self._module, layers, feed, places, prefixes)
-        logits: Tensor = recording(*_flat(layers, feed, places, prefixes))
+            return forward(self._module, layers, segments, tokens, prefixes)
+        logits: Tensor = recording(*_flat(layers, segments, tokens, prefixes))
         return logits
 
     def _record(self, kind: _Kind) -> nn.Module | None:
@@ -117,12 +129,17 @@ class _Traced(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         """[n, V] from what ``_flat`` laid in a line."""
         line = list(tensors)
-        layers = {index: Layer(keys=line.pop(0), values=line.pop(0)) for index in self._indices}
-        places = line.pop(0)
-        reads_rows, reads_prefixes = self._kind
-        feed = Feed(tokens=line.pop(0), positions=line.pop(0)) if reads_rows else None
+        reads_rows, reads_prefixes, bands = self._kind
+        layers = {
+            index: {name: Layer(line.pop(0), line.pop(0)) for name in range(bands)} for index in self._indices
+        }
+        segments = {
+            name: Segment(places=line.pop(0), positions=line.pop(0), filled=line.pop(0))
+            for name in range(bands)
+        }
+        tokens = line.pop(0) if reads_rows else None
         prefixes = Prefixes.of_tensors(line) if reads_prefixes else None
-        return forward(self.module, layers, feed, places, prefixes)
+        return forward(self.module, layers, segments, tokens, prefixes)
 
 
 class _Trial:
@@ -137,24 +154,27 @@ class _Trial:
         lengths: tuple[int, ...],
     ) -> None:
         device, vocabulary = embedding.device, embedding.shape[0]
-        positions = torch.full((rows,), _AT, device=device)
-        prefixes, (reads_rows, reads_prefixes) = None, kind
-        if reads_prefixes:
-            positions[: len(lengths)] = torch.tensor(lengths, device=device)
-            prefills = [Prefill(tokens=tuple(range(size)), slots=[at]) for at, size in enumerate(lengths)]
-            prefixes = Prefixes.of(prefills, device)
-        feed = Feed(tokens=torch.arange(rows, device=device) % vocabulary, positions=positions)
+        reads_rows, reads_prefixes, bands = kind
+        positions = torch.full((bands, rows if reads_rows else 0), _AT, device=device)
+        prefills = [
+            Prefill(tokens=tuple(range(size)), places=[CachePlace(bands - 1, at)])
+            for at, size in enumerate(lengths if reads_prefixes else ())
+        ]
+        if reads_rows and prefills:
+            positions[-1, : len(lengths)] = torch.tensor(lengths, device=device)
+        reach = max(_AT, *lengths) + 1
+        names = range(bands)
+        self._segments = Segment.of(names, [reach] * bands, positions.unbind(), prefills)
+        self._prefixes = Prefixes.of(prefills, device) if prefills else None
+        self._tokens = torch.arange(bands * rows, device=device) % vocabulary if reads_rows else None
+        self._bands: list[Band[Sequence]] = [Band(name=name, length=reach, rows=rows) for name in names]
         self._cache = Cache(shapes, device, embedding.dtype)
-        self._rows, self._reach = rows, int(positions.max()) + 1
-        self._feed = feed if reads_rows else None
-        self._places = torch.arange(self._reach, device=device)
-        self._prefixes = prefixes
 
     def inputs(self) -> tuple[Tensor, ...]:
         """What the pass reads and writes, afresh."""
         self._cache.release()
-        self._cache.reserve(self._rows, self._reach, self._reach)
-        return _flat(self._cache.layers, self._feed, self._places, self._prefixes)
+        self._cache.arrange(self._bands)
+        return _flat(self._cache.layers, self._segments, self._tokens, self._prefixes)
 
     def agree(self, one: nn.Module, other: nn.Module) -> bool:
         """Whether both give the same bits and leave the same bits behind."""
@@ -163,11 +183,12 @@ class _Trial:
 
 
 def _flat(
-    layers: Mapping[int, Layer], feed: Feed | None, places: Tensor, prefixes: Prefixes | None
+    layers: _Layers, segments: Mapping[int, Segment], tokens: Tensor | None, prefixes: Prefixes | None
 ) -> tuple[Tensor, ...]:
-    states = [part for layer in layers.values() for part in (layer.keys, layer.values)]
-    fed = () if feed is None else (feed.tokens, feed.positions)
-    return (*states, places, *fed, *(() if prefixes is None else prefixes.tensors))
+    states = [part for layer in layers.values() for name in segments for part in layer[name]]
+    shares = [part for each in segments.values() for part in (each.places, each.positions, each.filled)]
+    fed = () if tokens is None else (tokens,)
+    return (*states, *shares, *fed, *(() if prefixes is None else prefixes.tensors))
 
 
 def _weights(module: nn.Module) -> list[Tensor]:

@@ -78,8 +78,8 @@ def read_routes(keys: Tensor, row: int, tokens: int) -> Tensor:
     """[T, R, k] int16 the routes of a row of so many tokens; the last of them went through no pass.
 
     Args:
-        keys: [rows, R, length, k] of the layer ROUTES.
-        row: its slot.
+        keys: [rows, R, length, k] of the layer ROUTES, in the row's band.
+        row: which of the band's.
         tokens: T.
     """
     found = keys[row, :, : tokens - 1].transpose(0, 1).to(torch.int16).cpu()

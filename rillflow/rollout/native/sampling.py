@@ -1,7 +1,10 @@
 """Sampling: from logits to one token a row, by the inverse of the cumulative distribution.
 
-    logits [n, V] ─ / temperature ─ log_softmax ─┬─> weights ─ top-k, top-p ─ u falls where? ─> token [n]
-                                                 └───────────── at the token ────────────────> logprob [n]
+    logits [n, V] ─ / temperature ─ log_softmax ─┬─> weights ─ cuts ─ u falls where? ─> token [n]
+         │                                       └──────── at the token ──────────────> logprob [n]
+         └ penalties ─ / temperature ─ softmax ────> weights, of rows that have any
+
+    cuts   min-p, then top-k, then top-p of what is left
 
 A row's token depends on its own logits, settings and uniform number alone: nothing here looks across
 rows, and what is kept by top-k or top-p is decided by values, never by the order a sort gave ties.
@@ -18,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.nucleus import FEW, least_kept
 
@@ -41,6 +45,12 @@ class DrawSettings:
     """[f] float64 their top-p."""
     most: int
     """The largest top-k of the filtered rows; 0 when one of them has none."""
+    min_p: Tensor | None
+    """[n, 1] float32 less likely tokens than so many times the likeliest are left out; None when none are."""
+    penalised: list[int]
+    """The g rows with a penalty."""
+    penalties: Tensor
+    """[3, g, 1] float32 their repetition, presence and frequency penalties; 1, 0 and 0 for none."""
 
     @staticmethod
     def of(rows: Sequence[SamplingConfig], device: torch.device) -> DrawSettings:
@@ -48,6 +58,13 @@ class DrawSettings:
         divisors = [row.temperature or 1.0 for row in rows]
         greedy = [row.temperature == 0 for row in rows]
         asking = [index for index, row in enumerate(rows) if row.temperature and (row.top_k or row.top_p < 1)]
+        least = [row.min_p or 0.0 for row in rows]
+        bent = [index for index, row in enumerate(rows) if row.is_penalised]
+        penalties = [
+            [rows[index].repetition_penalty or 1.0 for index in bent],
+            [rows[index].presence_penalty or 0.0 for index in bent],
+            [rows[index].frequency_penalty or 0.0 for index in bent],
+        ]
         unlimited = any(rows[index].top_k == 0 for index in asking)
         top_k = [rows[index].top_k or torch.iinfo(torch.int64).max for index in asking]
         return DrawSettings(
@@ -57,7 +74,40 @@ class DrawSettings:
             top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
             top_p=torch.tensor([rows[i].top_p for i in asking], dtype=torch.float64, device=device),
             most=0 if unlimited else max((rows[index].top_k for index in asking), default=0),
+            min_p=torch.tensor(least, device=device)[:, None] if any(least) else None,
+            penalised=bent,
+            penalties=torch.tensor(penalties, device=device)[:, :, None],
         )
+
+
+class Seen:
+    """How often the tokens of the vocabulary are in rows with a penalty.
+
+    Args:
+        vocabulary: how many there are.
+        device: of the logits.
+    """
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self._vocabulary, self._device = vocabulary, device
+        self._counts: dict[RowId, Tensor] = {}
+
+    def begin(self, row: RowId, tokens: Sequence[int], sampled: Sequence[int]) -> None:
+        """A row has these tokens so far, and of them has sampled these."""
+        ids = [torch.tensor(each, dtype=torch.int64, device=self._device) for each in (tokens, sampled)]
+        self._counts[row] = torch.stack([each.bincount(minlength=self._vocabulary) for each in ids]).float()
+
+    def add(self, row: RowId, token: int) -> None:
+        """A row has sampled a token more."""
+        self._counts[row][:, token] += 1
+
+    def drop(self, row: RowId) -> None:
+        """A row has left."""
+        self._counts.pop(row, None)
+
+    def of(self, rows: Sequence[RowId]) -> Tensor:
+        """[2, g, V] how often each token is in these rows, and how often it was sampled."""
+        return torch.stack([self._counts[row] for row in rows], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,20 +120,42 @@ class Drawn:
     """[n] float32 of the token in the whole vocabulary, after temperature; NaN for logits not finite."""
 
 
-def draw(logits: Tensor, settings: DrawSettings, uniforms: Tensor) -> Drawn:
+def draw(logits: Tensor, settings: DrawSettings, uniforms: Tensor, seen: Tensor | None = None) -> Drawn:
     """Draw one token a row.
 
     Args:
         logits: [n, V] float32; -inf forbids a token.
         settings: of the n rows.
         uniforms: [n] float64 in [0, 1).
+        seen: [2, g, V] what the rows with a penalty have (see ``Seen``).
     """
     scaled = logits if settings.divisor is None else logits / settings.divisor
     logprobs = torch.log_softmax(scaled, dim=-1)
-    tokens = _inverse(_filtered(scaled, logprobs.exp(), settings), uniforms)
+    weights = logprobs.exp()
+    if seen is not None:
+        scaled = scaled.index_copy(0, *_penalised(logits, settings, seen))
+        weights[settings.penalised] = scaled[settings.penalised].softmax(-1)
+    if settings.min_p is not None:
+        is_out = weights < settings.min_p * weights.amax(-1, keepdim=True)
+        scaled, weights = scaled.masked_fill(is_out, -torch.inf), weights.masked_fill_(is_out, 0.0)
+    tokens = _inverse(_filtered(scaled, weights, settings), uniforms)
     if settings.greedy is not None:
         tokens = torch.where(settings.greedy, scaled.argmax(-1), tokens)
     return Drawn(tokens=tokens, logprobs=logprobs.gather(1, tokens[:, None])[:, 0])
+
+
+def _penalised(logits: Tensor, settings: DrawSettings, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """[g] which rows have a penalty, and [g, V] their logits after it and temperature.
+
+    The formulas are those of Keskar et al., "CTRL", 2019, section 4.1, with division and multiplication by
+    the logit's sign, and of the public completion interfaces that count what was sampled.
+    """
+    rows = torch.tensor(settings.penalised, device=logits.device)
+    repetition, presence, frequency = settings.penalties
+    own, (had, sampled) = logits[rows], seen
+    own = torch.where(had > 0, torch.where(own > 0, own / repetition, own * repetition), own)
+    own = own - presence * (sampled > 0) - frequency * sampled
+    return rows, own if settings.divisor is None else own / settings.divisor[rows]
 
 
 def _filtered(scaled: Tensor, weights: Tensor, settings: DrawSettings) -> Tensor:

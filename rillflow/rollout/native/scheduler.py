@@ -1,12 +1,11 @@
-"""Scheduler: which rows run in the next step, and in which slot. Events in, instructions out; no torch.
+"""Scheduler: which rows run in the next step, and where. Events in, instructions out; no torch.
 
-    add ─> waiting ─ admit ─> slots 0 .. n-1, without a hole ─ leave ─> free slots
-              ^                                │                          │ taken by the next waiting row,
-              └────────── requeue ─────────────┘                          └ else by the last running one
+    add ─> waiting ─ admit ─> bands of slots (see layout) ─ leave ─> free places
+              ^                  │                            │ taken by the next waiting row,
+              └──── requeue ─────┘                            └ else by the last running one of the band
 
-Rows are admitted first come, first served. A row that shares its prefix with one that is in a slot
-takes the keys and values from there, so a prompt is read once for all of its samples: samples of one
-prompt wait one behind the other, so the slot of the last admitted one still holds them.
+Rows are admitted first come, first served. A row that begins as what lies in the cache takes the keys
+and values from there (see contents), so a prompt is read once for all of its samples.
 
     tokens    p p p p p s s s . . .      p prompt, s sampled before (a resumed row)
     prefix    └──────────────┘           read at once: keys and values alone are wanted
@@ -16,20 +15,29 @@ A row at step ``t`` feeds the token at position ``t - start_step``, because a ru
 token in every step. So ``start_step`` alone says where a row is, and nothing has to be counted.
 
 A step feeds one token of every running row, and beside them the prefixes of the rows that are new in
-this step; a new row reads its prefix and its first own token in the same pass.
+this step; a new row reads its prefix and its first own token in the same pass. A prefix longer than a
+step reads is read in pieces: after each the row repeats the token behind it, and skips ahead in the
+next step.
+
+With a budget, the row that came last waits again, its tokens kept, when the rows before it need its
+place; the first always runs on, so every row ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
+from math import inf
 from typing import TYPE_CHECKING
 
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.native.contents import Contents
+from rillflow.rollout.native.layout import Band, BandLayout, CachePlace, Copy, positions_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +45,11 @@ if TYPE_CHECKING:
     from rillflow.records.rollout import Rollout
 
 PREFILL_TOKENS = 8192
-"""How many prefix tokens one step reads at most, padding counted; one prefix always fits."""
+"""How many prefix tokens one step reads at most, padding counted; a longer prefix is read by quarters."""
+LEAST_SHARED = 64
+"""A beginning that two different prefixes share is taken over when it is as long."""
+AHEAD = 64
+"""Positions that every row has to have besides, with a budget, before one more is admitted."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,8 +64,14 @@ class Sequence:
     """The tokens whose keys and values are made in one go; the token after them is fed first."""
     limit: int
     """Tokens at which the row ends, prompt included."""
+    arrival: int = -1
+    """How many were added before it."""
     slot: int = -1
     """Its place among the running rows; -1 while it waits."""
+    place: CachePlace | None = None
+    """Where its keys and values are; None while it waits."""
+    read: int = 0
+    """Tokens of the prefix that are in the cache after the step in which it was read last."""
     start_step: int = 0
     """The step at which position 0 would have been fed."""
     first_sample_step: int = 0
@@ -65,44 +83,36 @@ class Sequence:
     uniforms: Tensor | None = None
     """Random numbers of its first draws, made in bulk while it waits; None when not made yet."""
 
-    @property
-    def group(self) -> tuple[int, int]:
-        """Which prompt this is a sample of."""
-        return self.rollout.row.group
-
-    def start(self, slot: int, clock: int) -> None:
-        """Run from step ``clock`` on: feed the token after the prefix."""
-        self.slot = slot
-        self.start_step = clock - len(self.prefix)
+    def start(self, clock: int, read: int) -> None:
+        """Run from step ``clock`` on: feed the token after so many of the prefix."""
+        if read != len(self.prefix) or self.read:
+            self.uniforms = None
+        self.read = read
+        self.start_step = clock - read
         self.first_sample_step = self.collected_step = self.start_step + len(self.rollout.tokens) - 1
         self.last_step = self.start_step + self.limit - 2
 
+    def reach(self, clock: int) -> int:
+        """Cache positions it needs in this step."""
+        ran = clock - self.start_step if self.place is not None else 0
+        return max(len(self.prefix), ran) + 1
+
     def wait(self) -> None:
         """Leave the running rows; whatever was made for the old position is void."""
-        self.slot = -1
+        self.slot, self.place, self.read = -1, None, 0
         self.uniforms = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Copy:
-    """Take the beginning of a cache row over into another slot, before the pass."""
-
-    source: int
-    """The slot to read."""
-    target: int
-    """The slot to write."""
-    length: int
-    """How many positions."""
-
-
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Prefill:
-    """Read these tokens in this pass, for all of these slots."""
+    """Read these tokens in this pass, for all of these places."""
 
     tokens: tuple[int, ...]
-    """The prefix."""
-    slots: list[int] = field(default_factory=list)
-    """Every slot that holds the prefix afterwards."""
+    """A prefix, or the part of one that begins at ``begin``."""
+    begin: int = 0
+    """The position of the first; those before it are in the cache."""
+    places: list[CachePlace] = field(default_factory=list)
+    """Every place that holds the tokens afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,49 +124,39 @@ class Step:
     rows: tuple[Sequence, ...]
     """The running rows by slot; each is fed one token."""
     admitted: tuple[Sequence, ...]
-    """Those of them that are new in this step."""
+    """Those of them that are new in this step, or skip ahead."""
+    bands: tuple[Band[Sequence], ...]
+    """The memory of the rows, in the order of slots."""
     copies: tuple[Copy, ...]
-    """Prefixes taken over from another slot; done first, in this order."""
-    moves: tuple[Copy, ...]
-    """Rows that change their slot, with all that belongs to them; done after the copies."""
+    """Rows that change their place, and beginnings taken over; all at once."""
+    moves: tuple[tuple[int, int], ...]
+    """Rows that change their slot, from and to; all at once."""
     prefills: tuple[Prefill, ...]
     """Prefixes to read."""
-    longest: int
-    """Cache positions that the longest row sees."""
+    reaches: tuple[int, ...]
+    """Cache positions that the longest row of each band sees."""
 
 
-class _Intake:
-    """The rows a step admits, and where their prefixes come from."""
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A row that is about to run."""
 
-    def __init__(self) -> None:
-        self.admitted: list[Sequence] = []
-        self.copies: list[Copy] = []
-        self.prefills: list[Prefill] = []
-        self._by_slot: dict[int, Prefill] = {}
-        self._longest = 0
+    sequence: Sequence
+    """The row."""
+    source: CachePlace | None
+    """Where its beginning is."""
+    shared: int
+    """How many tokens of it."""
 
-    def fits(self, sequence: Sequence, prefill_tokens: int) -> bool:
-        """Whether the step can read this prefix too; prefixes lie side by side, so the longest one counts."""
-        longest = max(self._longest, len(sequence.prefix))
-        return (
-            not self.prefills or not sequence.prefix or longest * (len(self.prefills) + 1) <= prefill_tokens
-        )
 
-    def admit(self, sequence: Sequence, prefix_slot: int | None) -> None:
-        """``prefix_slot`` is a slot that holds the prefix, or will once this step's prefixes are read."""
-        slot, prefix = sequence.slot, sequence.prefix
-        self.admitted.append(sequence)
-        if prefix_slot in self._by_slot:
-            prefill = self._by_slot[prefix_slot]
-            prefill.slots.append(slot)
-            self._by_slot[slot] = prefill
-        elif prefix_slot is not None:
-            if prefix_slot != slot:
-                self.copies.append(Copy(source=prefix_slot, target=slot, length=len(prefix)))
-        elif prefix:
-            self._by_slot[slot] = Prefill(tokens=prefix, slots=[slot])
-            self.prefills.append(self._by_slot[slot])
-            self._longest = max(self._longest, len(prefix))
+@dataclass(frozen=True, kw_only=True)
+class _Seating:
+    """What follows from giving every row its place and slot."""
+
+    copies: list[Copy] = field(default_factory=list)
+    """See ``Step``."""
+    moves: list[tuple[int, int]] = field(default_factory=list)
+    """See ``Step``."""
 
 
 class Scheduler:
@@ -165,18 +165,32 @@ class Scheduler:
     Args:
         max_rows: rows that run at once.
         prefill_tokens: see ``PREFILL_TOKENS``.
+        layout: of the memory.
+        shares_parts: whether a prefix may be read from where it begins to differ from another.
     """
 
-    def __init__(self, max_rows: int, prefill_tokens: int = PREFILL_TOKENS) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        prefill_tokens: int = PREFILL_TOKENS,
+        *,
+        layout: BandLayout[Sequence] | None = None,
+        shares_parts: bool = True,
+    ) -> None:
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
+        self._shares_parts = shares_parts
+        self.layout: BandLayout[Sequence] = layout or BandLayout()
+        """Where the running rows are."""
+        self.room: float = inf
+        """Positions there may be memory for, in all rows together."""
         self.clock = 0
         """The number of the next step."""
+        self._arrivals = count()
         self._waiting: deque[Sequence] = deque()
         self._rows: dict[RowId, Sequence] = {}
-        self._slots: list[Sequence] = []  # a free slot keeps who left it: its prefix is still in the cache
-        self._free: set[int] = set()
-        self._prefix_slots: dict[tuple[int, int], int] = {}
+        self._contents = Contents()
+        self._lasts: float = -1  # the layout holds until this step, if nobody comes or goes
 
     @property
     def has_work(self) -> bool:
@@ -186,7 +200,7 @@ class Scheduler:
     @property
     def running(self) -> list[Sequence]:
         """The running rows, by slot."""
-        return [sequence for slot, sequence in enumerate(self._slots) if slot not in self._free]
+        return [row for band in self.layout.bands for row in band.members if row.place is not None]
 
     def waiting(self, most: int) -> list[Sequence]:
         """The next waiting rows, at most so many."""
@@ -202,19 +216,19 @@ class Scheduler:
         if row in self._rows:
             raise twice(row)
         self._rows[row] = sequence
+        sequence.arrival = next(self._arrivals)
         self._waiting.append(sequence)
 
     def leave(self, sequences: Iterable[Sequence]) -> None:
-        """Rows have ended or were taken out; their slots are free."""
+        """Rows have ended or were taken out; their places are free, and what they hold can be found."""
         for sequence in sequences:
             del self._rows[sequence.rollout.row]
-            if sequence.slot < 0:
+            if sequence.place is None:
                 self._waiting.remove(sequence)
             else:
-                self._free.add(sequence.slot)
-                sequence.wait()
-        if len(self._free) == len(self._slots) and not self._waiting:
-            self._forget()
+                self._vacate(sequence)
+        if len(self._waiting) == len(self._rows) == 0:
+            self.forget()
 
     def find(self, row: RowId) -> Sequence:
         """The waiting or running row of this id.
@@ -229,85 +243,181 @@ class Scheduler:
             )
         return self._rows[row]
 
-    def requeue(self) -> None:
-        """Every running row waits again, before those that waited: what the cache holds has become void."""
-        running = self.running
-        for sequence in running:
-            sequence.wait()
-        self._waiting.extendleft(reversed(running))
-        self._forget()
+    def overdue(self) -> list[Sequence]:
+        """The running rows, those that came last, that have to wait for the room of the others."""
+        stay = sorted(self.running, key=lambda row: row.arrival)
+        gone: list[Sequence] = []
+        while self.clock >= self._lasts and len(stay) > 1 and not self._fits(stay):
+            gone.append(stay.pop())
+        return gone
+
+    def requeue(self, sequences: Iterable[Sequence]) -> None:
+        """Running rows wait again, before those that waited, in the order they came."""
+        back = sorted(sequences, key=lambda row: row.arrival)
+        for sequence in back:
+            self._vacate(sequence)
+        self._waiting.extendleft(reversed(back))
+
+    def forget(self) -> None:
+        """What the cache holds has become void; no row runs."""
+        self.drop_contents()
+        self.layout.bands = []
+
+    def drop_contents(self) -> None:
+        """What the cache holds is for the rows that run, and for no other."""
+        self._contents = Contents()
 
     def clear(self) -> None:
         """Forget every row."""
         self._waiting.clear()
         self._rows.clear()
-        self._forget()
+        self.forget()
 
     def schedule(self) -> Step:
         """The next step; the clock moves on with it."""
-        clock = self.clock
+        clock, running = self.clock, self.running
+        reading = [row for row in running if clock - row.start_step < len(row.prefix)]
+        entries = self._entries(running, reading)
+        begins = [(row, clock - row.start_step) for row in reading]
+        begins += [(self._waiting.popleft(), entry.shared) for entry in entries]
+        pieces: dict[tuple[int, ...], tuple[Prefill, list[Sequence]]] = {}
+        for row, begin in begins:
+            row.start(clock, begin + self._piece(len(row.prefix) - begin))
+            self._lasts = -1
+            if row.read > begin:
+                piece = Prefill(tokens=row.prefix[begin : row.read], begin=begin)
+                pieces.setdefault(row.prefix, (piece, []))[1].append(row)
+        seating = self._seat(running, entries)
+        for row in reading:
+            self._contents.put(_place(row), row.prefix[: row.read])
+        for prefill, rows in pieces.values():
+            prefill.places += map(_place, rows)
+        bands = tuple(self.layout.bands)
+        starts = ([row.start_step for row in band.members] for band in bands)
         self.clock += 1
-        intake = _Intake()
-        while self._waiting and (self._free or len(self._slots) < self._max_rows):
-            sequence = self._waiting[0]
-            prefix_slot = self._prefix_slot(sequence)
-            if prefix_slot is None and not intake.fits(sequence, self._prefill_tokens):
-                break
-            self._waiting.popleft()
-            sequence.start(self._take(sequence), clock)
-            intake.admit(sequence, prefix_slot)
-        moves = self._close_holes(clock)
         return Step(
             clock=clock,
-            rows=tuple(self._slots),
-            admitted=tuple(intake.admitted),
-            copies=tuple(intake.copies),
-            moves=moves,
-            prefills=tuple(intake.prefills),
-            longest=max((clock - sequence.start_step for sequence in self._slots), default=-1) + 1,
+            rows=tuple(self.running),
+            admitted=tuple(row for row, _ in begins),
+            bands=bands,
+            copies=tuple(seating.copies),
+            moves=tuple(seating.moves),
+            prefills=tuple(prefill for prefill, _ in pieces.values()),
+            reaches=tuple(clock - min(each, default=clock) + 1 for each in starts),
         )
 
-    def _prefix_slot(self, sequence: Sequence) -> int | None:
-        """A slot whose cache row begins with the sequence's prefix."""
-        slot = self._prefix_slots.get(sequence.group)
-        is_there = slot is not None and sequence.prefix and self._slots[slot].prefix == sequence.prefix
-        return slot if is_there else None
+    def _piece(self, unread: int) -> int:
+        """How many tokens of a prefix one step reads when so many are left."""
+        return unread if unread <= self._prefill_tokens else max(1, self._prefill_tokens // 4)
 
-    def _take(self, sequence: Sequence) -> int:
-        """The lowest free slot, or a new one."""
-        if self._free:
-            slot = min(self._free)
-            self._free.remove(slot)
-            self._drop_prefix_slot(slot)
-            self._slots[slot] = sequence
-        else:
-            slot = len(self._slots)
-            self._slots.append(sequence)
-        self._prefix_slots[sequence.group] = slot
-        return slot
+    def _entries(self, running: Rows[Sequence], reading: Rows[Sequence]) -> list[_Entry]:
+        """The waiting rows that the next step admits."""
+        entries: list[_Entry] = []
+        spent = sum(self._piece(len(row.prefix) - row.read - 1) for row in reading)
+        unfinished, longest = {row.prefix for row in reading}, 0
+        fresh, beginnings = set[tuple[int, ...]](), set[tuple[int, ...]]()
+        for sequence in islice(self._waiting, self._max_rows - len(running)):
+            prefix = sequence.prefix
+            entry = self._entry(sequence)
+            unread = len(prefix) - entry.shared
+            if unread and (prefix not in fresh or unread > self._prefill_tokens):
+                longest = max(longest, self._piece(unread))
+                is_full = spent + longest * (len(fresh) + 1) > self._prefill_tokens
+                # What another row is reading is worth waiting for.
+                if prefix in fresh | unfinished or ((spent or fresh) and is_full):
+                    break
+                beginning = prefix[:LEAST_SHARED] if self._shares_parts and not entry.shared else ()
+                if len(beginning) == LEAST_SHARED and beginning in beginnings:
+                    break
+                fresh.add(prefix)
+                beginnings.add(beginning)
+            entries.append(entry)
+        return entries[: self._admissible(running, entries)]
 
-    def _close_holes(self, clock: int) -> tuple[Copy, ...]:
-        moves = []
-        while self._free:
-            last = len(self._slots) - 1
-            self._drop_prefix_slot(last)
-            sequence = self._slots.pop()
-            if last in self._free:
-                self._free.remove(last)
-                continue
-            sequence.slot = self._take(sequence)
-            moves.append(Copy(source=last, target=sequence.slot, length=clock - sequence.start_step))
-        return tuple(moves)
+    def _entry(self, sequence: Sequence) -> _Entry:
+        """Where the row's beginning is, if that is worth taking over."""
+        source, shared = self._contents.find(sequence.prefix) or (None, 0)
+        if shared == len(sequence.prefix) or (self._shares_parts and shared >= LEAST_SHARED):
+            return _Entry(sequence=sequence, source=source, shared=shared)
+        return _Entry(sequence=sequence, source=None, shared=0)
 
-    def _drop_prefix_slot(self, slot: int) -> None:
-        group = self._slots[slot].group
-        if self._prefix_slots.get(group) == slot:
-            del self._prefix_slots[group]
+    def _admissible(self, running: Rows[Sequence], entries: Rows[_Entry]) -> int:
+        """How many of these rows there is room for."""
+        coming = [entry.sequence for entry in entries]
+        low, high = 0 if running else min(1, len(coming)), len(coming)
+        while low < high:
+            middle = high if high == len(coming) else (low + high + 1) // 2
+            if self._fits([*running, *coming[:middle]], AHEAD):
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
-    def _forget(self) -> None:
-        self._slots.clear()
-        self._free.clear()
-        self._prefix_slots.clear()
+    def _fits(self, rows: Rows[Sequence], ahead: int = 0) -> bool:
+        """Whether there is room for these."""
+        if self.room == inf:
+            return True
+        return positions_of(self.layout.arranged(rows, self.clock, is_tight=True, ahead=ahead)) <= self.room
+
+    def _seat(self, running: Rows[Sequence], entries: Rows[_Entry]) -> _Seating:
+        """Give every row its place and slot."""
+        found, slot = _Seating(), 0
+        if self.clock < self._lasts:
+            return found
+        rows = [*running, *(entry.sequence for entry in entries)]
+        bands = self.layout.arranged(rows, self.clock)
+        if positions_of(bands) > self.room:
+            bands = self.layout.arranged(rows, self.clock, is_tight=True)
+        self.layout.bands, self._lasts = bands, inf
+        ran = {row.place for row in running}
+        origins = {row: (row.place, self.clock - row.start_step) for row in running}
+        origins |= {entry.sequence: (entry.source, entry.shared) for entry in entries}
+        held = dict[CachePlace, tuple[int, ...]]()
+        for band in bands:
+            for index, row in enumerate(band.members):
+                place, (source, length) = CachePlace(band.name, index), origins[row]
+                if source is not None and source != place:
+                    found.copies.append(Copy(source=source, target=place, length=length))
+                if row.place != place:
+                    held[place] = (
+                        row.prefix[: row.read] if row.place is None else self._contents.at(row.place)
+                    )
+                if row.slot >= 0 and row.slot != slot:
+                    found.moves.append((row.slot, slot))
+                row.place, row.slot, slot = place, slot, slot + 1
+                self._lasts = min(self._lasts, row.start_step + band.length)
+        for free, place in self._displaced(found.copies, ran, {row.place for row in rows}).items():
+            held[free] = self._contents.at(place)
+            found.copies.append(Copy(source=place, target=free, length=len(held[free])))
+        for place, tokens in held.items():
+            self._contents.put(place, tokens)
+        self._contents.keep(self.layout.kept_rows)
+        return found
+
+    def _displaced(
+        self, copies: Rows[Copy], ran: Collection[CachePlace | None], runs: Collection[CachePlace | None]
+    ) -> dict[CachePlace, CachePlace]:
+        """Free places that rows come from, and where they go, if what lay there would be lost."""
+        rows = {band.name: band.rows for band in self.layout.bands}
+        return {
+            copy.source: copy.target
+            for copy in (copies if self._shares_parts else ())
+            if copy.source.band == copy.target.band and copy.source.row < rows[copy.source.band]
+            if copy.source not in runs and copy.target not in ran and self._contents.at(copy.target)
+        }
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """The row's place is free; until another takes it, all the row has fed is there."""
+        if self._shares_parts:
+            fed = sequence.rollout.tokens[: self.clock - sequence.start_step]
+            self._contents.put(_place(sequence), fed)
+        sequence.wait()
+        self._lasts = -1
+
+
+def _place(row: Sequence) -> CachePlace:
+    assert row.place is not None, "a running row has one"
+    return row.place
 
 
 def twice(row: RowId) -> RolloutError:

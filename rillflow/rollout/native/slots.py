@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rillflow.formulas.counter import uniform
 from rillflow.rollout.native.passes import Feed
 from rillflow.rollout.native.sampling import Drawn
-from rillflow.rollout.native.scheduler import Copy, Sequence
+from rillflow.rollout.native.scheduler import Sequence
 
 WINDOW = 64
 """Steps of a window, and random numbers made for a row at a time at most."""
@@ -67,12 +67,11 @@ class Slots:
             row.uniforms = None
         self._place_uniforms(clock, running, ahead=())
 
-    def move(self, moves: Rows[Copy]) -> None:
-        """Rows change their slot; no row moves to where another moves from."""
+    def move(self, moves: Rows[tuple[int, int]]) -> None:
+        """Rows change their slot, from and to; all at once."""
         if not moves:
             return
-        pairs = [(move.source, move.target) for move in moves]
-        sources, targets = torch.tensor(pairs, device=self._device).T
+        sources, targets = torch.tensor(moves, device=self._device).T
         self._positions[targets] = self._positions[sources]
         for lines in (self._uniforms, self._tokens, self._logprobs):
             lines[:, targets] = lines[:, sources]
@@ -81,7 +80,7 @@ class Slots:
         """New rows begin; ``ahead`` are waiting ones, whose random numbers are made in the same go."""
         if not admitted:
             return
-        fed = [(row.rollout.tokens[len(row.prefix)], len(row.prefix)) for row in admitted]
+        fed = [(row.rollout.tokens[row.read], row.read) for row in admitted]
         tokens, positions = torch.tensor(fed, device=self._device).T
         slots = torch.tensor([row.slot for row in admitted], device=self._device)
         self._tokens[clock - self._begin, slots] = tokens

@@ -43,6 +43,8 @@ class CoreSettings:
     """Whether keys and values of other weights are read on."""
     rank: int = 0
     """Of the adapter that goes with every version; 0 for none."""
+    cache_gib: float | None = None
+    """What keys and values may take; None for as much as the rows need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,10 @@ class Ask:
     """New tokens at most."""
     stop: tuple[int, ...] = ()
     """Tokens that end it."""
+    sampled: tuple[int, ...] = ()
+    """Those of its tokens that were sampled, where a penalty counts them."""
+    tokens: tuple[int, ...] = ()
+    """All of its tokens, which the core writes down, where a penalty counts them."""
     given: tuple[int, ...] = ()
     """Tokens that follow whatever would be drawn, where their log probabilities are asked for."""
 

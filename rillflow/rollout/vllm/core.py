@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any, get_args
@@ -34,7 +35,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 
 from rillflow.formulas.counter import uniform
 from rillflow.records.row import RowId
-from rillflow.rollout.native.sampling import DrawSettings, draw
+from rillflow.rollout.native.sampling import DrawSettings, Seen, draw
 from rillflow.rollout.vllm.asks import Ask, CoreSettings, Piece
 
 _ASK = "rillflow"
@@ -69,13 +70,20 @@ class Draws(LogitsProcessor):  # type: ignore[misc]
         rows = [self._rows[index] for index in range(len(logits))]
         places = [ask.begin + len(sampled) for ask, sampled in rows]
         numbers = uniform(rows[0][0].seed, self._ids, torch.tensor(places, device=self._device))
-        drawn = draw(logits, self._settings, numbers)
+        drawn = draw(logits, self._settings, numbers, self._seen(rows, logits.shape[1]))
         for index, (ask, sampled) in enumerate(rows):
             if ask.given:
                 token = ask.given[min(len(sampled), len(ask.given) - 1)]
                 drawn.tokens[index] = token
                 drawn.logprobs[index] = logits[index].log_softmax(-1)[token]
         return logits.fill_(-inf).scatter_(1, drawn.tokens[:, None], drawn.logprobs[:, None])
+
+    def _seen(self, rows: Sequence[tuple[Ask, list[int]]], vocabulary: int) -> Tensor | None:
+        """[2, g, V] what the rows with a penalty have; made anew, because vLLM may have taken a row back."""
+        seen, penalised = Seen(vocabulary, self._device), [rows[index] for index in self._settings.penalised]
+        for ask, sampled in penalised:
+            seen.begin(ask.row, (*ask.tokens, *sampled), (*ask.sampled, *sampled))
+        return seen.of([ask.row for ask, _ in penalised]) if penalised else None
 
 
 class Core:
@@ -110,6 +118,8 @@ class Core:
             **_room_for(settings.rank),
         ).create_engine_config()
         self.cache_bytes = _cache_bytes(config, settings.max_rows, device)
+        if settings.cache_gib is not None:
+            self.cache_bytes = min(self.cache_bytes, int(settings.cache_gib * 2**30))
         config.cache_config.kv_cache_memory_bytes = self.cache_bytes
         set_threads = torch.set_num_threads
         try:
@@ -119,6 +129,8 @@ class Core:
 
     def add(self, tokens: Sequence[int], ask: Ask) -> None:
         """See AnyCore."""
+        if ask.sampling.is_penalised:
+            ask = replace(ask, tokens=tuple(tokens))
         params = SamplingParams(
             temperature=0.0,
             max_tokens=ask.most,

@@ -105,6 +105,7 @@ class VllmEngine:
                     max_rows=config.max_rows,
                     keep_cache=config.keep_cache,
                     rank=max((each.down.out_features for each in self._adapters), default=0),
+                    cache_gib=config.cache_gib,
                 )
             )
 
@@ -216,6 +217,8 @@ class VllmEngine:
         check_tokens(rollout, self._context, self._vocabulary)
         check_ids([rollout.row, *({rollout.row} & self._rows.keys())])
         how: dict[str, Any] = {"row": rollout.row, "sampling": sampling, "seed": self._seed, "begin": begin}
+        own = zip(rollout.tokens, rollout.loss_mask, strict=True) if sampling.is_penalised else ()
+        how["sampled"] = tuple(token for token, is_sampled in own if is_sampled)
         ask = Ask(**how, most=limit - begin, stop=tuple(sorted(stop)), given=tuple(given))
         self._core.add(rollout.tokens, ask)
         self._rows[rollout.row] = _Running(rollout=rollout, stop=stop)

@@ -55,6 +55,7 @@ def said_of(ask: Ask) -> dict[str, Any]:
         "begin": ask.begin,
         "most": ask.most,
         "stop": stop,
+        "sampled": list(ask.sampled),
     }
 
 
@@ -68,6 +69,7 @@ def ask_of(message: Message) -> Ask:
         begin=says["begin"],
         most=says["most"],
         stop=tuple(says["stop"]),
+        sampled=tuple(says["sampled"]),
         given=tuple(message.arrays["given"].tolist()),
     )
 

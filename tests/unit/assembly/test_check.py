@@ -199,6 +199,7 @@ def test_an_evaluation_may_be_taken_away(folder: Path) -> None:
         ("reward.function=rewards.py:exact", "rewards.py"),
         ("reward.function=none", "reward.function is missing"),
         ("reward.function=reward.py:broken", "no idea"),
+        ("rollout.cache_gib=1e-6", "keys and values of one row of"),
         ("rollout.max_tokens=30", "8 of 8 prompts to train on do not fit into 32 tokens"),
         ("algorithm.prompts_per_step=801", "one step would draw every prompt 100 times"),
         ("run.device=cuda:64", "there is no device 'cuda:64'"),

@@ -1,86 +1,110 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.rollout.native.cache import Cache, LayerShape
-from rillflow.rollout.native.scheduler import Copy
+from rillflow.rollout.native.layout import Band, CachePlace, Copy
 
 SHAPES = {0: LayerShape(heads=2, key_size=4, value_size=6), 1: LayerShape(heads=1, key_size=8, value_size=8)}
 CPU = torch.device("cpu")
 
 
-def filled(rows: int, length: int) -> Cache:
+def band(rows: int, length: int, name: int = 0) -> Band[Any]:
+    return Band(name=name, length=length, rows=rows)
+
+
+def filled(*bands: Band[Any]) -> Cache:
     cache = Cache(SHAPES, CPU, torch.float32)
-    cache.reserve(rows, length, length)
+    cache.arrange(bands)
     for layer in cache.layers.values():
-        layer.keys.copy_(torch.randn_like(layer.keys))
-        layer.values.copy_(torch.randn_like(layer.values))
+        for states in (part for each in layer.values() for part in each):
+            states.copy_(torch.randn_like(states))
     return cache
 
 
+def copy(source: tuple[int, int], target: tuple[int, int], length: int) -> Copy:
+    return Copy(source=CachePlace(*source), target=CachePlace(*target), length=length)
+
+
 def test_growth_keeps_what_was_there_and_adds_zeros() -> None:
-    cache = filled(3, 64)
-    before = {index: (layer.keys, layer.values) for index, layer in cache.layers.items()}
-    cache.reserve(5, 65, 1000)
+    cache = filled(band(3, 64))
+    before = {index: layer[0] for index, layer in cache.layers.items()}
+    cache.arrange([band(5, 80)])
     for index, layer in cache.layers.items():
-        for old, new in zip(before[index], (layer.keys, layer.values), strict=True):
+        for old, new in zip(before[index], layer[0], strict=True):
             assert torch.equal(new[:3, :, :64], old)
             assert not new[3:].any() and not new[:, :, 64:].any()
 
 
-def test_it_grows_by_need_and_no_further_than_rows_can_reach() -> None:
-    cache = Cache(SHAPES, CPU, torch.float32)
-    cache.reserve(2, 10, 4000)
-    assert cache.layers[0].keys.shape == (2, 2, 32, 4)
-    cache.reserve(2, 100, 4000)
-    assert cache.layers[0].keys.shape == (2, 2, 208, 4)
-    cache.reserve(2, 257, 300)
-    assert cache.layers[0].values.shape == (2, 2, 304, 6)
-
-
 def test_enough_room_moves_nothing() -> None:
-    cache = filled(3, 64)
-    place = cache.layers[0].keys.data_ptr()
-    for rows in (2, 3):
-        cache.reserve(rows, 64, 64)
-        assert cache.layers[0].keys.data_ptr() == place
+    cache = filled(band(3, 64))
+    place = cache.layers[0][0].keys.data_ptr()
+    cache.arrange([band(3, 64)])
+    cache.arrange([band(1, 80, name=1), band(3, 64)])
+    assert cache.layers[0][0].keys.data_ptr() == place
 
 
 def test_copies_reach_no_further_than_the_longest_of_them() -> None:
-    cache = filled(3, 64)
-    first, last = cache.layers[0].keys[0].clone(), cache.layers[0].keys[2].clone()
-    cache.copy([Copy(source=0, target=1, length=5), Copy(source=1, target=2, length=4)])
-    assert torch.equal(cache.layers[0].keys[1, :, :5], first[:, :5])
-    assert torch.equal(cache.layers[0].keys[2, :, :4], first[:, :4])
-    assert torch.equal(cache.layers[0].keys[2, :, 5:], last[:, 5:])
+    cache = filled(band(3, 64))
+    first, last = (cache.layers[0][0].keys[row].clone() for row in (0, 2))
+    cache.arrange([band(3, 64)], [copy((0, 0), (0, 1), 5), copy((0, 0), (0, 2), 4)])
+    keys = cache.layers[0][0].keys
+    assert torch.equal(keys[1, :, :5], first[:, :5])
+    assert torch.equal(keys[2, :, :4], first[:, :4])
+    assert torch.equal(keys[2, :, 5:], last[:, 5:])
 
 
-@settings(deadline=None)
-@given(copies=st.lists(st.tuples(st.integers(0, 999), st.integers(1, 16)), min_size=1, max_size=120))
-def test_copies_are_as_if_done_one_after_the_other(copies: list[tuple[int, int]]) -> None:
-    listed = [
-        Copy(source=source % (4 + place), target=4 + place, length=length)
-        for place, (source, length) in enumerate(copies)
-    ]
-    cache = filled(4 + len(copies), 16)
-    expected = cache.layers[0].keys.clone()
-    for copy in listed:
-        expected[copy.target] = expected[copy.source]
-    cache.copy(listed)
-    for copy in listed:
-        found = cache.layers[0].keys[copy.target, :, : copy.length]
-        assert torch.equal(found, expected[copy.target, :, : copy.length])
+@settings(deadline=None, max_examples=50)
+@given(
+    copies=st.dictionaries(
+        st.tuples(st.integers(0, 1), st.integers(0, 89)),
+        st.tuples(st.integers(0, 1), st.integers(0, 89)),
+        min_size=1,
+        max_size=80,
+    ),
+    lengths=st.lists(st.sampled_from([16, 32]), min_size=2, max_size=2),
+)
+def test_copies_read_what_was_there_before(
+    copies: dict[tuple[int, int], tuple[int, int]], lengths: list[int]
+) -> None:
+    """Within a band and between two, one of which may be made anew meanwhile."""
+    cache = filled(band(90, 16, name=0), band(90, 16, name=1))
+    before = {index: dict(layer) for index, layer in cache.layers.items()}
+    before = {
+        i: {n: type(b)(b.keys.clone(), b.values.clone()) for n, b in each.items()}
+        for i, each in before.items()
+    }
+    bands = [band(90, length, name=name) for name, length in enumerate(lengths)]
+    cache.arrange(bands, [copy(source, target, 9) for target, source in copies.items()])
+    for index, layer in cache.layers.items():
+        for name, row in ((name, row) for name in (0, 1) for row in range(90)):
+            source = copies.get((name, row), (name, row))
+            for new, old in zip(layer[name], before[index][source[0]], strict=True):
+                assert torch.equal(new[row, :, :9], old[source[1], :, :9])
+
+
+def test_what_is_made_anew_is_there_twice_by_the_layer() -> None:
+    cache = filled(band(3, 64), band(2, 16, name=1))
+    assert cache.peak_bytes == cache.held_bytes == sum(cache.position_bytes) * (3 * 64 + 2 * 16)
+    cache.arrange([band(3, 80), band(2, 16, name=1)])
+    kept = cache.position_bytes[1] * 3 * 64
+    assert cache.peak_bytes == cache.held_bytes + kept
+    assert cache.position_bytes == [4 * 2 * (4 + 6), 4 * (8 + 8)]
 
 
 def test_release_gives_all_memory_back() -> None:
-    cache = filled(3, 64)
+    cache = filled(band(3, 64))
     assert cache.held_bytes == 4 * 3 * 64 * (2 * (4 + 6) + (8 + 8))
     cache.release()
     assert cache.held_bytes == 0
 
 
 def test_a_narrow_module_has_a_float32_cache_on_a_cpu() -> None:
-    assert Cache(SHAPES, CPU, torch.bfloat16).layers[0].keys.dtype == torch.float32
-    assert Cache(SHAPES, CPU, torch.float64).layers[0].keys.dtype == torch.float64
+    for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        cache = Cache(SHAPES, CPU, dtype)
+        cache.arrange([band(1, 16)])
+        assert cache.layers[0][0].keys.dtype == wanted

@@ -206,8 +206,11 @@ def test_rows_of_one_batch_may_be_drawn_differently(engine: Engines, prompts: Pr
         SamplingConfig(max_tokens=9),
         SamplingConfig(max_tokens=4, temperature=0.0),
         SamplingConfig(max_tokens=6, top_k=2),
+        SamplingConfig(max_tokens=7, min_p=0.3),
+        SamplingConfig(max_tokens=8, repetition_penalty=1.5),
+        SamplingConfig(max_tokens=8, temperature=0.0, presence_penalty=0.5, frequency_penalty=0.5),
     ]
-    batch = prompts(6, 6, 6)
+    batch = prompts(6, 6, 6, 6, 6, 6)
     starts = [
         Rollout.start(row, tokens.tolist())
         for row, tokens in zip(batch.row_ids(), batch.ragged("tokens").rows(), strict=True)
@@ -221,6 +224,23 @@ def test_rows_of_one_batch_may_be_drawn_differently(engine: Engines, prompts: Pr
         alone.add(start, kind)
         assert finish_all(alone)[start.row].tokens == found[start.row].tokens
         assert sum(found[start.row].loss_mask) == kind.max_tokens
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_penalties_count_what_a_row_sampled_before_it_was_taken_out(
+    engine: Engines, prompts: Prompts, deterministic: bool
+) -> None:
+    start = Rollout.start(RowId(0, 0, 0), [3, 3, 3])
+    make = {"frequency_penalty": 1e6, "deterministic": deterministic, "max_tokens": 40}
+    whole, parted = engine(**make), engine(**make)
+    whole.add(start)
+    parted.add(start)
+    for _ in range(15):
+        parted.step()
+    parted.add(parted.abort(start.row))
+    (one,), (other,) = (finish_all(each).values() for each in (whole, parted))
+    assert one.tokens == other.tokens
+    assert len(set(one.tokens[3:])) == 40
 
 
 def test_sampling_given_to_generate_replaces_the_engines(engine: Engines, prompts: Prompts) -> None:

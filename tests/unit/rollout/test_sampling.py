@@ -12,10 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.sampling import Drawn, DrawSettings, draw
+from rillflow.rollout.native.sampling import Drawn, DrawSettings, Seen, draw
 
 CPU = torch.device("cpu")
 
@@ -165,3 +171,61 @@ def test_logits_that_are_not_finite_show_in_the_logprob(
     logits[1, 3] = bad
     found = drawn(logits, even(2), SamplingConfig(temperature=temperature))
     assert found.logprobs.isfinite().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("vocabulary", [50, 3000])
+@pytest.mark.parametrize("rest", [{}, {"top_k": 9}, {"top_p": 0.8}, {"temperature": 0.7}])
+def test_min_p_is_transformers_own_before_the_other_cuts(vocabulary: int, rest: dict[str, float]) -> None:
+    logits = scores(vocabulary)[None]
+    wanted = MinPLogitsWarper(0.05)(None, logits / rest.get("temperature", 1.0))
+    if "top_k" in rest:
+        wanted = TopKLogitsWarper(9)(None, wanted)
+    if "top_p" in rest:
+        wanted = TopPLogitsWarper(0.8)(None, wanted)
+    found = frequencies(logits[0], SamplingConfig(min_p=0.05, **rest), count=20_000)
+    assert float((found - wanted[0].softmax(-1)).abs().max()) < 2e-4
+
+
+def seen_in(*rows: tuple[list[int], list[int]]) -> Tensor:
+    seen = Seen(50, CPU)
+    for index, (tokens, sampled) in enumerate(rows):
+        seen.begin(RowId(0, index, 0), tokens, sampled[:-1])
+        if sampled:
+            seen.add(RowId(0, index, 0), sampled[-1])
+    return seen.of([RowId(0, index, 0) for index in range(len(rows))])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_penalties_bend_the_choice_and_leave_the_log_probability(temperature: float) -> None:
+    """A row without one, one with the library's, one with those that count; each is drawn as alone."""
+    logits = torch.stack([scores(50, seed) for seed in range(3)])
+    kinds = [
+        SamplingConfig(temperature=temperature),
+        SamplingConfig(temperature=temperature, repetition_penalty=1.8),
+        SamplingConfig(temperature=temperature, presence_penalty=0.5, frequency_penalty=0.25),
+    ]
+    had = seen_in(([3, 9, 9], [9]), ([3, 9], [7, 7]))
+    had[0, 1, 7] = 2
+    bent = logits.clone()
+    bent[1:2] = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([[3, 9, 9]]), logits[1:2])
+    bent[2, 7] -= 0.5 + 2 * 0.25
+    if temperature == 0:
+        found = draw(logits, DrawSettings.of(kinds, CPU), even(3), had).tokens
+        assert torch.equal(found, bent.argmax(-1))
+        return
+    count = 20_000
+    for index, kind in enumerate(kinds):
+        own = had[:, index - 1 : index].repeat(1, count, 1) if index else None
+        rows = DrawSettings.of([kind] * count, CPU)
+        found = draw(logits[index].expand(count, -1), rows, even(count), own)
+        often = torch.bincount(found.tokens, minlength=50) / count
+        assert float((often - (bent[index] / temperature).softmax(-1)).abs().max()) < 2e-4
+        plain = (logits[index] / temperature).log_softmax(-1)
+        assert torch.equal(found.logprobs, plain[found.tokens])
+    uniforms = even(3)
+    together = draw(logits, DrawSettings.of(kinds, CPU), uniforms, had).tokens.tolist()
+    for index, kind in enumerate(kinds):
+        own = had[:, index - 1 : index] if index else None
+        row = slice(index, index + 1)
+        alone = draw(logits[row], DrawSettings.of([kind], CPU), uniforms[row], own).tokens
+        assert alone.tolist() == together[row]

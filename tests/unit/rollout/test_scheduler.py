@@ -15,6 +15,7 @@ from rillflow.errors import RolloutError
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.native.layout import BandLayout, CachePlace, positions_of
 from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step
 
 PLAIN = SamplingConfig()
@@ -31,32 +32,47 @@ def sequence(prompt: int, sample: int, tokens: Rows[int], new: int) -> Sequence:
 
 
 class Model:
-    """What the slots of a cache hold, told by a scheduler's steps."""
+    """What the places of a cache hold, told by a scheduler's steps."""
 
     def __init__(self) -> None:
-        self.slots: dict[int, list[int | None]] = {}
+        self.places: dict[CachePlace, list[int | None]] = {}
         self.prefilled: list[tuple[int, ...]] = []
 
     def carry_out(self, step: Step) -> None:
-        for copy in (*step.copies, *step.moves):
-            self.slots[copy.target] = self.slots[copy.source][: copy.length]
+        lengths = {band.name: (band.rows, band.length) for band in step.bands}
+        assert [band.length for band in step.bands] == sorted((b.length for b in step.bands), reverse=True)
+        assert all(len(band.members) <= band.rows for band in step.bands)
+        assert len({copy.target for copy in step.copies}) == len(step.copies)
+        read = [self.places[copy.source][: copy.length] for copy in step.copies]
+        self.places |= {copy.target: held for copy, held in zip(step.copies, read, strict=True)}
         for prefill in step.prefills:
             self.prefilled.append(prefill.tokens)
-            for slot in prefill.slots:
-                self.slots[slot] = list(prefill.tokens)
+            for place in prefill.places:
+                held = self.places.setdefault(place, [])
+                assert len(held) >= prefill.begin
+                self.places[place] = held[: prefill.begin] + list(prefill.tokens)
+        assert [row for band in step.bands for row in band.members] == list(step.rows)
         for slot, row in enumerate(step.rows):
-            assert row.slot == slot
-            held = self.slots.setdefault(slot, [])
+            assert row.slot == slot and row.place is not None
+            held = self.places.setdefault(row.place, [])
             fed = step.clock - row.start_step
             tokens = row.rollout.tokens
-            assert held[: len(row.prefix)] == list(row.prefix)
+            assert held[: min(fed, len(row.prefix))] == list(row.prefix[:fed])
             assert len(held) >= fed, "a position was skipped"
-            assert fed < step.longest
+            rows, length = lengths[row.place.band]
+            assert row.place.row < rows and fed < length
+            assert fed < step.reaches[[*lengths].index(row.place.band)]
             del held[fed:]
             held.append(tokens[fed] if fed < len(tokens) else None)
+        self.places = {
+            place: held
+            for place, held in self.places.items()
+            if place.row < lengths.get(place.band, (0, 0))[0]
+        }
 
 
 def run(scheduler: Scheduler, model: Model) -> list[Sequence]:
+    scheduler.requeue(scheduler.overdue())
     step = scheduler.schedule()
     model.carry_out(step)
     ended = [row for row in step.rows if row.last_step == step.clock]
@@ -64,16 +80,35 @@ def run(scheduler: Scheduler, model: Model) -> list[Sequence]:
     return ended
 
 
-@settings(max_examples=200, deadline=None)
-@given(chance=st.randoms(use_true_random=True), max_rows=st.integers(1, 5), budget=st.integers(4, 40))
-def test_every_row_runs_on_its_own_tokens(chance: Random, max_rows: int, budget: int) -> None:
-    scheduler, model = Scheduler(max_rows, budget), Model()
-    to_come = [
-        sequence(prompt, sample, tokens, chance.randint(1, 6))
-        for prompt in range(chance.randint(1, 5))
-        for tokens in [chance.choices(range(4), k=chance.randint(1, 9))]
-        for sample in range(chance.randint(1, 4))
-    ]
+def drawn_rows(chance: Random) -> list[Sequence]:
+    """Short prompts and long ones, some of which begin alike; samples of each."""
+    system = [7] * chance.randint(60, 90)
+    found = []
+    for prompt in range(chance.randint(1, 5)):
+        tokens = chance.choices(range(4), k=chance.choice([1, 3, 9, 30, 1200]))
+        tokens = system + tokens if chance.random() < 0.5 else tokens
+        samples = range(chance.randint(1, 4))
+        found += [sequence(prompt, sample, tokens, chance.choice([1, 2, 6, 30])) for sample in samples]
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    chance=st.randoms(use_true_random=True),
+    max_rows=st.integers(1, 5),
+    budget=st.sampled_from([4, 11, 40, 4000]),
+    spare=st.sampled_from([None, 0, 50, 400, 4000]),
+    fixed=st.booleans(),
+)
+def test_every_row_runs_on_its_own_tokens(
+    chance: Random, max_rows: int, budget: int, spare: int | None, fixed: bool
+) -> None:
+    """Rows come, leave and wait again; memory stays within the room, however little there is."""
+    layout: BandLayout[Sequence] = BandLayout(8 if fixed else None)
+    scheduler, model = Scheduler(max_rows, budget, layout=layout, shares_parts=not fixed), Model()
+    to_come = drawn_rows(chance)
+    if spare is not None:
+        scheduler.room = layout.least_positions(max(row.limit for row in to_come)) + spare
     total, gone = len(to_come), list[Sequence]()
     requeues = 3
     while to_come or scheduler.has_work:
@@ -86,9 +121,11 @@ def test_every_row_runs_on_its_own_tokens(chance: Random, max_rows: int, budget:
             gone.append(aborted)
         if requeues and chance.random() < 0.1:
             requeues -= 1
-            scheduler.requeue()
+            scheduler.requeue(scheduler.running)
+            scheduler.forget()
         gone += run(scheduler, model)
         assert len(scheduler.running) <= max_rows
+        assert positions_of(layout.bands) <= scheduler.room
     assert len({row.rollout.row for row in gone}) == total == len(gone)
 
 
@@ -126,7 +163,7 @@ def test_rows_begin_first_come_first_served() -> None:
         model.carry_out(step)
         begun += [row.rollout.row.prompt for row in step.admitted]
         scheduler.leave([row for row in step.rows if row.last_step == step.clock])
-    assert begun == [0, 1, 2, 3, 4]
+    assert [*dict.fromkeys(begun)] == [0, 1, 2, 3, 4]
 
 
 def test_rows_that_wait_again_keep_their_order_before_those_that_waited() -> None:
@@ -134,7 +171,7 @@ def test_rows_that_wait_again_keep_their_order_before_those_that_waited() -> Non
     for prompt in range(5):
         scheduler.add(sequence(prompt, 0, [prompt, 1], 4))
     scheduler.schedule()
-    scheduler.requeue()
+    scheduler.requeue(scheduler.running)
     assert [row.rollout.row.prompt for row in scheduler.waiting(9)] == [0, 1, 2, 3, 4]
 
 

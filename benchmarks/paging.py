@@ -1,0 +1,258 @@
+"""Bands of memory: equal lengths, one long row among short ones, a budget that is too small.
+
+    python benchmarks/paging.py
+    python benchmarks/paging.py --write benchmarks/results/paging.md
+
+Bands are switched off by asking that rows leave more positions free than there are: then all rows have
+one rectangle, as long as the longest. The engines take turns; a figure is the median of the ratios by round.
+A row needs what its tokens take; memory that is made anew counts twice while it is, in the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from generation import make_module
+from torch import nn
+
+from rillflow.records.rollout import Rollout
+from rillflow.records.row import RowId
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.native import layout
+from rillflow.rollout.native.engine import NativeEngine
+
+CONTEXT = 8192
+POSITION_BYTES = 4 * 2 * 2 * 64 * 4
+"""Of the model: 4 layers of 2 heads, keys and values of 64 numbers of 4 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Rows by the lengths of their prompts and of their answers."""
+
+    prompts: Sequence[int]
+    """Tokens."""
+    answers: Sequence[int]
+    """New tokens."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of all rows at once, when each is whole."""
+        return POSITION_BYTES * (sum(self.prompts) + sum(self.answers))
+
+    def add_to(self, engine: NativeEngine) -> None:
+        """Let all rows run; random tokens."""
+        random = torch.Generator().manual_seed(len(self.prompts))
+        for index, (size, new) in enumerate(zip(self.prompts, self.answers, strict=True)):
+            tokens = torch.randint(0, 256, (size,), generator=random).tolist()
+            engine.add(Rollout.start(RowId(0, index, 0), tokens), SamplingConfig(max_tokens=new))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What a run of a load took."""
+
+    seconds: float
+    """Of the processor: on a busy machine the clock says little."""
+    peak_bytes: int
+    """The most that keys and values took."""
+    taken_back: int
+    """Rows that waited again."""
+    rollouts: dict[RowId, Rollout]
+    """What was said."""
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.set_num_threads(arguments.threads)
+    lines = _head(arguments)
+    for part in (equal, long_row, preempted):
+        found = part(arguments)
+        print("\n".join(found), flush=True)
+        lines += found
+    if arguments.write:
+        Path(arguments.write).write_text("\n".join(lines) + "\n")
+
+
+def equal(arguments: argparse.Namespace) -> list[str]:
+    """Rows of equal lengths, and of lengths that differ, by bands and by one rectangle."""
+    module, lines = _module(), []
+    loads = {
+        "64 rows of 32 + 64": Load(prompts=[32] * 64, answers=[64] * 64),
+        "64 rows of 32 + 224": Load(prompts=[32] * 64, answers=[224] * 64),
+        "64 rows of 32 + 16 to 1,000, log-normal": Load(prompts=[32] * 64, answers=_log_normal(64)),
+    }
+    for name, load in loads.items():
+        bands, one = NativeEngine(module, **_made(64)), NativeEngine(module, **_made(64))
+        ratios, same, peaks = [], True, [0, 0]
+        for index in range(arguments.rounds + 1):
+            with _one_band():
+                alone = ran(one, load)
+            beside = ran(bands, load)
+            same = same and _same(alone, beside)
+            peaks = [beside.peak_bytes, alone.peak_bytes]
+            if index:
+                ratios.append(alone.seconds / beside.seconds)
+        lines.append(
+            f"| {name} | {statistics.median(ratios):.3f} | {min(ratios):.3f} to {max(ratios):.3f} "
+            f"| {peaks[0] / load.needed_bytes:.2f}x | {peaks[1] / load.needed_bytes:.2f}x "
+            f"| {'the same' if same else 'other'} |"
+        )
+    return [
+        "",
+        "## Bands against one rectangle",
+        "",
+        "| rows | tokens/s, bands over one | rounds | peak over need, bands | one rectangle | bits |",
+        "|---|---|---|---|---|---|",
+        *lines,
+    ]
+
+
+def long_row(arguments: argparse.Namespace) -> list[str]:
+    """One row of 8,192 tokens among 255 of 256, all whole in the last step."""
+    del arguments
+    module, lines = _module(), []
+    load = Load(prompts=[32] * 255 + [CONTEXT - 224], answers=[224] * 256)
+    for name, switched in (("bands", False), ("one rectangle", True)):
+        with _one_band(switched):
+            found = ran(NativeEngine(module, **_made(256)), load)
+        ratio = found.peak_bytes / load.needed_bytes
+        lines.append(f"| {name} | {found.peak_bytes / 2**20:,.0f} MiB | {ratio:.2f}x | {found.seconds:.1f} |")
+    return [
+        "",
+        "## One row of 8,192 tokens among 255 of 256",
+        "",
+        f"Their tokens need {load.needed_bytes / 2**20:,.0f} MiB.",
+        "",
+        "| memory | peak | over need | processor s |",
+        "|---|---|---|---|",
+        *lines,
+    ]
+
+
+def preempted(arguments: argparse.Namespace) -> list[str]:
+    """A budget of a part of what the rows need: rows wait, and are read again."""
+    del arguments
+    module, lines = _module(), []
+    load = Load(prompts=[32] * 64, answers=[224] * 64)
+    for deterministic in (False, True):
+        whole = ran(NativeEngine(module, **_made(64, deterministic=deterministic)), load)
+        for share in (0.5, 0.25):
+            budget = share * load.needed_bytes / 2**30
+            engine = NativeEngine(module, **_made(64, deterministic=deterministic, cache_gib=budget))
+            found = ran(engine, load)
+            assert found.peak_bytes <= budget * 2**30
+            lines.append(
+                f"| {'deterministic' if deterministic else 'ordinary'} | {share:.0%} "
+                f"| {found.peak_bytes / load.needed_bytes:.0%} | {found.taken_back} "
+                f"| {whole.seconds / found.seconds:.2f}x | {'the same' if _same(whole, found) else 'other'} |"
+            )
+    return [
+        "",
+        "## A budget for 64 rows of 32 + 224",
+        "",
+        "| mode | budget over need | peak over need | rows taken back | tokens/s over no budget | bits |",
+        "|---|---|---|---|---|---|",
+        *lines,
+    ]
+
+
+def ran(engine: NativeEngine, load: Load) -> Ran:
+    """One run."""
+    (lane,) = engine._lanes
+    requeue, taken_back = lane._scheduler.requeue, [0]
+
+    def counting(rows: Sequence[object]) -> None:
+        taken_back[0] += len(rows)
+        requeue(rows)  # type: ignore[arg-type]
+
+    lane._scheduler.requeue = counting  # type: ignore[method-assign, assignment]
+    rollouts = dict[RowId, Rollout]()
+    begin = time.process_time()
+    load.add_to(engine)
+    while engine.has_work:
+        rollouts |= {each.row: each for each in engine.step()}
+    seconds = time.process_time() - begin
+    lane._scheduler.requeue = requeue  # type: ignore[method-assign]
+    return Ran(seconds=seconds, peak_bytes=engine.peak_bytes, taken_back=taken_back[0], rollouts=rollouts)
+
+
+def _made(rows: int, **more: float) -> dict[str, object]:
+    return {
+        "config": RolloutConfig(max_rows=rows, max_tokens=CONTEXT, **more),
+        "stop_tokens": frozenset(),
+        "seed": 0,
+        "context": CONTEXT,
+        "lanes": 1,
+    }
+
+
+@contextmanager
+def _one_band(is_on: bool = True) -> Iterator[None]:
+    """No further band is worth it meanwhile."""
+    before = layout.WORTH
+    layout.WORTH = sys.maxsize if is_on else before
+    try:
+        yield
+    finally:
+        layout.WORTH = before
+
+
+def _same(one: Ran, other: Ran) -> bool:
+    return all(
+        (row.tokens, row.logprobs) == (other.rollouts[name].tokens, other.rollouts[name].logprobs)
+        for name, row in one.rollouts.items()
+    )
+
+
+def _log_normal(rows: int) -> list[int]:
+    normal = torch.special.ndtri((torch.arange(rows, dtype=torch.float64) + 0.5) / rows)
+    lengths = (120 * torch.exp(normal * 0.9)).round().clamp(16, 1000).long()
+    found: list[int] = lengths[torch.randperm(rows, generator=torch.Generator().manual_seed(0))].tolist()
+    return found
+
+
+def _module() -> nn.Module:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        module: nn.Module = make_module("float32", Path(folder), context=CONTEXT)
+    return module
+
+
+def _head(arguments: argparse.Namespace) -> list[str]:
+    return [
+        "# Bands of memory, and a budget",
+        "",
+        "What is measured, and how: the head of `benchmarks/paging.py`; the model is that of",
+        "`benchmarks/generation.py`, with a context of 8,192.",
+        "",
+        f"- command: `python {' '.join(sys.argv)}`",
+        f"- machine: {os.cpu_count()} cores, {arguments.threads} thread, {platform.machine()}",
+        f"- versions: Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        f"- rounds: {arguments.rounds}, after one to warm up",
+    ]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=7, help="rounds after the first (7)")
+    parser.add_argument("--threads", type=int, default=1, help="threads (1)")
+    parser.add_argument("--write", metavar="FILE", help="where the tables go, besides the screen")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
