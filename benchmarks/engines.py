@@ -284,7 +284,8 @@ def main() -> None:
         "",
         f"`python benchmarks/engines.py --seeds {seeds} --steps {given.steps}`, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}, torch {version('torch')}, "
-        f"transformers {version('transformers')}; the recipe is at the head of the script.",
+        f"transformers {version('transformers')}; the recipe is at the head of the script. Gap and kl are "
+        "between sampler and trainer: one version ahead, a step's training too.",
         "",
         *table(given.seeds, given.steps, vllm, given.engines),
         "",
