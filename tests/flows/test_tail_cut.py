@@ -86,7 +86,8 @@ def test_an_interrupted_run_trains_every_prompt_once_with_the_bits_of_one_that_w
 
 
 @pytest.mark.parametrize(
-    "where", [TWO, APART, *(pytest.param(each, marks=pytest.mark.slow) for each in (SHARDED, SHARED, RAY))]
+    "where",
+    [TWO, *(pytest.param(each, marks=pytest.mark.slow) for each in (APART, SHARDED, SHARED, RAY))],
 )
 def test_replicas_leave_the_same_prompts_for_later_as_one_does(tiny: Tiny, where: tuple[str, ...]) -> None:
     """Each has a slot for every row, so that rows end by as many passes as they have tokens."""

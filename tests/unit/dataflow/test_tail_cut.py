@@ -87,7 +87,7 @@ def trained(steps: list[Batch]) -> list[RowId]:
 def test_every_prompt_is_trained_once_as_long_as_it_is_and_nothing_is_left() -> None:
     """Random sizes, shares, replicas and slots; some are interrupted, and go on from a checkpoint."""
     reordered = 0
-    for seed in range(25):
+    for seed in range(16):
         chance = Random(seed)
         how = {
             "groups": chance.randint(1, 5),
@@ -111,7 +111,7 @@ def test_every_prompt_is_trained_once_as_long_as_it_is_and_nothing_is_left() -> 
             length(row.prompt, row.sample) + 1 for row in trained(made)
         ]
         reordered += trained(made) != wanted
-    assert reordered > 8
+    assert reordered > 5
 
 
 @pytest.mark.parametrize(("replicas", "tp"), [(1, 1), (2, 1), (3, 1), (2, 2)])
