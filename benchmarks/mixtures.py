@@ -27,7 +27,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from rillflow.cluster.ranks import Ranks
 from rillflow.models.attention import ATTENTION, register
+from rillflow.parallel.mesh import rank_groups
+from rillflow.parallel.module import Parallel
+from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
@@ -36,6 +40,9 @@ from rillflow.rollout.native.engine import NativeEngine
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import SupervisedLoss
 from rillflow.training.trainer import Trainer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/distributed"))
+from processes import together
 
 EXPERTS, CHOSEN, WIDTH = 16, 2, 768
 SIZES: dict[str, Any] = {
@@ -152,6 +159,31 @@ def replayed() -> list[str]:
     return table
 
 
+def _stepped(ranks: Ranks, ep: int, rounds: int) -> tuple[float, int, int]:
+    """What a rank runs: median seconds of a step, bytes of its weights, bytes it sends for experts."""
+    torch.set_num_threads(1)
+    register()
+    made = module("grouped_mm")
+    parallel = Parallel(made, rank_groups(Mesh.of(dp=2, pp=1, tp=1), ranks, ep=ep))
+    trainer = Trainer(made, TrainConfig(lr=1e-4), total_steps=1000, parallel=parallel)
+    batch = rows(32, 64).select(list(range(ranks.rank, 32, 2)))
+    seconds = in_turn({"step": lambda: trainer.update(batch, SupervisedLoss())}, rounds)["step"]
+    held = sum(weight.nbytes for weight in parallel.local_weights().values())
+    sent = 4 * 2 * SIZES["num_hidden_layers"] * 16 * 63 * CHOSEN * SIZES["hidden_size"] * 4 // 2
+    return seconds, held, sent if ep > 1 else 0
+
+
+def shared_out(rounds: int) -> list[str]:
+    """Two ranks with other rows: all experts on each, and half of them."""
+    table = []
+    for ep in (1, 2):
+        found = together(2, _stepped, ep, rounds)
+        seconds, held = max(each[0] for each in found), found[0][1]
+        weights = f"{held / 2**20:.1f} | {4 * held / 2**20:.1f}"
+        table.append(f"| {ep} | {seconds:.2f} | {weights} | {found[0][2] / 2**20:.1f} |")
+    return table
+
+
 def main() -> None:
     """Time both; print or write the page."""
     parser = argparse.ArgumentParser(
@@ -180,6 +212,14 @@ def main() -> None:
         "| arithmetic | routes | mean gap | largest gap | sampling, s | scoring, s | bytes a token |",
         "|---|---|---|---|---|---|---|",
         *replayed(),
+        "",
+        "A step of 32 rows of 64 tokens on two ranks of one machine, over loopback, one thread each: all "
+        "experts on each rank, and half of them (`placement.train.main = { dp = 1, ep = 2 }`). Sent: half of "
+        "the copies of a rank's tokens, there and back, forward and backward.",
+        "",
+        "| ep | a step, s | weights a rank, MiB | with gradients and moments | sent for experts, MiB |",
+        "|---|---|---|---|---|",
+        *shared_out(given.rounds),
         "",
     ]
     if given.write:

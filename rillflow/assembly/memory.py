@@ -27,6 +27,8 @@ from rillflow.rollout.config import VLLM
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT32_BYTES = 4
+_EXPERTS = ".experts."
+"""What the names of routed experts' weights have in a file."""
 _NAMES = (
     ("hidden_size", "n_embd", "d_model"),
     ("num_hidden_layers", "n_layer", "num_layers"),
@@ -55,6 +57,8 @@ class ModelSizes:
     """Tokens it knows."""
     context: int
     """Longest row in tokens."""
+    experts: int = 0
+    """Numbers of a mixture's routed experts, where its files say so."""
 
 
 def sizes_of_new(new: NewModel) -> ModelSizes:
@@ -87,7 +91,8 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
     try:
         config: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
         found = [_first(config, names) for names in _NAMES]
-        parameters = sum(_numbers_in(file) for file in sorted(directory.glob("*.safetensors")))
+        files = sorted(directory.glob("*.safetensors"))
+        parameters, experts = (sum(_numbers_in(file, part) for file in files) for part in ("", _EXPERTS))
     except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
         raise ModelError(f"the model {directory} cannot be read", why=str(error)) from error
     if not all(found):
@@ -103,6 +108,7 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
         kv_width=kv_heads * head,
         vocabulary=vocabulary,
         context=context,
+        experts=experts,
     )
 
 
@@ -111,9 +117,11 @@ def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
     return next((config[name] for name in names if name in config and isinstance(config[name], int)), 0)
 
 
-def _numbers_in(file: Path) -> int:
+def _numbers_in(file: Path, part: str) -> int:
+    """Of the weights with this in their names."""
     with safe_open(file, framework="np") as weights:
-        return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+        names = [name for name in weights.keys() if part in name]  # noqa: SIM118
+        return sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
 
 
 def rows_at_once(recipe: Recipe) -> int:
@@ -162,21 +170,21 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
     answering = placement.pools[placement.pool_of(SAMPLER)] if placement.samples_apart else mesh.ranks
     if mesh.is_plain and tp == 1 and not placement.samples_apart:
         return []
-    whole = sizes.parameters * item
+    whole, away = sizes.parameters * item, sizes.experts - sizes.experts // mesh.ep
     parts = mesh.pp * mesh.tp * mesh.fsdp
     rows = -(-rows_at_once(recipe) * tp // answering)
     cache = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item // tp
-    state = 2 * sizes.parameters * _FLOAT32_BYTES // parts
-    if item < _FLOAT32_BYTES:
-        state += sizes.parameters * _FLOAT32_BYTES // parts
-    share = size(whole // parts)
+    held = (sizes.parameters - away) // parts
+    state = (2 if item == _FLOAT32_BYTES else 3) * held * _FLOAT32_BYTES
+    apart = f" - {size(away * item)} of other ranks' experts" if away else ""
+    share = size(held * item)
     lines = [
-        f"{recipe.trained_role} in training, {mesh}: weights {size(whole)} / {parts} = {share} a rank, "
-        f"gradients {share}, optimiser {size(state)}, and activations"
+        f"{recipe.trained_role} in training, {mesh}: weights {size(whole)}{apart} / {parts} = {share} a "
+        f"rank, gradients {share}, optimiser {size(state)}, and activations"
     ]
     if not recipe.has_policy:
         return lines
-    received = f"{size(max(0, whole // tp - whole // parts))} of them received at the switch"
+    received = f"{size(max(0, whole // tp - held * item))} of them received at the switch"
     if placement.samples_apart:
         received = "received at every publish"
     return [

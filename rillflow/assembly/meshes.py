@@ -69,7 +69,14 @@ def _filled(placement: PlacementConfig, role: str) -> Iterator[ConfigError]:
         placement.pools[placement.pool_of(role)],
         placement.grid_key(role),
     )
-    if mesh.ranks != size:
+    beside = [name for name, other in (("fsdp", mesh.fsdp), ("pp", mesh.pp), ("tp", mesh.tp)) if other > 1]
+    if mesh.ep > 1 and beside:
+        yield ConfigError(
+            f"placement.train.{key} is {mesh}: ep and {beside[0]}",
+            why="experts go over ranks that hold all else of every layer whole",
+            fix=f"leave {beside[0]} or ep out; dp goes with both",
+        )
+    elif mesh.ranks != size:
         yield ConfigError(
             f"placement.train.{key} is {mesh} = {mesh.ranks} ranks and the pool has {size}",
             why=f"every rank has one place in the grid; {size} / ({mesh.pp} x {mesh.tp}) is "
@@ -88,7 +95,7 @@ def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
     mesh, tp = placement.mesh_of("policy"), placement.generate_tp
     if placement.samples_apart:
         yield from _apart(placement)
-    elif mesh.fsdp > 1 and mesh.pp == mesh.tp == 1:
+    elif mesh.is_sharded and mesh.pp == mesh.tp == 1:
         if mesh.dp % tp:
             yield ConfigError(
                 f"placement.generate.tp is {tp} and the policy is trained with {mesh}",

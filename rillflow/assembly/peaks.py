@@ -42,6 +42,7 @@ from rillflow.models.sampling_shard import sampling_module
 from rillflow.models.tensor_plan import tensor_plan
 from rillflow.models.unread import replace
 from rillflow.observe.wording import size
+from rillflow.parallel.experts import expert_weights
 from rillflow.parallel.module import Output, Parallel
 from rillflow.parallel.stages import layers_of
 from rillflow.records.batch import Batch, row_ids
@@ -164,8 +165,8 @@ def require_room(peaks: list[Peak], ranks: Mapping[str, int], free: int) -> None
 
 
 _FIXES = {
-    "kept": "cut the model over more ranks (fsdp, tp or pp in placement.train), choose a smaller one, or "
-    "lower rollout.max_rows where vLLM is the engine",
+    "kept": "cut the model over more ranks (fsdp, ep, tp or pp in placement.train), choose a smaller one, "
+    "or lower rollout.max_rows where vLLM is the engine",
     "trains": "lower policy.tokens_per_micro_batch, set policy.gradient_checkpointing = true, or cut the "
     "model over more ranks",
     "scores": "lower policy.tokens_per_micro_batch, or cut the model over more ranks",
@@ -203,29 +204,29 @@ class _Trial:
     def peak(self) -> Peak:
         """What it keeps and takes."""
         if self._role == SAMPLER:
-            held, taken = self._copied()
+            copied, taken = self._copied()
             phases = {"answers": self._answering(0) | taken}
-            return Peak(role=self._role, pool=self._pool, kept=held, phases=phases)
+            return Peak(role=self._role, pool=self._pool, kept=copied, phases=phases)
         train = self._recipe.policy.as_train()
         with _Live() as live:
             module, passes = self._module(live), self._in_flight()
-            fsdp = self._sizes.fsdp
+            share = self._share_of(module)
             weights, parallel = live.bytes, self._parallel(module)
-            kept, phases = {"weights": weights // fsdp}, dict[str, dict[str, int]]()
-            gathered = 2 * self._unit(module) if fsdp > 1 else 0
+            kept, phases = {"weights": int(weights * share)}, dict[str, dict[str, int]]()
+            gathered = 2 * self._unit(module) if self._sizes.fsdp > 1 else 0
             part = self._part(train)
             if self._kind.is_trained:
                 optimizer = Optimizer(module, train, total_steps=1, gradients=parallel.gradients)
                 masters = live.bytes - weights
                 numbers = sum(master.numel() for master in optimizer.masters.values())
                 moments = 2 * numbers * (2 if train.moments == "bfloat16" else 4)
-                kept["optimiser"] = (masters + moments) // fsdp
+                kept["optimiser"] = int((masters + moments) * share)
                 before = live.begin()
                 self._train(parallel, optimizer, train, part)
                 gradients = live.bytes - before
                 activations = (live.most - before - gradients) * passes
                 phases["trains"] = {
-                    "gradients": gradients // fsdp,
+                    "gradients": int(gradients * share),
                     "activations": activations,
                     "gathered": gathered,
                 }
@@ -235,12 +236,14 @@ class _Trial:
             phases["scores"] = {"activations": live.most - before, "gathered": gathered // 2}
         if self._role == "reference" and self._recipe.shares_reference:
             learned = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
-            return Peak(role=self._role, pool=self._pool, kept={"adapter": learned // fsdp}, phases=phases)
+            return Peak(
+                role=self._role, pool=self._pool, kept={"adapter": int(learned * share)}, phases=phases
+            )
         if self._role == "policy" and self._recipe.has_policy and not self._recipe.placement.samples_apart:
             copied, taken = self._copied()
-            kept, phases["answers"] = kept | copied, self._answering(weights // fsdp) | taken
+            kept, phases["answers"] = kept | copied, self._answering(int(weights * share)) | taken
         learned = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
-        held = learned // fsdp + kept.get("optimiser", 0)
+        held = int(learned * share) + kept.get("optimiser", 0)
         is_far = "optimizer" if self._kind.is_trained else "reference"
         if self._recipe.run.device.startswith("cuda") and self._recipe.policy.offload in ("all", is_far):
             if self._kind.is_trained:
@@ -320,6 +323,12 @@ class _Trial:
         found = Parallel.whole(module)
         found.part.is_plain = self._has_plain_head
         return found
+
+    def _share_of(self, module: nn.Module) -> float:
+        """Of the parameters, what one rank of fsdp or ep holds."""
+        inside, every = expert_weights(module), dict(module.named_parameters())
+        experts = sum(every[name].numel() for name in inside) / sum(each.numel() for each in every.values())
+        return (1 - experts + experts / self._sizes.ep) / self._sizes.fsdp
 
     def _unit(self, module: nn.Module) -> int:
         """Bytes of what fsdp gathers at once: a layer, and what is in no layer."""

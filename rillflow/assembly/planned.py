@@ -61,7 +61,7 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
 
     Raises:
         PlanError: it is another algorithm's, places a role the recipe does not call, lies on two
-            fleets, cuts experts apart, or needs accelerators that are not here.
+            fleets, cuts experts apart beside other axes, or needs accelerators that are not here.
     """
     recipe = loaded.recipe
     for what, why in _not_yet(plan):
@@ -100,7 +100,7 @@ def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
 
 def grid_of(mesh: MeshSizes) -> Grid:
     """The grid of a recipe's mesh; parameters cut over some ranks of dp count as cut over all."""
-    return Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, is_sharded=mesh.fsdp > 1)
+    return Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, ep=mesh.ep, is_sharded=mesh.fsdp > 1)
 
 
 def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
@@ -131,8 +131,10 @@ def _not_yet(plan: Plan) -> Iterator[tuple[str, str]]:
     if len(fleets) > 1:
         yield f"lies on {' and '.join(fleets)}", "a run takes its ranks from machines of one kind"
     for name, unit in plan.units.items():
-        if unit.grid.ep > 1:
-            yield f"says units.{name}.ep is {unit.grid.ep}", "a run keeps all experts of a layer together"
+        grid = unit.grid
+        if grid.ep > 1 and (grid.pp * grid.tp * grid.cp > 1 or grid.is_sharded or grid.dp % grid.ep):
+            why = "a run shares out experts over ranks that hold all else whole, some of dp"
+            yield f"says units.{name}.ep is {grid.ep} beside {grid}", why
     for pool in plan.pools:
         if pool.device and not pool.device.lower().startswith(PROCESSOR) and not _has_accelerator():
             yield f"has {pool.devices} x {pool.device} as pool {pool.name}", "this machine has no accelerator"

@@ -183,7 +183,7 @@ class RoleGroups:
         if placement.samples_apart:
             return Mesh.of(dp=placement.pools[placement.pool_of(SAMPLER)] // tp, tp=tp)
         sizes = placement.mesh_of("policy")
-        return generation_mesh(sizes.mesh, tp, is_sharded=sizes.fsdp > 1)
+        return generation_mesh(sizes.mesh, tp, is_sharded=sizes.is_sharded)
 
     def _phase_model(self, role: str, goes_on: Checkpoint | None) -> ModelConfig:
         """The policy as the phase finds it, a directory that its section names, or what a checkpoint has.

@@ -10,8 +10,8 @@ from pydantic import Field
 from rillflow.config.section import Section
 from rillflow.placement.mesh import Mesh
 
-TRAIN_AXES = ("dp", "fsdp", "pp", "tp")
-"""How ranks may share a model in training; ``fsdp`` are those of ``dp`` that the parameters are cut over."""
+TRAIN_AXES = ("dp", "fsdp", "ep", "pp", "tp")
+"""How ranks may share a model in training; ``fsdp``, ``ep``: over these parameters, or experts, are cut."""
 GENERATE_AXES = ("tp",)
 """How they may share it while they generate."""
 SAMPLER = "sampler"
@@ -34,6 +34,8 @@ class MeshSizes:
     """Ranks that have other parts of every layer."""
     fsdp: int = 1
     """How many ranks of dp that follow one another share one copy of the parameters, cut over them."""
+    ep: int = 1
+    """How many ranks of dp that follow one another share one copy of a mixture's experts."""
     sequence: bool = False
     """Whether ranks of tp keep a share of the tokens each where a layer is whole (``parallel.sequence``)."""
 
@@ -50,13 +52,18 @@ class MeshSizes:
     @property
     def is_plain(self) -> bool:
         """Whether every rank holds the whole model."""
-        return self.pp * self.tp * self.fsdp == 1
+        return self.pp * self.tp * self.fsdp * self.ep == 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks of dp hold other slices of some parameters."""
+        return self.fsdp * self.ep > 1
 
     def __str__(self) -> str:
-        copies = self.dp // self.fsdp
-        rows = f"fsdp {self.fsdp}" if copies == 1 and self.fsdp > 1 else f"dp {copies}"
-        inside = f" x fsdp {self.fsdp}" if copies > 1 and self.fsdp > 1 else ""
-        return f"{rows}{inside} x pp {self.pp} x tp {self.tp}"
+        cut = [f"{name} {size}" for name, size in (("fsdp", self.fsdp), ("ep", self.ep)) if size > 1]
+        copies = self.dp // (self.fsdp * self.ep)
+        rows = [f"dp {copies}"] if copies > 1 or not cut else []
+        return " x ".join([*rows, *cut, f"pp {self.pp}", f"tp {self.tp}"])
 
 
 class PlacementConfig(Section):
@@ -75,7 +82,7 @@ class PlacementConfig(Section):
     )
     train: dict[str, dict[str, int]] = Field(
         {},
-        description="By pool or role, how its ranks share a model: dp, fsdp, pp, tp; dp is what is left.",
+        description="By pool or role, how its ranks share a model: dp, fsdp, ep, pp, tp; dp is what is left.",
     )
     generate: dict[str, int] = Field(
         {}, description="How ranks share the policy while it answers: tp; 1 where not said."
@@ -115,10 +122,10 @@ class PlacementConfig(Section):
         """The grid of a role's ranks while they train or score; it fills the pool if the recipe is sound."""
         key = self.grid_key(role)
         axes = dict(self.train[key]) if key in self.train else {}
-        fsdp, pp, tp = (axes.pop(axis, 1) for axis in TRAIN_AXES[1:])
-        left = max(1, self.pools[self.pool_of(role)] // max(1, fsdp * pp * tp))
-        dp = axes.pop("dp", left) * fsdp
-        return MeshSizes(dp=dp, fsdp=fsdp, pp=pp, tp=tp, sequence=self.sequence_parallel and tp > 1)
+        fsdp, ep, pp, tp = (axes.pop(axis, 1) for axis in TRAIN_AXES[1:])
+        left = max(1, self.pools[self.pool_of(role)] // max(1, fsdp * ep * pp * tp))
+        dp = axes.pop("dp", left) * fsdp * ep
+        return MeshSizes(dp=dp, fsdp=fsdp, ep=ep, pp=pp, tp=tp, sequence=self.sequence_parallel and tp > 1)
 
     @property
     def generate_tp(self) -> int:

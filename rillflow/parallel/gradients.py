@@ -1,6 +1,7 @@
 """Gradients: what the ranks of a mesh add up after the backward passes, and the norm of the whole.
 
     replicated over dp          sum over dp (sharded ones were summed and cut in the backward pass)
+    experts, shared out over ep sum over those ranks of dp that have the same ones
     tied, on first and last     sum over the two stages
     SUMMED over tp              sum over tp: every rank has its own heads' share
     whole over tp               tp rank 0's, for all: equal but for rounding, and copies must not drift apart
@@ -50,6 +51,8 @@ class Gradients:
     """Where the rank is."""
     sharded: bool = False
     """Whether every gradient is cut over dp, and summed there already."""
+    experts: frozenset[str] = frozenset()
+    """Those of experts, which ranks of ep share out: the tokens of all of these are in each already."""
     summed: frozenset[str] = frozenset()
     """Those that lack the other tp ranks' shares."""
     whole: frozenset[str] = frozenset()
@@ -60,7 +63,7 @@ class Gradients:
     @property
     def is_whole(self) -> bool:
         """Whether every rank has all of every gradient."""
-        return self.groups.pp.size == self.groups.tp.size == 1 and not self.sharded
+        return self.groups.pp.size == self.groups.tp.size == self.groups.ep.size == 1 and not self.sharded
 
     def early(self, weights: Mapping[str, nn.Parameter]) -> EarlySums | None:
         """What begins sums as gradients become complete; None where all are made together."""
@@ -73,7 +76,8 @@ class Gradients:
         if begun is not None:
             begun.finish()
         elif not self.sharded:
-            groups.dp.sum_(list(gradients.values()))
+            groups.dp.sum_([gradients[name] for name in gradients if name not in self.experts])
+            groups.twins.sum_([gradients[name] for name in gradients if name in self.experts])
         groups.ends.sum_([gradients[name] for name in gradients if name in self.tied])
         if groups.tp.rank:
             for name in self.whole & gradients.keys():
@@ -93,7 +97,7 @@ class Gradients:
 
     def _counts(self, name: str) -> bool:
         groups = self.groups
-        copy_over_dp = groups.copies.rank > 0
+        copy_over_dp = (groups.twins if name in self.experts else groups.copies).rank > 0
         copy_over_tp = name in self.whole | self.summed and groups.tp.rank > 0
         copy_over_pp = name in self.tied and not groups.first
         return not (copy_over_dp or copy_over_tp or copy_over_pp)

@@ -12,6 +12,7 @@ What is to be said once of a replica, its results and metrics, the rank with ``s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,10 @@ class RankGroups:
     """Those of dp that hold the other slices of one copy; alone where each holds all of it."""
     copies: Ranks
     """Those of dp that hold the same slices."""
+    ep: Ranks
+    """Those of dp that hold the other experts of one copy; alone where each holds all of them."""
+    twins: Ranks
+    """Those of dp that hold the same experts."""
     pp: Ranks
     """Those that hold the other stages of the same replica."""
     tp: Ranks
@@ -65,6 +70,8 @@ class RankGroups:
             dp=ranks,
             fsdp=alone,
             copies=ranks,
+            ep=alone,
+            twins=ranks,
             pp=alone,
             tp=alone,
             ends=alone,
@@ -115,17 +122,18 @@ class RankGroups:
         return DeviceMesh.from_group(groups, kind, ids.view(shape), mesh_dim_names=tuple(there))
 
 
-def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1) -> RankGroups:
+def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1, ep: int = 1) -> RankGroups:
     """This rank's groups; every rank calls it with the same mesh.
 
     Args:
         mesh: dp, pp and tp, in this order, over ranks 0, 1, ...
         ranks: all of them.
         fsdp: how many ranks of dp that follow one another share one copy of the parameters.
+        ep: how many share one copy of the experts.
 
     Raises:
-        PlacementError: the mesh has other axes, or not as many places as there are ranks; fsdp does not
-            divide dp.
+        PlacementError: the mesh has other axes, or not as many places as there are ranks; fsdp or ep does
+            not divide dp.
     """
     if mesh.names != AXES:
         raise PlacementError(
@@ -140,15 +148,8 @@ def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1) -> RankGroups:
             fix=f"choose dp, pp and tp whose product is {ranks.size}",
         )
     stages, rows = mesh.groups("pp"), mesh.groups("dp")
-    if len(rows[0]) % fsdp:
-        raise PlacementError(
-            f"fsdp {fsdp} of dp {len(rows[0])}",
-            why=f"every copy of the parameters has as many ranks; {len(rows[0])} / {fsdp} leaves "
-            f"{len(rows[0]) % fsdp}",
-            fix=f"choose fsdp among {', '.join(map(str, divisors(len(rows[0]))))}",
-        )
-    alike = [group[first::fsdp] for group in rows for first in range(fsdp)]
-    cut = [group[first : first + fsdp] for group in rows for first in range(0, len(group), fsdp)]
+    alike, cut = _cut(rows, "fsdp", fsdp)
+    twins, apart = _cut(rows, "ep", ep)
     between = [[rank] for group in stages for rank in group[1:-1]]
     ends = [sorted({group[0], group[-1]}) for group in stages]
     return RankGroups(
@@ -158,10 +159,27 @@ def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1) -> RankGroups:
         dp=ranks.part(rows),
         fsdp=ranks.part(cut),
         copies=ranks.part(alike),
+        ep=ranks.part(apart),
+        twins=ranks.part(twins),
         pp=ranks.part(stages),
         tp=ranks.part(mesh.groups("tp")),
         ends=ranks.part([*ends, *between]),
     )
+
+
+def _cut(
+    rows: Sequence[Sequence[int]], axis: str, size: int
+) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """Groups of dp by who holds the same, and by who holds one copy together."""
+    if len(rows[0]) % size:
+        raise PlacementError(
+            f"{axis} {size} of dp {len(rows[0])}",
+            why=f"every copy of what it cuts has as many ranks; {len(rows[0])} / {size} leaves "
+            f"{len(rows[0]) % size}",
+            fix=f"choose {axis} among {', '.join(map(str, divisors(len(rows[0]))))}",
+        )
+    alike = [group[first::size] for group in rows for first in range(size)]
+    return alike, [group[first : first + size] for group in rows for first in range(0, len(group), size)]
 
 
 def require_processes(ranks: Ranks) -> ProcessRanks:
@@ -172,8 +190,8 @@ def require_processes(ranks: Ranks) -> ProcessRanks:
     """
     if not isinstance(ranks, ProcessRanks):
         raise PlacementError(
-            "a mesh with pp, tp or sharded parameters over ranks of one process",
+            "a mesh with pp, tp, ep or sharded parameters over ranks of one process",
             why="their weights and activations cross between processes",
-            fix='run it with backend = "ray", or leave pp, tp and fsdp at 1',
+            fix='run it with backend = "ray", or leave pp, tp, ep and fsdp at 1',
         )
     return ranks

@@ -34,6 +34,7 @@ from rillflow.models.routing import Routers
 from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.models.unread import on_device
+from rillflow.parallel.experts import cut_experts, expert_weights
 from rillflow.parallel.gradients import Gradients
 from rillflow.parallel.mesh import RankGroups, require_processes
 from rillflow.parallel.packed import Reading, empty_reading, lay_out
@@ -97,7 +98,7 @@ class Parallel:
         self.device = device or next(module.parameters()).device
         self.sharded = groups.fsdp.size > 1
         """Whether parameters are cut over ranks of dp."""
-        self.is_whole = groups.pp.size == groups.tp.size == 1 and not self.sharded
+        self.is_whole = groups.pp.size == groups.tp.size == groups.ep.size == 1 and not self.sharded
         """Whether nothing is cut, so that this rank makes its passes alone."""
         self._unit = groups.tp.size if sequence else 1
         """Packed tokens of a pass are a multiple of it."""
@@ -109,6 +110,8 @@ class Parallel:
         """The stages that every parameter of the whole module lies on."""
         self.routers = Routers(module)
         """Those of the whole module; none of a dense one."""
+        self.experts = frozenset(expert_weights(module) if groups.ep.size > 1 else ())
+        """The parameters that ranks of ep share out."""
         self._error: RillflowError | None = None
         self.part = _Part(module, groups, most_logits)
         """What a pass calls."""
@@ -235,7 +238,7 @@ class Parallel:
     def _readings(self, parts: Sequence[Batch], back: int, routing: Routing | None) -> Iterator[Reading]:
         """The micro-batches as the module reads them, and empty passes that only other replicas need."""
         passes = len(parts)
-        if self.sharded:  # a word with the other replicas, so before the first pass
+        if self.sharded or self.experts:  # a word with the other replicas, so before the first pass
             passes = max(int(count) for count in self.groups.dp.gather(torch.tensor([passes])))
         for index in range(passes):
             own = index < len(parts)
@@ -256,7 +259,11 @@ class Parallel:
             mesh = groups.device_mesh(self.device.type, "tp")
             cut_tensors(module, plan, mesh)
             cut_tensors(tried, tensor_plan(tried), mesh)
-            _check_tensors(tried, f"tp {groups.tp.size}", expected)
+            _check_cut_ranks(tried, f"tp {groups.tp.size}", expected)
+        if groups.ep.size > 1:
+            for each in (module, tried):
+                cut_experts(each, require_processes(groups.ep))
+            _check_cut_ranks(tried, f"ep {groups.ep.size}", expected)
         self._layers: Sequence[Any] = ()
         if parts is not None:
             own = range(parts.count)
@@ -271,7 +278,7 @@ class Parallel:
             if self._unit > 1:
                 seen = tried.get_submodule(parts.layers)
                 share_tokens(seen, _cut_modules(tried, tensor_plan(tried)), groups.tp)
-                _check_tensors(tried, f"tp {groups.tp.size} with shared tokens", expected, self._unit)
+                _check_cut_ranks(tried, f"tp {groups.tp.size} with shared tokens", expected, self._unit)
                 partial = share_tokens([layers[i] for i in own], _cut_modules(module, plan), groups.tp)
                 self._partial = {name for name, found in module.named_parameters() if id(found) in partial}
 
@@ -285,6 +292,7 @@ class Parallel:
         return Gradients(
             groups=groups,
             sharded=self.sharded,
+            experts=self.experts,
             summed=frozenset(summed),
             whole=frozenset(whole if cuts else ()),
             tied=frozenset(tied),
@@ -362,10 +370,10 @@ def _cut_modules(module: nn.Module, plan: dict[str, Style]) -> set[nn.Module]:
     return {part for name, part in module.named_modules() if plan.get(name, Style.SUMMED) is not Style.SUMMED}
 
 
-def _check_tensors(module: Any, way: str, expected: Tensor, unit: int = 1) -> None:
+def _check_cut_ranks(module: Any, way: str, expected: Tensor, unit: int = 1) -> None:
     """Refuse a cut whose ranks say something else of the trial's tokens, of a multiple of ``unit``."""
     why = "its code reads sizes that are the whole model's"
-    fix = "leave tp at 1; dp and pp work with every decoder"
+    fix = f"leave {way.partition(' ')[0]} at 1; dp and fsdp work with every decoder"
     try:
         tokens = expected.shape[1] // unit * unit
         found = trial(module, tokens=tokens)

@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def placement(self) -> Mapping[str, Mapping[str, Any]]:
-        """The section of a recipe that places it so, but for experts apart, which none can say.
+        """The section of a recipe that places it so.
 
         A pool whose models share it in one grid has it under its own name; else every model has its own. A
         pool called as a unit would hide that unit's own grid, so it is called otherwise.
@@ -92,7 +92,7 @@ class Plan:
             units = {
                 name: one.grid for name, one in self.units.items() if one.pool == pool and name != SAMPLER
             }
-            grids = {name: replace(grid, ep=1).axes for name, grid in units.items()}
+            grids = {name: _recipe_axes(grid) for name, grid in units.items()}
             first = next(iter(grids.values()), {})
             train |= (
                 {names[pool]: first} if grids and all(first == axes for axes in grids.values()) else grids
@@ -225,6 +225,13 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:
     if (plan.freshness or plan.streams or plan.publish_every) and SAMPLER not in plan.units:
         why = "where generation takes turns with training it never runs ahead of the weights"
         yield f"freshness is {plan.freshness} and no unit is called {SAMPLER}", why
+
+
+def _recipe_axes(grid: Grid) -> dict[str, int]:
+    """A grid's sizes as a recipe has them: dp times ep are the ranks that have other rows."""
+    axes = replace(grid, ep=1).axes
+    apart = {} if grid.ep == 1 else {"dp": int(grid.dp // grid.ep), "ep": int(grid.ep)}
+    return axes | apart
 
 
 def _unfilled(where: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Share: what one rank has of its role's model, and which ranks have the rest.
 
     a mesh of dp alone      the whole model; the other ranks hold other rows
-    pp, tp or fsdp          this rank's part of it (parallel.module), laid as ``layout`` says
+    pp, tp, ep or fsdp      this rank's part of it (parallel.module), laid as ``layout`` says
 
 A role trains and scores with its share, whatever it is; files hold whole models and logical tensors.
 """
@@ -70,10 +70,13 @@ class Share(Generic[Model]):
             TrainingError: another rank cannot read it.
         """
         weights = logical_weights(model.module)
-        groups = RankGroups.whole(ranks) if sizes.is_plain else rank_groups(sizes.mesh, ranks, sizes.fsdp)
+        groups = RankGroups.whole(ranks)
+        if not sizes.is_plain:
+            groups = rank_groups(sizes.mesh, ranks, sizes.fsdp, sizes.ep)
         is_unread = next(model.module.parameters()).is_meta
         parallel = Parallel(model.module, groups, sequence=sizes.sequence, device=model.device)
-        layout = training_layout(weights, parallel.parts, parallel.stages, sizes.mesh, fsdp=sizes.fsdp)
+        cut: dict[str, Any] = {"fsdp": sizes.fsdp, "ep": sizes.ep, "experts": parallel.experts}
+        layout = training_layout(weights, parallel.parts, parallel.stages, sizes.mesh, **cut)
         share = Share(model=model, parallel=parallel, weights=weights, layout=layout)
         if is_unread:
             share._read(share._together(beside))
@@ -124,8 +127,8 @@ class Share(Generic[Model]):
         own, other, groups = self.model.adapter, model.adapter, self.groups
         if own is None or other is None or (own.base, own.config) != (other.base, other.config):
             return False
-        cut = (groups.dp.size, groups.pp.size, groups.tp.size)
-        return not self.parallel.sharded and cut == (sizes.dp, sizes.pp, sizes.tp)
+        cut = (groups.dp.size, groups.ep.size, groups.pp.size, groups.tp.size)
+        return not self.parallel.sharded and cut == (sizes.dp, sizes.ep, sizes.pp, sizes.tp)
 
     def read_trained(self, model: LoadedModel) -> dict[str, Tensor]:
         """What this rank would hold of the weights that are trained, as another model has them.

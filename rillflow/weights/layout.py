@@ -19,7 +19,7 @@ own tensor is its intervals of every dim joined in ascending order (see placemen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -75,6 +75,8 @@ def training_layout(
     mesh: Mesh,
     *,
     fsdp: int = 1,
+    ep: int = 1,
+    experts: Set[str] = frozenset(),
 ) -> dict[str, Placement]:
     """Where weights lie while they are trained.
 
@@ -85,6 +87,8 @@ def training_layout(
         mesh: of dp, pp and tp.
         fsdp: so many ranks of dp that follow one another cut the first dim of what tp leaves, as FSDP2
             does; at 1 every dp rank has a copy.
+        ep: so many ranks of dp that follow one another cut the first dim of ``experts``.
+        experts: weights whose first dim are a mixture's experts.
 
     Raises:
         PlacementError: the mesh lacks an axis, or a weight lies on a stage that is not there.
@@ -93,12 +97,17 @@ def training_layout(
     if fsdp > 1:
         d, p, t = (mesh.axis(name).size for name in ("dp", "pp", "tp"))
         mesh = Mesh.of(ranks=mesh.ranks, dp=d // fsdp, fsdp=fsdp, pp=p, tp=t)
+    if ep > 1:
+        d, p, t = (mesh.axis(name).size for name in ("dp", "pp", "tp"))
+        mesh = Mesh.of(ranks=mesh.ranks, dp=d // ep, ep=ep, pp=p, tp=t)
     for name, weight in weights.items():
         whole: dict[str, Part] = {"tp": parts[name]}
         order: tuple[str, ...] = ()
         if fsdp > 1 and weight.shape:
             whole["fsdp"] = Split(0)
             order = ("tp", "fsdp") if isinstance(parts[name], Split) else ("fsdp",)
+        if ep > 1 and name in experts:
+            whole["ep"] = Split(0)
         found[name] = Placement(_stage_mesh(name, mesh, stages[name]), whole, order=order)
     return found
 

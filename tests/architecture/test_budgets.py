@@ -52,9 +52,10 @@ GROWN = {
     "agents' rows, rows that are looked at": 53,
     "mixtures whose routing is seen and said": 376,
     "memory by bands, a budget, shared beginnings, penalties": 558,
+    "mixtures whose experts are shared out": 118,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 29_676
+PACKAGE_LINES = 29_819
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
@@ -71,7 +72,7 @@ PLANNER = [
     "rillflow/cli/planning.py",
 ]
 """What plans, with what feeds and shows it."""
-PLANNER_LINES = 4_818
+PLANNER_LINES = 4_824
 """Code lines of it at most; lowered whenever something goes."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 _NO_CODE = (

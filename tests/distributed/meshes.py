@@ -38,6 +38,9 @@ class Case:
     tp: int = 1
     fsdp: int = 1
     """How many of dp share one copy of the parameters."""
+    ep: int = 1
+    """How many of dp share one copy of the experts; of a mixture."""
+    balance: float | None = None
     tied: bool = True
     scalar: bool = False
     dtype: str = "float64"
@@ -62,6 +65,7 @@ class Case:
             dtype=self.dtype,
             budget=60,
             layers=self.layers,
+            balance=self.balance,
         )
 
 
@@ -80,11 +84,15 @@ def decoder(case: Case) -> PreTrainedModel:
         "max_position_embeddings": 64,
     }
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    if case.kind == "mixtral":
+        settings["num_local_experts"] = 4
     config = AutoConfig.for_model(
         case.kind, **settings, **tokens, initializer_range=0.2, tie_word_embeddings=case.tied, num_labels=1
     )
     auto: Any = AutoModelForSequenceClassification if case.scalar else AutoModelForCausalLM
     module = auto.from_config(config, attn_implementation=ATTENTION)
+    if case.dtype == "float64" and case.kind == "mixtral":
+        module.set_experts_implementation("eager")  # grouped products are not there in it
     return module.to(getattr(torch, case.dtype)).eval()
 
 
@@ -121,6 +129,7 @@ def trainer(case: Case, module: nn.Module, parallel: Parallel | None) -> Trainer
         max_grad_norm=0.25,
         tokens_per_micro_batch=case.budget,
         gradient_checkpointing=case.checkpointing,
+        balance=case.balance,
     )
     return Trainer(module, config, total_steps=2, parallel=parallel)
 
@@ -165,7 +174,7 @@ def whole(parameter: Tensor, held: Tensor | None = None) -> Tensor:
 
 
 def groups_of(case: Case, ranks: Ranks) -> RankGroups:
-    return rank_groups(Mesh.of(dp=case.dp, pp=case.pp, tp=case.tp), ranks, case.fsdp)
+    return rank_groups(Mesh.of(dp=case.dp, pp=case.pp, tp=case.tp), ranks, case.fsdp, case.ep)
 
 
 def own_rows(case: Case, place: RankGroups) -> Batch:

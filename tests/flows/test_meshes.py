@@ -124,3 +124,19 @@ def test_models_of_one_pool_may_have_grids_of_their_own(tmp_path: Path) -> None:
     assert found[0] == alone[0]
     for one, other in zip(found[1], alone[1], strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_whose_ranks_share_out_experts_says_what_one_rank_says(tmp_path: Path) -> None:
+    """Its last step is undone, and made again by two ranks that have all experts each."""
+    more = ("policy.model.new.architecture=qwen3_moe", "rollout.replay_routing=true", "policy.balance=0.01")
+    alone = ran(tmp_path / "alone", "grpo", {}, 1, *more)
+    folder = tmp_path / "mesh"
+    found = ran(folder, "grpo", {"ep": 2}, 1, "run.checkpoint_every=1", *more)
+    (folder / "run" / layout.FINISHED).unlink()
+    shutil.rmtree(max((folder / "run" / "checkpoints").iterdir()))
+    again = ran(folder, "grpo", {"dp": 2}, 1, "run.checkpoint_every=1", *more)
+    for each in (found, again):
+        assert each[0] == alone[0]
+        for one, other in zip(each[1], alone[1], strict=True):
+            assert one == pytest.approx(other, rel=1e-4, abs=1e-5)

@@ -107,6 +107,28 @@ def test_a_rank_s_optimiser_holds_masters_where_weights_are_narrow(dtype: str, n
     assert f"optimiser {6 * 4 * numbers / 2:.1f} GiB" in line
 
 
+def test_a_rank_holds_its_own_experts_of_a_mixture() -> None:
+    sizes = ModelSizes(
+        parameters=6 * 2**28,
+        layers=1,
+        heads=1,
+        kv_heads=1,
+        kv_width=1,
+        vocabulary=1,
+        context=1,
+        experts=2**30,
+    )
+    data = {
+        "policy": {"model": {"new": NEW.model_dump()}},
+        "rollout": {"max_tokens": 8},
+        "algorithm": {"name": "grpo", "steps": 1},
+        "placement": {"pools": {"main": 4}, "train": {"main": {"ep": 4}}},
+    }
+    line = rank_lines(validate(Recipe, data, "recipe"), sizes)[0]
+    assert "weights 6.0 GiB - 3.0 GiB of other ranks' experts / 1 = 3.0 GiB" in line
+    assert "optimiser 6.0 GiB" in line
+
+
 def test_rows_that_never_run_take_no_memory() -> None:
     """A step has 64 x 8 rows and an evaluation 500; fixed shapes hold every slot."""
     many = recipe().rollout.model_copy(update={"max_rows": 10**9})

@@ -54,6 +54,13 @@ def test_fsdp_inside_dp_cuts_one_copy_over_some_ranks() -> None:
     assert left_out.mesh_of("policy") == mesh
 
 
+def test_ep_shares_out_experts_over_ranks_of_dp() -> None:
+    placement = recipe(pools={"main": 8}, train={"main": {"dp": 2, "ep": 4}}).placement
+    mesh = placement.mesh_of("policy")
+    assert mesh == MeshSizes(dp=8, ep=4) and mesh.is_sharded and not mesh.is_plain
+    assert str(mesh) == "dp 2 x ep 4 x pp 1 x tp 1"
+
+
 def test_every_pool_has_a_mesh_of_its_own() -> None:
     placement = recipe(
         pools={"main": 4, "side": 2}, roles={"critic": "side"}, train={"main": {"tp": 2}, "side": {"pp": 2}}
@@ -88,7 +95,12 @@ def test_a_pool_called_as_a_role_is_the_pool() -> None:
         ),
         ({"train": {"reward": {"dp": 1}}}, "names 'reward'", "the models policy, reference, critic"),
         ({"train": {"mian": {"tp": 1}}}, "names 'mian'", "the pools are main"),
-        ({"train": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, pp, tp"),
+        ({"train": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, ep, pp, tp"),
+        (
+            {"pools": {"main": 4}, "train": {"main": {"ep": 2, "tp": 2}}},
+            "is ep 2 x pp 1 x tp 2: ep and tp",
+            "ranks that hold all else of every layer whole",
+        ),
         ({"sequence_parallel": True}, "no model is trained with tp above 1", "over the ranks of tp"),
         ({"generate": {"pp": 2}}, "placement.generate has an axis 'pp'", "it may have tp"),
         ({"train": {"main": {"tp": 0}}}, "placement.train.main.tp is 0", "the least is 1"),

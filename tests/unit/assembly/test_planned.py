@@ -13,7 +13,7 @@ from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly import planned
 from rillflow.assembly.planned import is_placed_by, keep_plan, require_for, settings_of
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
-from rillflow.cluster.config import PlacementConfig
+from rillflow.cluster.config import MeshSizes, PlacementConfig
 from rillflow.errors import ConfigError, PlanError
 from rillflow.observe import layout
 from rillflow.planner.grid import Grid
@@ -166,7 +166,17 @@ def test_a_sampler_of_its_own_is_launched_as_it_was_planned(recipe: Path) -> Non
 
 
 def with_experts(plan: Plan) -> Plan:
-    return replace(plan, units={**plan.units, "policy": PlannedUnit(pool="main", grid=Grid(dp=4, ep=2))})
+    return replace(
+        plan, units={**plan.units, "policy": PlannedUnit(pool="main", grid=Grid(dp=2, tp=2, ep=2))}
+    )
+
+
+def test_experts_are_shared_out_over_ranks_of_dp(recipe: Path) -> None:
+    plan = plan_of(("main",) * 3, (Grid(dp=4, ep=2),) * 3)
+    placement = loaded(recipe, plan).recipe.placement
+    require_for(plan, loaded(recipe, plan))
+    assert placement.train == {"main": {"dp": 2, "ep": 2, "pp": 1, "tp": 1}}
+    assert placement.mesh_of("policy") == MeshSizes(dp=4, ep=2) and is_placed_by(plan, placement)
 
 
 def test_a_plan_begins_more_than_it_trains(recipe: Path) -> None:

@@ -159,3 +159,12 @@ def test_a_box_that_is_not_here() -> None:
     box = slices(placement, (4,))[1][0]
     with pytest.raises(PlacementError, match="a rank is asked for 2:4"):
         local_index(intervals(placement, (4,), 0), box)
+
+
+def test_experts_are_cut_over_ep_and_nothing_else_is() -> None:
+    whole = {name: Broadcast() for name in PARTS}
+    mesh = Mesh.of(dp=4, pp=1, tp=1)
+    found = training_layout(WEIGHTS, whole, dict.fromkeys(STAGES, (0,)), mesh, ep=2, experts={"up"})
+    held = [str(slices(found["up"], (8, 4))[rank][0]) for rank in range(4)]
+    assert held == ["[0:4, 0:4]", "[4:8, 0:4]"] * 2
+    assert str(slices(found["down"], (4, 8))[3][0]) == "[0:4, 0:8]"
