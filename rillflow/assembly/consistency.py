@@ -293,6 +293,12 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
             why="a row whose agent failed has no answer, and a model would score it all the same",
             fix=f"{setting.split('.')[0]}.function scores the others",
         )
+    if recipe.rollout.replay_routing:
+        yield ConfigError(
+            "rollout.replay_routing is true, and rollout.agent writes the rows",
+            why="an agent's row is joined from several answers, and only their tokens are kept",
+            fix="leave one of them out",
+        )
     if recipe.placement.generate_tp > 1:
         yield ConfigError(
             f"placement.generate has tp = {recipe.placement.generate_tp}, and rollout.agent writes the rows",

@@ -91,6 +91,11 @@ def test_the_small_recipe_is_consistent() -> None:
             "an agent asks one of them",
         ),
         (
+            {"rollout": {**AGENT, "replay_routing": True}},
+            "replay_routing is true, and rollout.agent writes the rows",
+            "only their tokens are kept",
+        ),
+        (
             {"placement": {"pools": {"a": 1, "b": 1}}},
             "placement.pools.b is for no role",
             "the roles policy, reward, sampler are on a;",
