@@ -1,21 +1,32 @@
-"""Families of models: each made tiny, then trained and sampled, or why not.
+"""Families of models: each made tiny, then trained, sampled natively, sampled by vLLM, or why not.
 
-    python benchmarks/families.py gemma2 gpt_oss deepseek_v3
+    python benchmarks/families.py gemma2 gpt_oss                                # seconds each
+    python benchmarks/families.py --vllm .venv-vllm/bin/python --write benchmarks/results/families.md
 
     its config, in small ─ random weights ─> a directory of transformers ─ load_model, as a run does
         ├─ trained   rows of like beginnings: log probabilities and gradients, against each row alone
         │            through the module as transformers has it, its attention "eager"
-        └─ sampled   tokens by the native engine: its log probabilities, against the trainer's
+        ├─ sampled   tokens by the native engine: its log probabilities, against the trainer's
+        └─ vLLM      the canary's texts by a server of vLLM, against the trainer's
 
-Heads are 32 wide, windows 6 tokens, rows up to 24 tokens; soft caps are low enough to be felt.
+Each family in a process of its own, with a limit of time. Heads are 32 wide, windows 6 tokens, rows up to 24
+tokens; soft caps are low enough to be felt.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +34,46 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rillflow.cluster.ranks import SingleRank
+from rillflow.errors import RillflowError
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import LanguageModel, load_model, quiet
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.roles.canary import canary_rows, canary_texts
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.rollout.stops import Stops
+from rillflow.rollout.vllm.engine import VllmEngine
 from rillflow.training.config import TrainConfig
 from rillflow.training.scorer import LogprobReader, Scorer
 
 CPU = torch.device("cpu")
 VOCABULARY, CONTEXT = 64, 256
+MOST = 10_000_000
+"""Parameters of a tiny model."""
+TOLD = 240
+"""Characters of a reason at most."""
+KINDS = [
+    *("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "llama", "llama4_text", "mistral", "mixtral", "gemma"),
+    *(
+        "gemma2",
+        "gemma3_text",
+        "vaultgemma",
+        "phi3",
+        "olmo2",
+        "olmo3",
+        "olmo_hybrid",
+        "granite",
+        "granitemoe",
+    ),
+    *("granitemoehybrid", "smollm3", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "minicpm3", "gpt_oss"),
+    *("gpt2", "cohere2", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "seed_oss", "falcon_h1", "mamba"),
+    *("mamba2", "jamba", "bamba", "lfm2", "nemotron", "stablelm", "gptj", "bert"),
+]
+"""What is tried where nothing is named."""
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -74,6 +112,27 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "minicpm3": LATENT,
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    "jamba": {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 1,
+        "max_position_embeddings": CONTEXT,
+    },
+    "mamba": {"state_size": 16, "max_position_embeddings": CONTEXT},
+    "llama4_text": {"attention_chunk_size": 8, "intermediate_size_mlp": 64},
+    "qwen3_next": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "shared_expert_intermediate_size": 32,
+    },
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT, "rotary_dim": 8},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT},
 }
 """What a type calls otherwise, or wants besides."""
@@ -90,8 +149,13 @@ def tiny_config(kind: str) -> Any:
 
 def write_family(kind: str, folder: Path) -> Path:
     """A directory of a tiny model of random weights, as transformers writes it, and a tokeniser."""
+    config = tiny_config(kind)
+    with torch.device("meta"):
+        numbers = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
+    if numbers > MOST:
+        raise ValueError(f"{numbers:,} parameters: its config has other names than {', '.join(SMALL)}")
     torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    module = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if name.endswith("sinks"):
@@ -127,6 +191,8 @@ class Trained:
     """Largest difference of a log probability."""
     gradients: float
     """Largest difference of a gradient, over that weight's largest."""
+    own: str | None
+    """Why it trains with its own attention, on padded rows; None where it has Rillflow's."""
 
 
 def load_family(folder: Path) -> LanguageModel:
@@ -138,7 +204,8 @@ def trained(folder: Path) -> Trained:
     """The family's rows in one micro-batch, and one by one by the module as transformers has it."""
     rows = family_rows()
     mask = rows.ragged("loss_mask").values
-    module = load_family(folder).module
+    model = load_family(folder)
+    module = model.module
     found = Scorer(module, TrainConfig()).forward(rows.only("tokens", "loss_mask"), LogprobReader()).logprobs
     (found * rows.ragged("slopes").values[mask]).sum().backward()
     with quiet():
@@ -148,6 +215,7 @@ def trained(folder: Path) -> Trained:
     return Trained(
         logprobs=float((found - expected).detach().abs().max()),
         gradients=max(_apart(module, plain).values()),
+        own=model.own,
     )
 
 
@@ -183,17 +251,120 @@ def _apart(one: nn.Module, other: nn.Module) -> Mapping[str, float]:
     }
 
 
-def main() -> None:
-    """Try the families that are named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "kinds", nargs="*", default=["gemma2", "gpt_oss", "deepseek_v3"], help="types of models"
-    )
+def by_vllm(folder: Path, python: str) -> float:
+    """The largest difference of a log probability of the canary's texts, by vLLM and by the trainer."""
+    model = load_family(folder)
+    config = RolloutConfig(max_tokens=20, max_rows=4, engine="vllm", server=python)
+    stops = Stops((), model.tokenizer)
+    how: dict[str, Any] = {"stop_tokens": stops.tokens, "seed": 1, "context": CONTEXT, "stops": stops}
+    engine = VllmEngine(model.module, config, tp=SingleRank(), **how)
+    engine.load(0, dict(model.module.named_parameters()))
+    found = engine.score(canary_texts(model))
+    rows = canary_rows(model)
+    said = Scorer(model.module, TrainConfig()).logprobs(rows).values[rows.ragged("loss_mask").values]
+    return float((said - torch.tensor([each for text in found for each in text])).abs().max())
+
+
+def attempt(step: Callable[[], Trained | float], most: float) -> str:
+    """What came of a step, in words; a difference above ``most`` is no success."""
+    try:
+        found = step()
+    except Exception as error:  # noqa: BLE001  whatever a family's code raises is what is to be told
+        told = (
+            f"{error.what}: {error.why}"
+            if isinstance(error, RillflowError)
+            else f"{type(error).__name__}: {error}"
+        )
+        return "no: " + " ".join(told.split()).replace("|", "/")[:TOLD]
+    if isinstance(found, float):
+        return f"yes, {found:.0e}" if found <= most else f"no: log probabilities differ by {found:.2g}"
+    if max(found.logprobs, found.gradients) > most:
+        return f"no: log probabilities differ by {found.logprobs:.2g}, gradients by {found.gradients:.2g}"
+    return f"{'packed' if found.own is None else 'padded'}, {found.logprobs:.0e}, {found.gradients:.0e}"
+
+
+def one(kind: str, python: str | None) -> dict[str, str]:
+    """What comes of one family, by column."""
     torch.set_num_threads(1)
-    for kind in parser.parse_args().kinds:
-        with tempfile.TemporaryDirectory() as folder:
-            path = write_family(kind, Path(folder) / kind)
-            print(kind, trained(path), f"sampled: {sampled(path):.2g}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / kind
+        said = ["vllm"] if python is not None else []
+        try:
+            write_family(kind, folder)
+        except Exception as error:  # noqa: BLE001  as above
+            why = " ".join(f"not made: {type(error).__name__}: {error}".split()).replace("|", "/")[:TOLD]
+            return dict.fromkeys(["trained", "native", *said], why)
+        steps: dict[str, tuple[Callable[[], Trained | float], float]] = {
+            "trained": (lambda: trained(folder), 1e-4),
+            "native": (lambda: sampled(folder), 1e-4),
+        }
+        if python is not None:
+            steps["vllm"] = (lambda: by_vllm(folder, python), 1e-3)
+        found: dict[str, str] = {}
+        for column, (step, most) in steps.items():
+            found[column] = attempt(step, most)
+            print(json.dumps(found), flush=True)  # what there is when time is up
+        return found
+
+
+def in_child(kind: str, python: str | None, limit_s: float) -> dict[str, str]:
+    """The same in a process of its own."""
+    command = [sys.executable, __file__, kind, "--child", *(["--vllm", python] if python else [])]
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, start_new_session=True)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(limit_s)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        output.seek(0)
+        lines = [line for line in output.read().splitlines() if line.startswith("{")]
+    columns = ["trained", "native", *(["vllm"] if python else [])]
+    late = dict.fromkeys(columns, f"no: not within {limit_s:g} s, or its process died")
+    return late | (json.loads(lines[-1]) if lines else {})
+
+
+def table(found: Mapping[str, Mapping[str, str]], command: str) -> str:
+    """The results as a page."""
+    columns = {"trained": "trained", "native": "sampled natively", "vllm": "sampled by vLLM"}
+    there = {key: title for key, title in columns.items() if any(key in row for row in found.values())}
+    lines = [
+        "# Families of models",
+        "",
+        f"`{command}`: transformers {version('transformers')}, torch {version('torch')}, "
+        f"{platform.machine()}, one thread. Random weights, float32.",
+        "",
+        "Trained: on packed rows with Rillflow's attention, or on padded ones with its own; the largest "
+        "difference of a log probability, and of a gradient over its weight's largest. Sampled: the largest "
+        "difference of a log probability from the trainer's.",
+        "",
+        "| type | " + " | ".join(there.values()) + " |",
+        "|---" * (1 + len(there)) + "|",
+    ]
+    for kind, row in sorted(found.items()):
+        lines.append(f"| {kind} | " + " | ".join(row.get(key, "") for key in there) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Try the families."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kinds", nargs="*", help="types of models; those of RL post-training without any")
+    parser.add_argument("--vllm", help="the python of an environment that has vLLM")
+    parser.add_argument("--write", type=Path, help="where the table goes")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of one family")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        print(json.dumps(one(given.kinds[0], given.vllm)), flush=True)
+        return
+    found: dict[str, dict[str, str]] = {}
+    for kind in given.kinds or KINDS:
+        found[kind] = in_child(kind, given.vllm, given.limit)
+        print(kind, *found[kind].values(), sep=" | ", flush=True)
+    if given.write is not None:
+        shown = "python benchmarks/families.py" + (" --vllm .venv-vllm/bin/python" if given.vllm else "")
+        given.write.write_text(table(found, shown))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from rillflow.assembly.memory import (
     sizes_of_new,
 )
 from rillflow.assembly.meshes import unfit
-from rillflow.assembly.model_files import require_model_files
+from rillflow.assembly.model_files import ALIKE, kind_of, require_model_files
 from rillflow.assembly.preflight import (
     NOTHING,
     Given,
@@ -255,6 +255,11 @@ def _look_at_model(recipe: Recipe, base: Path, report: Report) -> None:
         require_model_files(Path(source), is_chat=_has_chat(report.task))
         sizes = sizes_of_directory(Path(source))
     report.sizes = sizes
+    kind = new.architecture if new is not None else kind_of(source)
+    if kind is not None and kind not in ALIKE:
+        from rillflow.assembly.decoder import decoder_notes
+
+        report.notes += decoder_notes(recipe, base)
     if sizes is None:
         report.say("model", [f"{name}: its size is known when it is loaded"])
         return

@@ -22,7 +22,7 @@ from rillflow.models.weight_files import check_weight_files, unusable
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-_ALIKE = ("gemma", "gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+ALIKE = ("gemma", "gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 """Model types of which every layer has the same weights."""
 _IN_LAYER = re.compile(r"((?:.*?\.)?(?:layers|h)\.)(\d+)(\..+)")
 
@@ -44,6 +44,12 @@ def require_model_files(directory: Path, *, is_chat: bool) -> None:
         )
     if is_chat:
         require_template(directory)
+
+
+def kind_of(source: str | None) -> str | None:
+    """The type of the model in a directory; None where that is known when it is loaded."""
+    file = Path(source or "") / "config.json"
+    return str(_settings(file).get("model_type")) if source is not None and file.is_file() else None
 
 
 def require_template(directory: Path) -> None:
@@ -93,7 +99,7 @@ def _names(directory: Path) -> list[str]:
 
 def _require_layers(directory: Path, config: Mapping[str, Any], names: Sequence[str]) -> None:
     """Every layer has the weights that another one has, and tokens have an embedding."""
-    if config.get("model_type") not in _ALIKE:
+    if config.get("model_type") not in ALIKE:
         return
     layers = next((config[key] for key in ("num_hidden_layers", "n_layer") if key in config), 0)
     parts = [match.groups() for name in names if (match := _IN_LAYER.fullmatch(name))]

@@ -1,11 +1,13 @@
 """Architecture: is this a decoder that Rillflow's attention can drive? Found out by trying it.
 
-    config ── causal_class, scalar_class ──> its module's class    known, and its attention replaceable?
+    config ── causal_class, scalar_class ──> its module's class ── built_with: is its attention replaceable?
     module ── short_copy: its first layers, with random weights, so that a trial is small however large it is
-                 └─ check_attention: 8 tokens through an attention plan, the same through its own attention
-                       every layer asked the plan once?  the outputs agree?
+                 └─ settle_attention ── 8 tokens through an attention plan, the same through its own attention
+                       every layer asked the plan once, the outputs agree? ─ yes ─> Rillflow's, packed rows
+                       no: a row's outputs depend on no row beside it, no token behind it? ─> its own, padded
+                       no: refused
 
-What the trial cannot show, a long context would: attention in chunks is refused by its name.
+What the trial cannot show, a long context would: attention in chunks is left to the module by its name.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The module class of a config.
 
     Raises:
-        ModelError: no causal language model, or one whose attention cannot be replaced.
+        ModelError: no causal language model.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
@@ -66,13 +68,76 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
         )
     found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not found.is_backend_compatible():
-        raise _not_replaceable(found.__name__, "it does not use transformers' attention interface")
-    settings = config.get_text_config().to_dict()
-    odd = sorted(set(settings.get("layer_types") or ()) - _LAYERS)
-    if odd:
-        raise _not_replaceable(found.__name__, f"it has layers of {odd[0]!r}")
     return found
+
+
+def built_with(kind: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+    """The attention that a module is made with: Rillflow's, or its own where that is known not to do."""
+    return ATTENTION if _odd(kind, config) is None else _own(kind)
+
+
+def is_padded(module: PreTrainedModel) -> bool:
+    """Whether a module attends by itself, so that its rows lie side by side, filled up behind their ends."""
+    return bool(module.config._attn_implementation != ATTENTION)
+
+
+def settle_attention(module: PreTrainedModel, tried: PreTrainedModel) -> str | None:
+    """Leave a module Rillflow's attention if that computes what its own does, else give it its own.
+
+    Args:
+        module: the decoder; it may be on the meta device.
+        tried: its ``short_copy``, by which it is found out.
+
+    Returns:
+        Why it has its own; None where it has Rillflow's.
+
+    Raises:
+        ModelError: neither does: with its own, a row's outputs depend on tokens behind it or rows beside it.
+    """
+    try:
+        odd = _odd(type(module), module.config)
+        if odd is not None:
+            raise _not_replaceable(type(module).__name__, odd)
+        check_attention(tried)
+    except ModelError as error:
+        for each in (module, tried):
+            each.set_attn_implementation(_own(type(module)))
+        _check_rows(tried, error)
+        return f"{error.what} ({error.why})"
+    return None
+
+
+def _check_rows(module: PreTrainedModel, met: ModelError) -> None:
+    """Show that a row says the same alone, before any other tokens and beside any other row."""
+    first = trial_positions(module) % module.config.get_text_config().vocab_size
+    half = (first.shape[1] + 1) // 2
+    second = torch.cat([first[:, :half], first[:, half:].flip(1)], 1)
+    try:
+        beside = trial(module, input_ids=torch.cat([first, second]))
+        alone, begun = trial(module, input_ids=first), trial(module, input_ids=first[:, :half])
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise _neither(met, f"ends in {type(error).__name__}: {error}") from error
+    difference = max(relative_difference(beside[:1], alone), relative_difference(beside[1:, :half], begun))
+    if not difference <= _TOLERANCE[module.dtype]:
+        raise _neither(
+            met, f"moves a row's outputs by what lies behind it, by {difference:.2g} of the largest"
+        )
+
+
+def _neither(met: ModelError, what: str) -> ModelError:
+    return ModelError(met.what, why=f"{met.why}; its own attention {what}", fix=met.fix)
+
+
+def _own(kind: type[PreTrainedModel]) -> str:
+    return "sdpa" if kind._supports_sdpa else "eager"
+
+
+def _odd(kind: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+    """Why the attention of a type cannot be replaced, where that needs no trial."""
+    if not kind.is_backend_compatible():
+        return "it does not use transformers' attention interface"
+    odd = sorted(set(config.get_text_config().to_dict().get("layer_types") or ()) - _LAYERS)
+    return f"it has layers of {odd[0]!r}" if odd else None
 
 
 def scalar_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -114,7 +179,14 @@ def short_copy(module: PreTrainedModel) -> PreTrainedModel:
     text.vocab_size = min(text.vocab_size, _TRIAL_VOCABULARY)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        found = type(module)(config).eval()
+        try:
+            found = type(module)(config).eval()
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise ModelError(
+                f"{type(module).__name__} cannot be tried with {shown} layers",
+                why=f"{type(error).__name__}: {error}",
+                fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
+            ) from error
         for parameter in found.parameters():
             if parameter.dim() == 1:  # a bias of 0 would hide that it is added twice
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
@@ -168,7 +240,8 @@ def trial(
     """
     positions = trial_positions(module)[:, :tokens]
     ids = positions % module.config.get_text_config().vocab_size
-    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False, **given}
+    where = {} if is_padded(module) else {"position_ids": positions}  # not every module can be told
+    inputs = {"input_ids": ids, **where, "use_cache": False, **given}
     output = _output(module) if is_last else "last_hidden_state"
     with torch.set_grad_enabled(graph):
         found: Tensor = (module if output == "logits" else module.base_model)(**inputs)[output]
@@ -178,7 +251,7 @@ def trial(
 def has_plain_head(module: Any) -> bool:
     """Whether logits are the product of last hidden states and a head's weight, and nothing besides."""
     head = module.get_output_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None:
+    if type(head) is not nn.Linear or head.bias is not None or module.base_model is module:
         return False
     with torch.no_grad():
         return torch.equal(head(trial(module, is_last=False)), trial(module))
@@ -225,6 +298,6 @@ def _output(module: Any) -> str:
 def _not_replaceable(name: str, why: str) -> ModelError:
     return ModelError(
         f"the attention of {name} cannot be replaced",
-        why=f"{why}; sampling and training need every layer's, full or sliding",
+        why=why,
         fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
     )

@@ -33,7 +33,7 @@ from rillflow.models.adapters import (
     trained_beside,
     write_adapter_settings,
 )
-from rillflow.models.architecture import check_attention, context_of, short_copy
+from rillflow.models.architecture import context_of, settle_attention, short_copy
 from rillflow.models.attention import register
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
@@ -55,7 +55,7 @@ class LoadedModel:
     """A decoder, whatever its head."""
 
     module: PreTrainedModel
-    """The unmodified transformers module, its attention Rillflow's, in evaluation mode."""
+    """The unmodified transformers module, in evaluation mode."""
     tokenizer: Tokenizer
     """Its tokeniser."""
     context: int
@@ -68,6 +68,8 @@ class LoadedModel:
     """What is trained in the module's place, and alone is written, hashed and published."""
     trained: frozenset[str] = frozenset()
     """The names of its parameters."""
+    own: str | None = None
+    """Why its attention is its own, and its rows are padded; None where they are packed."""
 
     def read(self) -> Self:
         """Read the whole model.
@@ -199,8 +201,7 @@ def outline(
             module = (load_scalar_module if is_scalar else load_module)(source, dtype).eval()
             weights = taken_out(module, dtype)
             inner = load_tokenizer(source)
-        tried = short_copy(module)
-        check_attention(tried)
+        own = settle_attention(module, tried := short_copy(module))
         settle_positions(module, tried)
         if adapter is not None:
             attach(module, adapter.config)
@@ -217,6 +218,7 @@ def outline(
         source=weights,
         adapter=adapter,
         trained=trained,
+        own=own,
     )
 
 

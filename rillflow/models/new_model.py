@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from rillflow.errors import ModelError, nearest
-from rillflow.models.architecture import causal_class, scalar_class
-from rillflow.models.attention import ATTENTION
+from rillflow.models.architecture import built_with, causal_class, scalar_class
 from rillflow.models.config import NewModel, misfits
 from rillflow.models.scalar_head import require_one_number, start_head
 from rillflow.models.unread import Drawing, Source, taken_out
@@ -47,15 +46,16 @@ def new_module(
     Raises:
         ModelError: the type is unknown or no decoder we can drive, or its sizes do not fit together.
     """
-    config, kind = _config(new, vocabulary), AutoModelForCausalLM
-    causal_class(config)
+    config = _config(new, vocabulary)
+    kind, made = AutoModelForCausalLM, causal_class(config)
     if is_scalar:
-        scalar_class(config)
+        kind, made = AutoModelForSequenceClassification, scalar_class(config)
         require_one_number(config)
-        kind = AutoModelForSequenceClassification
     with torch.random.fork_rng(devices=[]), Drawing() as drawing:
         torch.default_generator.manual_seed(seed)
-        module: PreTrainedModel = kind.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+        module: PreTrainedModel = kind.from_config(
+            config, attn_implementation=built_with(made, config), dtype=torch.float32
+        )
         if is_scalar:
             start_head(module)
     return module.eval(), taken_out(module, dtype, drawing.drawn)

@@ -11,6 +11,7 @@ are given the context's last position in every pass, so that a row is read as on
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rillflow.errors import ModelError
-from rillflow.models.architecture import context_of, relative_difference, trial, trial_positions
+from rillflow.models.architecture import context_of, is_padded, relative_difference, trial, trial_positions
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Largest difference of the outputs, over their largest: company turns the last bits at most."""
@@ -54,6 +55,8 @@ def settle_positions(module: PreTrainedModel, tried: PreTrainedModel) -> None:
     Raises:
         ModelError: the module looks at the longest row elsewhere than in its rotary embeddings.
     """
+    if is_padded(tried) and "position_ids" not in signature(type(tried).forward).parameters:
+        return  # it counts tokens itself, or does not
     if _difference(tried) == 0:
         return
     for each in (tried, module):
@@ -73,7 +76,10 @@ def _difference(module: PreTrainedModel) -> float:
     """How far a row's outputs move, over their largest, when the pass ends at the context's last position."""
     far = trial_positions(module)
     far[:, -1] = context_of(module) - 1
-    return relative_difference(trial(module, position_ids=far)[:, :-1], trial(module)[:, :-1])
+    return relative_difference(
+        trial(module, position_ids=far)[:, :-1],
+        trial(module, position_ids=trial_positions(module))[:, :-1],
+    )
 
 
 def _is_rotary(part: nn.Module) -> bool:

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from rillflow.errors import ModelError
-from rillflow.models.architecture import causal_class, scalar_class
-from rillflow.models.attention import ATTENTION
+from rillflow.models.architecture import built_with, causal_class, scalar_class
 from rillflow.models.scalar_head import head_weights, require_one_number, start_head
 from rillflow.models.tokenizer import end_tokens
 from rillflow.models.unread import unread_weights
@@ -31,7 +30,7 @@ from rillflow.models.weight_files import LIBRARY_ERRORS, check_weight_files, unu
 
 
 def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model with Rillflow's attention, its weights not read (``models.unread``).
+    """A causal language model, its weights not read (``models.unread``).
 
     Raises:
         ModelError: the directory holds none we can drive, or not all of its weights.
@@ -52,7 +51,7 @@ def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_scalar_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A decoder with a scalar head and Rillflow's attention, its weights not read, but for a new head.
+    """A decoder with a scalar head, its weights not read, but for a new head.
 
     A causal language model gets a new head in the place of its logits. A directory that has a head keeps it,
     and its class: ForTokenClassification has a bias that ForSequenceClassification would drop.
@@ -121,7 +120,7 @@ def _weights(
             state_dict=unread,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation=built_with(kind, config),
             output_loading_info=True,
         )
     except LIBRARY_ERRORS as error:

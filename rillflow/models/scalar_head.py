@@ -59,8 +59,8 @@ def require_one_number(config: PreTrainedConfig) -> None:
 
 
 def token_scores(body: Any, head: nn.Linear, inputs: dict[str, Any]) -> Tensor:
-    """[U] the head's number at every token, in float32 or wider."""
-    hidden = body(**inputs).last_hidden_state[0]
+    """[U] the head's number at every token, row after row, in float32 or wider."""
+    hidden = body(**inputs).last_hidden_state.flatten(0, 1)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     bias = None if head.bias is None else head.bias.to(wide)
     return nn.functional.linear(hidden.to(wide), head.weight.to(wide), bias).squeeze(-1)

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import ModelError, NotFiniteError, RillflowError, TrainingError
 from rillflow.formulas.logprobs import MOST_LOGITS, HeadLogits
-from rillflow.models.architecture import has_plain_head, short_copy, trial
+from rillflow.models.architecture import has_plain_head, is_padded, short_copy, trial
 from rillflow.models.routing import Routers
 from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
@@ -66,6 +66,15 @@ def first_said(ranks: Ranks, said: str) -> str:
     return bytes(next(text for text in texts if len(text)).tolist()).decode()
 
 
+def own_attention_is_whole(name: str) -> tuple[str, str, str]:
+    """What is wrong, why and what to do where a module that attends by itself is to be cut."""
+    return (
+        f"{name} trains with its own attention, and is to be cut over ranks (tp, pp, fsdp or ep above 1)",
+        "its rows lie side by side, and only packed rows travel between the parts of a model",
+        "leave tp, pp, fsdp and ep at 1; dp works with every decoder",
+    )
+
+
 class Parallel:
     """One rank's part of a decoder.
 
@@ -100,6 +109,8 @@ class Parallel:
         """Whether parameters are cut over ranks of dp."""
         self.is_whole = groups.pp.size == groups.tp.size == groups.ep.size == 1 and not self.sharded
         """Whether nothing is cut, so that this rank makes its passes alone."""
+        self.padded = is_padded(module)
+        """Whether the module attends by itself, over rows side by side."""
         self._unit = groups.tp.size if sequence else 1
         """Packed tokens of a pass are a multiple of it."""
         self._partial: set[str] = set()
@@ -109,13 +120,17 @@ class Parallel:
         self.stages: dict[str, tuple[int, ...]] = {name: (0,) for name, _ in module.named_parameters()}
         """The stages that every parameter of the whole module lies on."""
         self.routers = Routers(module)
-        """Those of the whole module; none of a dense one."""
+        """Those of the whole module; none of a dense one, or where nothing says that plans reach layers."""
+        if self.padded:
+            self.routers.all.clear()
         self.experts = frozenset(expert_weights(module) if groups.ep.size > 1 else ())
         """The parameters that ranks of ep share out."""
         self._error: RillflowError | None = None
         self.part = _Part(module, groups, most_logits)
         """What a pass calls."""
         if not self.is_whole:
+            if self.padded:
+                raise ModelError(*own_attention_is_whole(type(module).__name__))
             require_processes(groups.everyone)
             self._cut(plan)
         if self.sharded:
@@ -173,7 +188,7 @@ class Parallel:
 
     def outputs(self, part: Batch, back: int) -> Output:
         """What a whole module puts out for a micro-batch, where ``run`` would read it."""
-        reading = lay_out(part, self.device, back=back)
+        reading = lay_out(part, self.device, back=back, padded=self.padded)
         found: Output = self.part(None, reading.inputs, reading.wanted)
         reading.check(self.module)
         return found
@@ -241,8 +256,9 @@ class Parallel:
         if self.sharded or self.experts:  # a word with the other replicas, so before the first pass
             passes = max(int(count) for count in self.groups.dp.gather(torch.tensor([passes])))
         for index in range(passes):
-            own = index < len(parts)
-            found = lay_out(parts[index], self.device, back=back) if own else empty_reading(self.device)
+            found = empty_reading(self.device)
+            if index < len(parts):
+                found = lay_out(parts[index], self.device, back=back, padded=self.padded)
             more = -found.size % self._unit
             found = found.padded(found.size + more) if more else found
             yield found if routing is None else found.routed(routing)
@@ -307,6 +323,7 @@ class _Part(nn.Module):
         self.module = module
         self._most = most_logits
         self._last = groups.last
+        self._padded = is_padded(module)
         self._scalar = module.get_output_embeddings() is None
         self.is_plain: bool | None = None
         """See ``has_plain_head``; None where nobody has asked yet."""
@@ -331,9 +348,11 @@ class _Part(nn.Module):
         output: Output
         if self._scalar:
             output = token_scores(module.base_model, head_of(module), inputs)[wanted]
-        elif self._makes_many(len(wanted)):
-            hidden = module.base_model(**inputs).last_hidden_state[0, wanted]
+        elif self._makes_many(len(wanted)) or (self._padded and self._has_plain_head()):
+            hidden = module.base_model(**inputs).last_hidden_state.flatten(0, 1)[wanted]
             output = HeadLogits(hidden=hidden, weight=module.get_output_embeddings().weight, most=self._most)
+        elif self._padded:
+            output = module(**inputs).logits.flatten(0, 1)[wanted]
         else:
             output = module(**inputs, logits_to_keep=wanted).logits[0]
         return output if read is None else read(output)
@@ -342,6 +361,9 @@ class _Part(nn.Module):
         """Whether logits of so many tokens are too many to be held, and can be made in slices."""
         if rows * self.module.config.get_text_config().vocab_size <= self._most:
             return False
+        return self._has_plain_head()
+
+    def _has_plain_head(self) -> bool:
         if self.is_plain is None:
             self.is_plain = has_plain_head(self.module)
         return self.is_plain

@@ -14,6 +14,9 @@ with rows of like length, and hands each packed token's result back once.
 A token is predicted from the state one token before it (back = 1), as its value is; a row is scored at
 its last token itself (back = 0).
 
+Where a module attends by itself, its rows lie side by side: [B, L], each filled up behind its end, where a
+causal decoder never looks. What rows share is computed as often as it is there.
+
 Legend: B rows, T tokens of all rows, U packed tokens, N loss tokens, L longest row; H, K heads, D head size.
 """
 
@@ -133,9 +136,9 @@ class Reading:
     inputs: dict[str, Any]
     """The module's arguments: tokens, positions and the attention plan."""
     wanted: Tensor
-    """[N] int64 the packed tokens at which the outputs for the loss tokens stand."""
+    """[N] int64 the tokens, row after row, at which the outputs for the loss tokens stand."""
     copies: Tensor
-    """[U] float32 how many rows have each packed token."""
+    """[U] float32 how many rows have each token of the pass; none has what rows are filled up with."""
     routes: Tensor | None = None
     """[U, R, k] int64 the experts each packed token takes, -1 where its routers choose; None where all do."""
 
@@ -164,7 +167,7 @@ class Reading:
         Raises:
             TrainingError: it has an attention of its own.
         """
-        if not self.inputs["attention_plan"].layers:
+        if "attention_plan" in self.inputs and not self.inputs["attention_plan"].layers:
             raise TrainingError(
                 f"{type(module).__name__} does not use Rillflow's attention",
                 why="rows that lie end to end would see each other",
@@ -172,13 +175,14 @@ class Reading:
             )
 
 
-def lay_out(part: Batch, device: torch.device, *, back: int) -> Reading:
+def lay_out(part: Batch, device: torch.device, *, back: int, padded: bool = False) -> Reading:
     """The part's rows, with nothing behind the last token that is read.
 
     Args:
         part: rows with ``tokens`` and ``loss_mask``, at least one loss token among them.
         device: where the module computes.
         back: how many tokens before a loss token its output stands.
+        padded: whether rows lie side by side.
     """
     tokens, mask = part.ragged("tokens"), part.ragged("loss_mask")
     index = mask.values.nonzero().squeeze(1)
@@ -186,6 +190,15 @@ def lay_out(part: Batch, device: torch.device, *, back: int) -> Reading:
     is_read = _are_read(mask, back)
     needed = mask.with_values(is_read).sums()
     inputs = Ragged(values=tokens.values[is_read], lengths=needed)
+    if padded:
+        filled = inputs.padded(0).to(device)
+        wanted = (rows * filled.shape[1] + read).to(device)
+        copies = torch.arange(filled.shape[1]) < needed[:, None]
+        return Reading(
+            inputs={"input_ids": filled, "use_cache": False},
+            wanted=wanted,
+            copies=copies.flatten().float().to(device),
+        )
     packed, routes = pack(inputs), None
     if "routes" in part.fields:
         packed, routes = _pack_routed(inputs, routes_of(part, back=back))

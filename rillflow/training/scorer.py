@@ -145,7 +145,7 @@ class Scorer:
 
     def _aligned(self, rows: Batch, reader: OutputReader, number: Callable[[Any], Tensor]) -> Ragged:
         """A number of each loss token, aligned to ``tokens``, in the rows' own order."""
-        index = micro_batches(rows, self._budget)
+        index = micro_batches(rows, self._budget, padded=self._parallel.padded)
         parts = [rows.select(each) for each in index]
         masks = [part.ragged("loss_mask") for part in parts]
         taught = [part for part, mask in zip(parts, masks, strict=True) if bool(mask.values.any())]
@@ -181,26 +181,32 @@ def _loss_tokens_alone(part: Batch) -> Batch:
     return Batch(ids=part.ids, fields={"tokens": completions(part)})
 
 
-def micro_batches(batch: Batch, budget: int, units: Tensor | None = None) -> list[Tensor]:
+def micro_batches(
+    batch: Batch, budget: int, units: Tensor | None = None, *, padded: bool = False
+) -> list[Tensor]:
     """Indices of rows, cut so that no part has more than ``budget`` tokens unless one unit alone does.
 
-    Rows of one prompt stay neighbours, because what they share is computed once in each part.
+    Rows of one prompt stay neighbours, because what they share is computed once in each part. Where rows
+    are padded it is those of like length, and what they are filled up with counts.
 
     Args:
         batch: rows with ``tokens``.
         budget: tokens of a part.
         units: [B] int64; rows that share a number stay in one part. Each row is a unit without it.
+        padded: whether each row takes as much as the longest of its part.
     """
     ids = batch.ids.tolist()
-    order = sorted(range(len(batch)), key=ids.__getitem__)
     lengths = batch.ragged("tokens").lengths.tolist()
+    order = sorted(range(len(batch)), key=lambda row: (-lengths[row] if padded else 0, ids[row]))
     parts: list[list[int]] = []
-    held = budget
+    held = 0
     for unit in gathered(order, units):
-        size = sum(lengths[row] for row in unit)
+        own = [lengths[row] for row in unit]  # a padded part's first row is its longest
+        width = max(own) if not parts else lengths[parts[-1][0]]
+        size = len(unit) * width if padded else sum(own)
         if not parts or held + size > budget:
             parts.append([])
-            held = 0
+            held, size = 0, len(unit) * max(own) if padded else size
         parts[-1] += unit
         held += size
     return [torch.tensor(part, dtype=torch.int64) for part in parts]

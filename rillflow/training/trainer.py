@@ -220,7 +220,7 @@ class Trainer:
         for kind in (True, False):
             alike = rows.select((active == kind).nonzero().squeeze(1))
             units = alike.dense("loss_units") if "loss_units" in alike.fields else None
-            for index in micro_batches(alike, self._budget, units):
+            for index in micro_batches(alike, self._budget, units, padded=self._parallel.padded):
                 part = alike.select(index)
                 if bool(part.ragged("loss_mask").values.any()):
                     yield part

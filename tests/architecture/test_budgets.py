@@ -47,7 +47,7 @@ GROWN = {
     "vLLM as a server with adapters": 384,
     "sums that begin in the backward pass": 94,
     "offload refused in words": 9,
-    "soft caps and sinks": 30,
+    "soft caps and sinks, rows side by side": 107,
     "a tail that is cut": 41,
     "agents' rows, rows that are looked at": 53,
     "mixtures whose routing is seen and said": 376,
@@ -55,7 +55,7 @@ GROWN = {
     "mixtures whose experts are shared out": 118,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 29_825
+PACKAGE_LINES = 29_940
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,

@@ -122,5 +122,5 @@ def _unfit(name: str, why: str) -> ModelError:
         f"{name} cannot be sampled by the native engine",
         why=why,
         fix="load a decoder with plain or sliding-window attention, such as qwen2, llama, mistral or gpt2, "
-        "with attn_implementation='rillflow'",
+        "with attn_implementation='rillflow', or sample with rollout.engine = \"vllm\"",
     )

@@ -313,7 +313,7 @@ def test_an_encoder_is_no_causal_model(
     [
         ({"model_type": "t5"}, "t5"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "an encoder with a decoder"),
-        ({"model_type": "mamba"}, "cannot be replaced"),
+        ({"model_type": "mamba"}, "has no weight"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "is a LlamaForSequenceClassification"),
     ],
 )

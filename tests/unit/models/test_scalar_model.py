@@ -210,7 +210,7 @@ def test_a_missing_weight_of_the_body_is_not_made_up(make_directory: Make) -> No
     [
         ({"model_type": "t5"}, "t5"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "an encoder with a decoder"),
-        ({"model_type": "mamba"}, "cannot be replaced"),
+        ({"model_type": "mamba"}, "cannot have a scalar head"),
         ({"model_type": "cohere"}, "cannot have a scalar head"),
         ({"architectures": ["LlamaForQuestionAnswering"]}, "is a LlamaForQuestionAnswering"),
     ],
@@ -223,7 +223,7 @@ def test_another_architecture_is_named(make_directory: Make, changes: dict, says
 
 
 def test_a_new_one_whose_attention_cannot_be_replaced_is_refused() -> None:
-    with pytest.raises(ModelError, match="GPTJForCausalLM"):
+    with pytest.raises(ModelError, match="GPTJForSequenceClassification"):
         new(architecture="gptj", heads=4, kv_heads=4)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rillflow.errors import ModelError, TrainingError
+from rillflow.models.attention import ATTENTION
 from rillflow.parallel.packed import pack
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
@@ -34,12 +35,13 @@ def shuffled(batch: Batch) -> Batch:
     return batch.select(torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)))
 
 
+@pytest.mark.parametrize("attention", [ATTENTION, "sdpa"])
 @pytest.mark.parametrize("budget", [1, 17, 16384])
 def test_values_and_scores_are_those_of_each_row_alone(
-    make_scalar: MakeModule, make_rows: MakeRows, budget: int
+    make_scalar: MakeModule, make_rows: MakeRows, budget: int, attention: str
 ) -> None:
     batch = shuffled(make_rows(prompts=(5, 3, 20), samples=4))
-    scorer = Scorer(make_scalar(), TrainConfig(tokens_per_micro_batch=budget))
+    scorer = Scorer(make_scalar(attention=attention), TrainConfig(tokens_per_micro_batch=budget))
     own = heads(make_scalar(attention="sdpa"), batch)
     before = torch.cat([torch.cat([torch.zeros(1), row[:-1]]) for row in own])
     values, scores = scorer.values(batch), scorer.scores(batch)
@@ -97,15 +99,13 @@ def test_an_empty_row_has_no_score_and_a_first_token_no_value(make_scalar: MakeM
         scorer.values(rows_of([1, 2], [3, 4], masks=[[False, True], [True, True]]))
 
 
-def test_a_module_without_a_scalar_head_or_with_another_attention_is_refused(
+def test_a_module_without_a_scalar_head_is_refused(
     make_module: MakeModule, make_scalar: MakeModule, make_rows: MakeRows
 ) -> None:
     with pytest.raises(ModelError, match="Qwen2ForCausalLM has no scalar head"):
         Scorer(make_module(), TrainConfig()).scores(make_rows())
     with pytest.raises(ModelError, match="32 to 2"):
         Scorer(make_scalar(num_labels=2), TrainConfig()).scores(make_rows())
-    with pytest.raises(TrainingError, match="ForSequenceClassification does not use Rillflow's attention"):
-        Scorer(make_scalar(attention="sdpa"), TrainConfig()).scores(make_rows())
 
 
 def test_bfloat16_numbers_are_wide(make_scalar: MakeModule, make_rows: MakeRows) -> None:

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rillflow.errors import TrainingError
+from rillflow.models.attention import ATTENTION, register
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
@@ -115,8 +116,42 @@ def test_a_first_token_cannot_be_a_loss_token(module: PreTrainedModel) -> None:
         Scorer(module, TrainConfig()).logprobs(batch)
 
 
-def test_a_module_with_another_attention_is_refused(
-    make_module: Callable[..., PreTrainedModel], make_rows: MakeRows
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_rows_side_by_side_say_what_packed_ones_say_however_they_are_cut(
+    make_module: Callable[..., PreTrainedModel], make_rows: MakeRows, budget: int
 ) -> None:
-    with pytest.raises(TrainingError, match="Qwen2ForCausalLM does not use Rillflow's attention"):
-        Scorer(make_module(attention="sdpa"), TrainConfig()).logprobs(make_rows())
+    rows = make_rows(prompts=(5, 3, 9), longest=20)
+    packed = Scorer(make_module(), TrainConfig()).logprobs(rows)
+    config = TrainConfig(tokens_per_micro_batch=budget)
+    padded = Scorer(make_module(attention="sdpa"), config).logprobs(rows)
+    torch.testing.assert_close(padded.values, packed.values, rtol=0, atol=1e-5)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    unit=st.integers(1, 3),
+    budget=st.integers(1, 90),
+)
+def test_padded_parts_hold_what_they_may_with_what_rows_are_filled_up_with(
+    lengths: list[int], unit: int, budget: int
+) -> None:
+    ids = row_ids([RowId(0, index, 0) for index in range(len(lengths))])
+    batch = Batch(ids=ids, fields={"tokens": Ragged.from_rows([[0] * length for length in lengths])})
+    units = torch.arange(len(lengths)) // unit
+    parts = [part.tolist() for part in micro_batches(batch, budget, units, padded=True)]
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    for part in parts:
+        size = len(part) * max(lengths[row] for row in part)
+        assert size <= budget or len({row // unit for row in part}) == 1
+    homes = {row: at for at, part in enumerate(parts) for row in part}
+    assert all(homes[row] == homes[row - row % unit] for row in homes)
+
+
+def test_a_module_that_drops_the_plan_is_refused(make_rows: MakeRows) -> None:
+    settings = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("stablelm", **settings, num_attention_heads=4, num_key_value_heads=4)
+    register()
+    module = AutoModelForCausalLM.from_config(config)
+    module.config._attn_implementation = ATTENTION
+    with pytest.raises(TrainingError, match="StableLmForCausalLM does not use Rillflow's attention"):
+        Scorer(module, TrainConfig()).logprobs(make_rows())
