@@ -51,11 +51,11 @@ GROWN = {
     "a tail that is cut": 41,
     "agents' rows, rows that are looked at": 53,
     "mixtures whose routing is seen and said": 376,
-    "memory by bands, a budget, shared beginnings, penalties": 558,
+    "memory by bands, a budget, shared beginnings, penalties": 569,
     "mixtures whose experts are shared out": 118,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 29_940
+PACKAGE_LINES = 29_951
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,

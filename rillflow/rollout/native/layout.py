@@ -7,8 +7,8 @@
     band 1    9 rows of 1,024      slots 1 .. 9
     band 2   54 rows of 256        slots 10 .. 63       new rows come here, as far as it is long enough
 
-A row that outgrows its band moves to the next longer one. What outgrows the longest makes it longer
-while that wastes little, so rows of equal lengths have one rectangle; else it gets a band of its own.
+A row that outgrows its band moves to the next longer one, if it fills half of it. Else it makes its own
+band longer while that wastes little, so rows of equal lengths have one rectangle; or gets a band between.
 
 While a band's memory is made anew, one layer of it is there twice. What ``usable_positions`` leaves of
 a budget holds that.
@@ -16,6 +16,7 @@ a budget holds that.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -181,32 +182,43 @@ class _Plan(Generic[_M]):
         homeless.sort(key=lambda member: (self._needs[member], member.arrival))
         while homeless:
             least = self._needs[homeless[0]]
-            fitting = [band for band in self._bands if band.length >= least]
-            if fitting:
-                fitting[-1].members.append(homeless.pop(0))
-                continue
-            alike = [member for member in homeless if self._needs[member] <= 2 * least]
-            self._lengthen(alike)
+            index = sum(band.length >= least for band in self._bands)
+            most = min(2 * least, self._bands[index - 1].length) if index else 2 * least
+            alike = [member for member in homeless if self._needs[member] <= most]
             del homeless[: len(alike)]
+            if index and not self._leaves_free(self._bands[index - 1], alike):
+                self._bands[index - 1].members += alike
+            else:
+                self._lengthen(alike, index)
         return self._seated()
 
-    def _lengthen(self, members: list[_M]) -> None:
-        """Make room for rows that are longer than the longest band."""
+    def _leaves_free(self, band: Band[_M], members: list[_M]) -> bool:
+        """Whether rows would have much more than they need in a band, and can have less."""
+        needs = [self._needs[member] for member in (*members, *band.members)]
+        free = sum(band.length - need for need in needs if 2 * need <= band.length)
+        is_last = band is self._bands[-1]
+        return (
+            2 * self._needs[members[0]] <= band.length
+            and free >= (1 if self._is_tight else WORTH)
+            and not (is_last and len(self._bands) == BANDS)
+        )
+
+    def _lengthen(self, members: list[_M], index: int) -> None:
+        """Make room for rows between bands that are too short, from ``index`` on, and those that are not."""
         longest = self._needs[members[-1]]
-        top = self._bands[0] if self._bands else None
-        if top is not None:
-            others = [self._needs[member] for member in top.members] + [1] * self._idle(top)
-            length = self._length(longest, [*top.members, *members])
+        ceiling = self._bands[index - 1].length if index else sys.maxsize
+        below = self._bands[index] if index < len(self._bands) else None
+        if below is not None:
+            others = [self._needs[member] for member in below.members] + [1] * self._idle(below)
+            length = min(self._length(longest, [*below.members, *members]), ceiling)
             short = [length - need for need in others if 2 * need <= longest]
             pays = 4 * len(short) >= len(others) + len(members) and sum(short) >= WORTH
             if len(self._bands) == BANDS or not (pays or (self._is_tight and others)):
-                top.length, top.rows = length, 0
-                top.members += members
+                below.length, below.rows = length, 0
+                below.members += members
                 return
-        self._add_band(self._length(longest, members), members)
-
-    def _add_band(self, length: int, members: list[_M]) -> None:
-        self._bands.insert(0, Band(name=next(self._names), length=length, rows=0, members=[*members]))
+        length = min(self._length(longest, members), ceiling)
+        self._bands.insert(index, Band(name=next(self._names), length=length, rows=0, members=[*members]))
 
     def _length(self, longest: int, members: Sequence[_M]) -> int:
         """What rows are to have of which the longest needs ``longest``: more, unless few can reach it."""
