@@ -108,7 +108,9 @@ LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/cli.md",
     "docs/cluster.md",
     "docs/design/controller.md",
+    "docs/design/models.md",
     "docs/design/parallel.md",
+    "docs/design/streaming.md",
 ]
 """Pages whose commands are run with the slow tests: each command of the command line's once more, and those
 of ranks and meshes, which start many processes."""
