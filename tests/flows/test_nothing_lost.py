@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from rillflow.cli.main import main
+from rillflow.errors import ModelError
 from rillflow.observe.reader import best_step, read_rollouts
 from rillflow.pipeline import loop
 from rillflow.pipeline.open_step import OpenStep, Phase
 from rillflow.roles import saving
+from rillflow.rollout.native.engine import NativeEngine
 from rillflow.training.trainer import Trainer
 from tests.flows.conftest import Tiny
 
@@ -246,7 +248,14 @@ def _with_reward(found: loop.Evaluation, reward: float) -> loop.Evaluation:
     return replace(found, mean_reward=reward)
 
 
-def test_a_failed_start_leaves_nothing_that_refuses_the_corrected_command(tiny: Tiny) -> None:
-    assert tiny.run("run", "policy.model.new.architecture=bert") == 2
+def test_a_failed_start_leaves_nothing_that_refuses_the_corrected_command(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise ModelError("the engine refuses the model")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NativeEngine, "__init__", refuses)
+        assert tiny.run("run") != 0
     assert (tiny.folder / "run" / "config.json").is_file()
     assert tiny.run("run", "algorithm.steps=1") == 0

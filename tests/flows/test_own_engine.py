@@ -86,7 +86,12 @@ def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
             "cannot take the likeliest token",
             "remax calls policy.greedy",
         ),
-        ("own_engine:Noting", ["rollout.top_p=0.9"], "cannot draw from the likeliest", "top_k or top_p"),
+        (
+            "own_engine:Noting",
+            ["rollout.top_p=0.9"],
+            "cannot draw from the likeliest",
+            "top_k, top_p or min_p",
+        ),
         (
             "own_engine:Noting",
             ["algorithm.oversample_prompts=2"],
