@@ -108,7 +108,7 @@ def test_its_settings_and_its_graph_are_checked_like_any(
     assert "[algorithm] has no key 'samples'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("backend", [pytest.param("inline", marks=pytest.mark.slow), "ray"])
+@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_file_run_as_a_script_updates_by_its_own_loss_and_settings(backend: str, tmp_path: Path) -> None:
     """Classes and functions of __main__ travel to ranks whose __main__ is another file."""
     if backend == "ray" and find_spec("ray") is None:
