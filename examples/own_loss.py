@@ -5,9 +5,9 @@ prompts ─ generate ─> rollouts ─ score ─> rewards ─ rank_advantages �
 
 An algorithm that Rillflow does not know, in this one file, on one rank or on several:
 
-    python examples/own_loss.py run examples/best_of_n.toml --set algorithm.name=ranked --dir runs/ranked
-    python examples/own_loss.py run examples/best_of_n.toml --set algorithm.name=ranked --dir runs/by_two \
-        --set placement.pools.main=2
+    python examples/own_loss.py run examples/own_algorithm.toml --set algorithm.name=ranked --dir runs/ranked
+    python examples/own_loss.py run examples/own_algorithm.toml --set algorithm.name=ranked \
+        --dir runs/by_two --set placement.pools.main=2
 """
 
 from __future__ import annotations

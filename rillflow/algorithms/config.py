@@ -35,8 +35,8 @@ class AlgorithmConfig(PassesConfig):
         return {}
 
 
-class OnlineConfig(AlgorithmConfig, UpdateConfig):
-    """Algorithms that sample from the policy they train."""
+class SampledConfig(AlgorithmConfig, UpdateConfig):
+    """Algorithms that sample from the policy they train, by whatever loss."""
 
     samples_per_prompt: int = Field(8, gt=0, description="Rows sampled for each prompt: the sample group.")
     truncated: Literal["keep", "mask", "bootstrap"] = Field(
@@ -47,7 +47,6 @@ class OnlineConfig(AlgorithmConfig, UpdateConfig):
     missing_end_penalty: float = Field(
         0.0, ge=0, description="Taken from the reward of a row that was cut off at the limit."
     )
-    loss: PolicyLossConfig = PolicyLossConfig()
 
     @property
     def rows_per_step(self) -> int:
@@ -67,14 +66,20 @@ class OnlineConfig(AlgorithmConfig, UpdateConfig):
         return False
 
 
+class OnlineConfig(SampledConfig):
+    """Those that learn by the policy loss, every token by its ratio and its advantage."""
+
+    loss: PolicyLossConfig = PolicyLossConfig()
+
+
 def is_ready_first(config: AlgorithmConfig) -> bool:
     """Whether a step trains whichever groups are ready."""
-    return isinstance(config, OnlineConfig) and config.freshness > 0 and config.order == "ready_first"
+    return isinstance(config, SampledConfig) and config.freshness > 0 and config.order == "ready_first"
 
 
 def cuts_tail(config: AlgorithmConfig) -> bool:
     """Whether a step begins more than it trains, and leaves the longest for later."""
-    return isinstance(config, OnlineConfig) and config.begun > (
+    return isinstance(config, SampledConfig) and config.begun > (
         config.prompts_per_step,
         config.samples_per_prompt,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rillflow.algorithms import (
+    best_of_n,
     cispo,
     dapo,
     dr_grpo,
@@ -19,7 +20,21 @@ from rillflow.algorithms import (
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig, WarmStartConfig
 
-_SHIPPED = (grpo, dr_grpo, dapo, rloo, remax, reinforce_pp, gspo, cispo, ppo, safe_rlhf, preference, sft)
+_SHIPPED = (
+    grpo,
+    dr_grpo,
+    dapo,
+    rloo,
+    remax,
+    reinforce_pp,
+    gspo,
+    cispo,
+    ppo,
+    safe_rlhf,
+    best_of_n,
+    preference,
+    sft,
+)
 ALGORITHMS: dict[str, Algorithm] = {
     module.__name__.rpartition(".")[2]: module.ALGORITHM for module in _SHIPPED
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rillflow import formulas
 
 if TYPE_CHECKING:
-    from rillflow.algorithms.config import OnlineConfig, TokenConfig
+    from rillflow.algorithms.config import OnlineConfig, SampledConfig, TokenConfig
     from rillflow.algorithms.grpo import GroupScaleConfig
     from rillflow.dataflow.flow import Flow
     from rillflow.dataflow.handles import CriticHandle
@@ -32,7 +32,7 @@ def with_logprobs(flow: Flow, rollouts: Handle, config: OnlineConfig) -> list[Ha
     return batches
 
 
-def missing_end_penalised(flow: Flow, rewards: Handle, rollouts: Handle, config: OnlineConfig) -> Handle:
+def missing_end_penalised(flow: Flow, rewards: Handle, rollouts: Handle, config: SampledConfig) -> Handle:
     """The rewards of rows, less the penalty of those that were cut off, where there is one."""
     if not config.missing_end_penalty:
         return rewards
@@ -92,7 +92,7 @@ def bootstrapped(
     return flow.compute(formulas.bootstrapped_rewards, *given, into="token_rewards", gamma=config.gamma)
 
 
-def trained_rows(flow: Flow, batches: list[Handle], config: OnlineConfig) -> list[Handle]:
+def trained_rows(flow: Flow, batches: list[Handle], config: SampledConfig) -> list[Handle]:
     """The batches, of the rows that losses are taken over: all, or those that were not cut off."""
     if config.truncated != "mask":
         return batches

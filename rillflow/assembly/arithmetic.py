@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.config import SampledConfig
 
 if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def step_rows(recipe: Recipe) -> str:
     """Rows of one step. Example: ``64 prompts x 8 samples = 512 rows``."""
     config = recipe.algorithm
-    if isinstance(config, OnlineConfig):
+    if isinstance(config, SampledConfig):
         prompts, samples = config.prompts_per_step, config.samples_per_prompt
         return f"{prompts:,} prompts x {samples:,} samples = {config.rows_per_step:,} rows"
     return _many(config.rows_per_step, _row_word(recipe))
@@ -33,7 +33,7 @@ def batch_lines(recipe: Recipe) -> list[str]:
         f"the run: {_many(config.steps, 'step')} x {passes} = {_many(config.updates, 'optimiser step')} "
         f"on {_many(config.steps * config.rows_per_step, _row_word(recipe))}"
     )
-    if isinstance(config, OnlineConfig):
+    if isinstance(config, SampledConfig):
         begun, longest = config.begun, recipe.rollout.max_tokens
         if begun > (config.prompts_per_step, config.samples_per_prompt):
             lines.append(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.algorithms.config import OnlineConfig, cuts_tail, is_ready_first
+from rillflow.algorithms.config import SampledConfig, cuts_tail, is_ready_first
 from rillflow.assembly.encoding import EncodedTask, encode_task
 from rillflow.assembly.evaluate import judged, ranked
 from rillflow.assembly.phases import PhasePlan, phase_plans
@@ -174,7 +174,7 @@ class Build:
         """What samples where a step of the phase is made of the groups that are ready."""
         config, executor, delivery = plan.config, self._roles.executor, self._roles.delivery
         asked = plan.algorithm.answers(config)
-        assert isinstance(config, OnlineConfig) and delivery is not None and asked is not None  # was checked
+        assert isinstance(config, SampledConfig) and delivery is not None and asked is not None  # was checked
         rule: type[HardBound[GroupInFlight]] = MeanBound if config.late == "drop" else HardBound
         done = kept.state["done"] if kept is not None else 0
         return ReadyFirst(
@@ -203,7 +203,7 @@ class Build:
         """What samples where a step of the phase leaves the longest for later."""
         config, executor, data = plan.config, self._roles.executor, plan.algorithm.data
         asked = plan.algorithm.answers(config)
-        assert isinstance(config, OnlineConfig) and asked is not None  # was checked
+        assert isinstance(config, SampledConfig) and asked is not None  # was checked
         rows = {row.example.index: row for row in self.encoded.train[data] if row is not None}
         there = [(epoch, prompt) for epoch, prompt in aside if prompt in rows]
         done, samples = kept.state["done"] if kept is not None else 0, asked.get("samples", 1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rillflow.algorithms.config import OnlineConfig, is_ready_first
+from rillflow.algorithms.config import OnlineConfig, SampledConfig, is_ready_first
 from rillflow.assembly.arithmetic import batch_lines
 from rillflow.assembly.doctor import available_memory
 from rillflow.assembly.looks import Report, look
@@ -94,11 +94,11 @@ def unread_settings(recipe: Recipe) -> list[str]:
         "rollout.verify_every": recipe.placement.is_inline,
         "rollout.server": recipe.rollout.engine != VLLM,
     }
-    if isinstance(config, OnlineConfig):
+    if isinstance(config, SampledConfig):
         engine = recipe.rollout.engine
         unread |= {
             "algorithm.gap_tolerance": recipe.policy.model.dtype == "float32" and engine == NATIVE,
-            "algorithm.old_logprobs": not config.is_off_policy,
+            "algorithm.old_logprobs": not (config.is_off_policy and isinstance(config, OnlineConfig)),
             "algorithm.shuffle": config.minibatches == 1,
             "algorithm.freshness": not recipe.placement.samples_apart,
             "algorithm.order": config.freshness == 0,
@@ -106,6 +106,9 @@ def unread_settings(recipe: Recipe) -> list[str]:
             "algorithm.publishes": not is_ready_first(config),
             "rollout.keep_cache": not is_ready_first(config),
             "rollout.parts": len(recipe.placement.pools) == 1,
+        }
+    if isinstance(config, OnlineConfig):
+        unread |= {
             "algorithm.loss.constant": config.loss.aggregation != "constant",
             "algorithm.loss.correction_bounds": config.loss.correction == "none",
             "algorithm.loss.kl_estimator": config.loss.kl == 0,
@@ -136,7 +139,7 @@ def placement_lines(recipe: Recipe) -> list[str]:
             answers = placement.pools[placement.pool_of(SAMPLER)]
             last = f" to {answers - 1}" if answers > 1 else ""
             config = recipe.algorithm
-            ahead = config.freshness if isinstance(config, OnlineConfig) else 0
+            ahead = config.freshness if isinstance(config, SampledConfig) else 0
             lines.append(
                 f"  answers prompts: pool {placement.pool_of(SAMPLER)}, rank 0{last}, "
                 f"tp {placement.generate_tp}; weights are sent there at every publish"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rillflow.algorithms.config import OnlineConfig, cuts_tail, is_ready_first
+from rillflow.algorithms.config import OnlineConfig, SampledConfig, cuts_tail, is_ready_first
 from rillflow.assembly.arithmetic import step_rows
 from rillflow.assembly.meshes import impossible, unfit
 from rillflow.assembly.role_table import model_roles, roles_of
@@ -59,9 +59,10 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
             why="minibatches are taken as rows come, and parts of unlike size would cut them otherwise",
             fix=f"try {fewer}, or algorithm.shuffle = true",
         )
-    if not isinstance(config, OnlineConfig):
+    if not isinstance(config, SampledConfig):
         return
-    correction, is_same = config.loss.correction, config.is_off_policy and config.old_logprobs == "sampler"
+    is_same = config.is_off_policy and config.old_logprobs == "sampler"
+    correction = config.loss.correction if isinstance(config, OnlineConfig) else "none"
     if correction != "none" and is_same:
         yield ConfigError(
             f'algorithm.loss.correction is "{correction}", and algorithm.old_logprobs is "sampler"',
@@ -81,7 +82,7 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
         )
 
 
-def _ready_first(recipe: Recipe, config: OnlineConfig) -> Iterator[ConfigError]:
+def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
     """Steps that cannot be made of what is ready, and publishes that an update has no room for."""
     parts = recipe.rollout.parts
     if parts > 1:
@@ -118,7 +119,7 @@ def _ready_first(recipe: Recipe, config: OnlineConfig) -> Iterator[ConfigError]:
         )
 
 
-def _cut(recipe: Recipe, config: OnlineConfig) -> Iterator[ConfigError]:
+def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
     """Steps whose longest rows cannot be left for later."""
     (prompts, samples), parts = config.begun, recipe.rollout.parts
     said = f"algorithm.oversample_prompts and oversample_samples begin {prompts} prompts x {samples} samples"
@@ -220,7 +221,7 @@ def _phases(recipe: Recipe) -> Iterator[ConfigError]:
             fix="--set warm_start=none",
         )
     config = recipe.algorithm
-    if isinstance(config, OnlineConfig) and config.truncated == "bootstrap" and "critic" not in own:
+    if isinstance(config, SampledConfig) and config.truncated == "bootstrap" and "critic" not in own:
         yield ConfigError(
             f'algorithm.truncated is "bootstrap", and {config.name} has no critic',
             why="what was to come of a row that was cut off is a critic's to say",
@@ -278,7 +279,7 @@ def _schedule(recipe: Recipe) -> Iterator[ConfigError]:
 
 def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
     config = recipe.algorithm
-    if isinstance(config, OnlineConfig) and recipe.rollout.temperature == 0:
+    if isinstance(config, SampledConfig) and recipe.rollout.temperature == 0:
         yield ConfigError(
             "rollout.temperature is 0",
             why="all answers to a prompt would be the same one, so none is better than another",

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from packaging.version import InvalidVersion, Version
 
-from rillflow.algorithms.config import OnlineConfig, cuts_tail, is_ready_first
+from rillflow.algorithms.config import OnlineConfig, SampledConfig, cuts_tail, is_ready_first
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import ConfigError, ModelError, nearest
 from rillflow.models.config import AdapterConfig
@@ -166,13 +166,16 @@ def _adapter(recipe: Recipe, base: Path) -> AdapterConfig | None:
     return config.adapter
 
 
-def _loosened(config: OnlineConfig, engine: str) -> str:
+def _loosened(config: SampledConfig, engine: str) -> str:
     """What does not hold as it does by the native engine."""
-    correction = config.loss.correction
-    weighed = {"none": "nothing makes up for it", "tis": "truncated weights make up for it"}
+    made_up = "the loss compares no sampled probability"
+    if isinstance(config, OnlineConfig):
+        correction = config.loss.correction
+        weighed = {"none": "nothing makes up for it", "tis": "truncated weights make up for it"}
+        made_up = weighed.get(correction, "weights make up for it")
+        made_up += f" (algorithm.loss.correction is {correction})"
     return (
-        f"rollout.engine {engine} does not compute as the trainer does: "
-        f"{weighed.get(correction, 'weights make up for it')} (algorithm.loss.correction is {correction}), "
+        f"rollout.engine {engine} does not compute as the trainer does: {made_up}, "
         f"the ratio is held to 1 in the mean (gap_tolerance {config.gap_tolerance:g}), not at every token; a "
         "row's bits depend on the rows beside it, and a resumed run is the same to rounding, not bit for bit"
     )
@@ -192,7 +195,7 @@ def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
 
     rollout = recipe.rollout
     notes = _vllm_notes(recipe, base) if rollout.engine == VLLM else []
-    if rollout.engine != NATIVE and isinstance(recipe.algorithm, OnlineConfig):
+    if rollout.engine != NATIVE and isinstance(recipe.algorithm, SampledConfig):
         notes.append(_loosened(recipe.algorithm, rollout.engine))
     can = engine_class(rollout.engine).can
     called = {stage.endpoint for graph in graphs(recipe) for stage in graph.stages}

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.config import SampledConfig
 from rillflow.assembly.recipe import Recipe
 from rillflow.cluster.config import SAMPLER
 from rillflow.errors import ConfigError, ModelError
@@ -130,7 +130,7 @@ def rows_at_once(recipe: Recipe) -> int:
         return recipe.rollout.max_rows
     judged = min(recipe.evaluate.problems, recipe.task.held_out)
     config = recipe.algorithm
-    rows = math.prod(config.begun) if isinstance(config, OnlineConfig) else config.rows_per_step
+    rows = math.prod(config.begun) if isinstance(config, SampledConfig) else config.rows_per_step
     return min(recipe.rollout.max_rows, max(rows, judged))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rillflow.algorithms.algorithm import Algorithm
-from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig
+from rillflow.algorithms.config import AlgorithmConfig, SampledConfig
 from rillflow.algorithms.registry import warm_start
 from rillflow.assembly.recipe import Recipe
 from rillflow.training.config import TrainConfig
@@ -33,7 +33,7 @@ class PhasePlan:
     @property
     def freshness(self) -> int:
         """The policy versions that a trained token may be old."""
-        return self.config.freshness if isinstance(self.config, OnlineConfig) else 0
+        return self.config.freshness if isinstance(self.config, SampledConfig) else 0
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rillflow.algorithms.config import OnlineConfig, is_ready_first
+from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.assembly.encoding import ModelInput
 from rillflow.assembly.meshes import require_near
 from rillflow.assembly.phases import PhasePlan
@@ -224,7 +224,7 @@ def pools_of(recipe: Recipe) -> list[Pool]:
 def executor_of(recipe: Recipe, groups: Mapping[str, Group], backend: Backend) -> GroupExecutor:
     """What runs a step's stages: whole, or part by part where rows come so."""
     config, parts = recipe.algorithm, recipe.rollout.parts
-    publishes = is_ready_first(config) and isinstance(config, OnlineConfig) and config.publishes > 1
+    publishes = is_ready_first(config) and isinstance(config, SampledConfig) and config.publishes > 1
     if parts == 1 and not publishes:
         return GroupExecutor(groups, backend)
     return PartedExecutor(groups, backend, parts=parts, publishes=publishes)

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.config import SampledConfig
 from rillflow.assembly.phases import PhasePlan
 from rillflow.assembly.preflight import open_rows, prompt_length
 from rillflow.assembly.recipe import LoadedRecipe, Recipe
@@ -54,7 +54,7 @@ def workload_of(loaded: LoadedRecipe, phase: PhasePlan, run: Path | None = None)
         PlanError: it sampled no rows.
     """
     recipe, config = loaded.recipe, phase.config
-    samples = config.samples_per_prompt if isinstance(config, OnlineConfig) else 1
+    samples = config.samples_per_prompt if isinstance(config, SampledConfig) else 1
     rows: _Rows = partial(
         Workload,
         prompts=config.prompts_per_step,
@@ -68,7 +68,7 @@ def workload_of(loaded: LoadedRecipe, phase: PhasePlan, run: Path | None = None)
     if run is not None:
         return _measured(rows, run, config.minibatches)
     examples = open_rows(recipe, loaded.base).train
-    if isinstance(config, OnlineConfig):
+    if isinstance(config, SampledConfig):
         return _assumed(rows, examples, recipe, config)
     return _learnt(rows, examples, characters_per_token(recipe), config.prompts_per_step, config.minibatches)
 
@@ -92,7 +92,7 @@ def _learnt(
     )
 
 
-def _assumed(rows: _Rows, examples: Sequence[Example], recipe: Recipe, config: OnlineConfig) -> Workload:
+def _assumed(rows: _Rows, examples: Sequence[Example], recipe: Recipe, config: SampledConfig) -> Workload:
     """Sampled rows, of which nothing is known to begin alike but their prompts."""
     limit = recipe.rollout.max_tokens
     middle = min(float(limit), max(4.0, ASSUMED_SHARE * limit))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rillflow.algorithms.algorithm import Algorithm
-from rillflow.algorithms.config import OnlineConfig, is_ready_first
+from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.planning import plan_of, recipe_of, shapes_of
 from rillflow.assembly.recipe import LoadedRecipe, Recipe
@@ -101,7 +101,7 @@ def simulate_as_run(
         plan_of(recipe, problem.graph, problem.hardware.fleets[0]),
         freshness=phase.freshness,
         streams=is_in_order and placement.samples_apart and parts > 1 and config.goes_by(parts),
-        late=config.late if isinstance(config, OnlineConfig) else "wait",
+        late=config.late if isinstance(config, SampledConfig) else "wait",
     )
     planned = problem.of_plan(plan)
     functions = {role: placement.pool_of(role) for role in problem.graph.roles if role not in problem.shapes}
@@ -162,7 +162,7 @@ def _rows(recipe: Recipe, phase: PhasePlan, data: RunData, first: int, last: int
             [len(record.sampled) for record in records],
         )
     ]
-    samples = config.samples_per_prompt if isinstance(config, OnlineConfig) else 1
+    samples = config.samples_per_prompt if isinstance(config, SampledConfig) else 1
     if any(len(step) != config.prompts_per_step * samples for step in found):
         responses = replace(responses, in_order=())
     return Workload(

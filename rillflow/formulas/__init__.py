@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rillflow.formulas.losses import *
     from rillflow.formulas.penalty import *
     from rillflow.formulas.ratios import *
+    from rillflow.formulas.selection import *
     from rillflow.formulas.token_advantages import *
 
 Formula = TypeVar("Formula", bound=Callable[..., Any])
@@ -45,6 +46,7 @@ _NAMES = {
         "token_rewards"
     ),
     "ratios": "m2po_limit sequence_log_ratio",
+    "selection": "best_of_n_bound best_of_n_divergence best_rows is_paired is_preferred pair_places",
     "token_advantages": (
         "bootstrapped_rewards gae lambda_returns returns_to_go value_targets whitened whitened_returns"
     ),
@@ -54,11 +56,11 @@ Granularity = Literal["row", "group", "batch"]
 """What a formula has to see to know a row's result: the row, all rows of its prompt, or all there are."""
 _SEEN: dict[Granularity, str] = {
     "row": (
-        "bootstrapped_rewards ended gae lagrangian_advantages lambda_returns "
+        "bootstrapped_rewards ended gae is_paired is_preferred lagrangian_advantages lambda_returns "
         "missing_end_rewards overlong_rewards penalised_rewards penalised_token_costs "
         "penalised_token_rewards returns_to_go token_costs token_rewards value_targets"
     ),
-    "group": "group_advantages leave_one_out penalised_group_advantages varied_groups",
+    "group": "best_rows group_advantages leave_one_out pair_places penalised_group_advantages varied_groups",
 }
 """Formulas that run where their rows are; the others see the whole batch."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

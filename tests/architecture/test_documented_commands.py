@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.config import SampledConfig
 from rillflow.assembly.recipe import load_recipe
 from rillflow.errors import ConfigError
 
@@ -85,7 +85,7 @@ def _small_settings(arguments: list[str], folder: Path) -> list[str]:
     recipe = load_recipe(folder / arguments[0], given).recipe
     small = ["algorithm.steps=1", "algorithm.prompts_per_step=4", "algorithm.minibatches=1"]
     small += ["policy.warmup_steps=0", "evaluate.problems=8", "rollout.max_rows=8"]
-    if isinstance(recipe.algorithm, OnlineConfig):
+    if isinstance(recipe.algorithm, SampledConfig):
         small.append("algorithm.samples_per_prompt=2")
     if recipe.warm_start is not None:
         small += ["warm_start.steps=1", "warm_start.prompts_per_step=8", "warm_start.warmup_steps=0"]
@@ -99,7 +99,7 @@ def pages() -> list[Path]:
 
 
 WITH_COMMANDS = [str(page.relative_to(ROOT)) for page in pages() if any(commands_of(page.read_text("utf-8")))]
-ALIKE = ("cispo", "dapo", "dr_grpo", "gspo", "reinforce_pp", "remax", "rloo")
+ALIKE = ("best_of_n", "cispo", "dapo", "dr_grpo", "gspo", "reinforce_pp", "remax", "rloo")
 """Recipes whose pages differ in a name: together they take a minute."""
 ELSEWHERE = ("arithmetic", "preference", "safe_rlhf", "your_own")
 """Recipes that tests/flows runs every day, or the front page's commands."""

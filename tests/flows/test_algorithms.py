@@ -15,10 +15,13 @@ import pytest
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import load_recipe
 from rillflow.cli.main import main
+from rillflow.errors import ConfigError
 from rillflow.observe.reader import read_rollouts
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-SAMPLED = sorted(ALGORITHMS.keys() - {"sft", "preference"})
+IMITATES = "best_of_n"
+"""Has its own test below: what it learns from is no advantage, and no table of rises has it."""
+SAMPLED = sorted(ALGORITHMS.keys() - {"sft", "preference", IMITATES})
 WHERE = ("inline", "together", "apart")
 """One process; Ray with every role on one pool of two ranks; Ray with a pool of one rank for each role."""
 EVERY_DAY = {("dapo", "inline"), ("ppo", "inline")}
@@ -208,3 +211,33 @@ def test_groups_that_agree_are_replaced_from_further_prompts_and_a_resume_draws_
     ]
     drawn = sum(line["refill/groups/sum"]["sum"] for line in whole)
     assert states[0] == states[1] and states[0] == {"epoch": drawn // 60, "offset": drawn % 60, "rows": 60}
+
+
+def test_the_best_are_imitated_and_their_divergence_stays_under_the_bound(tmp_path: Path) -> None:
+    settings = ("algorithm.steps=8", "algorithm.measure_kl=true", "evaluate.problems=2")
+    lines = run(RECIPES / IMITATES / "run.toml", tmp_path / "run", *settings)
+    seen = means(lines, "reward/score/mean")
+    assert mean(seen[-3:]) > mean(seen[:3]) + 0.02
+    found, bound = (means(lines, f"flow/best_of_n_{each}/mean") for each in ("divergence", "bound"))
+    assert all(
+        0 < one < most == pytest.approx(1.2044, abs=1e-4) for one, most in zip(found, bound, strict=True)
+    )
+    apart = means(lines, "flow/mean_divergence/mean")
+    assert abs(apart[0]) < 1e-4 and apart[-1] > 0.02
+
+
+def test_a_step_in_which_no_row_is_good_enough_learns_nothing_and_goes_on(tmp_path: Path) -> None:
+    settings = (
+        "algorithm.steps=2",
+        "warm_start.steps=1",
+        "algorithm.threshold=2.0",
+        *FEW,
+        "evaluate.problems=2",
+    )
+    lines = run(RECIPES / IMITATES / "run.toml", tmp_path / "run", *settings)
+    assert len(lines) == 2 and not any("supervised/loss/mean" in line for line in lines)
+
+
+def test_best_of_n_that_would_keep_every_row_is_refused() -> None:
+    with pytest.raises(ConfigError, match="keep is 8 and samples_per_prompt 8"):
+        load_recipe(RECIPES / IMITATES / "run.toml", ["algorithm.keep=8"])

@@ -1,4 +1,4 @@
-"""An algorithm in a file of one's own: examples/best_of_n.py runs, resumes and learns."""
+"""An algorithm in a file of one's own: examples/own_algorithm.py runs, resumes and learns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rillflow.pipeline.loop import Loop, Phase
 from rillflow.records.batch import Batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPE = EXAMPLES / "best_of_n.toml"
+RECIPE = EXAMPLES / "own_algorithm.toml"
 
 
 def loaded(name: str) -> ModuleType:
@@ -45,7 +45,7 @@ def loaded(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    return loaded("best_of_n")
+    return loaded("own_algorithm")
 
 
 def run(example: ModuleType, folder: Path, *settings: str) -> list[float]:
@@ -74,27 +74,27 @@ def test_the_same_command_goes_on_from_a_checkpoint(example: ModuleType, tmp_pat
 
 
 def test_the_file_is_a_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "best_of_n.py"), "graph", str(RECIPE)]
+    command = [sys.executable, str(EXAMPLES / "own_algorithm.py"), "graph", str(RECIPE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    assert "controller.is_best" in done.stdout
+    assert "controller.beats_group" in done.stdout
 
 
-def test_best_is_the_first_of_the_highest_of_each_prompt(example: ModuleType) -> None:
-    found = example.is_best(
+def test_what_beats_its_group_has_more_than_its_mean(example: ModuleType) -> None:
+    found = example.beats_group(
         torch.tensor([0.0, 2.0, 1.0, 1.0, 9.0, 5.0]),
         torch.tensor([True, True, True, True, False, False]),
         torch.tensor([7, 7, 3, 3, 3, 1]),
     )
-    assert found.tolist() == [False, True, True, False, False, False]
+    assert found.tolist() == [False, True, False, False, False, False]
 
 
 def test_only_who_brings_it_may_name_it(example: ModuleType) -> None:
     recipe = load_recipe(RECIPE, algorithms=[example.ALGORITHM]).recipe
     assert isinstance(recipe, Recipe)
     assert recipe.chosen is example.ALGORITHM
-    with pytest.raises(ConfigError, match=r'algorithm\.name is "best_of_n"'):
+    with pytest.raises(ConfigError, match=r'algorithm\.name is "above_mean"'):
         load_recipe(RECIPE)
-    assert "best_of_n" not in Recipe.algorithms
+    assert "above_mean" not in Recipe.algorithms
     assert Recipe.algorithms is ALGORITHMS
 
 
@@ -103,7 +103,7 @@ def test_its_settings_and_its_graph_are_checked_like_any(
 ) -> None:
     words = ["graph", str(RECIPE), "--set", "warm_start=none"]
     assert main(words, algorithms=[example.ALGORITHM]) == 0
-    assert "controller.is_best" in capsys.readouterr().out
+    assert "controller.beats_group" in capsys.readouterr().out
     assert main([*words, "--set", "algorithm.samples=3"], algorithms=[example.ALGORITHM]) == 2
     assert "[algorithm] has no key 'samples'" in capsys.readouterr().err
 

@@ -23,6 +23,8 @@ PRICE = {"weight": 0.1, "estimator": "k3"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "bootstrapped_rewards": {"gamma": 0.9},
     "ended": {},
+    "is_paired": {},
+    "is_preferred": {},
     "gae": SHARES,
     "lagrangian_advantages": {"multiplier": 0.5},
     "lambda_returns": SHARES,
@@ -35,7 +37,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "token_costs": {},
     "token_rewards": {},
     "value_targets": {},
+    "best_rows": {"keep": 2, "threshold": -0.5},
     "group_advantages": {"scale": "std"},
+    "pair_places": {"selector": "max_random", "seed": 5, "length_price": 0.1},
     "leave_one_out": {},
     "penalised_group_advantages": {"scale": "std"},
     "varied_groups": {},
@@ -62,6 +66,8 @@ def batch_of(sizes: list[int], seed: int) -> Batch:
     fields["valid"] = torch.rand(count, generator=generator) < 0.8
     fields["finish"] = torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8)
     fields["limits"] = torch.full((count,), 8)
+    fields["tokens"] = tokens.with_values(torch.randint(0, 3, (len(tokens.values),), generator=generator))
+    fields["pair_place"] = torch.randint(-1, 2, (count,), generator=generator)
     return Batch(ids=ids, fields=fields)
 
 

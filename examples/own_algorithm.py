@@ -1,0 +1,62 @@
+"""Imitate what beats its group: of a prompt's answers, those with more than the group's mean reward.
+
+prompts ─ generate ─> rollouts ─ score ─> rewards ─ beats_group ─> better ─ filter ─> update ─> publish
+
+An algorithm that Rillflow does not know, in this one file: its settings, its formula, its step.
+
+    python examples/own_algorithm.py                                       # runs own_algorithm.toml: a minute
+    python examples/own_algorithm.py graph examples/own_algorithm.toml     # and all else that rillflow can
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import AlgorithmConfig
+from rillflow.cli.main import main
+from rillflow.dataflow.flow import Flow
+from rillflow.formulas import cross_entropy, group_advantages
+from rillflow.graph.handle import Handle
+from rillflow.records.batch import Batch
+
+
+class AboveMeanConfig(AlgorithmConfig):
+    """Settings of [algorithm], beside those that every algorithm has."""
+
+    name: Literal["above_mean"]
+    samples_per_prompt: int = Field(8, ge=2, description="Answers of which the better ones are imitated.")
+
+
+def beats_group(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
+    """[B] bool, True for rows with more than the mean reward of their prompt; never for one without a reward.
+
+    Args:
+        rewards: [B] float.
+        valid: [B] bool, whether the row has one.
+        groups: [B] a number that the rows of one prompt share; a formula may ask for it of any batch.
+    """
+    return group_advantages(rewards, groups, valid, scale="off") > 0
+
+
+def step(flow: Flow, prompts: Batch, config: AboveMeanConfig) -> Handle:
+    """One iteration: sample, score, imitate what is better than the rest."""
+    rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
+    rewards = flow.reward.score(rollouts)
+    judged = flow.compute(beats_group, rewards, into="better")
+    better = flow.filter(rollouts, "better", by=judged)
+    report = flow.policy.update(better, loss=cross_entropy, name="supervised", passes=config)
+    flow.publish(flow.policy)
+    return report
+
+
+ALGORITHM = Algorithm(config=AboveMeanConfig, step=step, data=Data.PROMPTS)
+
+if __name__ == "__main__":
+    words = sys.argv[1:] or ["run", str(Path(__file__).with_suffix(".toml"))]
+    raise SystemExit(main(words, algorithms=[ALGORITHM]))
