@@ -95,7 +95,7 @@ class _Trip:
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self._ranks.group)
         self._sent, self._received = counts.sum(1).tolist(), theirs.sum(1).tolist()
-        copies = hidden[self._order // chosen.shape[1]]
+        copies = hidden.index_select(0, self._order // chosen.shape[1])
         tokens = _exchange(copies, self._received, self._sent, self._ranks)
         own = torch.arange(counts.shape[1], device=hidden.device).repeat(self._ranks.size)
         places = torch.repeat_interleave(own, theirs.flatten())

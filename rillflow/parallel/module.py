@@ -16,7 +16,7 @@ with shares of 0, and all give up together when the passes are done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -347,14 +347,13 @@ class _Part(nn.Module):
             return module.base_model(**inputs).last_hidden_state
         output: Output
         if self._scalar:
-            output = token_scores(module.base_model, head_of(module), inputs)[wanted]
+            output = token_scores(module.base_model, head_of(module), inputs).index_select(0, wanted)
         elif self._makes_many(len(wanted)) or (self._padded and self._has_plain_head()):
-            hidden = module.base_model(**inputs).last_hidden_state.flatten(0, 1)[wanted]
+            hidden = _chosen(module.base_model(**inputs).last_hidden_state, wanted)
             output = HeadLogits(hidden=hidden, weight=module.get_output_embeddings().weight, most=self._most)
-        elif self._padded:
-            output = module(**inputs).logits.flatten(0, 1)[wanted]
         else:
-            output = module(**inputs, logits_to_keep=wanted).logits[0]
+            with _head_reads(module, wanted):
+                output = module(**inputs).logits[0]
         return output if read is None else read(output)
 
     def _makes_many(self, rows: int) -> bool:
@@ -367,6 +366,29 @@ class _Part(nn.Module):
         if self.is_plain is None:
             self.is_plain = has_plain_head(self.module)
         return self.is_plain
+
+
+def _chosen(states: Tensor, wanted: Tensor) -> Tensor:
+    """[N, D] the wanted of [A, U, D] states; rows that share a prompt want its last one several times.
+
+    The gradient is added up in the order of ``wanted``; that of ``states[wanted]`` by several threads
+    in no order, so that equal runs would differ by rounding.
+    """
+    return states.flatten(0, 1).index_select(0, wanted)
+
+
+@contextmanager
+def _head_reads(module: Any, wanted: Tensor) -> Iterator[None]:
+    """Within it the module's head makes [1, N, V] logits of the wanted states alone."""
+
+    def choose(_head: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (_chosen(given[0], wanted)[None], *given[1:])
+
+    hook = module.get_output_embeddings().register_forward_pre_hook(choose, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _shard(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import TrainingError
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.logprobs import MOST_LOGITS
+from rillflow.formulas.logprobs import MOST_LOGITS, HeadLogits
+from rillflow.parallel.mesh import RankGroups
+from rillflow.parallel.module import Parallel
+from rillflow.parallel.packed import lay_out
 from rillflow.records.batch import Batch
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, SupervisedLoss
@@ -307,6 +312,35 @@ def test_logits_of_a_large_vocabulary_are_made_in_slices(
     for name, found in states[0].items():
         most = float(states[1][name].abs().max())
         torch.testing.assert_close(found, states[1][name], rtol=0, atol=1e-4 * most)
+
+
+def nodes(output: Tensor) -> set[str]:
+    """The names of everything a backward pass from here goes through."""
+    found, left = dict[Any, str](), [output.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found[node] = node.name()
+            left += [following for following, _ in node.next_functions]
+    return set(found.values())
+
+
+@pytest.mark.parametrize("many", [True, False], ids=["in slices", "at once"])
+def test_states_that_rows_share_gather_their_gradients_in_order(
+    module: PreTrainedModel, make_rows: MakeRows, many: bool
+) -> None:
+    """An index that comes twice has its gradient added up by several threads, in no order."""
+    parallel = Parallel(module, RankGroups.whole(SingleRank()), most_logits=1 if many else MOST_LOGITS)
+    rows = make_rows(samples=4)
+    reading = lay_out(rows, torch.device("cpu"), back=1)
+    assert len(reading.wanted.unique()) < len(reading.wanted)
+    output = parallel.outputs(rows, back=1)
+    found = nodes(output.hidden if isinstance(output, HeadLogits) else output)
+    assert any("IndexSelect" in name for name in found)
+    assert not any(name.startswith("IndexBackward") for name in found)
+    states = module(**reading.inputs).logits[0][reading.wanted]
+    if not isinstance(output, HeadLogits):
+        torch.testing.assert_close(output, states)
 
 
 def test_recomputed_activations_give_the_same_step(make_module: MakeModule, make_rows: MakeRows) -> None:
