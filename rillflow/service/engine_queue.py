@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TypeAlias
 
-from rillflow.errors import RillflowError
+from rillflow.errors import RillflowError, StreamError
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
@@ -111,11 +111,26 @@ class EngineQueue:
 
     def _begin(self, wanted: Wanted) -> None:
         try:
+            self._check(wanted.sampling)
             self.engine.add(wanted.begin, wanted.sampling)
         except RillflowError as error:
             wanted.tell(error, True)
         else:
             self._rows[wanted.begin.row] = wanted
+
+    def _check(self, sampling: SamplingConfig) -> None:
+        needs = {
+            Capability.GREEDY: sampling.temperature == 0,
+            Capability.CUT: sampling.is_cut,
+            Capability.PENALTIES: sampling.is_penalised,
+        }
+        for capability in sorted(each for each, is_needed in needs.items() if is_needed):
+            if capability not in self.engine.can:
+                raise StreamError(
+                    f"this engine cannot {capability}",
+                    why=f"it can {', '.join(sorted(self.engine.can)) or 'do no more than sample'}",
+                    fix="leave out what asks for it",
+                )
 
     def _end(self, rollout: Rollout) -> None:
         wanted = self._rows.pop(rollout.row)

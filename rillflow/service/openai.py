@@ -23,13 +23,13 @@ NOT_OFFERED = {
     "tool_choice": "the model's text is handed over as it is; whoever asks reads calls out of it",
     "response_format": "tokens are drawn from what the model says, and nothing else",
     "top_logprobs": "log probabilities are kept of the sampled tokens alone",
-    **dict.fromkeys(
-        ("logit_bias", "presence_penalty", "frequency_penalty"),
-        "log probabilities are those of the model after temperature, and nothing else may move them",
-    ),
+    "logit_bias": "tokens are drawn by what the model says and what the row has, and by nothing else",
     **dict.fromkeys(("best_of", "echo", "suffix", "functions"), "it is an older form of the protocol"),
 }
 """Parameters of the protocol that are refused, and why."""
+DRAWING = ("temperature", "top_p", "top_k", "min_p")
+DRAWING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Parameters that say how a token is drawn, by the names of ``SamplingConfig``."""
 
 
 class SamplingRequest(BaseModel):
@@ -41,6 +41,10 @@ class SamplingRequest(BaseModel):
     temperature: float | None = Field(default=None, ge=0, le=100, description="0 is greedy")
     top_p: float | None = Field(default=None, gt=0, le=1, description="the least set with this mass")
     top_k: int | None = Field(default=None, ge=0, description="the k likeliest tokens; 0 for all")
+    min_p: float | None = Field(default=None, gt=0, le=1, description="of the likeliest token's probability")
+    repetition_penalty: float | None = Field(default=None, gt=0, description="for tokens that the row has")
+    presence_penalty: float | None = Field(default=None, description="for tokens that were sampled")
+    frequency_penalty: float | None = Field(default=None, description="the same for each time they were")
     max_tokens: int | None = Field(default=None, gt=0, description="new tokens at most")
     stop: str | list[str] = Field(default=[], description="texts that end an answer, left out of its text")
     stream: bool = Field(default=False, description="answers as they are sampled")
@@ -62,8 +66,7 @@ class SamplingRequest(BaseModel):
 
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
         """How tokens are drawn, by what is said and else as usual."""
-        asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        asked["max_tokens"] = self.limit
+        asked = {name: getattr(self, name) for name in DRAWING} | {"max_tokens": self.limit}
         return usual.model_copy(update={name: value for name, value in asked.items() if value is not None})
 
 

@@ -21,6 +21,7 @@ pytest.importorskip("uvicorn", reason="the door is the extra `service`")
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.engine import Capability
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.rollout.stops import Stops
 from rillflow.service.door import Door, NewRows
@@ -139,6 +140,31 @@ def test_prompts_may_be_several_and_tokens(door: tuple[str, Passes], model: Lang
     _, by_text = asked(door[0], "/completions", {**says, "prompt": ["1+2=", "3+4="]})
     assert [each["text"] for each in by_tokens["choices"]] == [each["text"] for each in by_text["choices"]]
     assert by_text["usage"] == {"prompt_tokens": 8, "completion_tokens": 10, "total_tokens": 18}
+
+
+def test_what_is_unlikely_may_be_left_out_and_what_was_said_made_unlikelier(door: tuple[str, Passes]) -> None:
+    says = {"prompt": "1+2=", "max_tokens": 8, "return_token_ids": True}
+    _, greedy = asked(door[0], "/completions", {**says, "temperature": 0})
+    _, likely = asked(door[0], "/completions", {**says, "min_p": 1})
+    assert likely["choices"][0]["token_ids"] == greedy["choices"][0]["token_ids"]
+    for name, value in (("presence_penalty", 1e4), ("frequency_penalty", 1e4), ("repetition_penalty", 1e9)):
+        _, found = asked(door[0], "/completions", {**says, "temperature": 0, name: value})
+        tokens = found["choices"][0]["token_ids"]
+        assert len(set(tokens)) == len(tokens) > 1, name
+    assert len(set(greedy["choices"][0]["token_ids"])) < len(greedy["choices"][0]["token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("says", "lacks"),
+    [({"temperature": 0}, "GREEDY"), ({"min_p": 0.1}, "CUT"), ({"presence_penalty": 1}, "PENALTIES")],
+)
+def test_an_engine_that_cannot_draw_so_says_what_it_can(
+    door: tuple[str, Passes], monkeypatch: pytest.MonkeyPatch, says: Any, lacks: str
+) -> None:
+    lacking = Capability[lacks]
+    monkeypatch.setattr(door[1], "can", NativeEngine.can - {lacking})
+    code, found = asked(door[0], "/completions", {"prompt": "1", **says})
+    assert code == 400 and f"cannot {lacking}; why: it can" in found["error"]["message"]
 
 
 def test_a_chat_goes_through_the_template_and_a_stream_says_the_same(
