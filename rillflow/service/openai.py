@@ -27,8 +27,10 @@ NOT_OFFERED = {
     **dict.fromkeys(("best_of", "echo", "suffix", "functions"), "it is an older form of the protocol"),
 }
 """Parameters of the protocol that are refused, and why."""
-DRAWING = ("temperature", "top_p", "top_k", "min_p")
-DRAWING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+DRAWING = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 """Parameters that say how a token is drawn, by the names of ``SamplingConfig``."""
 
 
