@@ -53,14 +53,15 @@ GROWN = {
     "mixtures whose routing is seen and said": 376,
     "memory by bands, a budget, shared beginnings, penalties": 569,
     "mixtures whose experts are shared out": 118,
+    "gradients that add up in order": 3,
     "pairs and the best of sampled groups": 185,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 30_141
+PACKAGE_LINES = 30_146
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
-    "service/": 1_161,
+    "service/": 1_179,
     "dataflow/parted.py": 121,
     "dataflow/ready_first.py": 239,
     "dataflow/tail_cut.py": 112,
