@@ -30,6 +30,11 @@ class AlgorithmConfig(PassesConfig):
         return self.prompts_per_step
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of numbers that every row of the data has, and that travel as fields of their names."""
+        return ()
+
+    @property
     def tails(self) -> Mapping[str, int]:
         """Settings that are a number of tokens at the end of the longest answer, by name."""
         return {}

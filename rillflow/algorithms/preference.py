@@ -1,11 +1,14 @@
 """Preference: a reward or cost model learns from pairs of answers which is the better one.
 
 pairs ─ update ─> report            -log sigmoid(s_chosen - s_rejected): Bradley and Terry, 1952
+                                    less a margin of the pair, plus centring x (s_chosen + s_rejected)^2
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
 
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
@@ -18,14 +21,26 @@ if TYPE_CHECKING:
 
 
 class PreferenceConfig(AlgorithmConfig):
-    """Preference adds nothing to what every algorithm has; a prompt is a pair."""
+    """What a pair says beside which answer is better; a prompt is a pair."""
 
     name: Literal["preference"]
+    margin: bool = Field(
+        False, description="Whether the column margin says by how much the better answer is to score higher."
+    )
+    centring: float = Field(
+        0.0, ge=0, description="What the square of a pair's sum of scores counts, which draws scores to 0."
+    )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of numbers that the loss reads."""
+        return ("margin",) if self.margin else ()
 
 
 def step(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Handle:
     """One iteration: raise the chosen answers' scores above the rejected ones'."""
-    return flow.reward_model.update(pairs, loss=formulas.preference_loss, passes=config)
+    loss = formulas.margin_preference_loss if config.margin else formulas.preference_loss
+    return flow.reward_model.update(pairs, loss=loss, centring=config.centring, passes=config)
 
 
 ALGORITHM = Algorithm(config=PreferenceConfig, step=step, data=Data.PREFERENCES)

@@ -233,10 +233,12 @@ class Build:
         """The training rows in the order of every epoch, from the saved place on; a ``shift`` changes it."""
         position, left_out = StreamPosition(**(saved or {})), self.encoded.left_out[data]
         rows = PromptStream(self.encoded.train[data], seed=self._recipe.run.seed + shift, position=position)
+        columns = self._recipe.algorithm.columns if data is self._recipe.chosen.data else ()
 
         def take(count: int) -> Batch:
             drawn = rows.take(count)
-            return _batch(data, [draw.row for draw in drawn], [draw.epoch for draw in drawn])
+            epochs = [draw.epoch for draw in drawn]
+            return _batch(data, [draw.row for draw in drawn], epochs, columns)
 
         share = Mean(total=float(left_out), count=float(len(self._task.train)))
         return DataStream(
@@ -283,5 +285,9 @@ def _with_aside(state: Callable[[], Mapping[str, Any]], cut: TailCut) -> Mapping
     return {**state(), ASIDE: cut.aside}
 
 
-def _batch(data: Data, rows: Sequence[Encoded], epoch: int | Sequence[int]) -> Batch:
-    return (prompt_batch if data is Data.PROMPTS else answered_batch)(rows, epoch=epoch)
+def _batch(
+    data: Data, rows: Sequence[Encoded], epoch: int | Sequence[int], columns: Sequence[str] = ()
+) -> Batch:
+    if data is Data.PROMPTS:
+        return prompt_batch(rows, epoch=epoch)
+    return answered_batch(rows, epoch=epoch, columns=columns)

@@ -120,6 +120,7 @@ class _Sieve:
     """Rows as tokens, and what does not go through: refused, or left out with a note."""
 
     def __init__(self, recipe: Recipe, model_input: ModelInput, say: Callable[[str], None] | None) -> None:
+        self._begin = model_input.tokenizer.begin
         self._limit, self._context, self._say = recipe.rollout.max_tokens, model_input.context, say
         self._task, more, known = recipe.task, recipe.task.template_arguments, recipe.task.rendered
         self._encoder = Encoder(tokenizer=model_input.tokenizer, is_rendered=known, template_arguments=more)
@@ -146,6 +147,8 @@ class _Sieve:
     def fitting(self, rows: Sequence[Encoded | None], part: str, use: Data) -> list[Encoded | None]:
         """The rows with room for what a use adds to their prompts, with that alone; None for any other."""
         answers, context = ANSWERS[use], self._context
+        if self._task.too_long == "cut":
+            rows = self._shortened(rows, part, use)
         lengths = [0 if row is None else row.length(answers, self._limit) for row in rows]
         kept = [
             None if row is None or length > context else row.cut(answers)
@@ -163,9 +166,23 @@ class _Sieve:
             self._stop(DataError(what, why, fix), len(kept) - kept.count(None))
         return kept
 
+    def _shortened(self, rows: Sequence[Encoded | None], part: str, use: Data) -> list[Encoded | None]:
+        """The rows, those without room with their prompts cut; one whose answers leave none as it is."""
+        answers, room, begin = ANSWERS[use], self._context, self._begin
+        if answers is Answers.NONE:
+            room -= self._limit  # an answer that is sampled takes as many
+        found = [
+            row and (row.short(answers, room, begin) or row if row.length(answers, 0) > room else row)
+            for row in rows
+        ]
+        count = sum(row is not other for row, other in zip(found, rows, strict=True))
+        if count:
+            self.notes.append(f"cut: {count:,} of {len(rows):,} {use} {part} lose their prompts' beginnings")
+        return found
+
     def _stop(self, error: DataError, left: int) -> None:
         """Refuse the run, or leave out what the error is about."""
-        if self._task.too_long == "drop" and left:
+        if self._task.too_long != "error" and left:
             self.notes.append(f"left out: {error.what}")
             return
         other = '; task.too_long = "drop" leaves out what cannot be used' if left else ""

@@ -6,7 +6,7 @@ pairs ─ reward_model.score ─> scores of two answers each ─ ranked ─> the
 
 from __future__ import annotations
 
-from rillflow.formulas.interval import mean_interval, wilson
+from rillflow.formulas.interval import calibration_error, mean_interval, wilson
 from rillflow.observe.reader import Evaluation
 from rillflow.records.batch import Batch
 
@@ -31,7 +31,11 @@ def judged(rollouts: Batch, scores: Batch, *, success: float | None) -> Evaluati
 
 
 def ranked(scores: Batch) -> Evaluation:
-    """How the scores of held-out pairs, the chosen answer first, order them; equal scores are no order."""
+    """How the scores of held-out pairs, the chosen answer first, order them; equal scores are no order.
+
+    Calibration: what the model is to say with probability sigmoid(s_chosen - s_rejected) against how often
+    it is so (``calibration_error``).
+    """
     chosen, rejected = scores.dense("rewards").view(-1, 2).double().unbind(1)
     correct, count = int((chosen > rejected).sum()), len(chosen)
     return Evaluation(
@@ -40,5 +44,8 @@ def ranked(scores: Batch) -> Evaluation:
         correct=correct,
         is_accuracy=True,
         interval=wilson(correct, count),
-        more={"margin_mean": float((chosen - rejected).mean())},
+        more={
+            "margin_mean": float((chosen - rejected).mean()),
+            "calibration_error": calibration_error((chosen - rejected).sigmoid().tolist()),
+        },
     )

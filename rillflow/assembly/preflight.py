@@ -5,19 +5,21 @@ recipe ─ open_rows, model_source, scorer_sources, reward_functions, cost_funct
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.trained import model_directory
-from rillflow.errors import ConfigError, ModelError
+from rillflow.errors import ConfigError, DataError, ModelError
 from rillflow.models.locate import base_of, locate
 from rillflow.observe import layout
 from rillflow.rewards.function import FunctionPath, parse_function
-from rillflow.tasks.example import Example
+from rillflow.tasks.example import Example, shown
 from rillflow.tasks.files import Rows
 from rillflow.tasks.task import Task, open_preferences, open_task
 
@@ -46,7 +48,21 @@ def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given
     how: Any = {"base": base, "seed": recipe.run.seed, "drawn": drawn, "rows": given.rows}
     is_pairs = recipe.chosen.data is Data.PREFERENCES
     task: Any = open_preferences(recipe.task, **how) if is_pairs else open_task(recipe.task, **how)
+    _require_numbers(task, recipe.algorithm.columns)
     return replace(task, reward=given.reward) if given.reward else task
+
+
+def _require_numbers(task: Task[Example], columns: Sequence[str]) -> None:
+    """Refuse rows without a finite number in a column that is read as one."""
+    for row, name in ((row, name) for row in (*task.train, *task.held_out) for name in columns):
+        value = row.columns.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            has = f"has {shown(value)}" if name in row.columns else "is missing"
+            raise DataError(
+                f"the column {name!r} of {row} {has}",
+                why=f"algorithm.{name} reads a number in every row",
+                fix=f"write it, 0 where nothing is known, or algorithm.{name} = false",
+            )
 
 
 def model_source(recipe: Recipe, base: Path) -> str | None:

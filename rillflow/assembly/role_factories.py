@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from rillflow.assembly.encoding import ModelInput
 from rillflow.assembly.engines import engine_class, server_python
+from rillflow.assembly.other_tokens import OtherTokens
 from rillflow.assembly.role_table import NO_ROLE, RoleKind
 from rillflow.cluster.backend import Site
 from rillflow.cluster.config import MeshSizes
@@ -223,13 +224,24 @@ def cost(setting: RoleSetting) -> Cost:
 
 
 def frozen_reward_model(setting: RoleSetting) -> RewardModel:
-    """A reward model that only scores, from a directory that has a scalar head."""
-    return RewardModel(setting.share(setting.scalar_model(f"{setting.role}.model")), **_scalar(setting))
+    """A reward model that only scores, from a directory that has a scalar head; its tokens may be its own."""
+    model = setting.scalar_model(f"{setting.role}.model")
+    return RewardModel(setting.share(model), **_scalar(setting), reread=_reread(setting, model))
 
 
 def frozen_cost_model(setting: RoleSetting) -> SafetyCostModel:
     """A cost model that only scores, from a directory that has a scalar head."""
-    return SafetyCostModel(setting.share(setting.scalar_model(f"{setting.role}.model")), **_scalar(setting))
+    model = setting.scalar_model(f"{setting.role}.model")
+    return SafetyCostModel(setting.share(model), **_scalar(setting), reread=_reread(setting, model))
+
+
+def _reread(setting: RoleSetting, model: ScalarModel) -> OtherTokens | None:
+    """What reads the policy's rows for a model whose tokens are others; None where they are the same."""
+    if model.tokenizer.first_difference(setting.tokenizer) is None:
+        return None
+    known, more = setting.task.rendered, setting.task.template_arguments
+    encoder = Encoder(tokenizer=model.tokenizer, is_rendered=known, template_arguments=more)
+    return OtherTokens(wrote=setting.tokenizer, encoder=encoder, context=model.context)
 
 
 def reward_model(setting: RoleSetting) -> RewardModel:

@@ -40,3 +40,31 @@ def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float
         return None
     mean, half = fmean(values), z * stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
+
+
+def calibration_error(likely: Sequence[float], bins: int = 10) -> float:
+    """How far stated probabilities are from shares, of pairs whose better answer is known: ECE, 0 to 1.
+
+    A pair's confidence is max(p, 1 - p), and right where p > 1/2 (half right at 1/2). Pairs are put into
+    equal bins of confidence from 1/2 to 1; the result is sum over bins of n_bin / n x |right - confidence|
+    (M. P. Naeini and others, AAAI 2015).
+
+    Args:
+        likely: for each pair the stated probability p that the better answer is better.
+        bins: how many.
+
+    Raises:
+        FormulaError: there is no pair, or a value is no probability.
+    """
+    if not likely or not all(0 <= each <= 1 for each in likely):
+        raise FormulaError(
+            f"calibration_error: {len(likely)} values, not all of them between 0 and 1",
+            why="it takes a probability at least",
+        )
+    sums: dict[int, float] = {}
+    for each in likely:
+        sure = max(each, 1 - each)
+        place = min(int((sure - 0.5) * 2 * bins), bins - 1)
+        right = 0.5 if each == 0.5 else float(each > 0.5)
+        sums[place] = sums.get(place, 0.0) + right - sure
+    return sum(map(abs, sums.values())) / len(likely)

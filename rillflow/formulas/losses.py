@@ -195,26 +195,52 @@ def value_loss(
     return TokenLosses(losses=losses, metrics=metrics)
 
 
-def preference_loss(chosen: Tensor, rejected: Tensor) -> TokenLosses:
+def preference_loss(chosen: Tensor, rejected: Tensor, centring: float = 0.0) -> TokenLosses:
     """[N] minus the log probability that the preferred answer of each pair is preferred, in nats.
 
     -log sigmoid(s_chosen - s_rejected); R. A. Bradley and M. E. Terry, Biometrika 1952; as a reward model's
-    loss: InstructGPT, arXiv 2203.02155, equation 1. Measured is how often the preferred answer has the
-    higher score, and by how much.
+    loss: InstructGPT, arXiv 2203.02155, equation 1. A pair says nothing about where scores are as a whole;
+    centring adds centring x (s_chosen + s_rejected)^2, which draws them to 0 (arXiv 2312.09244). Measured
+    is how often the preferred answer has the higher score, by how much, and where scores are.
 
     Args:
         chosen: [N] scores of the preferred answers.
         rejected: [N] scores of the others.
+        centring: what the square of a pair's sum of scores counts.
+
+    Raises:
+        FormulaError: shapes differ.
+    """
+    return margin_preference_loss(chosen, rejected, 0 * chosen.detach(), centring)
+
+
+def margin_preference_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor, centring: float = 0.0
+) -> TokenLosses:
+    """[N] ``preference_loss`` where the better answer is to be better by a margin.
+
+    -log sigmoid(s_chosen - s_rejected - margin): Llama 2, arXiv 2307.09288, equation 2.
+
+    Args:
+        chosen: [N] scores of the preferred answers.
+        rejected: [N] scores of the others.
+        margin: [N] by how much they differ, in units of scores; 0 where nothing is known.
+        centring: see ``preference_loss``.
 
     Raises:
         FormulaError: shapes differ.
     """
     from torch.nn.functional import logsigmoid
 
-    same_length("preference_loss", chosen=chosen, rejected=rejected)
-    margin = chosen - rejected
-    metrics = {"preference/accuracy/mean": chosen > rejected, "preference/margin/mean": margin.detach()}
-    return TokenLosses(losses=-logsigmoid(margin), metrics=metrics)
+    same_length("preference_loss", chosen=chosen, rejected=rejected, margin=margin)
+    apart, total = chosen - rejected, chosen + rejected
+    metrics = {
+        "preference/accuracy/mean": chosen > rejected,
+        "preference/margin/mean": apart.detach(),
+        "preference/centre/mean": total.detach() / 2,
+    }
+    losses = -logsigmoid(apart - margin)
+    return TokenLosses(losses=losses + centring * total.square() if centring else losses, metrics=metrics)
 
 
 def _policy_metrics(

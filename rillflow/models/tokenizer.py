@@ -84,6 +84,14 @@ class Tokenizer:
         """A prompt's tokens; see ``encode_texts``."""
         return self.encode_texts([text])[0]
 
+    @property
+    def begin(self) -> int | None:
+        """The token that the tokeniser puts before every text; None where it puts none."""
+        found: list[int] = self._inner(
+            [""], add_special_tokens=True, split_special_tokens=True, return_special_tokens_mask=True
+        )["input_ids"][0]
+        return found[0] if found else None
+
     def encode_texts(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
         """The tokens of several prompts, each with the model's own begin token where its tokeniser adds one.
 

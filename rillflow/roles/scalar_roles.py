@@ -11,6 +11,7 @@ A rollout is scored at its last token, prompt and answer read as the policy's to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
+from rillflow.roles.reread import Reread
 from rillflow.roles.reward import COST_FIELDS, SCORE_FIELDS, cost_metrics, reward_metrics, scored_rows
 from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
@@ -40,15 +42,16 @@ class ScalarRole(TrainedRole[ScalarModel]):
 
     Args:
         share: the model, or this rank's part of it.
-        tokenizer: the policy's; the two must have the same tokens.
+        tokenizer: the policy's; the two must have the same tokens, unless rows are reread.
         train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
         seed: the run's seed; it decides how rows are cut into minibatches.
         updates: optimiser steps of that phase, for the schedule.
         version: calls of the training endpoint so far.
         name: what errors and files call it; ``called`` where nothing is said.
+        reread: makes the policy's rows those of a model with other tokens, which only scores.
 
     Raises:
-        ModelError: the policy's tokens are others.
+        ModelError: the policy's tokens are others, and nothing rereads them.
     """
 
     called: ClassVar[str]
@@ -64,12 +67,14 @@ class ScalarRole(TrainedRole[ScalarModel]):
         updates: int,
         version: int = 0,
         name: str | None = None,
+        reread: Callable[[Batch], Reread] | None = None,
     ) -> None:
         name = name or self.called
-        require_same_tokens(share.model, tokenizer, name)
+        if reread is None:
+            require_same_tokens(share.model, tokenizer, name)
         super().__init__(share, train=train, seed=seed, updates=updates, version=version, name=name)
         self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._reread = tokenizer, reread
 
     def _trained(
         self,
@@ -144,15 +149,21 @@ class RewardModel(ScalarRole):
     field = "rewards"
     """What the scores are called."""
 
-    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=SCORE_FIELDS, measures=reward_metrics)
+    @endpoint(
+        THREE_D,
+        reads=("tokens", "loss_mask"),
+        also=("columns",),
+        writes=SCORE_FIELDS,
+        measures=reward_metrics,
+    )
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout.
 
         Returns:
-            The fields of ``Reward.score``; every row is valid.
+            The fields of ``Reward.score``; every row is valid that the model's tokeniser can read.
 
         Raises:
-            RewardError: a score is not finite.
+            RewardError: a score is not finite, or no row can be read.
             TrainingError: a row is empty.
         """
         return self._scored(rollouts)
@@ -175,7 +186,14 @@ class RewardModel(ScalarRole):
         return self._trained(pairs, loss_of(term, PairLoss.says, self._name), passes, prompt_units(pairs))
 
     def _scored(self, rollouts: Batch) -> Batch:
-        values = self._scorer.scores(rollouts)
+        reread = None if self._reread is None else self._reread(rollouts)
+        if reread is not None and len(rollouts) and all(reread.why):
+            raise RewardError(
+                f"the {self.called} can read none of {len(rollouts)} rows; the first: {reread.why[0]}",
+                why="its tokens are not the policy's, and nothing can be learned from rows without a score",
+                fix=f"choose a {self.called} that reads what the policy writes",
+            )
+        values = self._scorer.scores(rollouts if reread is None else reread.rows)
         odd = (~torch.isfinite(values)).nonzero()
         if len(odd):
             row = int(odd[0])
@@ -185,7 +203,10 @@ class RewardModel(ScalarRole):
                 fix="look for weights that are not finite",
             )
         texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
-        scores = [Score(outcome=Outcome.SCORE, value=value) for value in values.tolist()]
+        scores = [
+            Score(outcome=Outcome.ERROR, message=why) if why else Score(outcome=Outcome.SCORE, value=value)
+            for value, why in zip(values.tolist(), reread.why if reread else [""] * len(texts), strict=True)
+        ]
         return scored_rows(rollouts, texts, scores, self.field)
 
 
@@ -195,7 +216,9 @@ class SafetyCostModel(RewardModel):
     called = "cost model"
     field = "costs"
 
-    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=COST_FIELDS, measures=cost_metrics)
+    @endpoint(
+        THREE_D, reads=("tokens", "loss_mask"), also=("columns",), writes=COST_FIELDS, measures=cost_metrics
+    )
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout: as ``RewardModel.score``, the scores called ``costs``."""
         return self._scored(rollouts)

@@ -37,10 +37,10 @@ class TaskConfig(Section):
     size: int = Field(10_000, gt=0, description="Prompts to make, where the source makes them.")
     digits: int = Field(2, ge=1, le=6, description="Digits of the built-in arithmetic task's numbers.")
     operators: str = Field("+-", min_length=1, description="Operators of the built-in arithmetic task.")
-    too_long: Literal["error", "drop"] = Field(
+    too_long: Literal["error", "drop", "cut"] = Field(
         "error",
-        description="What happens to rows that do not fit into the context, or cannot be encoded; drops are "
-        "counted.",
+        description="What happens to rows that do not fit into the context: an error, they are left out, or "
+        "their prompts lose their beginnings. What cannot be used is left out and counted by the latter two.",
     )
     rendered: bool = Field(
         False,

@@ -52,6 +52,23 @@ class Encoded:
         """Tokens of the row with the longest of so many answers; of none, with ``max_tokens`` to sample."""
         return len(self.prompt) + max(map(len, self.answers[:answers]), default=max_tokens)
 
+    def short(self, answers: Answers, room: int, begin: int | None) -> Encoded | None:
+        """The row with its prompt's beginning taken away until it has ``room`` tokens, its answers whole.
+
+        A begin token stays. None where no token of the prompt would be left.
+
+        Args:
+            answers: so many of its answers count.
+            room: tokens of prompt and answer.
+            begin: the model's begin token.
+        """
+        kept = room - (self.length(answers, 0) - len(self.prompt))
+        first = self.prompt[:1] if list(self.prompt[:1]) == [begin] else self.prompt[:0]
+        if kept <= len(first):
+            return None
+        prompt = first + self.prompt[len(self.prompt) - (kept - len(first)) :]
+        return Encoded(example=self.example, prompt=prompt, answers=self.answers)
+
     def cut(self, answers: Answers) -> Encoded:
         """The row with so many of its answers."""
         if len(self.answers) == answers:

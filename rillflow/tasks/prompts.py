@@ -121,7 +121,9 @@ def prompt_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Batc
     )
 
 
-def answered_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Batch:
+def answered_batch(
+    rows: Sequence[Encoded], *, epoch: int | Sequence[int], columns: Sequence[str] = ()
+) -> Batch:
     """Answers to learn from: the fields of ``rollout_batch``, the loss mask on the answer and its end.
 
     Of a row with two answers, a pair, there are two rows, sample 0 chosen and sample 1 rejected.
@@ -129,6 +131,7 @@ def answered_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Ba
     Args:
         rows: B rows, each with one answer or each with two.
         epoch: of all rows, or of each.
+        columns: columns of numbers that become fields [B] float32.
     """
     epochs = [epoch] * len(rows) if isinstance(epoch, int) else epoch
     made = [
@@ -148,5 +151,9 @@ def answered_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Ba
             "versions": tokens.with_values(torch.full(nothing.shape, -1, dtype=torch.int32)),
             "finish": torch.full((len(made),), int(Finish.STOP), dtype=torch.int8),
             "columns": Ragged.from_text(row.example.as_json() for _, row, _ in made),
+            **{
+                name: torch.tensor([row.example.columns[name] for _, row, _ in made], dtype=torch.float32)
+                for name in columns
+            },
         },
     )

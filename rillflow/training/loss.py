@@ -201,7 +201,8 @@ class PairLoss:
     last token and carries half of the pair's loss; a pair is never parted.
 
     Args:
-        function: the losses [P] of ``chosen`` and ``rejected`` [P], or ``TokenLosses``.
+        function: the losses [P] of ``chosen`` and ``rejected`` [P], or ``TokenLosses``; its other parameters
+            without a default are dense fields of the rows, of which a pair has its chosen row's.
         options: further arguments.
     """
 
@@ -216,6 +217,7 @@ class PairLoss:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.function, self.options = function, dict(options or {})
+        self._fields = [name for name in field_parameters(function, self.options) if name not in self.says]
 
     def prepare(self, minibatch: Batch) -> Batch:
         """As ``TokenLoss.prepare``, and ``loss_units`` [B] int64: rows that share a number come in one part.
@@ -228,13 +230,16 @@ class PairLoss:
         rows = last_tokens(minibatch)
         halves = rows.ragged("loss_mask").with_values(rows.ragged("loss_mask").values.double() / 2)
         active = torch.ones(len(rows), dtype=torch.bool)
+        rows = rows.with_fields(**{name: minibatch.dense(name) for name in self._fields})
+        check_finite(rows, *self._fields)
         return _prepared(rows, halves, len(rows) / 2, active).with_fields(loss_units=units)
 
     def __call__(self, read: Tensor, part: Batch, /) -> LossPart:
         """The terms of one part: ``read`` [2P] are the scores, one a row."""
         order = torch.argsort(part.dense("loss_units") * 2 + part.ids[:, 2])
         chosen, rejected = read[order].view(-1, 2).unbind(1)
-        found = self.function(chosen=chosen, rejected=rejected, **self.options)
+        known = {name: part.dense(name).to(read)[order].view(-1, 2)[:, 0] for name in self._fields}
+        found = self.function(chosen=chosen, rejected=rejected, **known, **self.options)
         found = _checked(found, self.function, len(chosen))
         losses = found.losses.repeat_interleave(2)[torch.argsort(order)]
         weights = part.ragged("loss_weights").values.to(read.dtype)

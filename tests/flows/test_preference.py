@@ -175,6 +175,34 @@ def test_a_reward_model_scores_and_the_task_s_own_function_judges(recipe: Path) 
     assert "trains the policy" in caught.value.why
 
 
+def test_a_run_reads_margins_and_centres_scores(recipe: Path) -> None:
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0", "margin": n / 4} for n in range(9)]
+    file = recipe.parent / "pairs.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    few = (
+        "algorithm.steps=2",
+        "algorithm.prompts_per_step=4",
+        "task.held_out=2",
+        'task.source="pairs.jsonl"',
+    )
+    run = ran(recipe, "margins", *few, "algorithm.margin=true", "algorithm.centring=0.01")
+    assert (
+        numbers(run)[0]["preference/loss/mean"]
+        != numbers(ran(recipe, "none", *few))[0]["preference/loss/mean"]
+    )
+    assert all(0 <= line["calibration_error"] <= 1 for line in lines(run, "evaluations.jsonl"))
+    file.write_text(file.read_text().replace('"margin": 0.5', '"margin": "much"'))
+    problems = check(loaded(recipe, "bad", *few, "algorithm.margin=true")).problems
+    assert any("pairs.jsonl line 3" in each.what and '"much"' in each.what for each in problems)
+
+
+def test_a_policy_is_scored_by_a_model_with_other_tokens(recipe: Path) -> None:
+    run = ran(recipe, "run", "algorithm.steps=2", 'policy.model.new.alphabet="=+-9876543210 "')
+    by_other = ran(recipe.parent / "use.toml", "use", f"reward.model={json.dumps(str(run))}")
+    assert numbers(by_other)[0]["reward/error/share"]["mean"] == 0
+    assert numbers(by_other)[0]["reward/score/mean"]["mean"] not in (0.0, 1.0)
+
+
 def test_a_warm_start_without_a_policy_is_refused(recipe: Path) -> None:
     with pytest.raises(ConfigError, match="warm_start trains the policy"):
         loaded(recipe, "run", "warm_start.steps=1")

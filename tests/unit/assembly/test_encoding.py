@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from rillflow.assembly.recipe import Recipe, load_recipe
 from rillflow.cli.main import main
 from rillflow.observe.reader import read_metrics, read_rollouts, read_starts
 from rillflow.records.metrics import Mean
+from rillflow.tasks.encoded import Answers, Encoded
+from rillflow.tasks.example import Example
 
 RECIPE = """
 task = { source = "prompts.jsonl", held_out_source = "test.jsonl" }
@@ -82,6 +85,33 @@ def test_rows_that_do_not_fit_are_left_out_and_counted(folder: Path) -> None:
     assert "1 of 7 rows to train on cannot be used: the prompt of prompts.jsonl line 6" in found.notes[0]
     assert "2 of 7 prompts to train on do not fit" in found.notes[1]
     assert encoded(folder, "task.too_long=drop", "policy.model.new.context=25").left_out == {Data.PROMPTS: 2}
+
+
+def test_prompts_lose_their_beginnings_and_answers_stay_whole(folder: Path) -> None:
+    """24 tokens: 4 of a sampled answer leave 20 of the prompt; an answer of 30 leaves nothing to ask."""
+    write(
+        folder, [*GOOD, LONG, {"prompt": "3" * 30 + "21", "answer": "4"}, {"prompt": "5", "answer": "9" * 30}]
+    )
+    found = encoded(folder, "task.too_long=cut", "warm_start.steps=2")
+    prompts, learnt = found.train[Data.PROMPTS], found.train[Data.DEMONSTRATIONS]
+    cut = prompts[5]
+    assert cut is not None and len(cut.prompt) == 20 and cut.example.prompt == "3" * 30 + "21"
+    taught = learnt[5]
+    assert taught is not None and len(taught.prompt) == 22 and len(taught.answers[0]) == 2
+    assert list(taught.prompt[-2:]) == list(cut.prompt[-2:]), "its end stays"
+    assert found.left_out == {Data.DEMONSTRATIONS: 1, Data.PROMPTS: 0}
+    assert "cut: 2 of 7 prompts to train on lose their prompts' beginnings" in found.notes
+    assert "cut: 1 of 7 demonstrations to train on lose their prompts' beginnings" in found.notes
+    assert any("left out: 1 of 7 demonstrations" in note for note in found.notes)
+
+
+def test_a_begin_token_stays_where_a_prompt_is_cut() -> None:
+    row = Encoded(example=Example(index=0, prompt="x"), prompt=array("i", [7, 1, 2, 3, 4]), answers=())
+    short = row.short(Answers.NONE, 3, 7)
+    assert short is not None and list(short.prompt) == [7, 3, 4]
+    other = row.short(Answers.NONE, 3, None)
+    assert other is not None and list(other.prompt) == [2, 3, 4]
+    assert row.short(Answers.NONE, 1, 7) is None
 
 
 def test_a_row_is_as_long_as_its_use_makes_it(folder: Path) -> None:

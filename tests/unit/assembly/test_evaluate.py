@@ -65,3 +65,4 @@ def test_an_order_of_two_is_right_or_wrong() -> None:
     scores = Batch(ids=ids, fields={"rewards": torch.tensor([2.0, 1.0, 0.0, 0.5, 3.0, 3.0])})
     evaluation = ranked(scores)
     assert (evaluation.correct, evaluation.count, evaluation.is_accuracy) == (1, 3, True)
+    assert evaluation.more["calibration_error"] == pytest.approx((0.26894 + 0.62246 + 0) / 3, abs=1e-4)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import FormulaError
-from rillflow.formulas.interval import wilson
+from rillflow.formulas.interval import calibration_error, wilson
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,17 @@ def test_without_a_trial_nothing_is_known() -> None:
 def test_impossible_counts_are_named(correct: int, count: int) -> None:
     with pytest.raises(FormulaError, match=f"{correct} of {count}"):
         wilson(correct, count)
+
+
+def test_calibration_error_by_hand() -> None:
+    """Four pairs said with 0.9, of which three are right; two said with 0.6 the wrong way."""
+    likely = [0.9, 0.9, 0.9, 0.1, 0.4, 0.4]
+    assert calibration_error(likely) == pytest.approx(4 / 6 * abs(0.75 - 0.9) + 2 / 6 * 0.6)
+    assert calibration_error([0.5] * 7) == 0, "who says nothing is never wrong"
+    assert calibration_error([1.0, 1.0]) == 0 and calibration_error([0.0, 1.0]) == 0.5
+
+
+@pytest.mark.parametrize("likely", [[], [1.2], [float("nan")]])
+def test_calibration_takes_probabilities(likely: list[float]) -> None:
+    with pytest.raises(FormulaError, match="calibration_error"):
+        calibration_error(likely)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import FormulaError
-from rillflow.formulas.losses import preference_loss
+from rillflow.formulas.losses import margin_preference_loss, preference_loss
 
 SCORES = st.lists(st.floats(-30, 30), min_size=4, max_size=4)
 
@@ -47,6 +47,33 @@ def test_the_gradient_is_the_probability_of_the_wrong_answer() -> None:
     torch.testing.assert_close(rejected.grad, wrong)
 
 
+def test_a_margin_is_taken_from_the_difference() -> None:
+    """A pair that is better by 2 and was to be better by 3 is a pair that is worse by 1."""
+    chosen, rejected = torch.tensor([2.0, 0.5]), torch.tensor([0.0, 0.5])
+    found = margin_preference_loss(chosen, rejected, torch.tensor([3.0, 0.0]))
+    assert found.losses.tolist() == pytest.approx([math.log1p(math.e), math.log(2)], rel=1e-6)
+    assert found.metrics["preference/margin/mean"].tolist() == [2.0, 0.0], "what scores say, no margin taken"
+    assert torch.equal(
+        margin_preference_loss(chosen, rejected, torch.zeros(2)).losses,
+        preference_loss(chosen, rejected).losses,
+    )
+
+
+def test_centring_draws_scores_to_0_and_leaves_their_difference() -> None:
+    chosen = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
+    rejected = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
+    found = preference_loss(chosen, rejected, centring=0.1)
+    assert found.losses.item() == pytest.approx(math.log1p(math.exp(-1)) + 0.1 * 25)
+    assert found.metrics["preference/centre/mean"].tolist() == [2.5]
+    found.losses.sum().backward()
+    assert chosen.grad is not None and rejected.grad is not None
+    wrong = 1 / (1 + math.e)
+    assert float(chosen.grad) == pytest.approx(-wrong + 0.1 * 2 * 5)
+    assert float(chosen.grad - rejected.grad) == pytest.approx(-2 * wrong), "as without it"
+
+
 def test_shapes_are_checked() -> None:
+    with pytest.raises(FormulaError, match="margin has shape"):
+        margin_preference_loss(torch.zeros(2), torch.zeros(2), torch.zeros(3))
     with pytest.raises(FormulaError, match=r"preference_loss: rejected has shape \[2\]"):
         preference_loss(torch.zeros(3), torch.zeros(2))

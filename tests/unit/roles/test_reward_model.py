@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rillflow.errors import ModelError, RewardError, TrainingError
-from rillflow.formulas.losses import preference_loss
+from rillflow.assembly.other_tokens import OtherTokens
+from rillflow.errors import ModelError, RecordError, RewardError, TrainingError
+from rillflow.formulas.losses import margin_preference_loss, preference_loss
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import ScalarModel, load_scalar_model
@@ -156,3 +158,73 @@ def test_other_tokens_than_the_policy_s_are_refused(
     other = Tokenizer(character_tokenizer("=0123456789+-", 32))
     with pytest.raises(ModelError, match=f"the {name} and the policy read the token 1"):
         role(make_model(), tokenizer=other, kind=kind)
+
+
+def test_a_model_with_other_tokens_reads_the_text(make_model: MakeModel, make_rollouts: MakeRollouts) -> None:
+    """The same weights, another order of characters: what a text scores does not depend on who wrote it."""
+    model = make_model()
+    with torch.no_grad():
+        head_of(model.module).weight.normal_(generator=torch.Generator().manual_seed(0))
+    texts = ["7", "42", "007"]
+    columns = Ragged.from_text(json.dumps({"prompt": f"1+{place}="}) for place in range(len(texts)))
+    rollouts = make_rollouts(model, texts).with_fields(columns=columns)
+    policy = Tokenizer(character_tokenizer("=0123456789+-x", 32))
+    tokens = [[*policy.encode(f"1+{place}="), *policy.encode(text), 0] for place, text in enumerate(texts)]
+    written = rollouts.with_fields(tokens=Ragged.from_rows(tokens))
+    reread = OtherTokens(wrote=policy, encoder=Encoder(tokenizer=model.tokenizer), context=model.context)
+    found = role(model, tokenizer=policy, reread=reread).score(written)
+    assert torch.equal(found.dense("rewards"), role(model).score(rollouts).dense("rewards"))
+    assert found.ragged("completion").to_text() == texts
+
+    cut = tokens[2][:-1]  # a row without its end token has none there either
+    mask = Ragged.from_rows([[False] * 4 + [True] * 3], torch.bool)
+    alone = written.slice(2, 3).with_fields(tokens=Ragged.from_rows([cut]), loss_mask=mask)
+    assert list(reread(alone).rows.ragged("tokens").lists()[0]) == model.tokenizer.encode("1+2=007")
+
+
+def test_rows_that_a_model_with_other_tokens_cannot_read_have_an_error_and_no_0(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    model = make_model()
+    policy = Tokenizer(character_tokenizer("=0123456789+-x", 99))
+    rows = [("1+0=", "7"), ("1+1=", "x"), ("1+2=", "1" * 40), ("3" * 60, "2")]
+    rollouts = make_rollouts(model, ["1"] * 4)
+    tokens = [[*policy.encode(prompt), *policy.encode(text), 0] for prompt, text in rows]
+    mask = [[False] * len(prompt) + [True] * (len(text) + 1) for prompt, text in rows]
+    rollouts = rollouts.with_fields(
+        tokens=Ragged.from_rows(tokens),
+        loss_mask=Ragged.from_rows(mask, torch.bool),
+        columns=Ragged.from_text(json.dumps({"prompt": prompt}) for prompt, _ in rows),
+    )
+    reread = OtherTokens(wrote=policy, encoder=Encoder(tokenizer=model.tokenizer), context=model.context)
+    found = role(model, tokenizer=policy, reread=reread).score(rollouts)
+    assert found.dense("valid").tolist() == [True, False, False, True]
+    assert [OUTCOMES[each] for each in found.dense("outcome").tolist()] == [
+        "score",
+        "error",
+        "error",
+        "score",
+    ]
+    messages = found.ragged("message").to_text()
+    assert "'x'" in messages[1] and "does not fit into 32 tokens" in messages[2]
+    short = reread(rollouts).rows.ragged("tokens").lists()[3]
+    assert list(short) == [*model.tokenizer.encode("3" * 30 + "2"), 0], "its prompt lost its beginning"
+    with pytest.raises(RewardError, match="can read none of 1 rows"):
+        role(model, tokenizer=policy, reread=reread).score(rollouts.slice(1, 2))
+
+
+def test_the_margin_of_a_pair_is_read_from_the_field_of_its_rows(make_model: MakeModel) -> None:
+    model = make_model()
+    pairs = pairs_for(model, 4)
+    margins = torch.tensor([0.0, 1.0, 2.0, 3.0]).repeat_interleave(2)
+    found = role(model).update(
+        pairs.with_fields(margin=margins), margin_preference_loss, PassesConfig(), centring=0.01
+    )
+    expected = -torch.nn.functional.logsigmoid(-torch.arange(4.0)).mean()  # a new head scores all alike
+    assert found["preference/loss/mean"].value == pytest.approx(float(expected), rel=1e-5)
+    with pytest.raises(RecordError, match="no field 'margin'"):
+        role(model).update(pairs, margin_preference_loss, PassesConfig())
+    with pytest.raises(TrainingError, match="margin is nan"):
+        role(model).update(
+            pairs.with_fields(margin=margins * torch.nan), margin_preference_loss, PassesConfig()
+        )

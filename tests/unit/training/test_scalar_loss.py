@@ -159,7 +159,11 @@ def test_preference_metrics_say_what_they_are_named_for() -> None:
     each = -logsigmoid(margins) / 2
     assert found.terms.tolist() == pytest.approx(each[[0, 1, 2, 0, 1, 2]].tolist())
     assert {name: metric.value for name, metric in found.metrics.items()} == pytest.approx(
-        {"preference/accuracy/mean": 1 / 3, "preference/margin/mean": -1 / 3}
+        {
+            "preference/accuracy/mean": 1 / 3,
+            "preference/margin/mean": -1 / 3,
+            "preference/centre/mean": 11.5 / 3,
+        }
     )
 
 
