@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from rillflow.formulas.config import PolicyLossConfig
+from rillflow.rewards.frame import FrameConfig
 from rillflow.training.config import PassesConfig, RateConfig, UpdateConfig
 
 
@@ -33,6 +34,11 @@ class AlgorithmConfig(PassesConfig):
     def columns(self) -> tuple[str, ...]:
         """Columns of numbers that every row of the data has, and that travel as fields of their names."""
         return ()
+
+    @property
+    def judge_frame(self) -> FrameConfig | None:
+        """How the judge that the algorithm trains is asked; None where it trains none."""
+        return None
 
     @property
     def tails(self) -> Mapping[str, int]:

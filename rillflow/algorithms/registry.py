@@ -9,6 +9,7 @@ from rillflow.algorithms import (
     dr_grpo,
     grpo,
     gspo,
+    pairwise,
     ppo,
     preference,
     reinforce_pp,
@@ -33,6 +34,7 @@ _SHIPPED = (
     safe_rlhf,
     best_of_n,
     preference,
+    pairwise,
     sft,
 )
 ALGORITHMS: dict[str, Algorithm] = {

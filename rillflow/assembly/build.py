@@ -251,7 +251,9 @@ class Build:
             return None
         if data is Data.PREFERENCES:
             return self._evaluate_ranking
-        scorer = next((role for role in (EVAL_REWARD, "reward") if role in self._roles), None)
+        judged_alone = self._recipe.reward.judge is not None  # one answer a prompt has no other to beat
+        scorers = [EVAL_REWARD] if judged_alone else [EVAL_REWARD, "reward"]
+        scorer = next((role for role in scorers if role in self._roles), None)
         return None if scorer is None else lambda executor: self._evaluate_answers(executor, scorer)
 
     def _evaluate_ranking(self, executor: GroupExecutor) -> Evaluation:

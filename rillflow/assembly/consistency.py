@@ -30,6 +30,7 @@ def inconsistencies(recipe: Recipe) -> list[ConfigError]:
         *_batch(recipe),
         *_schedule(recipe),
         *_sampling(recipe),
+        *_judge(recipe),
         *_placement(recipe),
     ]
 
@@ -277,6 +278,32 @@ def _schedule(recipe: Recipe) -> Iterator[ConfigError]:
         )
 
 
+def _judge(recipe: Recipe) -> Iterator[ConfigError]:
+    judge, config = recipe.reward.judge, recipe.algorithm
+    if judge is None:
+        return
+    if recipe.reward.model is not None:
+        yield ConfigError(
+            f"reward.judge.model is {judge.model!r} and reward.model is {recipe.reward.model!r}",
+            why="one of them scores what is trained on",
+            fix="leave one of them out",
+        )
+    alone = isinstance(config, OnlineConfig) and config.samples_per_prompt < 2
+    if alone and (judge.frame is None or judge.frame.compares):
+        yield ConfigError(
+            "algorithm.samples_per_prompt is 1, and reward.judge compares answers",
+            why="an answer is scored by how it does against others to its prompt",
+            fix="2 at least, or a frame that rates: reward.judge.frame with {prompt} and {answer}",
+        )
+    rates = judge.frame is not None and not judge.frame.compares
+    if rates and (judge.abstain or judge.compare == "tournament"):
+        yield ConfigError(
+            f"reward.judge.frame rates, beside abstain = {judge.abstain:g} and compare = {judge.compare!r}",
+            why="they are about comparisons, and each answer is rated alone",
+            fix="leave them out",
+        )
+
+
 def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
     config = recipe.algorithm
     if isinstance(config, SampledConfig) and recipe.rollout.temperature == 0:
@@ -287,7 +314,9 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
         )
     if recipe.rollout.agent is None:
         return
+    judge = recipe.reward.judge
     named = {"reward.model": recipe.reward.model, "cost.model": recipe.cost.model}
+    named |= {"reward.judge.model": None if judge is None else judge.model}
     for setting, model in ((setting, model) for setting, model in named.items() if model is not None):
         yield ConfigError(
             f"{setting} is {model!r}, and rollout.agent writes the rows",

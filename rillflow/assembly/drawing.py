@@ -28,7 +28,7 @@ ENDPOINTS = Path(__file__).parent / "endpoints.json"
 DATA_FIELDS = {
     Data.PROMPTS: ("tokens", "columns"),
     Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
-    Data.PREFERENCES: ("tokens", "loss_mask"),
+    Data.PREFERENCES: ("tokens", "loss_mask", "columns"),
 }
 """What a step is given."""
 
@@ -49,7 +49,8 @@ def graphs(recipe: Recipe) -> list[Graph]:
         def run(tracer: Tracer, data: Symbol, *more: Symbol, step: Any = step, config: Any = config) -> Any:
             return step(Flow(tracer), data, config, *more)
 
-        found.append(trace(plan.name, run, Tracer(endpoints), DATA_FIELDS[plan.algorithm.data], beside))
+        given = (*DATA_FIELDS[plan.algorithm.data], *config.columns)
+        found.append(trace(plan.name, run, Tracer(endpoints), given, beside))
     return found
 
 

@@ -200,7 +200,7 @@ def _uses(recipe: Recipe) -> list[Data]:
 
 def _is_judged(recipe: Recipe, task: Task[Example]) -> bool:
     """Whether anything says how good held-out rows come out."""
-    has_scorer = any((recipe.reward.function, recipe.reward.model, task.reward))
+    has_scorer = any((recipe.reward.function, recipe.reward.model, recipe.reward.judge, task.reward))
     return recipe.chosen.data is Data.PREFERENCES or (recipe.has_policy and has_scorer)
 
 

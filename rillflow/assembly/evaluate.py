@@ -37,6 +37,14 @@ def ranked(scores: Batch) -> Evaluation:
     it is so (``calibration_error``).
     """
     chosen, rejected = scores.dense("rewards").view(-1, 2).double().unbind(1)
+    likely, more = (chosen - rejected).sigmoid(), {}
+    if "contradicted" in scores.fields:
+        likely = chosen  # a judge's rewards are probabilities already
+        met = scores.select(range(0, len(scores), 2))
+        more = {
+            name: float(met.dense(field).nanmean())
+            for name, field in (("contradiction", "contradicted"), ("position_bias", "bias"))
+        }
     correct, count = int((chosen > rejected).sum()), len(chosen)
     return Evaluation(
         count=count,
@@ -46,6 +54,7 @@ def ranked(scores: Batch) -> Evaluation:
         interval=wilson(correct, count),
         more={
             "margin_mean": float((chosen - rejected).mean()),
-            "calibration_error": calibration_error((chosen - rejected).sigmoid().tolist()),
+            "calibration_error": calibration_error(likely.tolist()),
+            **more,
         },
     )

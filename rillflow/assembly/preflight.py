@@ -5,6 +5,7 @@ recipe ─ open_rows, model_source, scorer_sources, reward_functions, cost_funct
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -18,6 +19,8 @@ from rillflow.assembly.trained import model_directory
 from rillflow.errors import ConfigError, DataError, ModelError
 from rillflow.models.locate import base_of, locate
 from rillflow.observe import layout
+from rillflow.rewards.config import JudgeConfig
+from rillflow.rewards.frame import KEPT
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.tasks.example import Example, shown
 from rillflow.tasks.files import Rows
@@ -35,6 +38,8 @@ class Given:
 
 
 NOTHING = Given()
+JUDGE = "reward.judge.model"
+"""The setting that names a judge."""
 
 
 def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given = NOTHING) -> Task[Example]:
@@ -78,13 +83,40 @@ def model_source(recipe: Recipe, base: Path) -> str | None:
 def scorer_sources(recipe: Recipe, base: Path) -> dict[str, str]:
     """The directories or hub names of the models that score, by their settings; see ``scorer_source``."""
     named = {"reward.model": recipe.reward.model, "cost.model": recipe.cost.model}
-    return {
+    found = {
         setting: scorer_source(setting, path, base) for setting, path in named.items() if path is not None
     }
+    if recipe.reward.judge is not None:
+        found[JUDGE] = judge_source(recipe.reward.judge, base)
+    return found
 
 
-def scorer_source(setting: str, path: str, base: Path) -> str:
-    """The directory or hub name of a model that scores; of a run, the reward model it trained last.
+def judge_source(judge: JudgeConfig, base: Path) -> str:
+    """The directory or hub name of a judge; of a run, the one it trained last.
+
+    Raises:
+        ModelError: there is no such model.
+        RunDirectoryError: the run has no judge yet.
+        ConfigError: nothing says how it is asked.
+    """
+    source = scorer_source(JUDGE, judge.model, base, role="judge")
+    settings = Path(base_of(source)) / "config.json"
+    if judge.frame is None and settings.is_file() and KEPT not in json.loads(settings.read_bytes()):
+        raise no_frame(judge.model)
+    return source
+
+
+def no_frame(model: str) -> ConfigError:
+    """What is said where nothing says how a judge is asked."""
+    return ConfigError(
+        f"reward.judge.model is {model!r}, and reward.judge.frame is not set",
+        why="a judge that pairwise trained keeps in its directory how it is asked, and this one does not",
+        fix='write reward.judge.frame = { template = "... {prompt} ... {answer} ...", labels = ["1", "2"] }',
+    )
+
+
+def scorer_source(setting: str, path: str, base: Path, role: str = "reward_model") -> str:
+    """The directory or hub name of a model that scores; of a run, the one of a role it trained last.
 
     Raises:
         ModelError: there is no such model.
@@ -92,7 +124,7 @@ def scorer_source(setting: str, path: str, base: Path) -> str:
     """
     folder = base / Path(path).expanduser()
     if layout.is_run_directory(folder):
-        return str(model_directory(folder, "reward_model").resolve())
+        return str(model_directory(folder, role).resolve())
     return _existing(setting, path, base)
 
 
@@ -124,7 +156,8 @@ def reward_functions(recipe: Recipe, base: Path, task: Task[Example] | None) -> 
     """
     if recipe.reward.function is not None:
         return (parse_function(recipe.reward.function, base),)
-    if task is not None and not task.reward and recipe.reward.model is None and "reward" in recipe.roles:
+    is_model = recipe.reward.model is not None or recipe.reward.judge is not None
+    if task is not None and not task.reward and not is_model and "reward" in recipe.roles:
         raise ConfigError(
             "reward.function is missing",
             why=f"{task.name} has no scorer of its own",

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from rillflow.assembly.encoding import ModelInput
 from rillflow.assembly.engines import engine_class, server_python
 from rillflow.assembly.other_tokens import OtherTokens
+from rillflow.assembly.preflight import no_frame
 from rillflow.assembly.role_table import NO_ROLE, RoleKind
 from rillflow.cluster.backend import Site
 from rillflow.cluster.config import MeshSizes
@@ -36,8 +37,10 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.observe.durable import write_error
 from rillflow.placement.mesh import Mesh
 from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.frame import FrameConfig, kept_frame
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.rewards.weighted import WeightedWorkers
+from rillflow.roles.judge import Judge
 from rillflow.roles.policy import EarlierAdapter, Policy, Reference
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights, SentWeights, lay_out
 from rillflow.roles.reward import Cost, Reward
@@ -97,6 +100,8 @@ class RoleSetting:
     """Publishes, or training calls, so far."""
     functions: Sequence[FunctionPath] = ()
     """The functions that score."""
+    frame: FrameConfig | None = None
+    """How the judge that is trained is asked; None where none is."""
     model_input: ModelInput | None = None
     """What the trained model reads; None while that model itself is made."""
 
@@ -112,9 +117,9 @@ class RoleSetting:
         assert self.model_input is not None, f"{self.role} is made before the trained model"
         return self.model_input.context
 
-    def language_model(self) -> LanguageModel:
-        """The model, its weights not read."""
-        return self._outline(LanguageModel, "policy.model")
+    def language_model(self, section: str = "policy.model") -> LanguageModel:
+        """The model, its weights not read; errors call its setting ``section``."""
+        return self._outline(LanguageModel, section)
 
     def scalar_model(self, section: str) -> ScalarModel:
         """The model with a scalar head, its weights not read; errors call its setting ``section``."""
@@ -250,6 +255,24 @@ def reward_model(setting: RoleSetting) -> RewardModel:
     return RewardModel(setting.share(loaded), **_scalar(setting, loaded.tokenizer))
 
 
+def judge(setting: RoleSetting) -> Judge:
+    """A judge to train, alone: its tokens are its own, and its directory keeps how it is asked."""
+    assert setting.frame is not None, "an algorithm that trains a judge says how it is asked"
+    return Judge(setting.share(setting.language_model()), frame=setting.frame, **_begun(setting))
+
+
+def frozen_judge(setting: RoleSetting) -> Judge:
+    """A judge that only scores, asked as the recipe says, or as its directory keeps it."""
+    judging = setting.limits.judge
+    assert judging is not None, "a recipe without a judge has no such role"
+    model = setting.language_model("reward.judge.model")
+    frame = judging.frame or kept_frame(model.module.config.to_dict())
+    if frame is None:
+        raise no_frame(judging.model)
+    own: dict[str, Any] = {"tokenizer": setting.tokenizer, "judging": judging}
+    return Judge(setting.share(model), frame=frame, **own, **_begun(setting))
+
+
 def critic(setting: RoleSetting) -> Critic:
     """A critic, its new head at zero, or as a checkpoint has it; errors and metrics bear the role's name."""
     share = setting.share(setting.scalar_model(f"{setting.role}.path"))
@@ -258,11 +281,15 @@ def critic(setting: RoleSetting) -> Critic:
 
 def _scalar(setting: RoleSetting, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """What every role with a scalar head is given; a phase begins its training."""
-    how = {"train": setting.train, "seed": setting.seed, "updates": 1, "version": setting.version}
-    return {"tokenizer": tokenizer or setting.tokenizer, **how}
+    return {"tokenizer": tokenizer or setting.tokenizer, **_begun(setting)}
 
 
-def model_input(trained: Policy | RewardModel) -> ModelInput:
+def _begun(setting: RoleSetting) -> dict[str, Any]:
+    """What every role that has an optimiser is given beside its model."""
+    return {"train": setting.train, "seed": setting.seed, "updates": 1, "version": setting.version}
+
+
+def model_input(trained: Policy | RewardModel | Judge) -> ModelInput:
     """What rows are made for."""
     return ModelInput(tokenizer=trained.model.tokenizer, context=trained.model.context)
 

@@ -79,11 +79,13 @@ def _samples(recipe: Recipe) -> bool:
 
 
 def _scores_by_model(recipe: Recipe) -> bool:
-    return recipe.has_policy and recipe.reward.model is not None
+    return recipe.has_policy and (recipe.reward.model is not None or recipe.reward.judge is not None)
 
 
 _CRITIC = RoleKind(factory="critic", section="critic", start=Start.PHASE, is_trained=True)
 _REWARD_MODEL = RoleKind(factory="frozen_reward_model", section="reward", start=Start.NAMED, joins=_samples)
+JUDGE_REWARD = RoleKind(factory="frozen_judge", section="reward", start=Start.NAMED, joins=_samples)
+"""What stands in the reward's place where a judge scores."""
 _COST_MODEL = RoleKind(factory="frozen_cost_model", section="cost", start=Start.NAMED)
 ROLES: Mapping[str, RoleKind] = {
     "policy": RoleKind(factory="policy", section="policy", start=Start.SECTION, is_trained=True),
@@ -95,6 +97,7 @@ ROLES: Mapping[str, RoleKind] = {
     EVAL_REWARD: RoleKind(factory="reward", section="reward", joins=_scores_by_model),
     "cost": RoleKind(factory="cost", section="cost", of_model=_COST_MODEL),
     "reward_model": RoleKind(factory="reward_model", section="policy", start=Start.SECTION, is_trained=True),
+    "judge": RoleKind(factory="judge", section="policy", start=Start.SECTION, is_trained=True),
 }
 """The shipped roles by name."""
 
@@ -110,6 +113,8 @@ def table_of(recipe: Recipe) -> Mapping[str, RoleKind]:
         name: kind.of_model if kind.of_model is not None and named[name] is not None else kind
         for name, kind in ROLES.items()
     }
+    if recipe.reward.judge is not None:
+        found["reward"] = JUDGE_REWARD
     again = [name for name, kind in ROLES.items() if kind.start is Start.PHASE]
     for name, kind in recipe.chosen.brings.items():
         what = f"{recipe.algorithm.name} brings a role {name!r}"

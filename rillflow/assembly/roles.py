@@ -18,7 +18,7 @@ from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.assembly.encoding import ModelInput
 from rillflow.assembly.meshes import require_near
 from rillflow.assembly.phases import PhasePlan
-from rillflow.assembly.preflight import scorer_source
+from rillflow.assembly.preflight import judge_source, scorer_source
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.role_factories import RoleSetting, keep_policy, made, model_input, role_class
 from rillflow.assembly.role_table import EVAL_REWARD, Start, roles_of
@@ -149,6 +149,7 @@ class RoleGroups:
             task=recipe.task,
             limits=recipe.reward,
             sizes=sizes,
+            frame=recipe.algorithm.judge_frame,
             model_input=self._model_input,
             **{"train": recipe.policy.as_train(), **given},
         )
@@ -201,8 +202,11 @@ class RoleGroups:
 
     def _named_model(self, role: str) -> ModelConfig:
         """The model that the role's section names."""
-        path = {"reward": self._recipe.reward.model, "cost": self._recipe.cost.model}[role]
-        source = scorer_source(f"{role}.model", str(path), self._base)
+        path, judge = {"reward": self._recipe.reward.model, "cost": self._recipe.cost.model}[role], None
+        if role == "reward" and (judge := self._recipe.reward.judge) is not None:
+            source = judge_source(judge, self._base)
+        else:
+            source = scorer_source(f"{role}.model", str(path), self._base)
         return ModelConfig(path=source, dtype=self._recipe.policy.model.dtype)
 
     def _train(self, role: str, plan: PhasePlan) -> TrainConfig:

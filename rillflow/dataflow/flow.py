@@ -116,6 +116,7 @@ class Flow:
     reward: handles.ScorerHandle
     cost: handles.ScorerHandle
     reward_model: handles.PreferenceHandle
+    judge: handles.PreferenceHandle
 
     def __init__(self, executor: Executor, state: Mapping[str, Any] | None = None) -> None:
         self._executor = executor

@@ -38,8 +38,8 @@ _NAMES = {
     "interval": "wilson",
     "logprobs": "token_logprobs",
     "losses": (
-        "clipped_policy_loss cross_entropy divergence margin_preference_loss policy_loss preference_loss "
-        "TokenLosses value_loss"
+        "clipped_policy_loss cross_entropy divergence label_loss margin_preference_loss policy_loss "
+        "preference_loss TokenLosses value_loss"
     ),
     "penalty": (
         "ended mean_cost mean_divergence missing_end_rewards overlong_rewards "

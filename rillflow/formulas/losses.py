@@ -243,6 +243,23 @@ def margin_preference_loss(
     return TokenLosses(losses=losses + centring * total.square() if centring else losses, metrics=metrics)
 
 
+def label_loss(logprobs: Tensor, likeliest: Tensor) -> TokenLosses:
+    """[N] minus the log probability of the label that names the better answer, in nats.
+
+    The pairwise preference model of RLHF Workflow, arXiv 2405.07863, section 2.
+
+    Args:
+        logprobs: [N] of the right label.
+        likeliest: [N] bool, whether no token is likelier.
+
+    Raises:
+        FormulaError: shapes differ.
+    """
+    same_length("label_loss", logprobs=logprobs, likeliest=likeliest)
+    metrics = {"judge/nll/mean": -logprobs.detach(), "judge/accuracy/mean": likeliest}
+    return TokenLosses(losses=-logprobs, metrics=metrics)
+
+
 def _policy_metrics(
     log_ratio: Tensor, advantages: Tensor, mismatch: Tensor, config: PolicyLossConfig
 ) -> dict[str, Tensor]:

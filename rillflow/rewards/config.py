@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from rillflow.config.section import Section
+from rillflow.rewards.frame import FrameConfig
 
 
 class CostConfig(Section):
@@ -13,6 +16,25 @@ class CostConfig(Section):
     function: str | None = Field(None, description="file.py:name of a cost, relative to the recipe.")
     model: str | None = Field(
         None, description="A model that says the cost instead, named as reward.model is."
+    )
+
+
+class JudgeConfig(Section):
+    """A language model that compares answers, or rates them."""
+
+    model: str = Field(
+        description="A causal language model's directory, or a run of pairwise that trained one, relative to "
+        "the recipe."
+    )
+    compare: Literal["group", "tournament"] = Field(
+        "group",
+        description="An answer against every other of its prompt, or the winner so far against the next.",
+    )
+    abstain: float = Field(
+        0.0, ge=0, lt=0.5, description="A comparison nearer than this to probability 1/2 says nothing."
+    )
+    frame: FrameConfig | None = Field(
+        None, description="How it is asked; left out, as its directory says, where pairwise trained it."
     )
 
 
@@ -26,6 +48,9 @@ class RewardConfig(Section):
         None,
         description="A directory with a scalar head, or the run that trained it, relative to the recipe; it "
         "scores what is trained on, and the function judges.",
+    )
+    judge: JudgeConfig | None = Field(
+        None, description="A judge that scores what is trained on, instead of a function or a model."
     )
     timeout_s: float = Field(10.0, gt=0, description="Longest time for one call.")
     memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")

@@ -261,7 +261,9 @@ def _next_lines(summary: Summary) -> list[str]:
         return ["Next", f"  go on:           {shlex.join(summary.command) or 'launch the same recipe'}"]
     lines = ["Next"]
     if summary.checkpoint and Path(summary.checkpoint).name != _ASKED:
-        lines.append(f"  score with it:   reward.model or cost.model = {summary.run!r} in another recipe")
+        is_judge = Path(summary.checkpoint).name == "judge"
+        setting = "reward.judge.model" if is_judge else "reward.model or cost.model"
+        lines.append(f"  score with it:   {setting} = {summary.run!r} in another recipe")
     elif summary.checkpoint:
         lines.append(f"  ask it:          {shlex.join(['rillflow', 'ask', summary.run, *summary.question])}")
     if summary.report:

@@ -60,5 +60,7 @@ TRAIN_PAIRS = Transfer(
     name="TRAIN_PAIRS", send=TRAIN.send, receive=TRAIN.receive, at=TRAIN.at, is_balanced=True, unit=2
 )
 """The same with pairs, two rows one after the other, kept whole."""
+GROUPS = Transfer(name="GROUPS", send={}, receive={}, at={"pp": -1, "tp": 0})
+"""Every rank has all rows: those of a prompt are judged together, and ranks share the work themselves."""
 TOGETHER = Transfer(name="TOGETHER", send={}, receive={})
 """Every rank does the same and gives the same."""

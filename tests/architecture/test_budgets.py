@@ -42,7 +42,7 @@ GROWN = {
     "models larger than a rank": 564,
     "a controller of many ranks": 370,
     "saving beside training, sums in buckets": 283,
-    "judges and their evaluation": 77,
+    "judges and their evaluation": 418,
     "adapters, small mixtures": 348,
     "vLLM": 420,
     "vLLM as a server with adapters": 384,
@@ -58,7 +58,7 @@ GROWN = {
     "pairs and the best of sampled groups": 185,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 30_326
+PACKAGE_LINES = 30_820
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,

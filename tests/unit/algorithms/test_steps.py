@@ -13,6 +13,7 @@ from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.graph import Graph
 from rillflow.graph.trace import Signature, Tracer, trace
+from rillflow.roles.judge import Judge
 from rillflow.roles.policy import Policy, Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.sampler import Sampler
@@ -32,12 +33,13 @@ FUNCTIONS: Mapping[str, type] = {
     "reward": Reward,
     "cost": Cost,
     "reward_model": RewardModel,
+    "judge": Judge,
 }
 MODELS: Mapping[str, type] = {**FUNCTIONS, "reward": RewardModel, "cost": SafetyCostModel}
 DATA = {
     Data.PROMPTS: ("tokens", "columns"),
     Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
-    Data.PREFERENCES: ("tokens", "loss_mask"),
+    Data.PREFERENCES: ("tokens", "loss_mask", "columns"),
 }
 STEP_LINES = 40
 CRITICS = ("ppo", "safe_rlhf")
@@ -48,6 +50,8 @@ SETTINGS = [
     {"loss": {"kl": 0.1, "kl_in": "reward"}, "minibatches": 2},
     {"loss": {"kl": 0.1}, "kl_target": 2.0},
     {"overlong_buffer": 2},
+    {"margin": True, "centring": 0.1},
+    {"orders": "random"},
     {"truncated": "mask", "missing_end_penalty": 0.5, "loss": {"kl": 0.1, "kl_in": "reward"}},
     {"truncated": "bootstrap", "loss": {"kl": 0.1}},
 ]
@@ -72,7 +76,7 @@ def traced(algorithm: Algorithm, config: AlgorithmConfig, kinds: Mapping[str, ty
     def run(tracer: Tracer, data: object) -> object:
         return algorithm.step(Flow(tracer), data, config)
 
-    return trace(config.name, run, Tracer(roles), DATA[algorithm.data])
+    return trace(config.name, run, Tracer(roles), (*DATA[algorithm.data], *config.columns))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,7 @@ def test_only_rows_of_groups_that_differ_reach_the_update() -> None:
     assert names.count("policy.generate") == 1, "a trace shows one round"
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"sft", "preference"}))
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"sft", "preference", "pairwise"}))
 def test_rows_cut_off_leave_every_update_where_that_is_asked(name: str) -> None:
     config = configured(name, {"truncated": "mask", "minibatches": 2})
     assert config is not None

@@ -1,0 +1,43 @@
+"""Pairwise: a language model learns to say which of two answers is the better one.
+
+pairs ─ update ─> report        -log p(label): A where the first answer shown is the better one, else B
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from rillflow import formulas
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import AlgorithmConfig
+from rillflow.rewards.frame import FrameConfig
+
+if TYPE_CHECKING:
+    from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
+    from rillflow.records.batch import Batch
+
+
+class PairwiseConfig(AlgorithmConfig):
+    """How two answers are shown; a prompt is a pair."""
+
+    name: Literal["pairwise"]
+    frame: FrameConfig = FrameConfig()
+    orders: Literal["both", "random"] = Field(
+        "both", description="Whether each pair is shown in both orders, or in one drawn by the seed."
+    )
+
+    @property
+    def judge_frame(self) -> FrameConfig | None:
+        """How the judge that is trained is asked."""
+        return self.frame
+
+
+def step(flow: Flow, pairs: Batch, config: PairwiseConfig) -> Handle:
+    """One iteration: raise the probability of the label that names the better answer."""
+    return flow.judge.update(pairs, loss=formulas.label_loss, orders=config.orders, passes=config)
+
+
+ALGORITHM = Algorithm(config=PairwiseConfig, step=step, data=Data.PREFERENCES)

@@ -1,0 +1,259 @@
+"""The judge: a language model that reads answers and says which is better, or rates each.
+
+    pairs ─ questions, in both orders or in one drawn by the seed ─ update ─> metrics     loss on the label
+    rollouts ─ groups of one prompt ─┬─ every two, or winner against next ─ both orders ─> p(i beats j) ─┐
+                                     └─ each alone ──────────────────────> expected rating ──────────────┴─>
+
+An answer's reward among others is the mean of its probabilities to win. A comparison nearer to a tie than
+``abstain`` says nothing, and an answer of which nothing is said abstains: it has no reward of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rillflow.errors import ModelError, RewardError
+from rillflow.formulas.counter import uniform
+from rillflow.formulas.judging import Preferences, both_orders, expected_rating, label_shares
+from rillflow.graph.loss import only_term
+from rillflow.models.language_model import LanguageModel
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Mean, Metric, mean_of, merge_metrics
+from rillflow.records.rollout import completions
+from rillflow.rewards.config import JudgeConfig
+from rillflow.rewards.frame import KEPT, FrameConfig
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.roles.comparisons import Question, Questioner, Standings, prompt_text
+from rillflow.roles.reward import SCORE_FIELDS, reward_metrics, scored_rows
+from rillflow.roles.share import Share
+from rillflow.roles.trained_role import TrainedRole
+from rillflow.training.config import PassesConfig, TrainConfig
+from rillflow.training.loss import TokenLoss, loss_of
+from rillflow.training.minibatches import gathered, prompt_units
+from rillflow.training.scorer import Scorer
+from rillflow.workers.endpoint import endpoint
+from rillflow.workers.transfer import GROUPS, TRAIN_PAIRS
+
+JUDGED = ("contradicted", "bias", "ties")
+"""Beside a score: of a row's comparisons the share that contradict themselves, the mean bias towards the
+answer that stands first, and the share that are ties; NaN where there was none."""
+SAYS = ("logprobs", "likeliest")
+"""What a loss of labels is given."""
+
+
+def judge_metrics(scores: Batch) -> dict[str, Metric]:
+    """Those of a reward, and how far the two orders of a comparison agree."""
+    found = dict(reward_metrics(scores))
+    names = {"contradicted": "contradiction/share", "bias": "position_bias/mean", "ties": "tie/share"}
+    for name, called in names.items():
+        values = scores.dense(name).double()
+        if bool((~values.isnan()).any()):
+            found[f"judge/{called}"] = mean_of(values[~values.isnan()])
+    return found
+
+
+class Judge(TrainedRole[LanguageModel]):
+    """A language model that judges, and may be trained on pairs.
+
+    Args:
+        share: the model, or this rank's part of it.
+        frame: how it is asked; the model's directory keeps it.
+        tokenizer: what wrote the rows that are judged, the policy's; None where the judge's own did.
+        train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
+        seed: the run's seed.
+        updates: optimiser steps of that phase, for the schedule.
+        version: calls of the training endpoint so far.
+        judging: which answers are compared, and what counts as a tie.
+
+    Raises:
+        ModelError: the tokeniser cannot read the frame, or a label is no single token.
+    """
+
+    def __init__(
+        self,
+        share: Share[LanguageModel],
+        *,
+        frame: FrameConfig,
+        train: TrainConfig,
+        seed: int,
+        updates: int,
+        version: int = 0,
+        tokenizer: Tokenizer | None = None,
+        judging: JudgeConfig | None = None,
+    ) -> None:
+        super().__init__(share, train=train, seed=seed, updates=updates, version=version, name="judge")
+        self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
+        self._wrote, self._frame = tokenizer or share.model.tokenizer, frame
+        self._how = judging or JudgeConfig(model="")
+        self._questioner = Questioner(share.model.tokenizer, frame, share.model.context)
+        setattr(share.model.module.config, KEPT, frame.model_dump(mode="json"))
+
+    @endpoint(TRAIN_PAIRS, reads=("tokens", "loss_mask", "columns"), says=SAYS)
+    def update(
+        self, /, pairs: Batch, loss: Any, passes: PassesConfig, orders: str = "both", **options: Any
+    ) -> dict[str, Metric]:
+        """Optimiser steps over pairs of answers, one better than the other.
+
+        Args:
+            pairs: two rows a pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
+            loss: a function of the label's log probability [N], as ``formulas.label_loss``.
+            passes: how often the pairs are gone through, and in how many steps.
+            orders: ``both``: each pair is shown twice; ``random``: once, in an order drawn by the seed.
+            options: further arguments of the loss.
+
+        Raises:
+            TrainingError: a number is not finite.
+            RewardError: no pair has room, or the judge's tokeniser reads none.
+        """
+        rows, left = self._lessons(pairs, orders)
+        term = only_term("judge.update", loss, options)
+        made = loss_of(term, SAYS, "judge")
+        assert isinstance(made, TokenLoss), "a loss of labels is one of tokens"
+        cut = self._minibatches(rows, passes, (0, 1))
+        metrics = merge_metrics([self.trainer.update(minibatch, made) for minibatch in cut])
+        self.version += 1
+        return metrics | {"judge/left_out/share": left}
+
+    @endpoint(
+        GROUPS,
+        reads=("tokens", "loss_mask", "columns"),
+        writes=(*SCORE_FIELDS, *JUDGED),
+        measures=judge_metrics,
+    )
+    def score(self, rollouts: Batch) -> Batch:
+        """Score every rollout: among the others of its prompt, or alone, as the frame has it.
+
+        Returns:
+            The fields of ``Reward.score`` and ``JUDGED`` [B] float32. A reward is the mean probability to win
+            against the answers it was compared with, or the expected rating. A row that cannot be read is
+            an error; one without a comparison, or with ties alone, abstains.
+
+        Raises:
+            RewardError: a log probability is not finite, or no row can be read.
+        """
+        return self.judged(rollouts)
+
+    def judged(self, rollouts: Batch) -> Batch:
+        """What ``score`` returns."""
+        prompts, texts = self._texts(rollouts)
+        why = [self._reason(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        if texts and all(why):
+            raise RewardError(
+                f"the judge can read none of {len(texts)} rows; the first: {why[0]}",
+                why="nothing can be learned from rows without a score",
+                fix="choose a judge that reads what the policy writes, and has room for it",
+            )
+        readable = [place for place, reason in enumerate(why) if not reason]
+        if self._frame.compares:
+            groups = gathered(readable, prompt_units(rollouts))
+            table = Standings(len(texts), self._how.abstain)
+            if self._how.compare == "tournament":
+                self._tournaments(groups, prompts, texts, table)
+            else:
+                pairs = [(i, j) for group in groups for n, i in enumerate(group) for j in group[n + 1 :]]
+                table.add(pairs, self._preferences(pairs, prompts, texts))
+            scores, extra = table.scores(), table.extra()
+        else:
+            scores, extra = self._ratings(readable, prompts, texts), Standings(len(texts), 0.0).extra()
+        for place, reason in enumerate(why):
+            if reason:
+                scores[place] = Score(outcome=Outcome.ERROR, message=reason)
+        return scored_rows(rollouts, texts, scores).with_fields(**extra)
+
+    def _texts(self, rollouts: Batch) -> tuple[list[str], list[str]]:
+        answers = [self._wrote.decode(tokens) for tokens in completions(rollouts).lists()]
+        return [*map(prompt_text, rollouts.ragged("columns").to_text())], answers
+
+    def _reason(self, prompt: str, answer: str, other: str | None = None) -> str:
+        """Why an answer cannot be read; empty where it can."""
+        shown = (answer, answer if other is None else other) if self._frame.compares else (answer,)
+        try:
+            self._questioner.encoded(Question(prompt=prompt, answers=shown))
+        except ModelError as error:
+            return f"{error.what}: {error.why}"
+        return ""
+
+    def _lessons(self, pairs: Batch, orders: str) -> tuple[Batch, Mean]:
+        """Rows to learn from, and how many pairs are left out because they cannot be read."""
+        prompts, texts = self._texts(pairs)
+        order = torch.argsort(prompt_units(pairs) * 2 + pairs.ids[:, 2]).tolist()
+        found: list[list[int]] = []
+        ids: list[list[int]] = []
+        labels: list[int] = []
+        drawn = uniform(self._seed ^ 0x4F52, pairs.ids, torch.zeros(len(pairs), dtype=torch.int64))
+        left, reason = 0, ""
+        for chosen, rejected in zip(order[0::2], order[1::2], strict=True):
+            if reason := self._reason(prompts[chosen], texts[chosen], texts[rejected]):
+                left += 1
+                continue
+            swapped = [False, True] if orders == "both" else [bool(drawn[chosen] < 0.5)]
+            for label in map(int, swapped):
+                shown = (texts[chosen], texts[rejected])[:: -1 if label else 1]
+                found.append(self._questioner.encoded(Question(prompt=prompts[chosen], answers=shown)))
+                ids.append([*pairs.ids[chosen, :2].tolist(), label])
+                labels.append(label)
+        if not found:
+            raise RewardError(
+                f"the judge can read none of {len(order) // 2} pairs; the last: {reason}",
+                why="there is nothing to learn from",
+                fix="raise the judge's context, or add what its tokeniser lacks",
+            )
+        rows = self._questioner.labelled(found, labels, torch.tensor(ids, dtype=torch.int64))
+        return rows, Mean(total=float(left), count=float(len(order) // 2))
+
+    def _shares(self, questions: Sequence[Question]) -> Tensor:
+        """[N, K] float64 the labels' shares; each rank of dp asks about some of the questions."""
+        ranks, count = self.share.groups.dp, len(self._questioner.labels)
+        own = range(ranks.rank, len(questions), ranks.size)
+        asked = [self._questioner.encoded(questions[place]) for place in own]
+        ids = torch.tensor(
+            [[0, place, label] for place in range(len(asked)) for label in range(count)], dtype=torch.int64
+        ).view(-1, 3)
+        labels = [*range(count)] * len(asked)
+        rows = self._questioner.labelled([each for each in asked for _ in range(count)], labels, ids)
+        logprobs = self._scorer.logprobs(rows).sums().view(-1, count)
+        found = torch.zeros(len(questions), count)
+        for rank, part in enumerate(ranks.gather(logprobs)):
+            found[rank :: ranks.size] = part
+        if not bool(found.isfinite().all()):
+            raise RewardError(
+                "a log probability of the judge is not finite",
+                why="nothing can be learned from such a judgment",
+                fix="look for weights that are not finite",
+            )
+        return label_shares(found)
+
+    def _preferences(
+        self, pairs: Sequence[tuple[int, int]], prompts: Sequence[str], texts: Sequence[str]
+    ) -> Preferences:
+        """What is said of pairs of rows, each read in both orders."""
+        one = [Question(prompt=prompts[i], answers=(texts[i], texts[j])) for i, j in pairs]
+        other = [Question(prompt=prompts[i], answers=(texts[j], texts[i])) for i, j in pairs]
+        first = self._shares([*one, *other])[:, 0]
+        return both_orders(first[: len(pairs)], first[len(pairs) :])
+
+    def _tournaments(
+        self, groups: Sequence[Sequence[int]], prompts: Sequence[str], texts: Sequence[str], table: Standings
+    ) -> None:
+        """In each group the winner so far meets the next answer; a tie keeps the one that holds the place."""
+        holders = [group[0] for group in groups]
+        for turn in range(1, max(map(len, groups), default=1)):
+            there = [place for place, group in enumerate(groups) if len(group) > turn]
+            pairs = [(holders[place], groups[place][turn]) for place in there]
+            found = self._preferences(pairs, prompts, texts)
+            table.add(pairs, found)
+            for place, pair, likely in zip(there, pairs, found.likely.tolist(), strict=True):
+                holders[place] = pair[likely < 0.5]
+
+    def _ratings(self, readable: Sequence[int], prompts: Sequence[str], texts: Sequence[str]) -> list[Score]:
+        questions = [Question(prompt=prompts[place], answers=(texts[place],)) for place in readable]
+        found = expected_rating(self._shares(questions), self._frame.ratings).tolist()
+        scores = [Score(outcome=Outcome.ABSTAIN)] * len(texts)
+        for place, value in zip(readable, found, strict=True):
+            scores[place] = Score(outcome=Outcome.SCORE, value=value)
+        return scores
