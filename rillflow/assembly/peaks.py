@@ -290,7 +290,7 @@ class _Trial:
             return {}, {}
         module: Any = self._outline().module
         head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
-        weights = sum(weight.nbytes for weight in module.parameters())
+        weights = sum(weight.numel() for weight in module.parameters()) * module.dtype.itemsize
         weights += 0 if is_far or head is not embedding else head.nbytes  # it has no ties there
         block = VLLM_PLACES["cuda" if is_far else "cpu"]
         places = rollout.max_rows * -(-self._sampled.context // block) * block + block

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rillflow.dataflow.checkpoint import kept_steps, latest_checkpoint
 from rillflow.errors import ModelError, RunDirectoryError
@@ -33,13 +33,20 @@ def model_directory(run: Path, role: str, step: int | None = None) -> Path:
     return found
 
 
-def write_merged(source: Path, out: Path, dtype: Literal["float32", "bfloat16"]) -> None:
+def write_merged(
+    source: Path,
+    out: Path,
+    dtype: Literal["float32", "bfloat16"],
+    base: Literal["trained", "full"] = "trained",
+) -> None:
     """Write a plain model of an adapter and its base.
 
     Args:
         source: the adapter's directory, or the run whose policy it is.
         out: the directory to write; it is not there yet.
         dtype: of the weights.
+        base: of an int8 one, what its whole numbers stand for, beside which the adapter was trained; or the
+            directory's own weights.
 
     Raises:
         ModelError: there is no adapter, or its base is not there.
@@ -47,15 +54,23 @@ def write_merged(source: Path, out: Path, dtype: Literal["float32", "bfloat16"])
     """
     from rillflow.models.adapters import merge
     from rillflow.models.config import ModelConfig
+    from rillflow.models.int8 import restore
     from rillflow.models.language_model import choose_device, load_model, save_model
 
     folder = model_directory(source, "policy") if layout.is_run_directory(source) else source
     if out.exists():
         raise RunDirectoryError(f"{out} is there already", why="nothing is written over", fix="name another")
     config = ModelConfig(path=str(folder.absolute()), dtype=dtype)
-    model = load_model(config, seed=0, device=choose_device("cpu"), base=Path())
+    how: dict[str, Any] = {"seed": 0, "device": choose_device("cpu"), "base": Path()}
+    model = load_model(config, **how)
     if model.adapter is None:
         raise ModelError(f"{folder} is a whole model", why="there is no adapter in it to merge")
+    full = (
+        load_model(ModelConfig(path=model.adapter.base, dtype=dtype), **how).module
+        if base == "full"
+        else None
+    )
+    restore(model.module, model.module.dtype, full and dict(full.named_parameters()))
     merge(model.module)
     try:
         save_model(replace(model, adapter=None), out)

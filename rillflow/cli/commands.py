@@ -86,7 +86,7 @@ def merge_adapter(arguments: argparse.Namespace) -> int:
     """``rillflow merge-adapter``: a plain model of an adapter and its base."""
     from rillflow.assembly.trained import write_merged
 
-    write_merged(arguments.adapter, arguments.out, arguments.dtype)
+    write_merged(arguments.adapter, arguments.out, arguments.dtype, arguments.base)
     print(f"wrote {arguments.out}")
     return DONE
 

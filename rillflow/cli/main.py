@@ -183,6 +183,10 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the model is written")
     types = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=types, default="float32", help="of its weights (float32)")
+    told = (
+        "of an int8 base: trained, what its whole numbers stand for (the default), or full, the directory's"
+    )
+    parser.add_argument("--base", choices=("trained", "full"), default="trained", help=told)
 
 
 COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentParser], None]]] = {

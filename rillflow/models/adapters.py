@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from rillflow.errors import ModelError, nearest
 from rillflow.models.config import AdapterConfig
-from rillflow.models.locate import SETTINGS, AdapterSource
+from rillflow.models.int8 import Int8Linear, full_weight, keep_in_int8
+from rillflow.models.locate import BASE, SETTINGS, AdapterSource
 from rillflow.models.scalar_head import head_of, head_weights
 from rillflow.models.unread import Read, Source, read_slice
 
@@ -48,17 +49,18 @@ class Adapter(nn.Module):
     Args:
         linear: the layer.
         config: size and kind.
+        dtype: of its numbers.
     """
 
-    def __init__(self, linear: nn.Linear, config: AdapterConfig) -> None:
+    def __init__(self, linear: nn.Linear, config: AdapterConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        how: dict[str, Any] = {"bias": False, "device": "meta", "dtype": linear.weight.dtype}
+        how: dict[str, Any] = {"bias": False, "device": "meta", "dtype": dtype}
         self.down = nn.Linear(linear.in_features, config.rank, **how)
         self.up = nn.Linear(config.rank, linear.out_features, **how)
         self.scale = config.alpha / (math.sqrt(config.rank) if config.kind == "rslora" else config.rank)
         self.length: nn.Parameter | None = None
         if config.kind == "dora":
-            self.length = nn.Parameter(torch.empty_like(linear.weight[:, 0], device="meta"))
+            self.length = nn.Parameter(torch.empty(linear.out_features, device="meta", dtype=dtype))
 
     def forward(self, linear: nn.Linear, states: Tensor, found: Tensor) -> Tensor:
         """What the layer found [..., out] for states [..., in], with the adapter's share."""
@@ -73,7 +75,8 @@ class Adapter(nn.Module):
 
     def merged_weight(self, linear: nn.Linear) -> Tensor:
         """[out, in] the layer's weight with the product of the adapter's, before DoRA's lengths."""
-        whole: Tensor = linear.weight + self.scale * (self.up.weight @ self.down.weight)
+        base = full_weight(linear, self.down.weight.dtype)
+        whole: Tensor = base + self.scale * (self.up.weight @ self.down.weight)
         return whole
 
 
@@ -89,10 +92,20 @@ class AdaptedLinear(nn.Linear):
         return share
 
 
+class AdaptedInt8Linear(AdaptedLinear, Int8Linear):
+    """The same beside a weight of 8 bits."""
+
+
+_JOINED: dict[type[nn.Linear], type[AdaptedLinear]] = {
+    nn.Linear: AdaptedLinear,
+    Int8Linear: AdaptedInt8Linear,
+}
+
+
 def join(linear: nn.Linear, adapter: Adapter) -> None:
     """Let a layer's outputs have its adapter's share."""
     kind = type(linear)
-    linear.__class__ = AdaptedLinear if kind is nn.Linear else type(kind.__name__, (AdaptedLinear, kind), {})
+    linear.__class__ = _JOINED.get(kind) or type(kind.__name__, (AdaptedLinear, kind), {})
     assert isinstance(linear, AdaptedLinear)
     linear.beside = (adapter,)
 
@@ -109,6 +122,8 @@ def is_adapter(name: str) -> bool:
 
 def attach(module: Any, config: AdapterConfig) -> None:
     """Freeze a decoder but for a scalar head, and put an adapter beside every layer that the config names.
+
+    Of an int8 base all linear layers of the body are kept so, those without an adapter too.
 
     Raises:
         ModelError: the decoder has no such layer.
@@ -128,9 +143,11 @@ def attach(module: Any, config: AdapterConfig) -> None:
                 fix=nearest(target, ends),
             )
         chosen |= named
+    for part in inside.values() if config.base == "int8" else ():
+        keep_in_int8(part)
     for name, part in chosen.items():
         owner, _, last = name.rpartition(".")
-        adapter = Adapter(part, config)
+        adapter = Adapter(part, config, module.dtype)
         module.get_submodule(owner).register_module(f"{last}{ADAPTER}", adapter)
         join(part, adapter)
     if head is None:
@@ -166,9 +183,12 @@ def adapter_weights(module: Any, base: Source, adapter: AdapterSource, seed: int
     def source() -> Iterator[tuple[str, Read]]:
         rows: dict[str, Tensor] = {}
         for name, read in base():
-            layer = name.removesuffix(".weight")
-            if not held and f"{layer}{ADAPTER}.length" in shapes:
-                rows[layer] = torch.linalg.vector_norm(read(()).float(), dim=1)
+            layer, _, kind = name.rpartition(".")
+            if not held and kind in ("weight", "scale") and f"{layer}{ADAPTER}.length" in shapes:
+                found = read(()).float()
+                rows[layer] = (
+                    torch.linalg.vector_norm(found, dim=1) if kind == "weight" else rows[layer] * found[:, 0]
+                )
             yield name, held.get(name, read)
         for name, shape in shapes.items():
             layer, _, kind = name.partition(f"{ADAPTER}.")
@@ -237,12 +257,14 @@ def write_adapter_settings(adapter: AdapterSource, module: Any, directory: Path)
         "use_dora": config.kind == "dora",
         "inference_mode": True,
     }
+    if config.base != "full":
+        said = {**said, BASE: config.base}
     (directory / SETTINGS).write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
 
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Put every adapter into its layer's weight, and away."""
+    """Put every adapter into its layer's weight, and away; of an int8 base call ``restore`` first."""
     for name, linear in adapted(module).items():
         adapter = linear.beside[0]
         whole = adapter.merged_weight(linear)

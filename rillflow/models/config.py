@@ -45,6 +45,15 @@ class AdapterConfig(Section):
         (),
         description="Last names of the layers, such as q_proj; left out, all linear ones of the body.",
     )
+    base: Literal["full", "int8"] = Field(
+        "full",
+        description="int8 keeps the base's linear weights in 8 bits, with a scale for each output row.",
+    )
+
+    @property
+    def untargeted(self) -> AdapterConfig:
+        """The same without targets, which a recipe may leave out and a directory names."""
+        return self.model_copy(update={"targets": ()})
 
 
 class ModelConfig(Section):

@@ -37,6 +37,7 @@ from rillflow.models.architecture import context_of, settle_attention, short_cop
 from rillflow.models.attention import register
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
+from rillflow.models.int8 import int8_weights
 from rillflow.models.locate import AdapterSource, base_of, found_adapter, locate
 from rillflow.models.model_files import METADATA, file_weights, own_weights, shard_file, write_settings
 from rillflow.models.new_model import new_module
@@ -206,7 +207,7 @@ def outline(
         if adapter is not None:
             attach(module, adapter.config)
             trained = frozenset(trained_beside(module))
-            weights = adapter_weights(module, weights, adapter, seed)
+            weights = adapter_weights(module, int8_weights(module, weights), adapter, seed)
     names_ends = module.config.get_text_config() if is_scalar else module.generation_config
     tokenizer = Tokenizer(inner, stop_tokens=listed(names_ends.eos_token_id))
     _require_rows(tokenizer, module.get_input_embeddings().weight.shape[0])

@@ -20,6 +20,8 @@ from rillflow.models.config import AdapterConfig
 
 SETTINGS = "adapter_config.json"
 """The file that makes a directory an adapter's."""
+BASE = "rillflow_base"
+"""What the file calls what the base was kept in, where that is not what it has; PEFT does not read it."""
 _REFUSED = (
     "bias",
     "alpha_pattern",
@@ -111,10 +113,12 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
     is_lora = said.get("peft_type") == "LORA" and bool(base)
     odd = [] if is_lora else ["peft_type" if base else "base_model_name_or_path"]
     odd += [name for name in _REFUSED if said.get(name) not in _PLAIN]
+    odd += [BASE] if said.get(BASE, "full") not in ("full", "int8") else []
     if odd:
         raise ModelError(
             f"{path} has {odd[0]} = {said.get(odd[0])!r}",
-            why="Rillflow's adapters are LoRA, rsLoRA and DoRA, of one rank for all their layers",
+            why="Rillflow's adapters are LoRA, rsLoRA and DoRA, of one rank for all their layers, beside a "
+            "base that is full or int8",
             fix="merge it into its base with PEFT, and name the merged model",
         )
     if wanted is not None:
@@ -126,7 +130,8 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
     kind: Any = "dora" if said.get("use_dora") else "rslora" if said.get("use_rslora") else "lora"
     targets = said.get("target_modules") or ()
     targets = () if targets == "all-linear" else (targets,) if isinstance(targets, str) else sorted(targets)
-    config = AdapterConfig(rank=rank, alpha=alpha, kind=kind, targets=tuple(targets))
+    kept = said.get(BASE, "full")
+    config = AdapterConfig(rank=rank, alpha=alpha, kind=kind, targets=tuple(targets), base=kept)
     return AdapterSource(base=base, config=config, directory=Path(source))
 
 

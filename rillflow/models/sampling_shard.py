@@ -34,6 +34,7 @@ from rillflow.cluster.ranks import Ranks
 from rillflow.errors import ModelError
 from rillflow.models.adapters import ADAPTER, AdaptedLinear, join
 from rillflow.models.attention import AttentionPlan, Scores, causal
+from rillflow.models.int8 import Int8Linear, keep_in_int8, product
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
@@ -142,6 +143,8 @@ def _shard(module: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> Non
         else:
             own_heads = name.partition(ADAPTER)[0] in fused
             new = _linear(part, Style.ROWS if own_heads else style, bounds, tp)
+            if isinstance(part, Int8Linear):
+                keep_in_int8(new)
             if isinstance(part, AdaptedLinear):
                 join(new, *part.beside)
             module.set_submodule(name, new)
@@ -224,7 +227,7 @@ class RowsLinear(nn.Linear):
         """[..., outputs]."""
         if self._inputs is not None:
             states = states[..., self._inputs]
-        total = nn.functional.linear(states, self.weight)
+        total = product(self, states)
         self._ranks.sum_([total])
         return total if self.bias is None else total + self.bias
 

@@ -7,6 +7,7 @@
 
 COLUMNS     a linear layer's outputs are shared out: weight and bias are cut along dim 0
 ROWS        its inputs are shared out, its outputs added up: the weight is cut along dim 1, the bias is whole
+            (and an int8 weight's scales, which are of its rows)
 GATHERED    COLUMNS, and every rank gets all outputs: the language model's head, fused projections
 SPLIT_ROWS  ROWS of inputs that every rank has whole: what follows a GATHERED layer
 LOOKED_UP   an embedding whose tokens are shared out (dim 0), its outputs added up
@@ -26,7 +27,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rillflow.errors import ModelError
-from rillflow.models.adapters import ADAPTER, AdaptedLinear, adapted
+from rillflow.models.adapters import ADAPTER, AdaptedInt8Linear, AdaptedLinear, adapted
+from rillflow.models.int8 import Int8Linear
 from rillflow.placement.mesh import divisors
 from rillflow.placement.sbp import Broadcast, Part, Split
 
@@ -44,7 +46,7 @@ class Style(StrEnum):
 
 _NAMES = {style.value: style for style in Style} | {"colwise_rep": Style.GATHERED}
 """Styles as transformers calls them, today and before."""
-_LINEAR = (nn.Linear, AdaptedLinear)
+_LINEAR = (nn.Linear, AdaptedLinear, Int8Linear, AdaptedInt8Linear)
 _DIMS = {Style.COLUMNS: 0, Style.GATHERED: 0, Style.LOOKED_UP: 0, Style.ROWS: 1, Style.SPLIT_ROWS: 1}
 """The dim along which a style cuts a weight; a bias is cut where it is the outputs that are shared out."""
 
@@ -87,7 +89,7 @@ def weight_parts(plan: dict[str, Style], module: nn.Module) -> dict[str, Part]:
     for name, _ in module.named_parameters():
         owner, _, kind = name.rpartition(".")
         dim = _DIMS.get(plan[owner]) if owner in plan else None
-        found[name] = Broadcast() if dim is None or (dim and kind == "bias") else Split(dim)
+        found[name] = Broadcast() if dim is None or (dim and kind != "weight") else Split(dim)
     return found
 
 

@@ -147,11 +147,16 @@ def fill(source: Source, wanted: Callable[[str], Iterable[tuple[Tensor, Index]]]
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"the weight {name} cannot be read", why=str(error)) from error
             if target.numel() and not torch.stack(torch.aminmax(target)).isfinite().all():
-                raise ModelError(
-                    f"the weight {name} has numbers that are not finite",
-                    why="nothing can be computed or learned with them",
-                    fix="name another checkpoint",
-                )
+                raise not_finite(name)
+
+
+def not_finite(name: str) -> ModelError:
+    """What is wrong with a weight that has numbers that are not finite."""
+    return ModelError(
+        f"the weight {name} has numbers that are not finite",
+        why="nothing can be computed or learned with them",
+        fix="name another checkpoint",
+    )
 
 
 class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from rillflow.errors import ModelError
+from rillflow.models.int8 import Int8Linear
 from rillflow.models.tensor_plan import Style
 from rillflow.placement.mesh import divisors
 
@@ -43,7 +44,7 @@ def cut_tensors(module: nn.Module, plan: Mapping[str, Style], mesh: DeviceMesh) 
     twins = _twins(parts[name] for name in plan if plan[name] is not Style.SUMMED)
     for name, style in plan.items():
         if style is not Style.SUMMED:
-            parallelize_module(parts[name], mesh, _style(style), src_data_rank=None)
+            _cut(parts[name], style, mesh)
     for one, other in twins:
         other.weight = one.weight
 
@@ -87,6 +88,13 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements).to_local()
     return gradient
+
+
+def _cut(part: nn.Module, style: Style, mesh: DeviceMesh) -> None:
+    parallelize_module(part, mesh, _style(style), src_data_rank=None)
+    if isinstance(part, Int8Linear) and not isinstance(part.scale, DTensor):  # torch knows of weight and bias
+        whole = distribute_tensor(part.scale, mesh, [Replicate()], src_data_rank=None)
+        part.scale = nn.Parameter(whole, requires_grad=False)
 
 
 def _style(style: Style) -> ParallelStyle:

@@ -125,7 +125,9 @@ class Share(Generic[Model]):
     def has_base_of(self, model: LoadedModel, sizes: MeshSizes) -> bool:
         """Whether a model is this one but for the adapter's numbers, and cut alike, not by fsdp."""
         own, other, groups = self.model.adapter, model.adapter, self.groups
-        if own is None or other is None or (own.base, own.config) != (other.base, other.config):
+        if own is None or other is None or own.base != other.base or self.model.trained != model.trained:
+            return False
+        if own.config.untargeted != other.config.untargeted:
             return False
         cut = (groups.dp.size, groups.ep.size, groups.pp.size, groups.tp.size)
         return not self.parallel.sharded and cut == (sizes.dp, sizes.ep, sizes.pp, sizes.tp)

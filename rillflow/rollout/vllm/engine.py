@@ -27,6 +27,7 @@ from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RolloutError
 from rillflow.models.adapters import adapted, file_name, is_adapter
 from rillflow.models.architecture import vocabulary_of
+from rillflow.models.int8 import widened
 from rillflow.models.model_files import file_weights, layer_of, write_settings
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
@@ -155,13 +156,14 @@ class VllmEngine:
         self._version = version
 
     def _by_file(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Weights by their names in a file, tied ones by each of theirs."""
+        """Weights by their names in a file, tied ones by each of theirs; int8 ones as what they stand for."""
         weights = {
             **weights,
             **{name: weights[first] for name, first in self._tied.items() if first in weights},
         }
         for _, layer in groupby(weights, key=layer_of):
-            yield from file_weights(self._module, {name: weights[name].detach() for name in layer}).items()
+            held = {name: weights[name].detach() for name in layer}
+            yield from file_weights(self._module, widened(held, self._module.dtype)).items()
 
     def sleep(self) -> None:
         """See Engine."""
