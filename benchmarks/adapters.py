@@ -1,12 +1,16 @@
 """LoRA against training all weights: the quickstart's GRPO from its warm start, by the command users run.
 
-    recipes/arithmetic/run.toml ─ warm start ─> base ─┬─ all weights ─> accuracy, seconds of a step,
-       one for every seed                             └─ adapter ─────> bytes published and kept
+    recipes/arithmetic/run.toml ─ warm start ─> base ─┬─ all weights ────────> accuracy, seconds of a step,
+       one for every seed                             ├─ adapter ────────────> bytes held, published and kept
+                                                      └─ adapter, base int8 ─┘
 
-    python benchmarks/adapters.py --seeds 0 1 2 --write benchmarks/results/adapters.md    # 15 minutes
+    python benchmarks/adapters.py --seeds 0 1 2 --write benchmarks/results/adapters.md    # 20 minutes
+    python benchmarks/adapters.py --seeds 0 1 2 --trained lora int8 --loads --write benchmarks/results/int8.md
 
-Accuracy is of the recipe's 500 held-out problems after its 90 steps. Bytes published: what a sampler
-elsewhere would be sent. Training state: what a checkpoint keeps to go on from.
+Accuracy is of the recipe's 500 held-out problems after its 90 steps. Weights held: of the policy's module, by
+all who have it together. Bytes published: what a sampler elsewhere would be sent. Training state: what a
+checkpoint keeps to go on from. With --loads a model of 150 million weights is read by a process of its own,
+whose memory is looked at before and after, and at its highest.
 """
 
 from __future__ import annotations
@@ -27,7 +31,38 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic" / "run.toml"
 COMMAND = "import sys; from rillflow.cli.main import main; sys.exit(main())"
 RANK = 16
-ADAPTED = (f"policy.model.adapter={{ rank = {RANK} }}",)
+ADAPTED = f"policy.model.adapter={{ rank = {RANK} }}"
+KINDS = {
+    "all": ("all weights", ()),
+    "lora": (f"LoRA, rank {RANK}", (ADAPTED,)),
+    "int8": (f"LoRA, rank {RANK}, base int8", (ADAPTED, "policy.model.adapter.base=int8")),
+}
+LARGE = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 16, "context": 64}
+LOAD = """
+import resource, sys, torch
+from pathlib import Path
+from rillflow.models.config import AdapterConfig, ModelConfig
+from rillflow.models.language_model import load_model
+
+def held():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+path, dtype, base = sys.argv[1:]
+config = ModelConfig(path=path, dtype=dtype, adapter=AdapterConfig(rank=16, base=base))
+how = {"seed": 0, "device": torch.device("cpu"), "base": Path()}
+load_model(config.model_copy(update={"path": path + "-small"}), **how)  # libraries are there from here on
+before = held()
+Path("/proc/self/clear_refs").write_text("5")  # the highest begins anew
+model = load_model(config, **how)
+highest = next(
+    int(line.split()[1]) / 2**10
+    for line in Path("/proc/self/status").read_text().splitlines()
+    if line.startswith("VmHWM")
+)
+weights = sum(each.nbytes for each in model.module.parameters()) / 2**20
+print(f"{weights:.0f} | {held() - before:.0f} | {highest - before:.0f}")
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +75,8 @@ class Trained:
     """Of the last evaluation."""
     step_s: float
     """The median step."""
+    held: int
+    """Bytes of the policy's weights in memory."""
     published: int
     """Bytes of the weights of a checkpoint."""
     state: int
@@ -74,9 +111,50 @@ def trained(folder: Path) -> Trained:
         before=looks[0],
         accuracy=looks[-1],
         step_s=median(steps[1:]),
+        held=held(newest / "policy"),
         published=size("policy"),
         state=size("policy.optimizer"),
     )
+
+
+def held(directory: Path) -> int:
+    """Bytes of the parameters of a model as it is loaded."""
+    import torch
+
+    from rillflow.models.config import ModelConfig
+    from rillflow.models.language_model import load_model
+
+    how = {"seed": 0, "device": torch.device("cpu"), "base": Path()}
+    model = load_model(ModelConfig(path=str(directory)), **how)
+    return sum(each.nbytes for each in model.module.parameters())
+
+
+def loads() -> list[str]:
+    """What reading a larger base takes, by the type of its weights and what it is kept in."""
+    import torch
+
+    from rillflow.models.config import ModelConfig, NewModel
+    from rillflow.models.language_model import load_model, save_model
+
+    lines = [
+        f"Reading a base of {LARGE['layers']} layers of {LARGE['hidden']} (float32 on the disk):",
+        "",
+        "| type | base | weights, MiB | taken, MiB | at the highest, MiB |",
+        "|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "base"
+        for new, where in ((NewModel(**LARGE), path), (NewModel(), path.with_name("base-small"))):
+            how = {"seed": 0, "device": torch.device("cpu"), "base": Path()}
+            save_model(load_model(ModelConfig(new=new), **how), where)
+        for dtype in ("float32", "bfloat16"):
+            for base in ("full", "int8"):
+                command = [sys.executable, "-c", LOAD, str(path), dtype, base]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise SystemExit(done.stderr)
+                lines.append(f"| {dtype} | {base} | {done.stdout.strip()} |")
+    return [*lines, ""]
 
 
 def main() -> None:
@@ -86,6 +164,8 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of base and training")
     parser.add_argument("--lr", type=float, default=3e-3, help="the adapter's learning rate (3e-3)")
+    parser.add_argument("--trained", choices=KINDS, nargs="+", default=[*KINDS], help="what (all three)")
+    parser.add_argument("--loads", action="store_true", help="measure what reading a base takes, too")
     parser.add_argument("--write", type=Path, help="the page to write; printed if left out")
     given = parser.parse_args()
     table = []
@@ -101,28 +181,30 @@ def main() -> None:
                 "policy.model.new=none",
                 f"policy.model.path={base}",
             )
-            for what, settings in {
-                "all weights": (),
-                f"LoRA, rank {RANK}": (*ADAPTED, f"policy.lr={given.lr}"),
-            }.items():
+            for what, settings in (KINDS[kind] for kind in given.trained):
+                settings = (*settings, f"policy.lr={given.lr}") if settings else ()
                 found = trained(run(folder / what, *how, *settings))
                 table.append(
                     f"| {seed} | {what} | {found.before:.3f} | {found.accuracy:.3f} | {found.step_s:.2f} "
-                    f"| {found.published:,} | {found.state:,} |"
+                    f"| {found.held:,} | {found.published:,} | {found.state:,} |"
                 )
                 print(table[-1], file=sys.stderr, flush=True)
     seeds = " ".join(map(str, given.seeds))
+    words = f"--seeds {seeds} --lr {given.lr:g} --trained {' '.join(given.trained)}"
+    words += " --loads" if given.loads else ""
     page = [
-        "# LoRA against training all weights",
+        f"# {' against '.join(KINDS[kind][0] for kind in given.trained)}",
         "",
-        f"`python benchmarks/adapters.py --seeds {seeds} --lr {given.lr:g}`, {os.cpu_count()} cores, "
+        f"`python benchmarks/adapters.py {words}`, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}, torch {version('torch')}; "
         "the setting is at the head of the script.",
         "",
-        "| seed | trained | accuracy before | after | a step, s | bytes published | of training state |",
-        "|---|---|---|---|---|---|---|",
+        "| seed | trained | accuracy before | after | a step, s | bytes of weights held | published "
+        "| of training state |",
+        "|---|---|---|---|---|---|---|---|",
         *table,
         "",
+        *(loads() if given.loads else ()),
     ]
     if given.write:
         given.write.write_text("\n".join(page), "utf-8")

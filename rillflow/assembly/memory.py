@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT32_BYTES = 4
 _EXPERTS = ".experts."
 """What the names of routed experts' weights have in a file."""
+_LAYER = re.compile(r"\.\d+\.")
+"""What the names of a layer's weights have."""
 _NAMES = (
     ("hidden_size", "n_embd", "d_model"),
     ("num_hidden_layers", "n_layer", "num_layers"),
@@ -59,6 +62,8 @@ class ModelSizes:
     """Longest row in tokens."""
     experts: int = 0
     """Numbers of a mixture's routed experts, where its files say so."""
+    linear: int = 0
+    """Numbers of its layers' other matrices, where its files say so; an int8 base keeps those in 8 bits."""
 
 
 def sizes_of_new(new: NewModel) -> ModelSizes:
@@ -66,8 +71,8 @@ def sizes_of_new(new: NewModel) -> ModelSizes:
     vocabulary = len(set(new.alphabet)) + 1
     kv_width = new.hidden // new.heads * new.kv_heads
     inner = new.intermediate
-    attention = 2 * new.hidden**2 + 2 * new.hidden * kv_width + new.hidden + 2 * kv_width
-    layer = attention + 3 * new.hidden * inner + 2 * new.hidden
+    matrices = 2 * new.hidden**2 + 2 * new.hidden * kv_width + 3 * new.hidden * inner
+    layer = matrices + 3 * new.hidden + 2 * kv_width
     return ModelSizes(
         parameters=vocabulary * new.hidden + new.layers * layer + new.hidden,
         layers=new.layers,
@@ -76,6 +81,7 @@ def sizes_of_new(new: NewModel) -> ModelSizes:
         kv_width=kv_width,
         vocabulary=vocabulary,
         context=new.context,
+        linear=new.layers * matrices,
     )
 
 
@@ -92,7 +98,7 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
         config: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
         found = [_first(config, names) for names in _NAMES]
         files = sorted(directory.glob("*.safetensors"))
-        parameters, experts = (sum(_numbers_in(file, part) for file in files) for part in ("", _EXPERTS))
+        shapes = {name: shape for file in files for name, shape in _shapes_in(file)}
     except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
         raise ModelError(f"the model {directory} cannot be read", why=str(error)) from error
     if not all(found):
@@ -100,8 +106,10 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
     hidden, layers, heads, vocabulary, context = found
     kv_heads = _first(config, ("num_key_value_heads",)) or heads
     head = _first(config, ("head_dim",)) or hidden // heads
+    experts = sum(math.prod(shape) for name, shape in shapes.items() if _EXPERTS in name)
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and _EXPERTS not in name}
     return ModelSizes(
-        parameters=parameters,
+        parameters=sum(map(math.prod, shapes.values())),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -109,6 +117,7 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
         vocabulary=vocabulary,
         context=context,
         experts=experts,
+        linear=sum(math.prod(shape) for name, shape in matrices.items() if _LAYER.search(name)),
     )
 
 
@@ -117,11 +126,10 @@ def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
     return next((config[name] for name in names if name in config and isinstance(config[name], int)), 0)
 
 
-def _numbers_in(file: Path, part: str) -> int:
-    """Of the weights with this in their names."""
+def _shapes_in(file: Path) -> list[tuple[str, list[int]]]:
+    """Of the weights of a file, by name."""
     with safe_open(file, framework="np") as weights:
-        names = [name for name in weights.keys() if part in name]  # noqa: SIM118
-        return sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
+        return [(name, weights.get_slice(name).get_shape()) for name in weights.keys()]  # noqa: SIM118
 
 
 def rows_at_once(recipe: Recipe) -> int:
@@ -170,21 +178,22 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
     answering = placement.pools[placement.pool_of(SAMPLER)] if placement.samples_apart else mesh.ranks
     if mesh.is_plain and tp == 1 and not placement.samples_apart:
         return []
-    whole, away = sizes.parameters * item, sizes.experts - sizes.experts // mesh.ep
+    whole, away = _weights(recipe, sizes), sizes.experts - sizes.experts // mesh.ep
     parts = mesh.pp * mesh.tp * mesh.fsdp
     rows = -(-rows_at_once(recipe) * tp // answering)
     cache = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item // tp
     held = (sizes.parameters - away) // parts
+    trained = (whole - away * item) // parts
     state = (2 if item == _FLOAT32_BYTES else 3) * held * _FLOAT32_BYTES
     apart = f" - {size(away * item)} of other ranks' experts" if away else ""
-    share = size(held * item)
+    share = size(trained)
     lines = [
         f"{recipe.trained_role} in training, {mesh}: weights {size(whole)}{apart} / {parts} = {share} a "
         f"rank, gradients {share}, optimiser {size(state)}, and activations"
     ]
     if not recipe.has_policy:
         return lines
-    received = f"{size(max(0, whole // tp - held * item))} of them received at the switch"
+    received = f"{size(max(0, whole // tp - trained))} of them received at the switch"
     if placement.samples_apart:
         received = "received at every publish"
     return [
@@ -194,10 +203,17 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
     ]
 
 
+def _weights(recipe: Recipe, sizes: ModelSizes) -> int:
+    """Bytes of the policy's weights."""
+    item, adapter = _ITEM_BYTES[recipe.policy.model.dtype], recipe.policy.model.adapter
+    narrow = sizes.linear if adapter is not None and adapter.base == "int8" else 0
+    return sizes.parameters * item - narrow * (item - 1)
+
+
 def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:
     """Bytes by what they are for."""
     item = _ITEM_BYTES[recipe.policy.model.dtype]
-    weights = sizes.parameters * item
+    weights, full = _weights(recipe, sizes), sizes.parameters * item
     is_copied, is_frozen = recipe.rollout.engine == VLLM, recipe.policy.model.adapter is not None
     rows = recipe.rollout.max_rows if is_copied else rows_at_once(recipe)
     parts = {"weights": weights}
@@ -207,7 +223,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:
         parts["KV cache"] = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item
         parts["logits"] = 2 * recipe.policy.tokens_per_micro_batch * sizes.vocabulary * _FLOAT32_BYTES
     if recipe.has_policy and is_copied:
-        parts["vLLM's weights"] = weights
+        parts["vLLM's weights"] = full
     if "reference" in recipe.roles and not is_frozen:
         parts["reference"] = weights
     return parts

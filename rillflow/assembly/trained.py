@@ -52,9 +52,8 @@ def write_merged(
         ModelError: there is no adapter, or its base is not there.
         RunDirectoryError: the run has no checkpoint, or the directory is there or cannot be written.
     """
-    from rillflow.models.adapters import merge
+    from rillflow.models.adapters import merge, restore
     from rillflow.models.config import ModelConfig
-    from rillflow.models.int8 import restore
     from rillflow.models.language_model import choose_device, load_model, save_model
 
     folder = model_directory(source, "policy") if layout.is_run_directory(source) else source

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from rillflow.errors import ModelError, nearest
 from rillflow.models.config import AdapterConfig
-from rillflow.models.int8 import Int8Linear, full_weight, keep_in_int8
+from rillflow.models.int8 import Int8Linear, full_weight, int8_layers, keep_in_int8
 from rillflow.models.locate import BASE, SETTINGS, AdapterSource
 from rillflow.models.scalar_head import head_of, head_weights
 from rillflow.models.unread import Read, Source, read_slice
@@ -260,6 +260,21 @@ def write_adapter_settings(adapter: AdapterSource, module: Any, directory: Path)
     if config.base != "full":
         said = {**said, BASE: config.base}
     (directory / SETTINGS).write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+
+
+def restore(module: nn.Module, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Make plain layers, adapted or not, of those that are kept in int8.
+
+    Args:
+        module: whose layers they are.
+        dtype: what their weights become.
+        weights: what to take in the place of what the whole numbers stand for, by name.
+    """
+    for name, linear in int8_layers(module).items():
+        whole = full_weight(linear, dtype) if weights is None else weights[f"{name}.weight"].to(dtype)
+        linear.weight = nn.Parameter(whole, requires_grad=False)
+        del linear.scale
+        linear.__class__ = AdaptedLinear if isinstance(linear, AdaptedLinear) else nn.Linear  # type: ignore[assignment]
 
 
 @torch.no_grad()

@@ -90,21 +90,6 @@ def keep_in_int8(linear: nn.Linear) -> None:
     linear.__class__ = Int8Linear if kind is nn.Linear else type(kind.__name__, (kind, Int8Linear), {})
 
 
-def restore(module: nn.Module, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Make plain layers of those that are kept in int8, of whatever kind.
-
-    Args:
-        module: whose layers they are.
-        dtype: what their weights become.
-        weights: what to take in the place of what the whole numbers stand for, by name.
-    """
-    for name, linear in int8_layers(module).items():
-        whole = full_weight(linear, dtype) if weights is None else weights[f"{name}.weight"].to(dtype)
-        linear.weight = nn.Parameter(whole, requires_grad=False)
-        del linear.scale
-        linear.__class__ = nn.Linear  # type: ignore[assignment]
-
-
 def int8_layers(module: nn.Module) -> dict[str, Int8Linear]:
     """The layers that are kept so, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, Int8Linear)}

@@ -25,6 +25,7 @@ from small_recipe import RECIPE, REWARD
 
 NEW = NewModel(hidden=32, layers=4, heads=4, kv_heads=2, context=16, alphabet="0123456789+=")
 ADAPTER = "policy.model.adapter={ rank = 4 }"
+INT8 = "policy.model.adapter.base=int8"
 RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 Ran = tuple[list[object], dict[str, bytes]]
 
@@ -87,10 +88,12 @@ def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, name: str
 @RAY
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp = 2", "fsdp = 2", "tp = 2", "pp = 2"])
-def test_every_mesh_trains_what_one_rank_trains(tmp_path: Path, mesh: str) -> None:
+@pytest.mark.parametrize("base", ["full", "int8"])
+def test_every_mesh_trains_what_one_rank_trains(tmp_path: Path, mesh: str, base: str) -> None:
     """But for rounding, which AdamW's first steps make larger."""
-    ran(tmp_path / "a")
-    ran(tmp_path / "b", "placement.pools={ main = 2 }", f"placement.train={{ main = {{ {mesh} }} }}")
+    how = f"policy.model.adapter.base={base}"
+    ran(tmp_path / "a", how)
+    ran(tmp_path / "b", how, "placement.pools={ main = 2 }", f"placement.train={{ main = {{ {mesh} }} }}")
     one, two = (
         [step.metrics for step in read_metrics(tmp_path / f"{name}/run") if step.phase == "warm_start"]
         for name in "ab"

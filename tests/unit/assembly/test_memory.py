@@ -145,3 +145,18 @@ def test_rows_that_never_run_take_no_memory() -> None:
 def test_a_reference_is_a_second_model() -> None:
     sizes = sizes_of_new(NEW)
     assert estimate(recipe(kl=0.1), sizes)["reference"] == 4 * sizes.parameters
+
+
+def test_an_int8_base_has_a_byte_for_each_number_of_its_layers(tmp_path: Path) -> None:
+    save_model(made(NEW), tmp_path / "base")
+    sizes = sizes_of_directory(tmp_path / "base")
+    assert sizes is not None
+    for dtype, item in (("float32", 4), ("bfloat16", 2)):
+        named = {"path": str(tmp_path / "base"), "dtype": dtype, "adapter": {"rank": 2, "base": "int8"}}
+        config = ModelConfig.model_validate(named)
+        model = load_model(config, seed=0, device=torch.device("cpu"), base=Path()).module
+        held = sum(each.nbytes for name, each in model.named_parameters() if "_adapter" not in name)
+        scales = sum(each.nbytes for name, each in model.named_parameters() if name.endswith(".scale"))
+        chosen = recipe().policy.model_copy(update={"model": config})
+        of_base = recipe().model_copy(update={"policy": chosen})
+        assert estimate(of_base, sizes)["weights"] == held - scales < sizes.parameters * item
