@@ -56,9 +56,10 @@ GROWN = {
     "mixtures whose experts are shared out": 118,
     "gradients that add up in order": 3,
     "pairs and the best of sampled groups": 185,
+    "a base of 8 bits": 141,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 30_820
+PACKAGE_LINES = 30_988
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
