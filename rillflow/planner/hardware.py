@@ -8,18 +8,33 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from rillflow.errors import PlanError, nearest
+from rillflow.errors import PlanError
 from rillflow.planner import quantities
 from rillflow.planner.factors import Accuracy, EngineFactors, Factors
-from rillflow.planner.quantities import FLOPS, MEMORY, RATE, Rate, Reader, read, readers_of, values
+from rillflow.planner.quantities import FLOPS, MEMORY, RATE, TABLE, TEXT, Rate, checked, named, read, values
 
 _OVERHEADS = {"step_s", "step_row_s"}
 UNFITTED = "default"
 """The factor set of a cluster's file that names none."""
+_FLEETS = checked(
+    lambda tables: tables if isinstance(tables, list) and tables else None,
+    "a cluster is one or more [[fleet]] tables",
+    '[[fleet]], device = "H100", devices = 8, per_machine = 8',
+)
+_FLEET = {
+    "name": TEXT,
+    **dict.fromkeys(("devices", "machines", "per_machine"), quantities.whole(1)),
+    **dict.fromkeys(("between", "between_machine"), RATE),
+    "price": quantities.PRICE,
+}
+
+
+def _dtypes(data: object, where: str) -> dict[str, float]:
+    return values(data, dict.fromkeys(("float8", "bfloat16", "float32"), FLOPS), where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +45,7 @@ class Device:
     """What it is called, such as ``H100``."""
     memory_bytes: Annotated[float, MEMORY, "memory"]
     """Its memory."""
-    flops: Mapping[str, float]
+    flops: Annotated[Mapping[str, float], _dtypes]
     """Dense FLOP/s by dtype: ``bfloat16``, ``float32``."""
     memory_bandwidth: Rate
     """Bytes a second of its memory."""
@@ -116,7 +131,7 @@ class Hardware:
 
 def shipped_devices() -> dict[str, Device]:
     """The devices that come with the package, by name."""
-    return {name: _device(name, one, f"devices.toml, {name}") for name, one in _shipped("devices").items()}
+    return _devices(_shipped("devices"), "devices.toml")
 
 
 def shipped_stacks() -> dict[str, Hardware]:
@@ -145,28 +160,17 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     Raises:
         PlanError: unknown names, missing or contradictory numbers, numbers without a unit, absurd ones.
     """
-    said = values(data, _CLUSTER, name)
-    stacks, like = shipped_stacks(), said.get("like", UNFITTED)
-    if like not in stacks:
-        raise PlanError(
-            f"{name} is like {like!r}, which is no factor set",
-            why=f"shipped are {', '.join(stacks)}",
-            fix=nearest(like, stacks),
-        )
-    stack, factors = stacks[like], values(said.get("factors", {}), readers_of(Factors), f"{name}, factors")
-    engine = values(said.get("engine", {}), readers_of(EngineFactors), f"{name}, engine")
+    stacks = shipped_stacks()
+    readers = {"like": quantities.one_of(stacks), "fleet": _FLEETS} | dict.fromkeys(
+        ("name", "calibrated"), TEXT
+    )
+    readers |= dict.fromkeys(("device", "engine", "factors"), TABLE)
+    said = values({"fleet": [], "like": UNFITTED, **data}, readers, name)
+    stack, factors, engine = stacks[said["like"]], said.get("factors", {}), said.get("engine", {})
     changed = bool(engine) or bool(set(factors) - _OVERHEADS)
-    devices = shipped_devices() | {
-        label: _device(label, one, f"{name}, device.{label}") for label, one in said.get("device", {}).items()
-    }
-    listed = data.get("fleet", [])
-    if not isinstance(listed, list) or not listed:
-        raise PlanError(
-            f"{name} has no machines",
-            why="a cluster is one or more [[fleet]] tables",
-            fix='[[fleet]], device = "H100", devices = 8, per_machine = 8',
-        )
-    fleets = tuple(_fleet(one, devices, f"{name}, fleet {place}") for place, one in enumerate(listed, 1))
+    devices = shipped_devices() | _devices(said.get("device", {}), f"{name}, device")
+    listed = enumerate(said["fleet"], 1)
+    fleets = tuple(_fleet(one, devices, f"{name}, fleet {place}") for place, one in listed)
     labels = [fleet.name for fleet in fleets]
     doubled = next((label for label in labels if labels.count(label) > 1), None)
     if doubled is not None:
@@ -174,8 +178,8 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     return Hardware(
         name=said.get("name", name),
         fleets=fleets,
-        factors=replace(stack.factors, **factors),
-        engine=replace(stack.engine, **engine),
+        factors=read(Factors, factors, f"{name}, factors", stack.factors),
+        engine=read(EngineFactors, engine, f"{name}, engine", stack.engine),
         calibrated=said.get("calibrated", "" if changed else stack.calibrated),
         accuracy=None if changed else stack.accuracy,
     )
@@ -185,27 +189,19 @@ def _shipped(name: str) -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text("utf-8"))
 
 
-def _device(name: str, data: Mapping[str, Any], where: str) -> Device:
-    found: Device = read(Device, data, where, name=name)
-    flops = values(found.flops, dict.fromkeys(("float8", "bfloat16", "float32"), FLOPS), f"{where}.flops")
-    if not flops:
-        raise PlanError(f"{where} has no flops", fix='flops = { bfloat16 = "312 TFLOP/s", float32 = ... }')
-    _slower(found.inside_bandwidth, found.memory_bandwidth, f"{where}, inside")
-    return replace(found, flops=flops)
+def _devices(data: Mapping[str, Any], where: str) -> dict[str, Device]:
+    devices: dict[str, Device] = named(Device, data, where)
+    for name, device in devices.items():
+        _require_slower(device.inside_bandwidth, device.memory_bandwidth, f"{where}.{name}, inside")
+    return devices
 
 
 def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -> Fleet:
-    wrong = next((key for key in data if "price" in key and key != "price"), None)
-    if wrong is not None:
-        raise PlanError(f"{where} has {wrong}", why="the key is price, of a device", fix='price = "2.5 $/h"')
-    said = values(data, _FLEET, where, needed={"device"})
-    label = said["device"]
-    if label not in devices:
-        raise PlanError(
-            f"{where} is made of {label!r}, which is not known",
-            fix=f"{nearest(label, devices)} or describe it in a table [device.{label}]",
-        )
-    count, per_machine = _devices(said, where), said["per_machine"]
+    told = f"known are {', '.join(devices)}, and what a table [device.NAME] describes"
+    readers = {"device": checked(lambda label: devices.get(str(label)), told, known=devices), **_FLEET}
+    said = values(data, readers, where, needed={"device"})
+    device: Device = said["device"]
+    count, per_machine = _counted(said, where)
     links = {"between", "between_machine"} & set(said)
     if len(links) == 2 or (count > per_machine and not links):
         raise PlanError(
@@ -213,12 +209,12 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
             why="one number says how they are linked: of a device, or of a machine, whose devices share it",
             fix='between = "50 GB/s" of one device, or between_machine = "400 GB/s" of one machine',
         )
-    share = said["between_machine"] / per_machine if "between_machine" in said else None
-    between = said.get("between", devices[label].inside_bandwidth) if share is None else share
-    _slower(between, devices[label].memory_bandwidth, f"{where}, the link between machines")
+    alone = said.get("between", device.inside_bandwidth)
+    between = said["between_machine"] / per_machine if "between_machine" in said else alone
+    _require_slower(between, device.memory_bandwidth, f"{where}, the link between machines")
     return Fleet(
-        name=said.get("name", label.lower()),
-        device=devices[label],
+        name=said.get("name", device.name.lower()),
+        device=device,
         devices=count,
         per_machine=per_machine,
         between_bandwidth=between,
@@ -226,11 +222,11 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
     )
 
 
-def _devices(said: dict[str, Any], where: str) -> int:
-    """Devices of a fleet, of whose three numbers one may be missing; ``per_machine`` is filled in."""
+def _counted(said: Mapping[str, int], where: str) -> tuple[int, int]:
+    """Devices of a fleet, and of each of its machines; of three numbers that say it one may be missing."""
     machines, per_machine = said.get("machines"), said.get("per_machine")
-    count: int = said.get("devices", (machines or 0) * (per_machine or 0))
-    each = said.setdefault("per_machine", count // (machines or 1))
+    count = said.get("devices", (machines or 0) * (per_machine or 0))
+    each = per_machine or count // (machines or 1)
     if not each or count % each or machines not in (None, count // each):
         told = f"{count} devices" + (f", {machines} machines" if machines else "") + f", {each} a machine"
         raise PlanError(
@@ -238,26 +234,13 @@ def _devices(said: dict[str, Any], where: str) -> int:
             why="machines are alike, and have all devices between them",
             fix="devices = 16, per_machine = 8; or two fleets",
         )
-    return count
+    return count, each
 
 
-def _slower(link: float, memory: float, where: str) -> None:
+def _require_slower(link: float, memory: float, where: str) -> None:
     if link > memory:
         raise PlanError(
             f"{where} is {link / 1e9:g} GB/s",
             why=f"a device's memory moves {memory / 1e9:g} GB/s, where what a link brings is written",
             fix="check the number and its unit",
         )
-
-
-_FLEET: Mapping[str, Reader] = {
-    **dict.fromkeys(("name", "device"), quantities.TEXT),
-    **dict.fromkeys(("devices", "machines", "per_machine"), quantities.whole(1)),
-    **dict.fromkeys(("between", "between_machine"), RATE),
-    "price": quantities.PRICE,
-}
-_CLUSTER: Mapping[str, Reader] = {
-    **dict.fromkeys(("name", "like", "calibrated"), quantities.TEXT),
-    **dict.fromkeys(("device", "engine", "factors"), quantities.TABLE),
-    "fleet": quantities.kind(object, ""),
-}

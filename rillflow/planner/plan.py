@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError, nearest
 from rillflow.planner.grid import Grid
-from rillflow.planner.quantities import TABLE, TEXT, Count, Reader, number, read, readers_of, values, whole
+from rillflow.planner.quantities import TABLE, TEXT, Count, Reader, named, number, read, values, whole
 
 COMMENT = "Where models lie and what a step should take; rillflow run RECIPE --plan FILE launches it."
 SAMPLER = "sampler"
@@ -46,6 +46,39 @@ class PlannedUnit:
     """Devices that share a copy while they generate; 0 where it does not."""
 
 
+def _pools(data: object, where: str) -> tuple[PlannedPool, ...]:
+    return tuple(named(PlannedPool, data, where).values())
+
+
+def _units(data: object, where: str) -> Mapping[str, PlannedUnit]:
+    return {name: _unit(one, f"{where}.{name}") for name, one in TABLE(data, where).items()}
+
+
+def _stages(data: object, where: str) -> Mapping[str, float]:
+    return {name: number(0.0)(one, f"{where}.{name}") for name, one in TABLE(data, where).items()}
+
+
+def _unit(data: object, where: str) -> PlannedUnit:
+    said = values(data, _UNIT, where, needed={"pool"})
+    if "dp" in said and "fsdp" in said:
+        raise PlanError(
+            f"{where} has dp and fsdp",
+            why="devices with other rows each hold all parameters (dp) or their share of them (fsdp)",
+            fix="remove one of the two",
+        )
+    pool, generate_tp, is_sharded = said.pop("pool"), said.pop("generate_tp", 0), "fsdp" in said
+    grid = Grid(dp=said.pop("fsdp", said.pop("dp", 1)), **said, is_sharded=is_sharded)
+    return PlannedUnit(pool=pool, grid=grid, generate_tp=generate_tp)
+
+
+_UNIT: Mapping[str, Reader] = {
+    "pool": TEXT,
+    **dict.fromkeys(("dp", "fsdp", "pp", "tp", "cp", "ep"), whole(1)),
+    "generate_tp": whole(0),
+}
+_PREDICTED: Mapping[str, Reader] = {"step_s": number(0.0), "stages_s": _stages}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A placement of every unit, and how steps follow one another.
@@ -56,9 +89,9 @@ class Plan:
 
     name: str
     """The algorithm's."""
-    pools: tuple[PlannedPool, ...]
+    pools: Annotated[tuple[PlannedPool, ...], _pools]
     """Largest first."""
-    units: Mapping[str, PlannedUnit]
+    units: Annotated[Mapping[str, PlannedUnit], _units]
     """By name: the roles that are models, and ``sampler`` where that is apart."""
     freshness: int = 0
     """How many policy versions old a trained token may be; 0 is in step."""
@@ -178,18 +211,10 @@ def read_plan(data: Mapping[str, Any], name: str) -> Plan:
     Raises:
         PlanError: a key is missing, unknown or of another type, or two contradict.
     """
-    said = values(data, _PLAN, name, needed={"name", "pools", "units"})
-    predicted = values(said.pop("predicted", {}), _PREDICTED, f"{name}: predicted")
-    stages_s = predicted.get("stages_s", {})
-    said["pools"] = tuple(
-        read(PlannedPool, one, f"{name}: pools.{key}", name=key) for key, one in said["pools"].items()
-    )
-    said["units"] = {key: _unit(one, f"{name}: units.{key}") for key, one in said["units"].items()}
-    said["predicted_step_s"] = predicted.get("step_s", 0.0)
-    said["predicted_stages_s"] = values(
-        stages_s, dict.fromkeys(stages_s, number(0.0)), f"{name}: predicted.stages_s"
-    )
-    plan = Plan(**said)
+    told = values(data.get("predicted", {}), _PREDICTED, f"{name}: predicted")
+    expected = {"predicted_step_s": told.get("step_s", 0.0), "predicted_stages_s": told.get("stages_s", {})}
+    tables = {key: value for key, value in data.items() if key != "predicted"}
+    plan: Plan = read(Plan, tables, name, **expected)
     for what, why in _contradictions(plan):
         raise PlanError(f"{name}: {what}", why=why)
     return plan
@@ -250,27 +275,4 @@ def _unfilled(where: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[tupl
         yield f"{where}.generate_tp is {unit.generate_tp} and its pool has {pool.devices} devices", why
 
 
-def _unit(data: object, where: str) -> PlannedUnit:
-    said = values(data, _UNIT, where, needed={"pool"})
-    if "dp" in said and "fsdp" in said:
-        raise PlanError(
-            f"{where} has dp and fsdp",
-            why="devices with other rows each hold all parameters (dp) or their share of them (fsdp)",
-            fix="remove one of the two",
-        )
-    pool, generate_tp, is_sharded = said.pop("pool"), said.pop("generate_tp", 0), "fsdp" in said
-    grid = Grid(dp=said.pop("fsdp", said.pop("dp", 1)), **said, is_sharded=is_sharded)
-    return PlannedUnit(pool=pool, grid=grid, generate_tp=generate_tp)
-
-
 _SELDOM = ("late", "streams", "publish_every", "weights", "oversample_prompts", "oversample_samples")
-_PREDICTED: Mapping[str, Reader] = {"step_s": number(0.0), "stages_s": TABLE}
-_UNIT: Mapping[str, Reader] = {
-    "pool": TEXT,
-    **dict.fromkeys(("dp", "fsdp", "pp", "tp", "cp", "ep"), whole(1)),
-    "generate_tp": whole(0),
-}
-_PLAN: Mapping[str, Reader] = {
-    **{key: reader for key, reader in readers_of(Plan).items() if not key.startswith("predicted")},
-    **dict.fromkeys(("pools", "units", "predicted"), TABLE),
-}

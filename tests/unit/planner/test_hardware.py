@@ -165,7 +165,7 @@ def test_a_cluster_is_like_a_shipped_stack_but_for_what_it_says_itself() -> None
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"like": "nemo"}, "like 'nemo', which is no factor set"),
+        ({"like": "nemo"}, "x.like is 'nemo'"),
         ({"engine": {"zero2": True}}, "zero2"),
         ({"engine": {"zero1": 1}}, "engine.zero1 is 1"),
         ({"engine": {"cache": 2}}, "engine.cache is 2"),
