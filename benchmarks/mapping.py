@@ -30,8 +30,7 @@ from rillflow.assembly.drawing import graphs
 from rillflow.assembly.recipe import load_recipe
 from rillflow.graph.graph import Graph, Stage
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.factors import Factors
-from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
+from rillflow.planner.hardware import Factors, Fleet, Hardware, shipped_devices
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.problem import Problem
 from rillflow.planner.ranking import Ranking

@@ -26,8 +26,7 @@ import numpy as np
 from published import hybridflow, nemo, verl
 from published.fitting import Fit, Values, spread, summary
 
-from rillflow.planner.factors import Accuracy
-from rillflow.planner.hardware import shipped_stacks
+from rillflow.planner.hardware import Accuracy, shipped_stacks
 
 ROOT = Path(__file__).resolve().parent
 COMMAND = "python benchmarks/planner.py --write benchmarks/results/planner.md"

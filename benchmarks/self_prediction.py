@@ -37,7 +37,7 @@ from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.planner.calibration import MODELLED, Calibration, Observation, calibrate
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate, stages_by_name
-from rillflow.planner.factors import Factors
+from rillflow.planner.hardware import Factors
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/arithmetic/run.toml"

@@ -29,9 +29,8 @@ from rillflow.assembly.recipe import load_recipe
 from rillflow.graph.graph import Graph
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.factors import EngineFactors, Factors
 from rillflow.planner.grid import Grid
-from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
+from rillflow.planner.hardware import EngineFactors, Factors, Fleet, Hardware, shipped_devices
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem
 from rillflow.planner.request import graph_of

@@ -13,9 +13,8 @@ from published.models import shape
 from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
-from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
+from rillflow.planner.hardware import Factors, Fleet, Hardware, shipped_devices
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Problem
 from rillflow.planner.search import search

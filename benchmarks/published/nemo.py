@@ -25,9 +25,8 @@ from published.models import shape
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import StepEvaluation, evaluate
-from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
-from rillflow.planner.hardware import Hardware, read_hardware
+from rillflow.planner.hardware import Factors, Hardware, read_hardware
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean

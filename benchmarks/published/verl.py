@@ -14,9 +14,8 @@ from published.models import shape
 from published.nemo import graph, placed
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import StepEvaluation, evaluate
-from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
-from rillflow.planner.hardware import read_hardware
+from rillflow.planner.hardware import Factors, read_hardware
 from rillflow.planner.problem import Problem
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 

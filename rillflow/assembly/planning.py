@@ -35,9 +35,8 @@ from rillflow.models.config import NewModel
 from rillflow.planner.calibration import Observation
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import predicted
-from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
-from rillflow.planner.hardware import Fleet, Hardware, read_hardware
+from rillflow.planner.hardware import Factors, Fleet, Hardware, read_hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import ENDPOINTS, Problem, Statement, Work, assumed

@@ -20,8 +20,7 @@ from rillflow.errors import PlanError, RillflowError
 from rillflow.observe import layout
 from rillflow.observe.reader import SpanRecord, read_rollouts
 from rillflow.planner.cost_model.given import GivenCosts
-from rillflow.planner.factors import Factors
-from rillflow.planner.hardware import Device, Fleet, Hardware
+from rillflow.planner.hardware import Device, Factors, Fleet, Hardware
 from rillflow.planner.problem import Problem
 from rillflow.planner.simulator.layout import Settings
 from rillflow.planner.simulator.result import Simulation

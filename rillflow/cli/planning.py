@@ -43,8 +43,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.plan import plan_text
     from rillflow.planner.ranking import Goal, Objective, order_as_shown
-    from rillflow.planner.search import search
-    from rillflow.planner.sensitivity import prompts_that_pay, variations
+    from rillflow.planner.search import prompts_that_pay, search, variations
     from rillflow.view.plans import Decision, decision_data, decision_lines, plan_page, shown_s
 
     statement = _stated(arguments)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model.given import GivenCosts
 from rillflow.planner.evaluate import StepEvaluation, evaluate, stages_by_name
-from rillflow.planner.factors import Factors
+from rillflow.planner.hardware import Factors
 from rillflow.planner.plan import Plan, Predicted
 from rillflow.planner.problem import Problem, Work
 

@@ -13,8 +13,7 @@ from functools import cached_property
 
 from rillflow.errors import PlanError, nearest
 from rillflow.graph.graph import CONTROLLER, Graph, Stage
-from rillflow.planner.factors import Factors
-from rillflow.planner.hardware import Hardware
+from rillflow.planner.hardware import Factors, Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import SAMPLER, Plan
 from rillflow.planner.workload import Workload

@@ -23,7 +23,7 @@ from rillflow.observe.wording import number, size
 from rillflow.planner.plan import Plan
 from rillflow.planner.problem import Statement
 from rillflow.planner.ranking import HOUR_S, LITTLE, ClusterSize, Goal, Objective, Ranked, Ranking
-from rillflow.planner.sensitivity import Variation
+from rillflow.planner.search import Variation
 from rillflow.view.chart import Chart, Point, Series, draw
 from rillflow.view.columns import columns, seconds
 from rillflow.view.html import Html, el

@@ -22,9 +22,8 @@ from rillflow.planner.cost_model.links import (
     links_of,
     send_s,
 )
-from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid, Numbers
-from rillflow.planner.hardware import Fleet
+from rillflow.planner.hardware import Factors, Fleet
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.workload import Workload
 

@@ -71,7 +71,7 @@ class Decoder:
     begin_s: float
     """Seconds of a stage beside its tokens: its call to several devices, and a pass's launches."""
 
-    def advance_s(self, rows: int, context_tokens: float, tokens: float) -> float:
+    def advance_s(self, rows: float, context_tokens: float, tokens: float) -> float:
         """Seconds in which ``rows`` running rows, ``context_tokens`` in sum, get ``tokens`` more each."""
         if rows <= 0 or tokens <= 0:
             return 0.0
@@ -189,7 +189,7 @@ def drain_s(
 
     All at once: rows sorted by length, ``T = sum_j tau(j) (L_j - L_{j+1})``. In waves: a row that ends
     hands its place to the next, and what runs then drains; never less than with more places. Rows of one
-    length begin and end together, wave by wave.
+    length begin and end together, in equal waves.
     """
     places = slots or at_once(workload, decoder, lengths)
     count = len(lengths)
@@ -197,27 +197,11 @@ def drain_s(
     if places >= count:
         return seconds
     if workload.response.kind == "fixed":
-        return _equal_waves_s(workload, decoder, count, places)
+        waves = math.ceil(count / places)
+        rows = count / waves
+        return waves * decoder.advance_s(rows, rows * workload.prompt.mean, float(lengths[-1]))
     more = [rung for rung in _RUNGS if places < rung < count]
     return max(seconds, *(_waves_s(workload, decoder, lengths, one) for one in (places, *more)))
-
-
-def _equal_waves_s(workload: Workload, decoder: Decoder, count: int, slots: int) -> float:
-    """Seconds of rows of one length in waves of at most ``slots``: the least over sizes of a wave.
-
-    More waves than are needed are tried too: a last one of few rows can cost more than equal ones.
-    """
-    prompt, length = workload.prompt.mean, float(workload.response.limit)
-    least, size = math.inf, slots
-    while True:
-        waves = math.ceil(count / size)
-        size = math.ceil(count / waves)
-        last = count - (waves - 1) * size
-        full_s = decoder.advance_s(size, size * prompt, length)
-        least = min(least, (waves - 1) * full_s + decoder.advance_s(last, last * prompt, length))
-        if waves >= count:
-            return least
-        size = math.ceil(count / (waves + 1)) if math.ceil(count / (waves + 1)) < size else size - 1
 
 
 def _waves_s(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int) -> float:

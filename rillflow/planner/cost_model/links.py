@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Numbers
-from rillflow.planner.hardware import Fleet
+from rillflow.planner.hardware import Factors, Fleet
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.cost_model.transfers import Seat
-from rillflow.planner.factors import EngineFactors, Factors
 from rillflow.planner.grid import Grid, Option
-from rillflow.planner.hardware import Device, Fleet, Hardware
+from rillflow.planner.hardware import Device, EngineFactors, Factors, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem, Unit

@@ -13,9 +13,8 @@ from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.planner.calibration import Observation, calibrate, stages_by_name
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid
-from rillflow.planner.hardware import Hardware, read_hardware
+from rillflow.planner.hardware import Factors, Hardware, read_hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem

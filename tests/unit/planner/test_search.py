@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.factors import Factors
-from rillflow.planner.hardware import Fleet, Hardware, shipped_devices
+from rillflow.planner.hardware import Factors, Fleet, Hardware, shipped_devices
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.problem import Problem
 from rillflow.planner.ranking import Goal, Objective

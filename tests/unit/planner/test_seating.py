@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from rillflow.planner.evaluate import least_devices
 from rillflow.planner.grid import Option
 from rillflow.planner.problem import Unit
-from rillflow.planner.seating import least_devices
 from tests.unit.planner.fakes import SHAPE, FakeCosts
 from tests.unit.planner.toys import WORKLOAD, toy_fleet
 

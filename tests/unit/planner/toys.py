@@ -19,9 +19,8 @@ from rillflow.errors import PlanError
 from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
 from rillflow.planner.cost_model.transfers import Seat
 from rillflow.planner.evaluate import evaluate
-from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid, Option
-from rillflow.planner.hardware import Device, Fleet, Hardware
+from rillflow.planner.hardware import Device, Factors, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow.planner.problem import Problem, Unit

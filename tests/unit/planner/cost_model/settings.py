@@ -7,9 +7,8 @@ from dataclasses import replace
 from rillflow.graph.graph import Graph, Stage
 from rillflow.planner.cost_model.compute import Setting
 from rillflow.planner.cost_model.transfers import Seat
-from rillflow.planner.factors import EngineFactors, Factors
 from rillflow.planner.grid import Grid, Option
-from rillflow.planner.hardware import Device, Fleet, Hardware
+from rillflow.planner.hardware import Device, EngineFactors, Factors, Fleet, Hardware
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import PlannedPool
 from rillflow.planner.problem import Problem, Unit

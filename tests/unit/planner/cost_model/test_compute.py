@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model import compute
-from rillflow.planner.factors import Factors
 from rillflow.planner.grid import Grid, grids_of
+from rillflow.planner.hardware import Factors
 from rillflow.planner.workload import Lengths, Packing
 from tests.unit.planner.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, WORKLOAD, setting
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rillflow.graph.graph import Edge
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.cost_model.options import cuts_heads, divisors, grids, undominated
-from rillflow.planner.factors import EngineFactors
 from rillflow.planner.grid import Grid, Option
+from rillflow.planner.hardware import EngineFactors
 from rillflow.planner.plan import SAMPLER
 from rillflow.planner.problem import Problem, Unit
 from tests.unit.planner.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, problem, seat
