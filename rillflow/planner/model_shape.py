@@ -14,6 +14,7 @@ import numpy as np
 
 from rillflow.errors import PlanError, nearest
 from rillflow.planner.grid import Numbers
+from rillflow.planner.quantities import YES, checked, whole
 
 _MOST = 100_000_000
 """No size of a model is larger."""
@@ -22,6 +23,11 @@ KNOWN = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"),
 )
 """Types of models whose sizes have the names that are read."""
+_TYPE = checked(
+    lambda kind: kind if kind in KNOWN else None,
+    "nothing is known of what such a model computes; known are " + ", ".join(KNOWN),
+    known=KNOWN,
+)
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
@@ -89,11 +95,7 @@ class ModelShape:
         width = self.heads * self.head_dim
         if not self.latent:
             return self.hidden * (width + 2 * self.kv_heads * self.head_dim) + width * self.hidden
-        query = (
-            self.hidden * self.query_latent + self.query_latent * width
-            if self.query_latent
-            else self.hidden * width
-        )
+        query = (self.hidden + width) * self.query_latent or self.hidden * width
         inner = self.latent - self.rotary
         made = inner * self.heads * (self.head_dim - self.rotary + self.value_width)
         return query + self.hidden * self.latent + made + self.heads * self.value_width * self.hidden
@@ -190,13 +192,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises:
         PlanError: a needed field is missing, or holds zero or an absurd value.
     """
-    kind = config.get("model_type", "llama")
-    if kind not in KNOWN:
-        raise PlanError(
-            f"the config of {name} has model_type = {kind!r}",
-            why="nothing is known of what such a model computes; known are " + ", ".join(KNOWN),
-            fix=nearest(str(kind), KNOWN),
-        )
+    _TYPE(config.get("model_type", "llama"), f"the config of {name}: model_type")
     size = partial(_size, config, name)
     hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head")
     layers, is_plain = size("num_hidden_layers", "n_layer", "num_layers"), "n_embd" in config
@@ -210,9 +206,6 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     else:
         head_dim = size("head_dim", default=0) or _part(name, hidden, heads, "num_attention_heads")
     tied = config.get("tie_word_embeddings", is_plain)
-    if not isinstance(tied, bool):
-        why = "it is true or false"
-        raise PlanError(f"the config of {name} has tie_word_embeddings = {tied!r}", why=why)
     return ModelShape(
         name=name,
         hidden=hidden,
@@ -222,7 +215,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
         head_dim=head_dim,
         inner=inner,
         vocabulary=size("vocab_size"),
-        is_tied=tied,
+        is_tied=YES(tied, f"the config of {name}: tie_word_embeddings"),
         matrices=2 if is_plain else 3,
         experts=experts,
         experts_per_token=size("num_experts_per_tok", most=experts) if experts else 0,
@@ -250,18 +243,13 @@ def _size(
             why="without it nobody can say what the model costs",
             fix=f"add it, or one of {', '.join(names)}; {nearest(names[0], config)}",
         )
-    value = config[known]
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        why = f"a size is a whole number, here from 1 to {most:,}"
-        raise PlanError(f"the config of {name} has {known} = {value!r}", why=why)
-    return value
+    found: int = whole(1, most)(config[known], f"the config of {name}: {known}")
+    return found
 
 
-def _part(name: str, whole: int, parts: int, what: str) -> int:
+def _part(name: str, size: int, parts: int, what: str) -> int:
     """One of the equal parts of a size."""
-    if whole % parts:
-        raise PlanError(
-            f"the config of {name} has {what} = {parts}",
-            why=f"{whole} / {parts} leaves {whole % parts}",
-        )
-    return whole // parts
+    if size % parts:
+        why = f"{size} / {parts} leaves {size % parts}"
+        raise PlanError(f"the config of {name} has {what} = {parts}", why=why)
+    return size // parts

@@ -168,11 +168,10 @@ def plan_text(plan: Plan) -> str:
         PlanError: it contradicts itself, so that it could not be read back.
     """
     require_possible(plan)
-    usual = Plan(name="", pools=(), units={})
     tables = {
         "name": plan.name,
         "freshness": plan.freshness,
-        **{key: vars(plan)[key] for key in _SELDOM if vars(plan)[key] != vars(usual)[key]},
+        **{key: vars(plan)[key] for key in _SELDOM if vars(plan)[key] != vars(Plan)[key]},
         "pools": {
             pool.name: {"fleet": pool.fleet, "devices": pool.devices, "device": pool.device or None}
             for pool in plan.pools

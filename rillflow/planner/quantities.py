@@ -73,7 +73,7 @@ def values(
 
 
 def checked(made: Callable[[Any], Any], why: str, fix: str = "", known: Iterable[str] = ()) -> Reader:
-    """A reader of what ``made`` makes something of; None is refused, and the nearest of what is known named."""
+    """A reader of what ``made`` makes something of; None is refused, the nearest known one named."""
 
     def reader(value: object, where: str) -> Any:
         found = made(value)
@@ -141,9 +141,9 @@ def _columns(kind: Any) -> tuple[dict[str, str], dict[str, Reader]]:
     """By key of a record's table the field, and what reads it; a type may say both."""
     names, readers = {}, {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        said = hint.__metadata__ if get_origin(hint) is Annotated else (_plain(hint),)
-        key = name if len(said) == 1 else said[1]
-        names[key], readers[key] = name, said[0]
+        reader, *keys = hint.__metadata__ if get_origin(hint) is Annotated else (_plain(hint),)
+        key = keys[0] if keys else name
+        names[key], readers[key] = name, reader
     return names, readers
 
 

@@ -27,7 +27,7 @@ LINK = "50 GB/s"
 MACHINE = 8
 """Devices of a machine."""
 _GRAPHS = Path(__file__).parent / "graphs.json"
-_PERCENTILE = re.compile(r"p([1-9][0-9]?)")
+_SAID = re.compile(r"\s*(mean|median|max|sigma|p[1-9][0-9]?)\s*=\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*")
 _TRAINED = ("critic", "cost_critic")
 
 
@@ -126,13 +126,10 @@ def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
     Raises:
         PlanError: no number, or no such kind.
     """
-    found = re.fullmatch(r"\s*([0-9]+)\s*[x*]\s*(\S+)\s*", gpus)
-    if found is None or int(found[1]) < 1:
-        raise PlanError(
-            f"--gpus is {gpus!r}",
-            why="it is a number of devices, 1 or more, and their kind",
-            fix="--gpus 64xH100",
-        )
+    found = re.fullmatch(r"\s*([1-9][0-9]*)\s*[x*]\s*(\S+)\s*", gpus)
+    if found is None:
+        why = "it is a number of devices, 1 or more, and their kind"
+        raise PlanError(f"--gpus is {gpus!r}", why=why, fix="--gpus 64xH100")
     count, kind = int(found[1]), found[2]
     fleet = {"device": kind, "devices": count, "per_machine": min(count, MACHINE), "between": between}
     fleet |= {"price": price} if price else {}
@@ -153,19 +150,12 @@ def lengths(text: str, where: str) -> Lengths:
         return _measured(Path(text), where)
     said: dict[str, float] = {}
     for part in text.split(","):
-        key, _, value = part.partition("=")
-        key = key.strip()
-        if key not in ("mean", "median", "max", "sigma") and not _PERCENTILE.fullmatch(key):
-            fix = nearest(key, ("mean", "median", "max", "sigma", "p90"))
-            raise PlanError(f"{where} has {key!r}", why="it has mean, median, max, sigma, p1 to p99", fix=fix)
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if key in said or not 0 < number < math.inf:
-            why = f"there is {key} = {said[key]:g} already" if key in said else "it is a number above 0"
-            raise PlanError(f"{where} has {key} = {value.strip()!r}", why=why)
-        said[key] = number
+        found = _SAID.fullmatch(part)
+        if found is None or found[1] in said or not float(found[2]):
+            why = "it has one each of mean, median, max, sigma, p1 to p99, which is a number above 0"
+            fix = nearest(part.partition("=")[0].strip(), ("mean", "median", "max", "sigma", "p90"))
+            raise PlanError(f"{where} has {part.strip()!r}", why=why, fix=fix)
+        said[found[1]] = float(found[2])
     return _lognormal(said, where)
 
 

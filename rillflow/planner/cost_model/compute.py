@@ -14,14 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from rillflow.errors import PlanError
-from rillflow.planner.cost_model.links import (
-    Links,
-    all_gather_s,
-    all_reduce_s,
-    all_to_all_s,
-    links_of,
-    send_s,
-)
+from rillflow.planner.cost_model.links import Links, all_gather_s, all_reduce_s, all_to_all_s, send_s
 from rillflow.planner.grid import Grid, Numbers
 from rillflow.planner.hardware import Factors, Fleet
 from rillflow.planner.model_shape import ModelShape
@@ -70,7 +63,7 @@ class Setting:
     @cached_property
     def links(self) -> Links:
         """The fleet's links as models find them."""
-        return links_of(self.fleet, self.factors)
+        return Links.of(self.fleet, self.factors)
 
     @property
     def peak(self) -> float:

@@ -16,19 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.graph.graph import Edge, Stage
-from rillflow.planner.cost_model import memory, transfers
+from rillflow.planner.cost_model import generation, memory, transfers
 from rillflow.planner.cost_model.compute import Setting, score_s, train_s
-from rillflow.planner.cost_model.generation import (
-    Decoder,
-    at_once,
-    cached_bytes,
-    decoder_of,
-    drain_s,
-    prompt_tokens,
-    replica_lengths,
-    running_rows,
-)
-from rillflow.planner.cost_model.links import Links, links_of
+from rillflow.planner.cost_model.generation import Decoder
+from rillflow.planner.cost_model.links import Links
 from rillflow.planner.cost_model.options import divisors, grids, sampling_sizes, undominated
 from rillflow.planner.grid import Grid, Numbers, Option, grids_of
 from rillflow.planner.plan import SAMPLER
@@ -51,7 +42,6 @@ class CostModel:
         self._problem = problem
         self._options: dict[tuple[str, str, int], tuple[tuple[Option, ...], float]] = {}
         self._decoders: dict[tuple[str, int, str, int, float], Decoder | None] = {}
-        self._spreads: dict[tuple[int, int], NDArray[np.float64]] = {}
         self._batches_s: dict[tuple[int, int, Decoder, int], float] = {}
 
     def options(self, unit: Unit, fleet: str, devices: int) -> tuple[Option, ...]:
@@ -93,7 +83,7 @@ class CostModel:
         key = (unit.name, option.generate_tp, fleet, devices, room_bytes)
         if key not in self._decoders:
             setting = self._setting(unit, fleet)
-            self._decoders[key] = decoder_of(setting, option.generate_tp, devices, room_bytes)
+            self._decoders[key] = generation.decoder_of(setting, option.generate_tp, devices, room_bytes)
         return self._decoders[key]
 
     def generate_s(self, stage: Stage, decoder: Decoder) -> float:
@@ -107,14 +97,12 @@ class CostModel:
 
     def _batch_s(self, rows: int, decoder: Decoder, longest_of: int = 0) -> float:
         """Seconds until the last of so many rows has ended, or of a replica with the longest of fewer."""
-        workload, key = self._problem.workload, (math.ceil(rows / decoder.replicas), longest_of or rows)
-        if key not in self._spreads:
-            self._spreads[key] = replica_lengths(workload, *key)
-        lengths = self._spreads[key]
-        slots = at_once(workload, decoder, lengths)
+        workload, count = self._problem.workload, math.ceil(rows / decoder.replicas)
+        lengths = generation.replica_lengths(workload.response, count, longest_of or rows)
+        slots = generation.at_once(workload, decoder, lengths)
         batch = (rows, longest_of, replace(decoder, capacity_tokens=0), slots)
         if batch not in self._batches_s:
-            drained_s = drain_s(workload, decoder, lengths, slots)
+            drained_s = generation.drain_s(workload, decoder, lengths, slots)
             self._batches_s[batch] = self._begun_s(rows, decoder, len(lengths)) + drained_s
         return self._batches_s[batch]
 
@@ -164,7 +152,8 @@ class CostModel:
 
     def _running(self, rows: float, decoder: Decoder) -> int:
         """Of so many rows, those that run at once on a replica."""
-        return max(int(min(rows / decoder.replicas, running_rows(self._problem.workload, decoder))), 1)
+        most = generation.running_rows(self._problem.workload, decoder)
+        return max(int(min(rows / decoder.replicas, most)), 1)
 
     def _token_s(self, running: int, decoder: Decoder) -> float:
         """Seconds of a token of running rows of all ages."""
@@ -173,7 +162,7 @@ class CostModel:
 
     def _begun_s(self, rows: int, decoder: Decoder, entered: float = 0.0) -> float:
         """Seconds in which a replica lets its part of so many rows begin, and reads their prompts."""
-        read = prompt_tokens(self._problem.workload, rows, decoder.replicas)
+        read = generation.prompt_tokens(self._problem.workload, rows, decoder.replicas)
         entry_s = decoder.begin_s + (entered or rows / decoder.replicas) * decoder.row_begin_s
         return entry_s + decoder.prefill_s(read)
 
@@ -200,7 +189,7 @@ class CostModel:
         """Those of the fleet whose machines are joined by the slower links."""
         hardware = self._problem.hardware
         fleets = [hardware.fleet(seat.pool.fleet) for seat in seats]
-        return min((links_of(fleet, hardware.factors) for fleet in fleets), key=lambda found: found.between)
+        return min((Links.of(fleet, hardware.factors) for fleet in fleets), key=lambda found: found.between)
 
     def _rows(self, stage: Stage) -> int:
         """Rows a stage generates: one a prompt where it takes the likeliest token."""
@@ -226,7 +215,7 @@ class CostModel:
         found = self._ways(unit, fleet, devices)
         setting, laid = self._setting(unit, fleet), self._laid(unit, fleet, found)
         seconds, tp = sum(laid.seconds.values()), np.array(laid.generate_tp)
-        row = setting.workload.longest_tokens * cached_bytes(setting, np.maximum(tp, 1))
+        row = setting.workload.longest_tokens * generation.cached_bytes(setting, np.maximum(tp, 1))
         sampling = np.where(tp > 0, laid.sampling_bytes + row, 0.0)
         beside = np.maximum(laid.working_bytes, sampling)
         room = setting.fleet.device.memory_bytes * setting.factors.memory - laid.resident_bytes - beside
@@ -253,18 +242,18 @@ class CostModel:
     def _laid(self, unit: Unit, fleet: str, found: Sequence[tuple[Grid, int]]) -> Option:
         """A unit on many grids at once: seconds and bytes are arrays, [grids]."""
         problem, setting = self._problem, self._setting(unit, fleet)
-        laid, tp = grids_of(*(grid for grid, _ in found)), _array([tp for _, tp in found])
+        laid = grids_of(*(grid for grid, _ in found))
+        tp: Numbers = np.array([tp for _, tp in found])
         works = {index: problem.work(problem.graph.stages[index]) for index in unit.stages}
-        kinds, nothing = set(works.values()), _array([0.0] * len(found))
-        weights = memory.weight_bytes(setting, laid)
-        kept, working = weights, nothing
+        kinds, weights = set(works.values()), memory.weight_bytes(setting, laid)
+        kept = weights
+        working = nothing = fetched = moved = 0.0 * weights
         if Work.TRAIN in kinds:
             kept, working = kept + memory.optimizer_bytes(setting, laid), memory.training_bytes(setting, laid)
         if Work.SCORE in kinds:
-            working = _array(np.maximum(working, memory.scoring_bytes(setting, laid)))
+            working = np.maximum(working, memory.scoring_bytes(setting, laid))
         copy = setting.shape.parameters * setting.item_bytes / np.maximum(tp, 1)
         sampling: Numbers = np.where(tp > 0, np.maximum(copy - weights, 0.0), 0.0)
-        fetched = moved = nothing
         if unit.name == SAMPLER:
             kept, sampling = copy, nothing
         elif problem.offloads:
@@ -287,10 +276,6 @@ class CostModel:
             working_bytes=working,
             sampling_bytes=sampling,
         )
-
-
-def _array(numbers: Numbers) -> Numbers:
-    return np.array(numbers)
 
 
 def _picked(laid: Any, found: Sequence[tuple[Grid, int]], place: int) -> Option:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rillflow.planner.cost_model.compute import Setting, touched_s
 from rillflow.planner.cost_model.links import all_reduce_s
 from rillflow.planner.grid import Numbers
-from rillflow.planner.workload import Workload
+from rillflow.planner.workload import Lengths, Workload
 
 SEGMENTS = 96
 """Ends of rows that a drain tells apart: half of them the last ones, before them groups of neighbours."""
@@ -150,14 +150,12 @@ def running_rows(workload: Workload, decoder: Decoder) -> int:
     return max(min(decoder.most_rows, int(decoder.capacity_tokens / max(held, 1.0))), 1)
 
 
-def replica_lengths(workload: Workload, count: int, longest_of: int) -> NDArray[np.float64]:
+@lru_cache(maxsize=1024)
+def replica_lengths(response: Lengths, count: int, longest_of: int) -> NDArray[np.float64]:
     """Response lengths of a replica's rows, ascending: a fair share, with the longest of so many rows."""
-    lengths = workload.response.spread(count)
-    if workload.response.kind != "fixed":
-        lengths = lengths.copy()
-        least = lengths[-1] if longest_of > count else 0.0
-        lengths[-1] = max(float(workload.response.longest(longest_of).mean()), least)
-    return lengths
+    *others, last = response.spread(count)
+    longest = float(response.longest(longest_of).mean())
+    return np.array([*others, max(longest, last) if longest_of > count else longest])
 
 
 def prompt_tokens(workload: Workload, rows: int, replicas: int) -> float:

@@ -33,17 +33,17 @@ class Links:
     between_s: float
     """Seconds a collective across machines takes at the least."""
 
-
-def links_of(fleet: Fleet, factors: Factors) -> Links:
-    """The links of a fleet as models find them."""
-    return Links(
-        inside=fleet.device.inside_bandwidth * factors.inside_links,
-        between=fleet.between_bandwidth * factors.between_links,
-        host=fleet.device.host_bandwidth * factors.host_links,
-        per_machine=fleet.per_machine,
-        inside_s=factors.collective_s,
-        between_s=max(factors.between_collective_s, factors.collective_s),
-    )
+    @classmethod
+    def of(cls, fleet: Fleet, factors: Factors) -> Links:
+        """The links of a fleet as models find them."""
+        return cls(
+            inside=fleet.device.inside_bandwidth * factors.inside_links,
+            between=fleet.between_bandwidth * factors.between_links,
+            host=fleet.device.host_bandwidth * factors.host_links,
+            per_machine=fleet.per_machine,
+            inside_s=factors.collective_s,
+            between_s=max(factors.between_collective_s, factors.collective_s),
+        )
 
 
 def members(links: Links, group: Numbers, stride: Numbers) -> Numbers:

@@ -233,29 +233,21 @@ def require_flow(layout: Layout) -> None:
     plan, workload = layout.plan, layout.problem.workload
     pools = {layout.pool_of(stage) for stage in layout.generating}
     beside = [name for name, unit in plan.units.items() if unit.pool in pools and name != SAMPLER]
-    parts = f"{workload.minibatches} minibatches of {workload.prompts} prompts"
-    for is_wrong, what, why in (
-        (
-            bool(beside) or not pools,
-            f"generation shares a pool with {', '.join(beside)}",
-            f"rows flow only where generation has devices of its own: {SAMPLER}",
-        ),
-        (
-            workload.minibatches % (plan.publish_every or 1) or workload.prompts % layout.batches,
-            f"publish_every is {plan.publish_every}, with {parts}",
-            "a step has a whole number of batches of as many prompts each",
-        ),
-        (
-            max(plan.oversample_prompts, plan.oversample_samples) > 1.0,
-            f"oversample_prompts is {plan.oversample_prompts:g}, samples {plan.oversample_samples:g}",
-            "where rows flow, long ones hold nobody up: there are no rounds to leave them out of",
-        ),
-        (not layout.problem.publishing, "no stage publishes weights", "rows would stay of version 0"),
-    ):
-        if is_wrong:
-            raise PlanError(
-                f"freshness is {plan.freshness}: {what}", why=why, fix="change it, or freshness 0"
-            )
+    what = why = ""
+    if beside or not pools:
+        what = f"generation shares a pool with {', '.join(beside)}"
+        why = f"rows flow only where generation has devices of its own: {SAMPLER}"
+    elif workload.minibatches % (plan.publish_every or 1) or workload.prompts % layout.batches:
+        parts = f"{workload.minibatches} minibatches of {workload.prompts} prompts"
+        what = f"publish_every is {plan.publish_every}, with {parts}"
+        why = "a step has a whole number of batches of as many prompts each"
+    elif max(plan.oversample_prompts, plan.oversample_samples) > 1.0:
+        what = f"oversample_prompts is {plan.oversample_prompts:g}, samples {plan.oversample_samples:g}"
+        why = "where rows flow, long ones hold nobody up: there are no rounds to leave them out of"
+    elif not layout.problem.publishing:
+        what, why = "no stage publishes weights", "rows would stay of version 0"
+    if what:
+        raise PlanError(f"freshness is {plan.freshness}: {what}", why=why, fix="change it, or freshness 0")
 
 
 def _shared(task: StageTask, share: float, last: float, apart: Set[int] = frozenset()) -> StageTask:

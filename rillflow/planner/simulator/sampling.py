@@ -186,11 +186,11 @@ class Stream:
                 yield self.lanes[place].replica.next_s, place
         self._changed.clear()
 
-    def advance(self, place: int, now_s: float) -> list[SampleGroup]:
+    def advance(self, now_s: float, place: int) -> list[SampleGroup]:
         """Let a replica come to its next event, unless it changed since; the groups complete by that."""
         return self._pass(place, now_s) if self.lanes[place].replica.next_s == now_s else []
 
-    def publish(self, version: int, now_s: float, place: int) -> list[SampleGroup]:
+    def publish(self, now_s: float, version: int, place: int) -> list[SampleGroup]:
         """Take note of new weights, at one replica or (-1) at all; the groups complete at this moment."""
         self.newest = max(self.newest, version)
         complete = []
@@ -249,11 +249,8 @@ class Stream:
             rows, place = self._open[0]
             lane = self.lanes[place]
             heapq.heappop(self._open)
-            if (
-                rows == lane.replica.rows < self._fair
-                and lane.version >= least
-                and lane.replica.has_room(row)
-            ):
+            may_take = rows == lane.replica.rows < self._fair and lane.version >= least
+            if may_take and lane.replica.has_room(row):
                 return place
         return None
 

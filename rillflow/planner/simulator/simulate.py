@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
+from typing import Any
 
 from rillflow.errors import PlanError
 from rillflow.freshness.admission import HardBound, MeanBound
@@ -257,7 +258,7 @@ class _Flowing(_Run):
         self._arrive_s = crossing if plan.weights == "hidden" else 0.0
         self._apart_s = load_s if plan.weights == "staggered" else 0.0
         self._stream = Stream(layout, self._admission, self.book, load_s=load_s)
-        self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
+        self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._free_s: dict[str, float] = {}
         self._pushed = count()
         self._first = next(task.pool for task in layout.by_batch if task.pool in self.pools)
@@ -271,18 +272,10 @@ class _Flowing(_Run):
             assert self._events, f"rows that cannot begin are waited for after {self.ends}"
             now = self._events[0][0]
             while self._events and self._events[0][0] == now:
-                heapq.heappop(self._events)[-1](now)
+                heapq.heappop(self._events)[-1]()
                 self._push_replicas()
             self._settle(now)
         return self.found(self._close(self.ends[-1]))
-
-    def _advance(self, place: int, now: float) -> None:
-        """A replica has come to its next event."""
-        self._score(self._stream.advance(place, now), now)
-
-    def _publish(self, version: int, place: int, now: float) -> None:
-        """Weights are there, at a replica or (-1) all."""
-        self._score(self._stream.publish(version, now, place), now)
 
     def _settle(self, now: float) -> None:
         """Form batches as long as the pool of their first stage is free, and begin rows."""
@@ -312,20 +305,16 @@ class _Flowing(_Run):
         live = [*self._stream.live.values(), *(group for batch in self._batches.values() for group in batch)]
         return sum(len(group.rows) for group in live)
 
-    def _score(self, groups: Sequence[SampleGroup], now: float) -> None:
-        """Hand complete groups to the stages that take them one by one."""
+    def _sample(self, happen: Callable[..., list[SampleGroup]], now: float, *place: int) -> None:
+        """Let the stream come to an event; complete groups go to the stages that take them one by one."""
         tasks, step = self.layout.by_group, self._admission.batch // self.layout.batches + 1
-        for group in groups:
+        for group in happen(now, *place):
             timings = in_turn(tasks, begin_s=now, free_s=self._free_s)
             self.work(timings, step)
             if tasks:
-                self._push(last_s(timings), _SCORED, partial(self._complete, group))
+                self._push(last_s(timings), _SCORED, self._admission.complete, group)
             else:
                 self._admission.complete(group)
-
-    def _complete(self, group: SampleGroup, _now: float) -> None:
-        """A group has its scores."""
-        self._admission.complete(group)
 
     def _begin(self, batch: int, now: float) -> None:
         """Let the training side begin a batch; its rows have travelled but for the last group's."""
@@ -341,9 +330,9 @@ class _Flowing(_Run):
             if timing.stage in publishing:
                 for place in range(len(self._stream.lanes)) if self._apart_s else (-1,):
                     there_s = timing.start_s + self._arrive_s + max(place, 0) * self._apart_s
-                    self._push(there_s, _WEIGHTS, partial(self._publish, version, place))
-        self._push(self._free_s[self._first], _FREE, lambda _: None)
-        self._push(last_s(timings), _TRAINED, partial(self._count, batch))
+                    self._push(there_s, _WEIGHTS, self._sample, self._stream.publish, there_s, version, place)
+        self._push(self._free_s[self._first], _FREE, lambda: None)
+        self._push(last_s(timings), _TRAINED, self._count, batch, last_s(timings))
 
     def _count(self, batch: int, now: float) -> None:
         """Count a batch whose stages have all ended, and the step that ends with it."""
@@ -357,13 +346,14 @@ class _Flowing(_Run):
             self.tokens.append(self._step_tokens)
             self._step_tokens = 0
 
-    def _push(self, at_s: float, kind: int, happen: Callable[[float], None]) -> None:
+    def _push(self, at_s: float, kind: int, happen: Callable[..., None], *told: Any) -> None:
         """Something will happen."""
-        heapq.heappush(self._events, (at_s, kind, next(self._pushed), happen))
+        event: Callable[[], None] = partial(happen, *told)
+        heapq.heappush(self._events, (at_s, kind, next(self._pushed), event))
 
     def _push_replicas(self) -> None:
         for next_s, place in self._stream.changes():
-            self._push(next_s, _REPLICA, partial(self._advance, place))
+            self._push(next_s, _REPLICA, self._sample, self._stream.advance, next_s, place)
 
 
 def _tokens(rows: Sequence[Row]) -> int:

@@ -65,7 +65,7 @@ def test_advancing_in_two_goes_takes_as_long_while_one_side_binds(
 @settings(max_examples=30)
 @given(room=st.floats(1.5e9, 4e10), more=st.floats(1.0, 4.0))
 def test_more_memory_never_hurts(room: float, more: float) -> None:
-    lengths = replica_lengths(WORKLOAD, 256, 1024)
+    lengths = replica_lengths(WORKLOAD.response, 256, 1024)
     small, large = replica(room), replica(room * more)
     assert large.capacity_tokens >= small.capacity_tokens
     assert running_rows(WORKLOAD, large) >= running_rows(WORKLOAD, small)
@@ -73,7 +73,7 @@ def test_more_memory_never_hurts(room: float, more: float) -> None:
 
 
 def test_waves_take_longer_than_all_at_once() -> None:
-    lengths = replica_lengths(WORKLOAD, 256, 1024)
+    lengths = replica_lengths(WORKLOAD.response, 256, 1024)
     assert drain_s(WORKLOAD, replica(2e9), lengths) > 1.2 * drain_s(WORKLOAD, replica(30e9), lengths)
 
 
@@ -98,7 +98,7 @@ def test_devices_that_share_a_copy_hold_more_of_its_cache(tp: int) -> None:
 
 
 def test_the_last_replica_has_the_longest_of_all_rows() -> None:
-    lengths = replica_lengths(WORKLOAD, 64, 1024)
+    lengths = replica_lengths(WORKLOAD.response, 64, 1024)
     assert len(lengths) == 64
     assert lengths[-1] == pytest.approx(WORKLOAD.response.quantile(1 - 0.5 / 1024))
     assert np.all(np.diff(lengths) >= 0)
