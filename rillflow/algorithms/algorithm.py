@@ -45,6 +45,8 @@ class Algorithm:
     """What the iteration is given."""
     beside: Callable[[Any], Data | None] = lambda _: None
     """What it is given beside the data, from its settings: as many rows, in an order of their own."""
+    score: Callable[..., Any] | None = None
+    """What held-out answers are judged by: ``score(flow, rows, config)`` returns their field ``rewards``."""
     brings: Mapping[str, type | str] = field(default_factory=dict)
     """Roles of its own by name: classes with endpoints (see ``assembly.role_factories.RoleSetting``), or
     ``"critic"``, ``"reference"`` for one more of a shipped kind."""

@@ -40,4 +40,10 @@ def step(flow: Flow, pairs: Batch, config: PairwiseConfig) -> Handle:
     return flow.judge.update(pairs, loss=formulas.label_loss, orders=config.orders, passes=config)
 
 
-ALGORITHM = Algorithm(config=PairwiseConfig, step=step, data=Data.PREFERENCES)
+def score(flow: Flow, pairs: Batch, config: PairwiseConfig) -> Handle:
+    """The scores of held-out answers."""
+    del config
+    return flow.judge.score(pairs)
+
+
+ALGORITHM = Algorithm(config=PairwiseConfig, step=step, data=Data.PREFERENCES, score=score)

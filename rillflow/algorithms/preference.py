@@ -43,4 +43,10 @@ def step(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Handle:
     return flow.reward_model.update(pairs, loss=loss, centring=config.centring, passes=config)
 
 
-ALGORITHM = Algorithm(config=PreferenceConfig, step=step, data=Data.PREFERENCES)
+def score(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Handle:
+    """The scores of held-out answers."""
+    del config
+    return flow.reward_model.score(pairs)
+
+
+ALGORITHM = Algorithm(config=PreferenceConfig, step=step, data=Data.PREFERENCES, score=score)

@@ -127,7 +127,7 @@ class Build:
             rollouts_share=recipe.run.rollouts_share or 1.0,
         )
         total = plans[-1].first + plans[-1].config.steps
-        evaluate, deadline_s = self._evaluator(plans[-1].algorithm.data), recipe.placement.deadline_s
+        evaluate, deadline_s = self._evaluator(plans[-1]), recipe.placement.deadline_s
         loop = Loop(self._run, progress, cadence, evaluate, interruption, total, deadline_s)
         state = self._checkpoint.state if self._checkpoint else {"phase": 0, "done": 0, "version": 0}
         index, loop.version = state["phase"], state["version"]
@@ -245,20 +245,21 @@ class Build:
             take=take, state=rows.state, metrics={"data/left_out/share": share} if left_out else {}
         )
 
-    def _evaluator(self, data: Data) -> Callable[[GroupExecutor], Evaluation] | None:
+    def _evaluator(self, plan: PhasePlan) -> Callable[[GroupExecutor], Evaluation] | None:
         """What evaluates on held-out rows; None where there are none, or nothing could tell."""
         if not self.encoded.held_out or not self._recipe.evaluate.problems:
             return None
-        if data is Data.PREFERENCES:
-            return self._evaluate_ranking
+        if plan.algorithm.score is not None:
+            return partial(self._evaluate_ranking, plan)
         judged_alone = self._recipe.reward.judge is not None  # one answer a prompt has no other to beat
         scorers = [EVAL_REWARD] if judged_alone else [EVAL_REWARD, "reward"]
         scorer = next((role for role in scorers if role in self._roles), None)
         return None if scorer is None else lambda executor: self._evaluate_answers(executor, scorer)
 
-    def _evaluate_ranking(self, executor: GroupExecutor) -> Evaluation:
-        """Which of two held-out answers the trained model gives the higher score."""
-        scores = executor.call(self._recipe.trained_role, "score", [self._held_out(Data.PREFERENCES)], {})
+    def _evaluate_ranking(self, plan: PhasePlan, executor: GroupExecutor) -> Evaluation:
+        """Which of two held-out answers has the higher score, as the algorithm scores them."""
+        assert plan.algorithm.score is not None
+        scores = plan.algorithm.score(Flow(executor), self._held_out(plan.algorithm.data), plan.config)
         found = executor.apply(ranked, scores, place=scores.places[0])
         evaluation: Evaluation = found.read(self._recipe.placement.deadline_s)
         return evaluation

@@ -18,6 +18,7 @@ from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig, WarmStartConfig
 from rillflow.algorithms.registry import ALGORITHMS, warm_start
 from rillflow.assembly.consistency import inconsistencies
+from rillflow.assembly.role_table import SECTION_ROLES
 from rillflow.cluster.config import PlacementConfig
 from rillflow.config.load import read_toml, validate
 from rillflow.config.overrides import Override, apply_overrides, parse_override
@@ -168,8 +169,9 @@ class Recipe(Section):
 
     @property
     def trained_role(self) -> str:
-        """The role whose model the section ``policy`` describes: the one that is named first."""
-        return self.roles[0]
+        """The role whose model the section ``policy`` describes: the first one that starts from it."""
+        own = (role for role in self.roles if role in SECTION_ROLES)
+        return next(own, self.roles[0])
 
     @property
     def shares_reference(self) -> bool:

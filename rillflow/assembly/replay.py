@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.errors import NotFiniteError, RunDirectoryError, TrainingError
-from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
+from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, ValueLossConfig
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model, load_scalar_model
 from rillflow.observe import layout
@@ -30,15 +30,8 @@ from rillflow.records.batch import Batch, concatenate
 from rillflow.records.stored import load_batch
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import describe_token, loss_tokens
-from rillflow.training.loss import (
-    Loss,
-    PairLoss,
-    PolicyLoss,
-    SupervisedLoss,
-    TokenLoss,
-    ValueLoss,
-    are_sampled,
-)
+from rillflow.training.loss import Loss, PolicyLoss, SupervisedLoss, TokenLoss, ValueLoss, are_sampled
+from rillflow.training.pairs import PairLoss, PolicyPairLoss
 from rillflow.training.skipping import ABOUT
 from rillflow.training.trainer import Aim, Trainer
 
@@ -130,7 +123,6 @@ def _aim(
     """What was minimised, as the run's settings have it, or the file that has the loss."""
     algorithm: Mapping[str, Any] = {"loss": {}, "value_loss": {}, **config["algorithm"]}
     where, function = about["function"], own.get(about["function"])
-    settings = PolicyLossConfig.model_validate(algorithm["loss"])
     loss: Loss
     if function is None and not where.startswith("rillflow."):
         raise RunDirectoryError(
@@ -145,7 +137,10 @@ def _aim(
     elif about["says"] == ["values"]:
         loss = ValueLoss(ValueLossConfig.model_validate(algorithm["value_loss"]))
     elif where.endswith(":policy_loss"):
+        settings = PolicyLossConfig.model_validate(algorithm["loss"])
         loss = PolicyLoss(settings, max_tokens=config["rollout"]["max_tokens"])
+    elif where.endswith(":pair_loss"):
+        loss = PolicyPairLoss(PairLossConfig.model_validate(algorithm["loss"]))
     else:
         loss = PairLoss() if about["says"] == [*PairLoss.says] else SupervisedLoss()
     sampled = not loss.is_scalar and are_sampled(rows)
@@ -168,7 +163,7 @@ def _first(trainer: Trainer, module: nn.Module, aims: list[Aim]) -> str | None:
     """The first tensor that is not finite when every row, or pair, is gone through alone."""
     for look in (_forward, _backward):
         for aim in aims:
-            step = 2 if isinstance(aim.loss, PairLoss) else 1
+            step = 2 if isinstance(aim.loss, PairLoss | PolicyPairLoss) else 1
             for start in range(0, len(aim.rows), step):
                 rows = aim.rows.slice(start, start + step)
                 try:

@@ -130,6 +130,11 @@ class RoleSetting:
         device = choose_device(self.device)
         return outline(kind, self.model, seed=self.seed, device=device, base=self.base, section=section)
 
+    def file(self, name: str) -> Path | None:
+        """Where a role of a phase keeps something beside the model that it begins from."""
+        path = None if self.model is None else self.model.path
+        return None if path is None else Path(path).with_name(f"{self.role}_{name}")
+
     def share(self, model: Model) -> Share[Model]:
         """The rank's share of a model, read; two adapters of one base have it together with the policy."""
         trained = self.site.objects.get("policy")
@@ -209,6 +214,7 @@ def reference(setting: RoleSetting) -> Reference:
     """The reference, as ``keep_policy`` wrote it: a model, or an adapter in the policy's own module."""
     loaded = setting.language_model()
     how: dict[str, Any] = {"train": setting.train, "temperature": setting.rollout.temperature}
+    how["kept"] = setting.file("totals.jsonl")
     trained: Policy | None = setting.site.objects.get("policy")
     if trained is None or not trained.share.has_base_of(loaded, setting.sizes):
         return Reference(Share.of(loaded, setting.sizes, setting.site.ranks), **how)

@@ -100,6 +100,8 @@ ROLES: Mapping[str, RoleKind] = {
     "judge": RoleKind(factory="judge", section="policy", start=Start.SECTION, is_trained=True),
 }
 """The shipped roles by name."""
+SECTION_ROLES = frozenset(name for name, kind in ROLES.items() if kind.start is Start.SECTION)
+"""Those whose model the section ``policy`` describes."""
 
 
 def table_of(recipe: Recipe) -> Mapping[str, RoleKind]:

@@ -31,6 +31,9 @@ class PolicyHandle(Protocol):
     def logprobs(self, rollouts: Rows) -> Handle:
         """The field ``old_logprobs``."""
 
+    def totals(self, rows: Rows) -> Handle:
+        """The field ``policy_totals``."""
+
     def update(self, *batches: Any, loss: Any = None, passes: PassesConfig, **options: Any) -> Handle:
         """Optimiser steps by a loss, or by several that ``over`` gave rows; a report."""
 
@@ -43,6 +46,9 @@ class ReferenceHandle(Protocol):
 
     def logprobs(self, rollouts: Rows) -> Handle:
         """The field ``reference_logprobs``."""
+
+    def totals(self, rows: Rows) -> Handle:
+        """The field ``reference_totals``."""
 
 
 class CriticHandle(Protocol):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rillflow.formulas.logprobs import *
     from rillflow.formulas.losses import *
     from rillflow.formulas.penalty import *
+    from rillflow.formulas.preferences import *
     from rillflow.formulas.ratios import *
     from rillflow.formulas.selection import *
     from rillflow.formulas.token_advantages import *
@@ -46,6 +47,7 @@ _NAMES = {
         "penalised_rewards penalised_token_costs penalised_token_rewards token_costs "
         "token_rewards"
     ),
+    "preferences": "implicit_rewards logprob_rewards pair_loss",
     "ratios": "m2po_limit sequence_log_ratio",
     "selection": "best_of_n_bound best_of_n_divergence best_rows is_paired is_preferred pair_places",
     "token_advantages": (
@@ -57,8 +59,9 @@ Granularity = Literal["row", "group", "batch"]
 """What a formula has to see to know a row's result: the row, all rows of its prompt, or all there are."""
 _SEEN: dict[Granularity, str] = {
     "row": (
-        "bootstrapped_rewards ended gae is_paired is_preferred lagrangian_advantages lambda_returns "
-        "missing_end_rewards overlong_rewards penalised_rewards penalised_token_costs "
+        "bootstrapped_rewards ended gae implicit_rewards is_paired is_preferred lagrangian_advantages "
+        "lambda_returns logprob_rewards missing_end_rewards overlong_rewards penalised_rewards "
+        "penalised_token_costs "
         "penalised_token_rewards returns_to_go token_costs token_rewards value_targets"
     ),
     "group": "best_rows group_advantages leave_one_out pair_places penalised_group_advantages varied_groups",

@@ -124,3 +124,76 @@ class ValueLossConfig(LossSection):
     def reads(self) -> tuple[str, ...]:
         """The fields that it is computed from."""
         return ("returns",)
+
+
+PairKind = Literal["dpo", "ipo", "hinge", "simpo", "orpo"]
+"""Losses of pairs: ``formulas.preferences``."""
+_SCALES: dict[PairKind, float] = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}
+"""Each kind's beta where a recipe gives none: what its paper uses, or its own page recommends."""
+
+
+class PairLossConfig(LossSection):
+    """The loss of pairs of answers; see docs/algorithms/dpo.md for the equations."""
+
+    kind: PairKind = Field("dpo", description="Which loss; simpo and orpo need no reference.")
+    beta: float | None = Field(
+        None, gt=0, description="Scale of the implicit reward, orpo's weight of the odds; none: its paper's."
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="Probability that a pair's label is wrong; of dpo and simpo."
+    )
+    nll: float | None = Field(
+        None, ge=0, description="Weight of the chosen answers' mean token loss; none: 0, of orpo 1."
+    )
+    gamma: float | None = Field(None, ge=0, description="Margin that simpo aims at; none: 1.")
+    by_length: bool | None = Field(
+        None, description="Whether dpo, ipo and hinge compare means over tokens, not sums; none: ipo does."
+    )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields that it is computed from."""
+        return ("reference_totals",) if self.has_reference else ()
+
+    @property
+    def rows_together(self) -> int:
+        """A pair is never parted."""
+        return 2
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the policy is compared with where it began."""
+        return self.kind not in ("simpo", "orpo")
+
+    @property
+    def scale(self) -> float:
+        """Beta: the one that is set, else the kind's."""
+        return _SCALES[self.kind] if self.beta is None else self.beta
+
+    @property
+    def by_token(self) -> bool:
+        """Whether answers are compared by their means over tokens."""
+        return self.kind not in ("dpo", "hinge") if self.by_length is None else self.by_length
+
+    @property
+    def nll_weight(self) -> float:
+        """What the chosen answers' own loss counts."""
+        return float(self.kind == "orpo") if self.nll is None else self.nll
+
+    @property
+    def target_margin(self) -> float:
+        """What is taken from the margin before it is judged."""
+        return 0.0 if self.kind != "simpo" else 1.0 if self.gamma is None else self.gamma
+
+    @model_validator(mode="after")
+    def _is_read(self) -> PairLossConfig:
+        if self.gamma is not None and self.kind != "simpo":
+            raise ValueError(f"gamma is {self.gamma:g} and kind is {self.kind}: simpo alone aims at a margin")
+        if self.by_length is False and not self.has_reference:
+            raise ValueError(f"by_length is false and kind is {self.kind}, which is of means over tokens")
+        if self.label_smoothing and self.kind not in ("dpo", "simpo"):
+            raise ValueError(
+                f"label_smoothing is {self.label_smoothing:g} and kind is {self.kind}: "
+                "it smooths the logistic losses, dpo and simpo"
+            )
+        return self

@@ -30,6 +30,11 @@ class LossSection(Section):
     def reads(self) -> tuple[str, ...]:
         """The fields that the loss is computed from."""
 
+    @property
+    def rows_together(self) -> int:
+        """So many neighbouring rows are one unit, which no cut parts."""
+        return 1
+
 
 AnyLoss = Callable[..., Any] | LossSection
 """A function (its parameters are its own business), or a section that stands for a shipped one."""

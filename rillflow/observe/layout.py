@@ -9,6 +9,7 @@ RUN/
 tokens.json          the text of every token
   checkpoints/         written by another package     summary.json, report.html
   reference/           the policy as the last phase found it, where one is asked for
+  reference_totals.jsonl   what it gives rows of data, where that is asked for
   skips.jsonl          one line an update left out    bundles/           what each was, a folder a step
   given_up.jsonl       one line a group that was sampled and not trained
   sources/             the files of the recipe's functions, each version that was used

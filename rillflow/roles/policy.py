@@ -6,12 +6,14 @@ publish: what was trained is what is sampled next, under the next version (roles
 begin, save: a phase of training, and what it goes on from
 
 The reference is the policy as the phase found it, frozen: rollouts ─ logprobs ─> reference_logprobs
+Of both, rows ─ totals ─> the same summed over each row
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +23,7 @@ from rillflow.graph.loss import LossTerm, loss_terms
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Max, Metric, Metrics, histogram_of, mean_of, merge_metrics
+from rillflow.roles.answer_totals import KeptTotals, totals_of
 from rillflow.roles.canary import canary_rows
 from rillflow.roles.publishing import SharedWeights, TrainedWeights
 from rillflow.roles.share import Share
@@ -28,17 +31,20 @@ from rillflow.roles.trained_role import TrainedRole
 from rillflow.rollout.config import NATIVE, RolloutConfig
 from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.training.guards import ROUTES, check_freshness
-from rillflow.training.loss import SAMPLED, TokenLoss, are_sampled, loss_of
+from rillflow.training.loss import TokenLoss, are_sampled, loss_of
+from rillflow.training.minibatches import prompt_units
 from rillflow.training.offload import OnHost
+from rillflow.training.pairs import PolicyPairLoss
 from rillflow.training.scorer import Scorer
+from rillflow.training.terms import SAMPLED
 from rillflow.training.trainer import Aim
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TOGETHER, TRAIN
 
 SAYS = ("logprobs", "entropy", "likeliest", "old_logprobs", "row_lengths")
 """What a loss is given beside fields."""
-KNOWN = ("versions", SAMPLED, "old_logprobs", *ROUTES)
-"""What an update looks at of rows that were sampled."""
+KNOWN = ("versions", SAMPLED, "old_logprobs", "preferred", *ROUTES)
+"""What an update looks at of rows that were sampled, or of pairs among them."""
 
 
 class Policy(TrainedRole[LanguageModel]):
@@ -87,6 +93,13 @@ class Policy(TrainedRole[LanguageModel]):
         self.weights.turn_to_training()
         found = self.trainer.scorer.logprobs(rollouts, temperature=self._rollout.temperature)
         return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
+
+    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("policy_totals",), also=("versions", *ROUTES))
+    def totals(self, rows: Batch) -> Batch:
+        """The field ``policy_totals`` [B]: what the present weights give each row's loss tokens, summed."""
+        self.weights.turn_to_training()
+        found = totals_of(self.trainer.scorer, rows, self._rollout.temperature)
+        return Batch(ids=rows.ids, fields={"policy_totals": found})
 
     @endpoint(TRAIN, reads=("tokens", "loss_mask"), also=KNOWN, says=SAYS, by_parts=True)
     def update(
@@ -180,7 +193,8 @@ class Policy(TrainedRole[LanguageModel]):
                     fix='add flow.policy.logprobs(rollouts) to the batches, or set old_logprobs = "sampler"',
                 )
         how: dict[str, Any] = {"weight": term.weight, "ratio_tolerance": ratio, "gap_tolerance": gap}
-        for minibatch in self._minibatches(rows, passes, part):
+        units = prompt_units(rows) if isinstance(objective, PolicyPairLoss) else None
+        for minibatch in self._minibatches(rows, passes, part, units):
             yield self.trainer.aim(minibatch, objective, temperature, **how)
             how = {"weight": term.weight}
 
@@ -222,6 +236,7 @@ class Reference:
         train: how a batch is cut into micro-batches, and where the weights are between two calls.
         temperature: the temperature the policy is sampled at.
         within: where the policy's own module is the reference.
+        kept: the file that the totals of data outlive the process in; None: they do not.
     """
 
     def __init__(
@@ -231,9 +246,10 @@ class Reference:
         train: TrainConfig,
         temperature: float,
         within: EarlierAdapter | None = None,
+        kept: Path | None = None,
     ) -> None:
         self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
-        self._temperature = temperature
+        self._temperature, self._kept = temperature, KeptTotals(share.groups, kept)
         self._there: AbstractContextManager[None] = within or nullcontext()
         if within is None:
             share.model.module.requires_grad_(False)
@@ -246,6 +262,22 @@ class Reference:
         with self._there:
             found = self._scorer.logprobs(rollouts, temperature=self._temperature)
         return Batch(ids=rollouts.ids, fields={"reference_logprobs": found})
+
+    @endpoint(
+        THREE_D, reads=("tokens", "loss_mask"), writes=("reference_totals",), also=("versions", *ROUTES)
+    )
+    def totals(self, rows: Batch) -> Batch:
+        """The field ``reference_totals`` [B]: what the reference gives each row's loss tokens, summed.
+
+        Rows of data are computed once, in whatever epoch they come first, and kept; rows that were sampled
+        never come again and are not.
+        """
+
+        def compute(some: Batch) -> Tensor:
+            with self._there:
+                return totals_of(self._scorer, some, self._temperature)
+
+        return Batch(ids=rows.ids, fields={"reference_totals": self._kept.of(rows, compute)})
 
 
 def _ages(behind: Tensor, bound: int) -> dict[str, Metric]:

@@ -30,8 +30,9 @@ from rillflow.roles.reward import COST_FIELDS, SCORE_FIELDS, cost_metrics, rewar
 from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.training.config import PassesConfig, TrainConfig
-from rillflow.training.loss import Loss, PairLoss, loss_of
+from rillflow.training.loss import Loss, loss_of
 from rillflow.training.minibatches import prompt_units
+from rillflow.training.pairs import PairLoss
 from rillflow.training.scorer import Scorer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TRAIN, TRAIN_PAIRS

@@ -5,50 +5,34 @@
 
 The function is of ``formulas.losses`` or of one's own: its parameters name what it reads. It sees loss tokens
 alone, laid end to end, and knows neither modules nor micro-batches.
-Legend: B rows, N loss tokens of one micro-batch, P pairs of it.
+Losses of pairs: ``training.pairs``.
+Legend: B rows, N loss tokens of one micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rillflow.cluster.ranks import Ranks
-from rillflow.errors import TrainingError, nearest
+from rillflow.errors import TrainingError
 from rillflow.formulas.aggregation import Aggregation, loss_weights
-from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
+from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, ValueLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
-from rillflow.formulas.losses import TokenLosses, cross_entropy, policy_loss, preference_loss, value_loss
+from rillflow.formulas.losses import TokenLosses, cross_entropy, policy_loss, value_loss
 from rillflow.formulas.ratios import m2po_limit
 from rillflow.graph.loss import LossSection, LossTerm, field_parameters
-from rillflow.parallel.packed import last_tokens
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Max, Mean, Metric, Variance, histogram_of
 from rillflow.records.ragged import Ragged
 from rillflow.training.guards import BEHIND, ROUTES, check_finite, loss_tokens
-from rillflow.training.minibatches import prompt_units
+from rillflow.training.pairs import PairLoss, PolicyPairLoss
+from rillflow.training.terms import SAMPLED, LossPart, checked_losses, measured, prepared, require_fields
 
 LENGTHS = "row_lengths"
 """The parameter for how many loss tokens each row has."""
-SAMPLED = "sampler_logprobs"
-"""The field of rows that a policy sampled; the guards need it, as ``BEHIND``, beside what a loss reads."""
-LOG_RATIOS = (-2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.01, -0.001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-"""The edges of histograms of log ratios, in nats."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LossPart:
-    """One micro-batch's share of a loss."""
-
-    terms: Tensor
-    """[N] weighted losses; their sum over all parts, divided by the denominator, is the loss."""
-    metrics: Mapping[str, Metric]
-    """Measurements of these tokens."""
 
 
 class TokenLoss:
@@ -106,13 +90,7 @@ class TokenLoss:
         old = {f"old_{name}" for name in self.says} - there.keys()
         names = [each for each in self.reads if each not in {*self.says, *old, LENGTHS}]
         names += [each for each in (SAMPLED, BEHIND) if each in there and each not in names]
-        missing = [each for each in names if each not in there]
-        if missing:
-            raise TrainingError(
-                f"the loss {self.function.__name__} reads the field {missing[0]!r}, which no row has",
-                why=f"rows have {', '.join(there)}; the model says {', '.join(self.says)}",
-                fix=nearest(missing[0], {*there, *self.says, LENGTHS}),
-            )
+        require_fields(self.function, names, there, [*self.says, LENGTHS])
         routed = () if self.is_scalar else ROUTES & there.keys()
         rows = minibatch.only("tokens", "loss_mask", *names, *routed)
         check_finite(loss_tokens(rows), *names)
@@ -125,7 +103,7 @@ class TokenLoss:
                 why="there is nothing to learn from prompts alone",
                 fix="check that answers are not empty and fit into the context",
             )
-        return _prepared(rows, weights.values, weights.denominator, active)
+        return prepared(rows, weights.values, weights.denominator, active)
 
     def __call__(self, read: TokenLogprobs | Tensor, part: Batch, /) -> LossPart:
         """The terms of one part: ``read`` is what the model says of the N tokens, ``part`` their fields."""
@@ -139,8 +117,8 @@ class TokenLoss:
                 known[name] = says[name[4:]].detach() if field is None else _of_tokens(field, weights, dtype)
         given = {name: known[name] for name in self.reads}
         given |= {name: part.ragged(name).values for name in self.where_there if name in part.fields}
-        found = _checked(self.function(**given, **self.options), self.function, len(weights.values))
-        return LossPart(terms=found.losses * weights.values.to(dtype), metrics=_measured(found))
+        found = checked_losses(self.function(**given, **self.options), self.function, len(weights.values))
+        return LossPart(terms=found.losses * weights.values.to(dtype), metrics=measured(found))
 
 
 class SupervisedLoss(TokenLoss):
@@ -194,59 +172,7 @@ class ValueLoss(TokenLoss):
         )
 
 
-class PairLoss:
-    """A loss of pairs, their mean: of the scores of the better answers and of the others.
-
-    The rows of one (epoch, prompt) are a pair: sample 0 is chosen, sample 1 rejected. Each is scored at its
-    last token and carries half of the pair's loss; a pair is never parted.
-
-    Args:
-        function: the losses [P] of ``chosen`` and ``rejected`` [P], or ``TokenLosses``; its other parameters
-            without a default are dense fields of the rows, of which a pair has its chosen row's.
-        options: further arguments.
-    """
-
-    name = "preference"
-    says = ("chosen", "rejected")
-    back = 0
-    is_scalar = True
-
-    def __init__(
-        self,
-        function: Callable[..., Tensor | TokenLosses] = preference_loss,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.function, self.options = function, dict(options or {})
-        self._fields = [name for name in field_parameters(function, self.options) if name not in self.says]
-
-    def prepare(self, minibatch: Batch) -> Batch:
-        """As ``TokenLoss.prepare``, and ``loss_units`` [B] int64: rows that share a number come in one part.
-
-        Raises:
-            TrainingError: a row has no partner, or is neither sample 0 nor 1; a row is empty.
-        """
-        units = prompt_units(minibatch)
-        _check_pairs(minibatch, units)
-        rows = last_tokens(minibatch)
-        halves = rows.ragged("loss_mask").with_values(rows.ragged("loss_mask").values.double() / 2)
-        active = torch.ones(len(rows), dtype=torch.bool)
-        rows = rows.with_fields(**{name: minibatch.dense(name) for name in self._fields})
-        check_finite(rows, *self._fields)
-        return _prepared(rows, halves, len(rows) / 2, active).with_fields(loss_units=units)
-
-    def __call__(self, read: Tensor, part: Batch, /) -> LossPart:
-        """The terms of one part: ``read`` [2P] are the scores, one a row."""
-        order = torch.argsort(part.dense("loss_units") * 2 + part.ids[:, 2])
-        chosen, rejected = read[order].view(-1, 2).unbind(1)
-        known = {name: part.dense(name).to(read)[order].view(-1, 2)[:, 0] for name in self._fields}
-        found = self.function(chosen=chosen, rejected=rejected, **known, **self.options)
-        found = _checked(found, self.function, len(chosen))
-        losses = found.losses.repeat_interleave(2)[torch.argsort(order)]
-        weights = part.ragged("loss_weights").values.to(read.dtype)
-        return LossPart(terms=losses * weights, metrics=_measured(found))
-
-
-Loss = TokenLoss | PairLoss
+Loss = TokenLoss | PairLoss | PolicyPairLoss
 """What a trainer minimises."""
 
 
@@ -265,6 +191,8 @@ def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 
     match term.loss:
         case PolicyLossConfig() if "logprobs" in says:
             return PolicyLoss(term.loss, max_tokens)
+        case PairLossConfig() if "logprobs" in says:
+            return PolicyPairLoss(term.loss)
         case ValueLossConfig() if "values" in says:
             return ValueLoss(term.loss)
         case LossSection():
@@ -324,70 +252,3 @@ def _of_tokens(field: Tensor | Ragged, rows: Ragged, dtype: torch.dtype) -> Tens
     """[N] a field of the loss tokens, or of their rows and the same for all tokens of one."""
     values: Tensor = field.values if isinstance(field, Ragged) else rows.expand(field)
     return values.to(dtype) if values.is_floating_point() else values
-
-
-def _prepared(rows: Batch, weights: Ragged, denominator: float, active: Tensor) -> Batch:
-    """The rows with one denominator for all."""
-    each = torch.full((len(rows),), denominator, dtype=torch.float64)
-    return rows.with_fields(loss_weights=weights, loss_denominator=each, loss_active=active)
-
-
-def _checked(found: Any, function: Callable[..., Any], count: int) -> TokenLosses:
-    """What a loss returned: as many numbers as it was to judge."""
-    losses = found if isinstance(found, TokenLosses) else TokenLosses(losses=found)
-    made = losses.losses
-    if not isinstance(made, Tensor) or made.shape != (count,):
-        what = f"shape {list(made.shape)}" if isinstance(made, Tensor) else repr(made)
-        raise TrainingError(
-            f"the loss {function.__name__} returned {what}",
-            why=f"there is one loss a token or pair, and there are {count}",
-            fix="return a tensor [N], not its mean, or TokenLosses",
-        )
-    return losses
-
-
-def _check_pairs(rows: Batch, units: Tensor) -> None:
-    """Refuse rows that do not come as sample 0 and sample 1 of their prompt."""
-    samples = rows.ids[:, 2]
-    if not len(rows):
-        raise TrainingError("a minibatch of 0 rows has no pair", why="there is nothing to learn from")
-    odd = ((samples != 0) & (samples != 1)).nonzero()
-    if len(odd):
-        raise TrainingError(
-            f"row ({rows.row_id(int(odd[0]))}) belongs to no pair",
-            why="sample 0 is the chosen answer and sample 1 the rejected one",
-            fix="make pairs with tasks.prompts.answered_batch",
-        )
-    count = torch.zeros(int(units.max()) + 1, 2, dtype=torch.int64)
-    count.index_put_((units, samples), torch.ones_like(samples), accumulate=True)
-    alone = (count[units] != 1).any(1).nonzero()
-    if len(alone):
-        row = int(alone[0])
-        chosen, rejected = count[units[row]].tolist()
-        raise TrainingError(
-            f"row ({rows.row_id(row)}) is not one of a pair",
-            why=f"its prompt has {chosen} chosen and {rejected} rejected answers here, not one of each",
-            fix="keep the two rows of a pair in one batch, and each pair under a prompt number of its own",
-        )
-
-
-def _measured(found: TokenLosses) -> dict[str, Metric]:
-    """Metrics of [N] or [P] values, fetched from the device at once."""
-    asked = {name: _asked(name, values.detach()) for name, values in found.metrics.items()}
-    wanted = [number for _, numbers in asked.values() for number in numbers]
-    fetched = iter(torch.stack(wanted).tolist() if wanted else ())
-    return {name: make(*islice(fetched, len(numbers))) for name, (make, numbers) in asked.items()}
-
-
-def _asked(name: str, values: Tensor) -> tuple[Callable[..., Metric], tuple[Tensor, ...]]:
-    """What makes a metric of values [N], one at least, and the numbers [] that it makes the metric of."""
-    wide, count = values.double(), float(values.numel())
-    match name.rpartition("/")[2]:
-        case "histogram":
-            return lambda: histogram_of(values, LOG_RATIOS), ()
-        case "max":
-            return lambda most: Max(value=most), (wide.max(),)
-        case "variance":
-            squares = (wide - wide.mean()).square().sum()
-            return lambda about, mean: Variance(squares=about, mean=mean, count=count), (squares, wide.mean())
-    return lambda total: Mean(total=total, count=count), (wide.sum(),)

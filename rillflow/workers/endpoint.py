@@ -10,13 +10,13 @@ endpoints_of(Critic) == {"values": Endpoint(...)}
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from rillflow.errors import GraphError
-from rillflow.graph.loss import loss_terms
+from rillflow.graph.loss import LossSection, loss_terms
 from rillflow.graph.trace import Signature
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
@@ -68,6 +68,12 @@ class Endpoint:
             return None
         losses = [name for term in loss_terms(options, 0) for name in term.reads]
         return tuple(dict.fromkeys((*self.reads, *losses, *self.also)))
+
+    def travels(self, options: Mapping[str, Any]) -> Transfer:
+        """How its rows travel: as it says, in units that the losses among its options do not part."""
+        sections = [term.loss for term in loss_terms(options, 0) if isinstance(term.loss, LossSection)]
+        unit = max((each.rows_together for each in sections), default=1)
+        return self.transfer if unit <= self.transfer.unit else replace(self.transfer, unit=unit)
 
     @property
     def signature(self) -> Signature:

@@ -102,7 +102,7 @@ class Group:
                 fix=nearest(endpoint, self.endpoints),
             )
         called = self.endpoints[endpoint]
-        transfer = called.transfer
+        transfer = called.travels(options)
         call = Call(role=self.role, of=self.of, endpoint=endpoint, reads=called.reads)
         self._refuse_empty(call, arguments)
         ready = [self._ready(call, argument) for argument in arguments]

@@ -57,9 +57,10 @@ GROWN = {
     "gradients that add up in order": 3,
     "pairs and the best of sampled groups": 185,
     "a base of 8 bits": 141,
+    "losses of pairs, totals kept with the data": 340,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 30_866
+PACKAGE_LINES = 31_236
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,

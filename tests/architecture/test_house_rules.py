@@ -26,7 +26,7 @@ MESSAGES = {"rillflow/cluster/messages.py"}
 """What ranks of one run say to each other is cloudpickle, inside the run's own cluster; never a file."""
 DRAWERS = {"utils", "util", "common", "base", "types", "manager", "experimental", "helpers", "misc"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
-ORDINARY_WORDS = {"preference", "pairwise"}
+ORDINARY_WORDS = {"preference", "pairwise", "dpo"}
 """Names of algorithms that are words of the trade too: records, losses and formulas are called so, and a
 function of itertools."""
 ALGORITHM_FILES = {f"rillflow/algorithms/{name}.py" for name in ("registry", *ALGORITHMS)}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rillflow import formulas
 from rillflow.dataflow.executor import apply_formula
 from rillflow.formulas import granularity, seeing
+from rillflow.formulas.config import PairLossConfig
 from rillflow.records.batch import Batch, Field, concatenate, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
@@ -23,6 +24,8 @@ PRICE = {"weight": 0.1, "estimator": "k3"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "bootstrapped_rewards": {"gamma": 0.9},
     "ended": {},
+    "implicit_rewards": {"config": PairLossConfig(kind="ipo")},
+    "logprob_rewards": {"config": PairLossConfig(kind="simpo")},
     "is_paired": {},
     "is_preferred": {},
     "gae": SHARES,
@@ -61,7 +64,7 @@ def batch_of(sizes: list[int], seed: int) -> Batch:
         name: tokens.with_values(torch.randn(len(tokens.values), generator=generator)) for name in TOKENS
     }
     fields["loss_mask"] = tokens.with_values(tokens.positions > 0)
-    for name in ("rewards", "penalised", "costs", "final_values"):
+    for name in ("rewards", "penalised", "costs", "final_values", "policy_totals", "reference_totals"):
         fields[name] = torch.randn(count, generator=generator)
     fields["valid"] = torch.rand(count, generator=generator) < 0.8
     fields["finish"] = torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8)

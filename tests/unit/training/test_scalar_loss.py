@@ -21,7 +21,8 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import loss_tokens
-from rillflow.training.loss import PairLoss, TokenLoss, ValueLoss
+from rillflow.training.loss import TokenLoss, ValueLoss
+from rillflow.training.pairs import PairLoss
 from rillflow.training.scorer import ScalarReader, Scorer, micro_batches
 
 MakeModule = Callable[..., PreTrainedModel]

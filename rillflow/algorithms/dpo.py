@@ -1,0 +1,48 @@
+"""DPO and its kin: a policy learns from pairs of answers, no reward (Rafailov et al., arXiv 2305.18290).
+
+pairs ─┬─ reference.totals ─> reference_totals ─┐
+       └────────────────────────────────────────┴─ update ─> publish
+
+Kinds that need no reference (simpo, orpo) have none: nothing is loaded for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rillflow import formulas
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import AlgorithmConfig
+from rillflow.formulas.config import PairLossConfig
+
+if TYPE_CHECKING:
+    from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
+    from rillflow.records.batch import Batch
+
+
+class DPOConfig(AlgorithmConfig):
+    """DPO's settings; a prompt is a pair."""
+
+    name: Literal["dpo"]
+    loss: PairLossConfig = PairLossConfig()
+
+
+def step(flow: Flow, pairs: Batch, config: DPOConfig) -> Handle:
+    """One iteration: raise the chosen answers' probability over the rejected ones', against the reference."""
+    known = [flow.reference.totals(pairs)] if config.loss.has_reference else []
+    report = flow.policy.update(pairs, *known, loss=config.loss, passes=config)
+    flow.publish(flow.policy)
+    return report
+
+
+def score(flow: Flow, pairs: Batch, config: DPOConfig) -> Handle:
+    """The implicit rewards of held-out answers."""
+    given = [flow.policy.totals(pairs), pairs]
+    if not config.loss.has_reference:
+        return flow.compute(formulas.logprob_rewards, *given, into="rewards", config=config.loss)
+    given.append(flow.reference.totals(pairs))
+    return flow.compute(formulas.implicit_rewards, *given, into="rewards", config=config.loss)
+
+
+ALGORITHM = Algorithm(config=DPOConfig, step=step, data=Data.PREFERENCES, score=score)

@@ -1,0 +1,127 @@
+"""Answer totals: the log probability of whole answers, and those of data computed once.
+
+    rows ─ scorer ─> log probabilities of tokens ─ summed by row ─> [B]           totals_of
+    rows of data ─┬─ known ──────────────────────────────────┬─> [B]              KeptTotals
+                  └─ the others ─ compute ─ all dp ranks' ───┴─> table ─> a line of the file
+
+A frozen model gives the same row the same total in every epoch. The table is the same on every rank, so it
+matters not which rank a row comes to next; a resumed run reads it, bit for bit as it was.
+
+Legend: B rows, K rows that are not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rillflow.observe.durable import write_error
+from rillflow.observe.json_lines import encode, read_lines
+from rillflow.parallel.mesh import RankGroups
+from rillflow.records.batch import Batch
+from rillflow.records.row import HELD_OUT_EPOCH
+from rillflow.training.loss import are_sampled
+from rillflow.training.scorer import Scorer
+
+
+def totals_of(scorer: Scorer, rows: Batch, temperature: float) -> Tensor:
+    """[B] float64 the log probabilities of rows' loss tokens, summed.
+
+    Args:
+        scorer: of the model.
+        rows: with ``tokens`` and ``loss_mask``.
+        temperature: of sampled rows; what nobody sampled is read at 1.
+    """
+    found = scorer.logprobs(rows, temperature=temperature if are_sampled(rows) else 1.0)
+    return found.with_values(found.values.double()).sums()
+
+
+class KeptTotals:
+    """The totals of rows of data, by (training or held out, prompt, sample), whatever the epoch.
+
+    Args:
+        groups: the ranks of the role; all of them ask for totals together.
+        file: where they outlive the process; None: they do not.
+
+    Raises:
+        RunDirectoryError: the file is damaged.
+    """
+
+    def __init__(self, groups: RankGroups, file: Path | None = None) -> None:
+        self._groups, self._file = groups, file
+        self._table = torch.full((2, 0, 2), torch.nan, dtype=torch.float64)
+        if file is None:
+            return
+        found = read_lines(file)
+        for line in found.lines:
+            known: Any = line.data
+            self._note(torch.tensor(known["rows"]), torch.tensor(known["totals"], dtype=torch.float64))
+        if found.torn_at is not None and groups.everyone.rank == 0:
+            with file.open("r+b") as torn:
+                torn.truncate(found.torn_at)
+
+    def of(self, rows: Batch, compute: Callable[[Batch], Tensor]) -> Tensor:
+        """[B] float64 the rows' totals; ``compute`` gives those [K] of rows that are not known.
+
+        Every rank calls it, with rows or without. Rows that were sampled never come again and are not kept.
+
+        Raises:
+            RunDirectoryError: the file cannot be written.
+        """
+        sampled = torch.tensor([float(are_sampled(rows))])
+        self._groups.dp.sum_([sampled])
+        if sampled:
+            return compute(rows)
+        places = torch.cat([(rows.ids[:, :1] == HELD_OUT_EPOCH).long(), rows.ids[:, 1:]], 1)
+        self._grow(places)
+        unknown = self._table[places.unbind(1)].isnan().nonzero().squeeze(1)
+        missing = unknown[_firsts(places[unknown])]
+        made = compute(rows.select(missing))
+        self._groups.pp.sum_([made])  # the last stage has them, the others zeros
+        new = torch.cat(self._groups.dp.gather(places[missing].flatten())).view(-1, 3)
+        totals = torch.cat(self._groups.dp.gather(made))
+        if len(new):
+            first = _firsts(new)
+            self._note(new[first], totals[first])
+            self._write(new[first], totals[first])
+        found: Tensor = self._table[places.unbind(1)]
+        return found
+
+    def _note(self, places: Tensor, totals: Tensor) -> None:
+        self._grow(places)
+        self._table[places.unbind(1)] = totals
+
+    def _grow(self, places: Tensor) -> None:
+        """Make room for what is at places [K, 3]."""
+        if not len(places):
+            return
+        wanted = places.amax(0) + 1
+        size = self._table.shape
+        if int(wanted[1]) > size[1] or int(wanted[2]) > size[2]:
+            prompts = max(size[1], 2 * int(wanted[1])) if int(wanted[1]) > size[1] else size[1]
+            grown = self._table.new_full((2, prompts, max(size[2], int(wanted[2]))), torch.nan)
+            grown[:, : size[1], : size[2]] = self._table
+            self._table = grown
+
+    def _write(self, places: Tensor, totals: Tensor) -> None:
+        if self._file is None or self._groups.everyone.rank:
+            return
+        try:
+            with self._file.open("ab") as kept:
+                kept.write(encode({"rows": places.tolist(), "totals": totals.tolist()}))
+        except OSError as error:
+            raise write_error(self._file, error) from error
+
+
+def _firsts(places: Tensor) -> Tensor:
+    """Where each place of [K, 3] stands first: the end of an epoch and the next one's begin may meet."""
+    if not len(places):
+        return torch.zeros(0, dtype=torch.int64)
+    numbers = torch.unique(places, dim=0, return_inverse=True)[1]
+    index = torch.arange(len(places))
+    first = index.new_full((int(numbers.max()) + 1,), len(places))
+    return first.scatter_reduce(0, numbers, index, "amin").sort().values

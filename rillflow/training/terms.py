@@ -1,0 +1,94 @@
+"""Terms: what any loss hands to the trainer, and how its numbers become metrics.
+
+    rows ─ prepared ─> the same with loss_weights, loss_denominator, loss_active
+    what a loss function returned ─ checked_losses ─> TokenLosses ─ measured ─> metrics
+
+Legend: B rows, N loss tokens, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rillflow.errors import TrainingError, nearest
+from rillflow.formulas.losses import TokenLosses
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Max, Mean, Metric, Variance, histogram_of
+from rillflow.records.ragged import Ragged
+
+SAMPLED = "sampler_logprobs"
+"""The field of rows that a policy sampled; the guards need it, as ``BEHIND``, beside what a loss reads."""
+LOG_RATIOS = (-2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.01, -0.001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+"""The edges of histograms of log ratios, in nats."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossPart:
+    """One micro-batch's share of a loss."""
+
+    terms: Tensor
+    """[N] weighted losses; their sum over all parts, divided by the denominator, is the loss."""
+    metrics: Mapping[str, Metric]
+    """Measurements of these tokens."""
+
+
+def prepared(rows: Batch, weights: Ragged, denominator: float, active: Tensor) -> Batch:
+    """The rows with one denominator for all."""
+    each = torch.full((len(rows),), denominator, dtype=torch.float64)
+    return rows.with_fields(loss_weights=weights, loss_denominator=each, loss_active=active)
+
+
+def require_fields(
+    function: Callable[..., Any], names: Collection[str], there: Collection[str], says: Collection[str] = ()
+) -> None:
+    """Refuse rows that lack a field which a loss reads."""
+    missing = [each for each in names if each not in there]
+    if missing:
+        known = f"; the model says {', '.join(says)}" if says else ""
+        raise TrainingError(
+            f"the loss {function.__name__} reads the field {missing[0]!r}, which no row has",
+            why=f"rows have {', '.join(there)}{known}",
+            fix=nearest(missing[0], {*there, *says}),
+        )
+
+
+def checked_losses(found: Any, function: Callable[..., Any], count: int) -> TokenLosses:
+    """What a loss returned: as many numbers as it was to judge."""
+    losses = found if isinstance(found, TokenLosses) else TokenLosses(losses=found)
+    made = losses.losses
+    if not isinstance(made, Tensor) or made.shape != (count,):
+        what = f"shape {list(made.shape)}" if isinstance(made, Tensor) else repr(made)
+        raise TrainingError(
+            f"the loss {function.__name__} returned {what}",
+            why=f"there is one loss a token or pair, and there are {count}",
+            fix="return a tensor [N], not its mean, or TokenLosses",
+        )
+    return losses
+
+
+def measured(found: TokenLosses) -> dict[str, Metric]:
+    """Metrics of [N] or [P] values, fetched from the device at once."""
+    asked = {name: _asked(name, values.detach()) for name, values in found.metrics.items()}
+    wanted = [number for _, numbers in asked.values() for number in numbers]
+    fetched = iter(torch.stack(wanted).tolist() if wanted else ())
+    return {name: make(*islice(fetched, len(numbers))) for name, (make, numbers) in asked.items()}
+
+
+def _asked(name: str, values: Tensor) -> tuple[Callable[..., Metric], tuple[Tensor, ...]]:
+    """What makes a metric of values [N], one at least, and the numbers [] that it makes the metric of."""
+    wide, count = values.double(), float(values.numel())
+    match name.rpartition("/")[2]:
+        case "histogram":
+            return lambda: histogram_of(values, LOG_RATIOS), ()
+        case "max":
+            return lambda most: Max(value=most), (wide.max(),)
+        case "variance":
+            squares = (wide - wide.mean()).square().sum()
+            return lambda about, mean: Variance(squares=about, mean=mean, count=count), (squares, wide.mean())
+    return lambda total: Mean(total=total, count=count), (wide.sum(),)
