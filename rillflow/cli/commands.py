@@ -128,6 +128,44 @@ def ask(arguments: argparse.Namespace) -> int:
     return code
 
 
+def evaluate(arguments: argparse.Namespace) -> int:
+    """``rillflow evaluate``: answers to held-out prompts, scored, or compared with another model's."""
+    from rillflow.assembly.contest import Asking, contest
+    from rillflow.assembly.planning import recipe_of
+    from rillflow.assembly.recipe import load_recipe
+    from rillflow.observe import layout
+    from rillflow.observe.durable import replace
+    from rillflow.observe.json_lines import encode
+    from rillflow.view.contests import contest_lines
+    from rillflow.view.run_data import load as load_run
+
+    if arguments.out is not None and arguments.out.exists():
+        raise ConfigError(
+            f"--out {arguments.out}: it exists",
+            why="nothing of yours is overwritten",
+            fix="give another name",
+        )
+    runs = [each for each in (arguments.source, arguments.against) if each and layout.is_run_directory(each)]
+    if arguments.recipe is None and not runs:
+        raise ConfigError(
+            f"{arguments.source} is no run directory",
+            why="prompts are those that a run held out, or a recipe does",
+            fix="--recipe FILE says which prompts are answered",
+        )
+    known = arguments.algorithms
+    loaded = (
+        load_recipe(arguments.recipe, (), known) if arguments.recipe else recipe_of(load_run(runs[0]), known)
+    )
+    names = ("problems", "samples", "temperature", "judge", "reward_model")
+    asking = Asking(loaded=loaded, **{name: getattr(arguments, name) for name in names})
+    found = contest(arguments.source, arguments.against, asking)
+    print("\n".join(contest_lines(found)))
+    if arguments.out is not None:
+        replace(arguments.out, [encode(found)])
+        print(f"wrote {arguments.out}", file=sys.stderr)
+    return DONE
+
+
 def serve(arguments: argparse.Namespace) -> int:
     """``rillflow serve``: a model, or a run's newest, behind OpenAI's protocol until interrupted."""
     try:

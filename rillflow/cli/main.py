@@ -143,6 +143,29 @@ def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--best", action="store_true", help="the one with the highest held-out mean reward")
 
 
+def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, metavar="RUN_OR_MODEL", help="a run, or a model's directory")
+    add("--against", type=Path, metavar="OTHER", help="a run or model whose answers it is compared with")
+    by = parser.add_mutually_exclusive_group()
+    told = "a judge's directory, or the run that trained it; left out, the task's function compares"
+    by.add_argument("--judge", type=Path, metavar="DIR", help=told)
+    by.add_argument("--reward-model", type=Path, metavar="DIR", help="a reward model's instead")
+    told = "whose held-out prompts are answered; the first run's if left out"
+    add("--recipe", type=Path, metavar="FILE", help=told)
+    add("--problems", type=_count, metavar="N", help="prompts at most; all that are held out if left out")
+    add("--samples", type=_count, default=1, metavar="N", help="answers of each model to a prompt (1)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--out", type=Path, metavar="FILE", help="where numbers and pairs are written as JSON; a new file")
+
+
+def _count(text: str) -> int:
+    """A whole number above 0."""
+    if not (text.isdecimal() and text.isascii() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of one or more")
+    return int(text)
+
+
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="MODEL_OR_RUN", help="a model's directory, or a run, which is followed")
@@ -197,6 +220,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentPa
     "simulate": (planning.simulate, _simulate_arguments),
     "calibrate": (planning.calibrate, planning.calibrate_arguments),
     "ask": (commands.ask, _ask_arguments),
+    "evaluate": (commands.evaluate, _evaluate_arguments),
     "serve": (commands.serve, _serve_arguments),
     "report": (commands.report, _report_arguments),
     "timeline": (commands.timeline, _timeline_arguments),
@@ -213,6 +237,7 @@ HELP = {
     "simulate": "run a plan event by event: step time, idle time and its causes, memory, age of rows",
     "calibrate": "fit a cluster's factors to a run, so that predictions meet what it measured",
     "ask": "let the trained model of a run answer a prompt",
+    "evaluate": "score a model's answers to held-out prompts, or compare them with another model's",
     "serve": "answer by OpenAI's protocol with a model, or with a run's newest checkpoint",
     "report": "write the report of a run again",
     "timeline": "say where the ranks of a run waited, and for whom; write its steps as a trace",

@@ -12,7 +12,7 @@ Z95 = 1.959963984540054
 """The normal distribution's two-sided 95% quantile."""
 
 
-def wilson(correct: int, count: int, z: float = Z95) -> tuple[float, float]:
+def wilson(correct: float, count: int, z: float = Z95) -> tuple[float, float]:
     """The Wilson score interval (low, high) of a share of ``correct`` in ``count``.
 
     centre = (p + z^2/2n) / (1 + z^2/n), half = z sqrt(p(1-p)/n + z^2/4n^2) / (1 + z^2/n) (E. B. Wilson,

@@ -165,6 +165,26 @@ class Judge(TrainedRole[LanguageModel]):
                 scores[place] = Score(outcome=Outcome.ERROR, message=reason)
         return scored_rows(rollouts, texts, scores).with_fields(**extra)
 
+    def compared(
+        self, prompts: Sequence[str], one: Sequence[str], other: Sequence[str]
+    ) -> tuple[list[int], Preferences]:
+        """What is said of pairs of texts, each read in both orders.
+
+        Args:
+            prompts: N of them.
+            one: an answer to each.
+            other: another one.
+
+        Returns:
+            The places of the pairs that can be read, and what is said of these: that the one is better.
+        """
+        whole = zip(prompts, one, other, strict=True)
+        readable = [place for place, texts in enumerate(whole) if not self._reason(*texts)]
+        asked = [prompts[place] for place in readable]
+        texts = [*(one[place] for place in readable), *(other[place] for place in readable)]
+        pairs = [(place, place + len(asked)) for place in range(len(asked))]
+        return readable, self._preferences(pairs, asked, texts)
+
     def _texts(self, rollouts: Batch) -> tuple[list[str], list[str]]:
         answers = [self._wrote.decode(tokens) for tokens in completions(rollouts).lists()]
         return [*map(prompt_text, rollouts.ragged("columns").to_text())], answers

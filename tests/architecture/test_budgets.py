@@ -42,7 +42,7 @@ GROWN = {
     "models larger than a rank": 564,
     "a controller of many ranks": 370,
     "saving beside training, sums in buckets": 283,
-    "judges and their evaluation": 418,
+    "judges and their evaluation": 477,
     "adapters, small mixtures": 348,
     "vLLM": 420,
     "vLLM as a server with adapters": 384,
@@ -60,7 +60,7 @@ GROWN = {
     "losses of pairs, totals kept with the data": 340,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 31_236
+PACKAGE_LINES = 31_587
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
