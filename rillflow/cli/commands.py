@@ -82,6 +82,23 @@ def graph(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def merge(arguments: argparse.Namespace) -> int:
+    """``rillflow merge``: one model of several."""
+    from rillflow.assembly.merged import merge_models
+    from rillflow.merging.merge import MergeSettings
+
+    settings = MergeSettings(
+        method=arguments.method,
+        weights=arguments.weights,
+        density=arguments.density,
+        scale=arguments.scale,
+        seed=arguments.seed,
+    )
+    merge_models(arguments.parents, arguments.out, settings, base=arguments.base)
+    print(f"wrote {arguments.out}")
+    return DONE
+
+
 def merge_adapter(arguments: argparse.Namespace) -> int:
     """``rillflow merge-adapter``: a plain model of an adapter and its base."""
     from rillflow.assembly.trained import write_merged

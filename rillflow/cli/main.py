@@ -212,6 +212,36 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", choices=("trained", "full"), default="trained", help=told)
 
 
+def _merge_models_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    told = "a model's directory, or a run, whose newest model it is"
+    add("parents", nargs="+", type=Path, metavar="MODEL_OR_RUN", help=told)
+    add("--out", type=Path, required=True, metavar="DIR", help="where the merged model is written")
+    told = "linear (the default), slerp, ties, dare, ot or greedy; see docs/design/merging.md"
+    add("--method", default="linear", metavar="NAME", help=told)
+    told = "the model that all were trained from, for slerp, ties and dare"
+    add("--base", type=Path, metavar="MODEL_OR_RUN", help=told)
+    told = "a number a parent, such as 2,1; divided by their sum (equal)"
+    add("--weights", type=_numbers, metavar="W,W", help=told)
+    add(
+        "--density",
+        type=float,
+        default=0.5,
+        metavar="P",
+        help="share of changes that ties and dare keep (0.5)",
+    )
+    add("--scale", type=float, default=1.0, metavar="S", help="of the merged change of ties and dare (1)")
+    add("--seed", type=int, default=0, metavar="N", help="of what dare drops (0)")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """The numbers of a list. Example: ``_numbers("2,1") == (2.0, 1.0)``."""
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, such as 2,1") from None
+
+
 COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentParser], None]]] = {
     "run": (commands.run, _run_arguments),
     "check": (commands.check, _check_arguments),
@@ -225,6 +255,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentPa
     "report": (commands.report, _report_arguments),
     "timeline": (commands.timeline, _timeline_arguments),
     "replay": (commands.replay, _replay_arguments),
+    "merge": (commands.merge, _merge_models_arguments),
     "merge-adapter": (commands.merge_adapter, _merge_arguments),
     "doctor": (commands.doctor, lambda _: None),
 }
@@ -242,6 +273,7 @@ HELP = {
     "report": "write the report of a run again",
     "timeline": "say where the ranks of a run waited, and for whom; write its steps as a trace",
     "replay": "make an update that a run left out again, and say where its first odd number is",
+    "merge": "make one model of several, by averages, task vectors or optimal transport",
     "merge-adapter": "put an adapter into its base's weights, as a model of its own",
     "doctor": "look at this machine and say what would be in the way",
 }

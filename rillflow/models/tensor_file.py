@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +64,33 @@ def on_host(tensor: Tensor) -> Tensor:
     return held.copy_(tensor.detach())
 
 
+def header(
+    weights: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
+    """A file's first bytes, and its weights in the order in which their numbers follow.
+
+    Args:
+        weights: type and shape of each.
+        metadata: what the file says of itself.
+    """
+    names = sorted(weights, key=lambda name: (_ORDER.index(weights[name][0]), name.encode()))
+    said: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    start = 0
+    for name in names:
+        dtype, shape = weights[name]
+        stop = start + math.prod(shape) * dtype.itemsize
+        said[name] = {"dtype": KINDS[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, names
+
+
 def _chunks(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 ) -> Iterator[bytes | memoryview]:
-    names = sorted(tensors, key=lambda name: (_ORDER.index(tensors[name].dtype), name.encode()))
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    start = 0
-    for name in names:
-        tensor, stop = tensors[name], start + tensors[name].nbytes
-        where = {"shape": list(tensor.shape), "data_offsets": [start, stop]}
-        header[name] = {"dtype": KINDS[tensor.dtype], **where}
-        start = stop
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    first, names = header({name: (each.dtype, each.shape) for name, each in tensors.items()}, metadata)
+    yield first
     for name in names:
         data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
-        yield from (data[first : first + _CHUNK] for first in range(0, len(data), _CHUNK))
+        yield from (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))

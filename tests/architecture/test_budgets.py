@@ -58,9 +58,10 @@ GROWN = {
     "pairs and the best of sampled groups": 185,
     "a base of 8 bits": 141,
     "losses of pairs, totals kept with the data": 340,
+    "headers of files that are written as they are made": 6,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 31_587
+PACKAGE_LINES = 31_694
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
@@ -68,6 +69,7 @@ SUBSYSTEMS = {
     "dataflow/parted.py": 121,
     "dataflow/ready_first.py": 239,
     "dataflow/tail_cut.py": 112,
+    "merging/": 1_200,
 }
 """What has a budget of its own; a run that streams no rows and cuts no tail does without."""
 PLANNER = [

@@ -1,0 +1,238 @@
+"""Merge: several models' directories into one, tensor by tensor.
+
+    parents, base ─ opened, compared ─> layers ─ method looks at a layer ─┐
+                                           └──── a piece of every parent ─┴─ combine ─> stream ─> OUT
+    beside, in a thread: the SHA-256 of the parents' files ──────────────────────────> OUT/merge.json
+
+Memory: a piece of every model, float64; with a transport the present weight of every aligned parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial, reduce
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rillflow.errors import ConfigError, ModelError, nearest
+from rillflow.merging import methods
+from rillflow.merging.methods import Combine, Method, Span, normalised
+from rillflow.merging.parents import PIECE, Parent, Readable, Stored, open_parents, require_alike
+from rillflow.merging.stream import copy_settings, new_directory, require_new, write_merge, write_weights
+from rillflow.models.model_files import layer_of
+
+METHODS = ("linear", "slerp", "ties", "dare", "ot", "greedy")
+"""What ``rillflow merge --method`` knows."""
+OF_TASK_VECTORS = ("slerp", "ties", "dare")
+"""Methods that need the base which all parents were trained from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeSettings:
+    """How models are merged.
+
+    Example:
+        MergeSettings(method="ties", density=0.2)
+    """
+
+    method: str = "linear"
+    """One of ``METHODS``."""
+    weights: tuple[float, ...] | None = None
+    """One a parent, divided by their sum; equal ones if None."""
+    density: float = 0.5
+    """The share of changes that ties and dare keep."""
+    scale: float = 1.0
+    """What ties and dare multiply the merged change with."""
+    seed: int = 0
+    """Of what dare drops."""
+
+    def checked(self, count: int, *, has_base: bool) -> MergeSettings:
+        """The same with weights that sum to 1.
+
+        Raises:
+            ConfigError: a value is out of range, or parents or base are missing.
+        """
+        if self.method not in METHODS:
+            raise ConfigError(
+                f"there is no method {self.method!r}",
+                why="models are merged by one of a few",
+                fix=nearest(self.method, METHODS),
+            )
+        if count < 2:
+            raise ConfigError(
+                f"{count or 'no'} parent{'s' if not count else ''} to merge",
+                why="a merge is made of two or more models",
+                fix="name their directories, or runs, one after the other",
+            )
+        needs = self.method in OF_TASK_VECTORS
+        if needs != has_base and (needs or self.method != "greedy"):
+            raise ConfigError(
+                f"--method {self.method} {'needs' if needs else 'has no use for'} --base",
+                why="it merges what training changed of the model that all parents began with"
+                if needs
+                else "it merges the parents' weights as they are",
+                fix="add --base DIR" if needs else "leave --base out, or add it as a parent",
+            )
+        if not 0 < self.density <= 1:
+            raise ConfigError(
+                f"--density is {self.density:g}", why="it is a share of the changes", fix="try 0.5"
+            )
+        return MergeSettings(**asdict(self) | {"weights": tuple(normalised(self.weights, count))})
+
+
+def merge(
+    parents: Sequence[Path], out: Path, settings: MergeSettings, base: Path | None = None
+) -> Mapping[str, Any]:
+    """Write the model that is made of others; what its merge.json says.
+
+    Args:
+        parents: their directories.
+        out: the directory to write; it is not there yet.
+        settings: how; with a method that looks at weights alone.
+        base: the model that all parents were trained from, for methods of task vectors.
+
+    Raises:
+        ConfigError: the settings cannot be used, or ``out`` is there.
+        ModelError: the models cannot be merged.
+        RunDirectoryError: ``out`` cannot be written.
+    """
+    settings = settings.checked(len(parents), has_base=base is not None)
+    require_new(out)
+    opened = open_parents(parents)
+    with ExitStack() as stack:
+        first = None if base is None else Parent(base)
+        if first is not None:
+            require_alike(opened[0], first)
+        for each in filter(None, (*opened, first)):
+            stack.callback(each.close)
+        return write_merged(opened, opened, out, settings, base=first)
+
+
+def write_merged(
+    parents: Sequence[Parent],
+    aligned: Sequence[Readable],
+    out: Path,
+    settings: MergeSettings,
+    *,
+    base: Parent | None = None,
+    like: int = 0,
+    said: Mapping[str, Any] | None = None,
+) -> Mapping[str, Any]:
+    """Write what is made of opened parents; what its merge.json says.
+
+    Args:
+        parents: the models.
+        aligned: their weights, or what an alignment makes of them; shapes are those of ``parents[like]``.
+        out: the directory to write.
+        settings: checked ones.
+        base: the model that all parents were trained from.
+        like: the parent whose config and tokeniser the merged model has.
+        said: more for merge.json.
+
+    Raises:
+        ModelError: a weight cannot be read, is not finite, or is an integer in which parents differ.
+        RunDirectoryError: ``out`` cannot be written.
+    """
+    kinds = {name: (_type(name, aligned), each.shape) for name, each in aligned[like].weights.items()}
+    merged = _Merged(aligned, _method(settings), base, kinds)
+    with new_directory(out) as draft, ThreadPoolExecutor(1) as pool:
+        digests = [pool.submit(each.digest) for each in (*parents, *([base] if base else []))]
+        write_weights(draft, kinds, merged.pieces)
+        floats = {dtype for dtype, _ in kinds.values() if dtype.is_floating_point}
+        config = dict(parents[like].config)
+        if len(floats) == 1:
+            config |= {"dtype": str(floats.pop()).removeprefix("torch.")}
+        copy_settings(parents[like].directory, config, draft)
+        found = [each.result() for each in digests]
+        told = {
+            **asdict(settings),
+            **(said or {}),
+            "parents": [
+                {"path": str(each.directory), "sha256": one}
+                for each, one in zip(parents, found, strict=False)
+            ],
+            "base": {"path": str(base.directory), "sha256": found[-1]} if base else None,
+        }
+        write_merge(draft, told)
+    return told
+
+
+class _Merged:
+    """The numbers of the merged model, made as they are asked for."""
+
+    def __init__(
+        self,
+        parents: Sequence[Readable],
+        method: Method,
+        base: Readable | None,
+        kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    ) -> None:
+        self._parents, self._method, self._base, self._kinds = parents, method, base, kinds
+
+    def pieces(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """The numbers of weights in their order, in the types that files have."""
+        for _, layer in groupby(names, key=layer_of):
+            inside = list(layer)
+            floats = [name for name in inside if self._kinds[name][0].is_floating_point]
+            combine = self._method(partial(self._read, floats))
+            for name in inside:
+                yield from self._of(name, combine)
+
+    def _of(self, name: str, combine: Combine) -> Iterator[Tensor]:
+        dtype, _ = self._kinds[name]
+        if dtype.is_floating_point:
+            for piece in self._read([name]):
+                yield combine(piece).to(dtype)
+            return
+        for each in self._spans(name):
+            first, *others = (parent.read(name, *each) for parent in self._parents)
+            if any(not torch.equal(first, other) for other in others):
+                raise ModelError(
+                    f"{name} holds integers, and not the same in all parents",
+                    why="integers have no average",
+                    fix="merge models of one architecture",
+                )
+            yield first
+
+    def _read(self, names: Sequence[str]) -> Iterator[Span]:
+        for name in names:
+            for span in self._spans(name):
+                yield Span(
+                    name=name,
+                    first=span[0],
+                    parents=[parent.read(name, *span).double() for parent in self._parents],
+                    base=None if self._base is None else self._base.read(name, *span).double(),
+                )
+
+    def _spans(self, name: str) -> Iterator[tuple[int, int]]:
+        size = torch.Size(self._kinds[name][1]).numel()
+        return ((first, min(PIECE, size - first)) for first in range(0, size, PIECE))
+
+
+def _method(settings: MergeSettings) -> Method:
+    weights = settings.weights
+    assert weights is not None, "the settings were not checked"
+    match settings.method:
+        case "slerp":
+            return methods.slerp(weights)
+        case "ties":
+            return methods.ties(weights, settings.density, settings.scale)
+        case "dare":
+            return methods.dare(weights, settings.density, settings.scale, settings.seed)
+    return methods.linear(weights)
+
+
+def _type(name: str, parents: Sequence[Readable]) -> torch.dtype:
+    """The type that holds every parent's numbers of a weight."""
+    return reduce(torch.promote_types, (_stored(each, name).dtype for each in parents))
+
+
+def _stored(parent: Readable, name: str) -> Stored:
+    return parent.weights[name]

@@ -1,0 +1,293 @@
+"""Parents: the models that are merged, opened by their headers; numbers are read piece by piece.
+
+directory ─┬─ config.json ──────── the same model? ─┐
+           ├─ tokeniser ────────── the same tokens? ─┼─> a Parent each, or an error that says what differs
+           └─ headers of weights ─ the same shapes? ─┘        └─ read(name, first, count) ─> numbers, checked
+
+Files are read, not mapped, so a merge holds a piece of every parent and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rillflow.errors import ModelError
+from rillflow.models.locate import SETTINGS
+from rillflow.models.tensor_file import KINDS
+from rillflow.models.weight_files import check_weight_files, unusable
+
+PIECE = 2**20
+"""Elements that are read of each parent at a time."""
+_TYPES = {name: dtype for dtype, name in KINDS.items()}
+_SAYS_NOTHING = {
+    *("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("architectures", "pad_token_id", "bos_token_id", "eos_token_id"),
+}
+"""Settings of a config that change no weight's meaning."""
+WIDTHS = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
+"""Settings in which parents may differ where they are aligned first."""
+_TOKENISER = "tokenizer.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Where one weight of a model is.
+
+    Example:
+        Stored(file=Path("m/model.safetensors"), dtype=torch.float32, shape=(4, 2), start=104)
+    """
+
+    file: Path
+    """The file of weights."""
+    dtype: torch.dtype
+    """The type of its elements."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    start: int
+    """The byte of the file at which it begins."""
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+class Readable(Protocol):
+    """Weights that are read piece by piece: a parent's, or what an alignment makes of them."""
+
+    @property
+    def weights(self) -> Mapping[str, Stored]:
+        """Every weight by name."""
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """[count] the elements of a weight from ``first`` on, row after row."""
+
+
+class Parent:
+    """One model that is merged.
+
+    Args:
+        directory: a plain Hugging Face directory with safetensors.
+
+    Raises:
+        ModelError: it is none, or its weights are not numbers that can be merged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if (directory / SETTINGS).is_file():
+            raise ModelError(
+                f"{directory} is an adapter",
+                why="its weights are changes of a base, which merging reads beside it",
+                fix=f"rillflow merge-adapter {directory} --out DIR, then merge DIR",
+            )
+        if not (directory / "config.json").is_file():
+            raise ModelError(
+                f"{directory} is no model",
+                why="a model is a directory with config.json and .safetensors files",
+                fix="name such a directory, or a run that has a checkpoint",
+            )
+        check_weight_files(str(directory))
+        self.directory = directory
+        """Where it is."""
+        self.config: dict[str, Any] = _settings(directory / "config.json")
+        """What config.json says."""
+        self.weights: Mapping[str, Stored] = _headers(directory)
+        """Every weight by its name in the files."""
+        self._open: dict[Path, int] = {}
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """[count] the elements of a weight from ``first`` on, row after row.
+
+        Raises:
+            ModelError: the file cannot be read any more, or has numbers that are not finite.
+        """
+        stored = self.weights[name]
+        found = torch.empty(count, dtype=stored.dtype)
+        if stored.file not in self._open:
+            self._open[stored.file] = os.open(stored.file, os.O_RDONLY | os.O_CLOEXEC)
+        rest = found.view(torch.uint8).numpy().data
+        at = stored.start + first * found.element_size()
+        while rest:
+            done = os.preadv(self._open[stored.file], [rest], at)
+            if not done:
+                raise ModelError(f"{stored.file} ends within {name}", why="it was cut while it was read")
+            rest, at = rest[done:], at + done
+        if stored.dtype.is_floating_point and count:
+            low, high = torch.aminmax(found)
+            if not (low.isfinite() and high.isfinite()):
+                raise self._not_finite(name)
+        return found
+
+    def whole(self, name: str) -> Tensor:
+        """A weight in its shape."""
+        stored = self.weights[name]
+        return self.read(name, 0, stored.size).view(stored.shape)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def digest(self) -> dict[str, str]:
+        """The SHA-256 of every file of weights, as ``sha256sum`` prints it."""
+        found = {}
+        for file in sorted({stored.file for stored in self.weights.values()}):
+            with file.open("rb") as opened:
+                found[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+        return found
+
+    def _not_finite(self, name: str) -> ModelError:
+        stored = self.weights[name]
+        with safe_open(stored.file, framework="pt") as file:
+            values = file.get_tensor(name)
+        count = int((~values.isfinite()).sum())
+        return ModelError(
+            f"{name} of {self.directory} has {count:,} of {stored.size:,} numbers that are NaN or infinite",
+            why="they would stay so in every merged model",
+            fix="leave this parent out, or name an older checkpoint of it",
+        )
+
+
+def open_parents(directories: Sequence[Path], *, widths: bool = False) -> list[Parent]:
+    """Open the parents of a merge, which are models of one kind with the same tokens.
+
+    Args:
+        directories: theirs.
+        widths: whether they may differ in width, because they are aligned first.
+
+    Raises:
+        ModelError: one cannot be read, or they differ in what cannot be merged; the message says in what.
+    """
+    parents = [Parent(directory) for directory in directories]
+    for other in parents[1:]:
+        require_alike(parents[0], other, widths=widths)
+    return parents
+
+
+def require_alike(one: Parent, other: Parent, *, widths: bool = False) -> None:
+    """Refuse two models that cannot be merged.
+
+    Raises:
+        ModelError: as ``open_parents``.
+    """
+    _require_same_ties(one, other)
+    keys = (one.config.keys() | other.config.keys()) - _SAYS_NOTHING - (WIDTHS if widths else set())
+    for key in ("model_type", *sorted(keys - {"tie_word_embeddings"})):
+        mine, theirs = one.config.get(key), other.config.get(key)
+        if mine != theirs and not (widths and _follows_widths(key)):
+            raise ModelError(
+                f"{key} is {mine!r} in {one.directory} and {theirs!r} in {other.directory}",
+                why="weights of models that compute otherwise do not mean the same",
+                fix=_shape_fix(key, widths),
+            )
+    alone = sorted(one.weights.keys() ^ other.weights.keys())
+    if alone:
+        has, lacks = (one, other) if alone[0] in one.weights else (other, one)
+        raise ModelError(
+            f"{has.directory} has {alone[0]}, and {lacks.directory} does not",
+            why=f"{len(alone)} weights are in one of the two alone",
+            fix="merge models of one architecture",
+        )
+    for name, stored in () if widths else one.weights.items():
+        if stored.shape != other.weights[name].shape:
+            raise ModelError(
+                f"{name} has the shape {list(stored.shape)} in {one.directory} and "
+                f"{list(other.weights[name].shape)} in {other.directory}",
+                why="weights of other shapes are no average of each other",
+                fix=_shape_fix("hidden_size", widths),
+            )
+    _require_same_tokens(one, other)
+
+
+def _shape_fix(key: str, widths: bool) -> str:
+    if key in WIDTHS and not widths:
+        return "merge models of one width, or align them: --method ot"
+    return "merge models that were made from one config"
+
+
+def _follows_widths(key: str) -> bool:
+    """Whether a setting says how wide a model is in another way."""
+    return key in ("rope_parameters", "rope_scaling", "layer_types", "max_window_layers")
+
+
+def _require_same_ties(one: Parent, other: Parent) -> None:
+    tied = [bool(each.config.get("tie_word_embeddings", False)) for each in (one, other)]
+    if tied[0] != tied[1]:
+        first, second = (one, other) if tied[0] else (other, one)
+        raise ModelError(
+            f"{first.directory} ties its head to its embedding, and {second.directory} does not",
+            why="one matrix there is two here, and an average of them is neither",
+            fix="merge models with the same tie_word_embeddings",
+        )
+
+
+def _require_same_tokens(one: Parent, other: Parent) -> None:
+    files = [each.directory / _TOKENISER for each in (one, other)]
+    there = [file.is_file() for file in files]
+    if not any(there) or (all(there) and files[0].read_bytes() == files[1].read_bytes()):
+        return
+    from rillflow.models.tokenizer import Tokenizer, load_tokenizer
+
+    mine, theirs = (
+        Tokenizer(load_tokenizer(str(each.directory), as_written=True, whole=False), stop_tokens=())
+        for each in (one, other)
+    )
+    odd = mine.first_difference(theirs)
+    if odd is not None:
+        raise ModelError(
+            f"{one.directory} and {other.directory} read the token {odd} as different text",
+            why="a row of an embedding would be the average of two texts",
+            fix="merge models with one tokeniser",
+        )
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise unusable(str(file.parent), "config.json", error) from error
+    if not isinstance(settings, dict):
+        raise ModelError(f"{file} is no JSON object", why="it holds settings by name")
+    return settings
+
+
+def _headers(directory: Path) -> dict[str, Stored]:
+    """Every weight of the directory's files, in their order."""
+    index, found = directory / "model.safetensors.index.json", dict[str, Stored]()
+    listed = set(_settings(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    for name in sorted(listed):
+        file = directory / name
+        try:
+            with safe_open(file, framework="np"):  # the library looks whether the file is whole
+                pass
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+        except (OSError, SafetensorError) as error:
+            raise unusable(str(directory), f"file {name}", error) from error
+        header.pop("__metadata__", None)
+        for weight, told in header.items():
+            if told["dtype"] not in _TYPES:
+                raise ModelError(
+                    f"{weight} of {directory} is of type {told['dtype']}",
+                    why="merging averages floating-point weights",
+                    fix="name the model that the quantised one was made from",
+                )
+            found[weight] = Stored(
+                file=file,
+                dtype=_TYPES[told["dtype"]],
+                shape=tuple(told["shape"]),
+                start=8 + length + told["data_offsets"][0],
+            )
+    return found
