@@ -245,43 +245,54 @@ class Build:
             take=take, state=rows.state, metrics={"data/left_out/share": share} if left_out else {}
         )
 
-    def _evaluator(self, plan: PhasePlan) -> Callable[[GroupExecutor], Evaluation] | None:
+    def _evaluator(self, plan: PhasePlan) -> Callable[[GroupExecutor], Sequence[Evaluation]] | None:
         """What evaluates on held-out rows; None where there are none, or nothing could tell."""
         if not self.encoded.held_out or not self._recipe.evaluate.problems:
             return None
         if plan.algorithm.score is not None:
-            return partial(self._evaluate_ranking, plan)
+            return self._of_every_set(plan.algorithm.data, partial(self._evaluate_ranking, plan))
         judged_alone = self._recipe.reward.judge is not None  # one answer a prompt has no other to beat
         scorers = [EVAL_REWARD] if judged_alone else [EVAL_REWARD, "reward"]
         scorer = next((role for role in scorers if role in self._roles), None)
-        return None if scorer is None else lambda executor: self._evaluate_answers(executor, scorer)
+        if scorer is None:
+            return None
+        return self._of_every_set(Data.PROMPTS, partial(self._evaluate_answers, scorer))
 
-    def _evaluate_ranking(self, plan: PhasePlan, executor: GroupExecutor) -> Evaluation:
+    def _of_every_set(
+        self, data: Data, judge: Callable[[GroupExecutor, Batch], Evaluation]
+    ) -> Callable[[GroupExecutor], Sequence[Evaluation]]:
+        """What evaluates on the held-out rows, and then on each named set."""
+        most = self._recipe.evaluate.problems
+        sets = {"": self.encoded.held_out, **self.encoded.sets}
+        found = {name: _batch(data, rows[:most], HELD_OUT_EPOCH) for name, rows in sets.items() if rows}
+        return lambda executor: [replace(judge(executor, rows), set=name) for name, rows in found.items()]
+
+    def _evaluate_ranking(self, plan: PhasePlan, executor: GroupExecutor, rows: Batch) -> Evaluation:
         """Which of two held-out answers has the higher score, as the algorithm scores them."""
         assert plan.algorithm.score is not None
-        scores = plan.algorithm.score(Flow(executor), self._held_out(plan.algorithm.data), plan.config)
+        scores = plan.algorithm.score(Flow(executor), rows, plan.config)
         found = executor.apply(ranked, scores, place=scores.places[0])
         evaluation: Evaluation = found.read(self._recipe.placement.deadline_s)
         return evaluation
 
-    def _evaluate_answers(self, executor: GroupExecutor, scorer: str) -> Evaluation:
-        """What a scorer says of the policy's answers to held-out prompts."""
+    def _evaluate_answers(self, scorer: str, executor: GroupExecutor, prompts: Batch) -> Evaluation:
+        """What a scorer says of the policy's answers; beside it what the reward model says of them."""
         recipe = self._recipe
         sampling = SamplingConfig(
             temperature=recipe.evaluate.temperature,
             max_tokens=recipe.rollout.max_tokens,
             stop=recipe.rollout.stop,
         )
-        options = {"samples": 1, "sampling": sampling}
-        rollouts = executor.call("policy", "generate", [self._held_out(Data.PROMPTS)], options)
-        scores = executor.call(scorer, "score", [rollouts], {})
+        options = {"samples": recipe.evaluate.samples or 1, "sampling": sampling}
+        rollouts = executor.call("policy", "generate", [prompts], options)
+        scorers = [scorer]
+        if scorer == EVAL_REWARD and recipe.reward.judge is None:
+            scorers.append("reward")
+        scores = [executor.call(each, "score", [rollouts], {}) for each in scorers]
         success = recipe.evaluate.success
-        found = executor.apply(judged, rollouts, scores, place=rollouts.places[0], success=success)
+        found = executor.apply(judged, rollouts, *scores, place=rollouts.places[0], success=success)
         evaluation: Evaluation = found.read(recipe.placement.deadline_s)
         return evaluation
-
-    def _held_out(self, data: Data) -> Batch:
-        return _batch(data, self.encoded.held_out[: self._recipe.evaluate.problems], HELD_OUT_EPOCH)
 
 
 def _with_aside(state: Callable[[], Mapping[str, Any]], cut: TailCut) -> Mapping[str, Any]:

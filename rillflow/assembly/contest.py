@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rillflow.assembly.evaluate import powers_of_two
 from rillflow.assembly.other_tokens import OtherTokens
 from rillflow.assembly.preflight import judge_source, open_rows, reward_functions, scorer_source
 from rillflow.assembly.recipe import LoadedRecipe, Recipe
@@ -308,12 +309,6 @@ def _summary(values: Sequence[float | None], samples: int) -> dict[str, Any]:
         for k in powers_of_two(samples):
             found[f"pass@{k}"] = fmean(pass_at(samples, count, k) for count in right)
     return found
-
-
-def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to ``most``, and ``most``. Example: ``powers_of_two(6) == [1, 2, 4, 6]``."""
-    found = [1 << place for place in range(most.bit_length()) if 1 << place <= most]
-    return found if found[-1] == most else [*found, most]
 
 
 def _named(asking: Asking, functions: Sequence[Any]) -> str:

@@ -55,6 +55,8 @@ class EncodedTask:
     """The task's training rows in their order, by what a phase's step is given; None for one left out."""
     held_out: Sequence[Encoded]
     """Rows to judge by."""
+    sets: Mapping[str, Sequence[Encoded]]
+    """Further rows to judge by, by name."""
     left_out: Mapping[Data, int]
     """How many of them are left out."""
     problems: Sequence[DataError]
@@ -103,13 +105,17 @@ def encode_task(
     trained = sieve.encoded(task.train, "to train on", max(ANSWERS[use] for use in uses))
     rows = {use: sieve.fitting(trained, "to train on", use) for use in uses}
     judged = Data.PREFERENCES if recipe.chosen.data is Data.PREFERENCES else Data.PROMPTS
-    asked = task.held_out if _is_judged(recipe, task) else ()
-    held_out = sieve.encoded(asked, "held out", ANSWERS[judged])
-    judges = sieve.fitting(held_out, "held out", judged)
+
+    def judging(asked: Sequence[Example], part: str) -> list[Encoded]:
+        found = sieve.encoded(asked if _is_judged(recipe, task) else (), part, ANSWERS[judged])
+        return [row for row in sieve.fitting(found, part, judged) if row is not None]
+
+    sets = {name: judging(rows, f"of the set {name}") for name, rows in task.sets.items()}
     return EncodedTask(
         model_input=model_input,
         train=rows,
-        held_out=[row for row in judges if row is not None],
+        held_out=judging(task.held_out, "held out"),
+        sets=sets,
         left_out={use: kept.count(None) for use, kept in rows.items()},
         problems=sieve.problems,
         notes=[*sieve.notes, *([] if recipe.task.rendered else _spelling(task, model_input.tokenizer))],

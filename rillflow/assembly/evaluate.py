@@ -6,28 +6,73 @@ pairs ─ reward_model.score ─> scores of two answers each ─ ranked ─> the
 
 from __future__ import annotations
 
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
 from rillflow.formulas.interval import calibration_error, mean_interval, wilson
+from rillflow.formulas.judging import pass_at
 from rillflow.observe.reader import Evaluation
 from rillflow.records.batch import Batch
 
 
-def judged(rollouts: Batch, scores: Batch, *, success: float | None) -> Evaluation:
-    """What the scores of answers to held-out prompts say; ``success`` is the reward of a right one."""
-    rewards = scores.dense("rewards")[scores.dense("valid")]
+def judged(
+    rollouts: Batch, scores: Batch, proxies: Batch | None = None, *, success: float | None
+) -> Evaluation:
+    """What the scores of answers to held-out prompts say.
+
+    Args:
+        rollouts: as many answers to each prompt.
+        scores: what they are judged by.
+        proxies: what the model that they are trained on scores them.
+        success: the reward of a right one.
+    """
+    valid = scores.dense("valid")
+    rewards = scores.dense("rewards")[valid]
     count, correct = len(rollouts), None
     binary = len(rewards) > 0 and bool(((rewards == 0) | (rewards == 1)).all())
     if binary or success is not None:
-        correct = int((rewards >= (1.0 if success is None else success)).sum())
+        right = valid & (scores.dense("rewards") >= (1.0 if success is None else success))
+        correct = int(right.sum())
+    more = {"length_mean": float(rollouts.ragged("loss_mask").sums().double().mean())}
+    if proxies is not None:
+        more["proxy_mean"] = float(proxies.dense("rewards")[proxies.dense("valid")].double().mean())
+    interval = wilson(correct, count) if binary and correct is not None else None
+    samples = int(rollouts.ids[:, 2].max()) + 1 if count else 1
+    if samples > 1:  # answers to one prompt are no trials of their own
+        interval = mean_interval(_prompt_means(right if binary else rewards, valid, binary, samples))
+        more |= {"samples": samples}
+        if correct is not None:
+            counts = right.view(-1, samples).sum(1).tolist()
+            for k in powers_of_two(samples):
+                more[f"pass@{k}"] = fmean(pass_at(samples, each, k) for each in counts)
+    elif not binary:
+        interval = mean_interval(rewards.double().tolist())
     return Evaluation(
         count=count,
         mean_reward=float(rewards.mean()) if len(rewards) else float("nan"),
         correct=correct,
         is_accuracy=binary,
-        interval=wilson(correct, count)
-        if binary and correct is not None
-        else mean_interval(rewards.double().tolist()),
-        more={"length_mean": float(rollouts.ragged("loss_mask").sums().double().mean())},
+        interval=interval,
+        more=more,
     )
+
+
+def _prompt_means(values: Tensor, valid: Tensor, is_right: bool, samples: int) -> list[float]:
+    """The mean of each prompt's answers; of rewards over those that have one, of right ones over all."""
+    if is_right:
+        return values.view(-1, samples).double().mean(1).tolist()
+    whole = torch.full(valid.shape, torch.nan, dtype=torch.float64)
+    whole[valid] = values.double()
+    means = whole.view(-1, samples).nanmean(1)
+    return means[~means.isnan()].tolist()
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... up to ``most``, and ``most``. Example: ``powers_of_two(6) == [1, 2, 4, 6]``."""
+    found = [1 << place for place in range(most.bit_length()) if 1 << place <= most]
+    return found if found[-1] == most else [*found, most]
 
 
 def ranked(scores: Batch) -> Evaluation:

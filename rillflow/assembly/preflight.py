@@ -24,7 +24,7 @@ from rillflow.rewards.frame import KEPT
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.tasks.example import Example, shown
 from rillflow.tasks.files import Rows
-from rillflow.tasks.task import Task, open_preferences, open_task
+from rillflow.tasks.task import Task, open_preferences, open_task, read_sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,7 @@ def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given
     how: Any = {"base": base, "seed": recipe.run.seed, "drawn": drawn, "rows": given.rows}
     is_pairs = recipe.chosen.data is Data.PREFERENCES
     task: Any = open_preferences(recipe.task, **how) if is_pairs else open_task(recipe.task, **how)
+    task = replace(task, sets=read_sets(recipe.evaluate.sets, base, is_pairs=is_pairs))
     _require_numbers(task, recipe.algorithm.columns)
     return replace(task, reward=given.reward) if given.reward else task
 

@@ -94,6 +94,13 @@ class EvaluateConfig(Section):
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 for before and after only.")
     problems: int = Field(500, ge=0, description="Held-out prompts that are answered, at most; 0 for none.")
     temperature: float = Field(0.0, ge=0, description="Sampling temperature of the answers; 0 is greedy.")
+    samples: int | None = Field(
+        None, gt=0, description="Answers to each held-out prompt, of which pass@k follows; left out, one."
+    )
+    sets: dict[str, str] = Field(
+        {},
+        description="Further prompts to judge by, files by name; each has its own line in evaluations.jsonl.",
+    )
     success: float | None = Field(
         None, description="A reward from which an answer counts as right, where rewards are not 0 and 1."
     )

@@ -125,18 +125,21 @@ class Evaluation:
     """95%: of the accuracy (Wilson), a row without a score counting as not right; else of the mean reward."""
     more: Mapping[str, JSON] = field(default_factory=dict)
     """What else was measured, by name: mean tokens of an answer, or mean margin of a pair."""
+    set: str = ""
+    """Which of the recipe's ``evaluate.sets`` was looked at; empty for the rows that were held out."""
 
     @property
     def text(self) -> str:
         """In a line. Example: ``held-out accuracy 0.860 [0.738, 0.930] (43 of 50)``."""
+        of = f"{self.set}" if self.set else "held-out"
         ends = "" if self.interval is None else f" [{self.interval[0]:.3f}, {self.interval[1]:.3f}]"
         if self.is_accuracy and self.correct is not None:
             right = self.correct / self.count
-            return f"held-out accuracy {right:.3f}{ends} ({self.correct} of {self.count})"
+            return f"{of} accuracy {right:.3f}{ends} ({self.correct} of {self.count})"
         if math.isnan(self.mean_reward):
-            return f"no reward for any of {self.count} held-out answers"
+            return f"no reward for any of {self.count} {of} answers"
         share = "" if self.correct is None else f", {self.correct} of them right"
-        return f"held-out mean reward {self.mean_reward:.3f}{ends} ({self.count} answers{share})"
+        return f"{of} mean reward {self.mean_reward:.3f}{ends} ({self.count} answers{share})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +194,12 @@ def read_spans(run: Path) -> list[SpanRecord]:
 
 
 def read_evaluations(run: Path) -> list[EvaluationRecord]:
-    """Every evaluation, in the order they were made."""
+    """Every evaluation of held-out rows, in the order they were made."""
+    return [each for each in read_every_evaluation(run) if not each.set]
+
+
+def read_every_evaluation(run: Path) -> list[EvaluationRecord]:
+    """Every evaluation, those of named sets too, in the order they were made."""
     return _read(run / layout.EVALUATIONS, _evaluation_record)
 
 
@@ -358,7 +366,8 @@ def _evaluation_record(fields: Fields) -> EvaluationRecord:
         mean_reward=fields.number("mean_reward"),
         is_accuracy=not fields.has("measure") or fields.text("measure") == "accuracy",
         interval=(interval[0], interval[1]) if interval else None,
-        more=fields.others("step", "measure", "correct", "count", "mean_reward", "interval", "notes"),
+        set=fields.text("set") if fields.has("set") else "",
+        more=fields.others("step", "set", "measure", "correct", "count", "mean_reward", "interval", "notes"),
     )
 
 

@@ -129,6 +129,7 @@ class RunDirectory(ExitStack):
     def log_evaluation(self, step: int, found: Evaluation) -> None:
         """Add one look at the held-out rows to evaluations.jsonl."""
         line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6)}
+        line |= {"set": found.set} if found.set else {}
         line |= {"measure": "accuracy" if found.is_accuracy else "mean_reward", "count": found.count}
         line |= {"correct": found.correct} if found.correct is not None else {}
         line |= {"mean_reward": found.mean_reward}

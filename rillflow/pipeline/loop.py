@@ -82,7 +82,8 @@ class Loop:
         run: where everything is recorded.
         progress: what the user sees.
         cadence: how often to evaluate and to checkpoint.
-        evaluator: says how good what is trained is; None where nothing is held out.
+        evaluator: says how good what is trained is, on the held-out rows and then on each named set; None
+            where nothing is held out.
         deadline_s: longest wait for any stage.
         interruption: the user's wish to stop.
         total_steps: steps of all phases; after the last one there is nothing left to interrupt.
@@ -94,7 +95,7 @@ class Loop:
         run: RunDirectory,
         progress: Progress,
         cadence: Cadence,
-        evaluator: Callable[[GroupExecutor], Evaluation] | None,
+        evaluator: Callable[[GroupExecutor], Sequence[Evaluation]] | None,
         interruption: Interruption,
         total_steps: int,
         deadline_s: float,
@@ -284,11 +285,12 @@ class Loop:
         self._written(self._deadline_s)  # until then its rows take their room
         if phase.ready is not None:
             phase.ready.settle()
-        found = self._evaluator(phase.executor)
-        self._run.log_evaluation(step, found)
-        self._progress.note(f"after step {step}: {found.text}")
+        every = self._evaluator(phase.executor)
+        for found in reversed(every):  # the held-out rows last: what has their line has all of them
+            self._run.log_evaluation(step, found)
+            self._progress.note(f"after step {step}: {found.text}")
         self._evaluated.add(step)
-        return found.mean_reward
+        return every[0].mean_reward
 
     def _is_due(self, done: int) -> bool:
         """Whether a checkpoint is, by steps or by the clock."""

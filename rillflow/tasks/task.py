@@ -9,8 +9,8 @@ Opening a task imports neither torch nor transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
@@ -48,6 +48,8 @@ class Task(Generic[RowOut]):
     """The task's own scorers, which are summed; none where the recipe must name one."""
     fingerprint: Fingerprint
     """What a resumed run knows its rows by."""
+    sets: Mapping[str, tuple[RowOut, ...]] = field(default_factory=dict)
+    """Further rows to judge by, by name; a prompt of theirs may be trained on."""
 
     @property
     def digest(self) -> str:
@@ -84,6 +86,16 @@ def open_preferences(
     """
     pairs = given_rows(rows, preference_of) if rows is not None else _pairs(config, base, seed)
     return _split(config, pairs, base, seed, drawn, preference_of)
+
+
+def read_sets(sets: Mapping[str, str], base: Path, *, is_pairs: bool) -> dict[str, tuple[Example, ...]]:
+    """Rows to judge by, of files by name.
+
+    Raises:
+        DataError: a file cannot be used.
+    """
+    make: Callable[..., Example] = preference_of if is_pairs else example_of
+    return {name: tuple(read_rows(base / Path(file).expanduser(), make)) for name, file in sets.items()}
 
 
 def _pairs(config: TaskConfig, base: Path, seed: int) -> list[Preference]:

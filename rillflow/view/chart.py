@@ -64,6 +64,8 @@ class Chart:
     """Whether the axis counts powers of ten."""
     has_marks: bool = False
     """Whether every value has a dot and a line goes straight from one to the next."""
+    is_stepped: bool = True
+    """Whether x counts steps; else it is a measure, such as a divergence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ def draw(chart: Chart) -> Html:
         return el("p", "No finite value was recorded.", class_="empty")
     x = _x_axis(values)
     y = _y_axis(scaled, values)
-    parts = [*_phase_bands(scaled, x), *_y_grid(scaled, y), *_x_labels(x)]
+    parts = [*_phase_bands(scaled, x), *_y_grid(scaled, y), *_x_labels(x, scaled.is_stepped)]
     for index, series in reversed(list(enumerate(scaled.series))):
         parts += _curve(series, index, scaled, x, y)
     parts.append(el("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM))
@@ -243,10 +245,16 @@ def _y_grid(chart: Chart, axis: ChartAxis) -> list[Html]:
     return parts
 
 
-def _x_labels(axis: ChartAxis) -> list[Html]:
-    places = [value for value in ticks(axis.low, axis.high) if value == round(value)]
+def _x_labels(axis: ChartAxis, is_stepped: bool) -> list[Html]:
+    places = [value for value in ticks(axis.low, axis.high) if not is_stepped or value == round(value)]
     labels = [
-        el("text", f"{value:,.0f}", class_="tick middle", x=f"{axis(value):.1f}", y=HEIGHT - 8)
+        el(
+            "text",
+            f"{value:,.0f}" if is_stepped else f"{value:g}",
+            class_="tick middle",
+            x=f"{axis(value):.1f}",
+            y=HEIGHT - 8,
+        )
         for value in places
     ]
     return [

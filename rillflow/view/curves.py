@@ -11,12 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rillflow.observe.reader import EvaluationRecord
 from rillflow.observe.wording import number
+from rillflow.records.metrics import Metric
 from rillflow.view.chart import Chart, Point, Series, draw
 from rillflow.view.histograms import HINTS
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import PhaseSpan, RunData
-from rillflow.view.summary import scores_of
+from rillflow.view.summary import alike, scores_of
 
 RECENT = 20
 """Steps that a plain-words verdict looks at."""
@@ -135,7 +137,9 @@ CURVES = (
 
 def cards(data: RunData) -> list[Html]:
     """The named curves that the run recorded, held-out accuracy or reward first, speed last."""
-    found = [_held_out_card(data)] if data.evaluations else []
+    found = [_held_out_card(data, "Held-out", scores_of(data))] if data.evaluations else []
+    found += [_held_out_card(data, f"{name}:", alike(looks)) for name, looks in data.sets.items()]
+    found += over_optimisation(data)
     for curve in CURVES:
         for phases in [[phase] for phase in data.phases] if curve.is_apart else [data.phases]:
             series = [_series(data, name, label, phases) for name, label in curve.metrics.items()]
@@ -164,8 +168,41 @@ def _series(data: RunData, name: str, label: str, phases: Sequence[PhaseSpan]) -
     return Series(label=label, points=points)
 
 
-def _held_out_card(data: RunData) -> Html:
-    scores, points = scores_of(data), []
+def over_optimisation(data: RunData) -> list[Html]:
+    """Gold, what held-out answers are judged by, and proxy, what is trained on, over the divergence."""
+    looks = [each for each in data.evaluations if isinstance(each.more.get("proxy_mean"), int | float)]
+    if len(looks) < 2:
+        return []
+    moved = {record.step: record.metrics.get("policy/kl/mean") for record in data.steps}
+    places = [_value(moved.get(each.step)) if each.step in moved else 0.0 for each in looks]
+    is_stepped = any(place is None for place in places)
+    found = []
+    for title, values in (
+        ("Gold", [each.value for each in looks]),
+        ("Proxy", [float(str(each.more["proxy_mean"])) for each in looks]),
+    ):
+        at = [float(each.step) for each in looks] if is_stepped else [float(place or 0) for place in places]
+        points = sorted((Point(x=x, y=y) for x, y in zip(at, values, strict=True)), key=lambda one: one.x)
+        chart = Chart(series=[Series(label="", points=points)], has_marks=True, is_stepped=is_stepped)
+        over = "step" if is_stepped else "divergence from the reference, in nats a token"
+        what = (
+            "What held-out answers are judged by" if title == "Gold" else "The reward model's score of them"
+        )
+        hint = (
+            f"{what}, over the {over}. Where the proxy goes on rising and gold falls, it is over-optimised."
+        )
+        found.append(
+            _frame(f"{title} over the {over.partition(' ')[0]}", hint, draw(chart), number(values[-1]))
+        )
+    return found
+
+
+def _value(metric: Metric | None) -> float | None:
+    return None if metric is None else metric.value
+
+
+def _held_out_card(data: RunData, name: str, scores: Sequence[EvaluationRecord]) -> Html:
+    points = []
     for score in scores:
         low, high = score.interval or (None, None)
         points.append(Point(x=score.step, y=score.value, low=low, high=high))
@@ -176,7 +213,7 @@ def _held_out_card(data: RunData) -> Html:
     )
     what = "Share that was right of" if is_share else "Mean reward of the answers to"
     hint = f"{what} {last.count:,} problems, never trained on. The band is the 95% interval."
-    return _frame(f"Held-out {last.name}", hint, draw(chart), number(last.value))
+    return _frame(f"{name} {last.name}", hint, draw(chart), number(last.value))
 
 
 def _speed_card(data: RunData) -> list[Html]:

@@ -28,7 +28,7 @@ from rillflow.view.outcomes import draw_outcomes
 from rillflow.view.page import page, section
 from rillflow.view.predicted import draw_comparison_card
 from rillflow.view.run_data import RunData, load
-from rillflow.view.samples import draw_comparison, draw_groups, read_samples, shade_key
+from rillflow.view.samples import draw_comparison, draw_groups, draw_pairs, read_samples, shade_key
 from rillflow.view.stages import draw_stages
 from rillflow.view.summary import Summary, summary_of, verdict
 from rillflow.view.timeline import SHOWN_STEPS, draw_timeline
@@ -59,6 +59,7 @@ def render(data: RunData, foretell: Foretell | None = None) -> str:
         *section("Where the time went", _times(data, foretell) if data.spans else []),
         *section("What the reward said", draw_outcomes(data)),
         *section("Then and now", draw_comparison(read)),
+        *section("Pairs", draw_pairs(read)),
         *section("Samples", [shade_key(), el("div", draw_groups(read), class_="pair")] if read else []),
         *_details(data),
         el(

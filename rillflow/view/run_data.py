@@ -7,7 +7,7 @@ config.json, environment.json ─> what was run, on what
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rillflow.observe import layout
@@ -17,7 +17,7 @@ from rillflow.observe.reader import (
     MetricsRecord,
     SpanRecord,
     read_config,
-    read_evaluations,
+    read_every_evaluation,
     read_metrics,
     read_spans,
     read_starts,
@@ -56,6 +56,8 @@ class RunData:
     """Every stage of every step."""
     evaluations: Sequence[EvaluationRecord]
     """Every look at the held-out rows."""
+    sets: Mapping[str, Sequence[EvaluationRecord]] = field(default_factory=dict)
+    """Every look at the recipe's named sets, by name."""
     phases: Sequence[PhaseSpan]
     """The phases in order."""
     is_finished: bool
@@ -100,14 +102,16 @@ def load(run: Path) -> RunData:
         RunDirectoryError: it is not a run directory, or one of its files is damaged.
     """
     config = read_config(run)
-    steps = read_metrics(run)
+    steps, every = read_metrics(run), read_every_evaluation(run)
+    names = dict.fromkeys(each.set for each in every if each.set)
     return RunData(
         path=run,
         config=config,
         starts=read_starts(run),
         steps=steps,
         spans=read_spans(run),
-        evaluations=read_evaluations(run),
+        evaluations=[each for each in every if not each.set],
+        sets={name: [each for each in every if each.set == name] for name in names},
         phases=_phases(steps),
         is_finished=(run / layout.FINISHED).is_file(),
     )

@@ -96,6 +96,29 @@ def draw_comparison(read: Sequence[Sequence[Sample]]) -> list[Html]:
     return [el("div", (_column(samples) for samples in (read[0], read[-1])), class_="pair")]
 
 
+def draw_pairs(read: Sequence[Sequence[Sample]]) -> list[Html]:
+    """The best and the worst answer to a few prompts of the last step, side by side with their scores."""
+    groups: dict[str, list[Sample]] = {}
+    for one in _scored(read[-1] if read else []):
+        groups.setdefault(one.rollout.prompt, []).append(one)
+    pairs = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
+    told = [pair for pair in pairs if _reward(pair[0]) > _reward(pair[1])]
+    told.sort(key=lambda pair: _reward(pair[1]) - _reward(pair[0]))
+    rows = [
+        el(
+            "tr",
+            el("td", _brief(high.rollout.prompt)),
+            *(
+                el("td", _badges(one.rollout)[:1], " ", el("span", _brief(one.rollout.completion)))
+                for one in (high, low)
+            ),
+        )
+        for high, low in told[:NUM_COMPARED]
+    ]
+    head = el("tr", *(el("th", name) for name in ("Prompt", "Best answer", "Worst answer")))
+    return [el("section", el("table", head, rows, class_="brief"), class_="card")] if rows else []
+
+
 def draw_sample(sample: Sample) -> Html:
     """One row: its verdict, its prompt, its answer with every token shaded."""
     row = sample.rollout

@@ -137,9 +137,14 @@ def summary_of(data: RunData) -> Summary:
 
 
 def scores_of(data: RunData) -> list[EvaluationRecord]:
-    """Every look at the held-out rows, all of one kind: accuracies only if every one of them is one."""
-    graded = not all(found.is_accuracy for found in data.evaluations)
-    return [replace(found, is_accuracy=not graded) for found in data.evaluations]
+    """Every look at the held-out rows; see ``alike``."""
+    return alike(data.evaluations)
+
+
+def alike(evaluations: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
+    """Evaluations, all of one kind: accuracies only if every one of them is one."""
+    graded = not all(found.is_accuracy for found in evaluations)
+    return [replace(found, is_accuracy=not graded) for found in evaluations]
 
 
 def warnings_of(data: RunData) -> tuple[str, ...]:

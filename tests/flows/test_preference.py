@@ -18,7 +18,7 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import ConfigError, Interrupted, RunDirectoryError
 from rillflow.observe.layout import rollout_files
-from rillflow.observe.reader import read_rollouts
+from rillflow.observe.reader import read_evaluations, read_every_evaluation, read_rollouts
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.view.summary import render_text, summarise
 
@@ -238,3 +238,28 @@ def test_the_two_recipes_raise_the_true_accuracy(tmp_path: Path) -> None:
         for step in rollout_files(run)
     ]
     assert mean(right[-5:]) > mean(right[:5]) + 0.1
+
+
+def test_answers_are_judged_by_several_samples_named_sets_and_beside_the_proxy(recipe: Path) -> None:
+    """One look: pass@k of held-out prompts, a set of one's own with its own line, what the model scores."""
+    hard = [{"prompt": f"{n}+9=", "answer": str(n + 9)} for n in range(5)]
+    (recipe.parent / "hard.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in hard))
+    run = ran(recipe, "run", "algorithm.steps=1")
+    settings = [f"reward.model={json.dumps(str(run))}", "evaluate.samples=4", "evaluate.temperature=1.0"]
+    settings += ['evaluate.sets={hard="hard.jsonl"}', "algorithm.loss.kl=0.01", "evaluate.every=1"]
+    use = ran(recipe.parent / "use.toml", "use", *settings, "algorithm.steps=2")
+    found = lines(use, "evaluations.jsonl")
+    assert [(line["step"], line.get("set", "")) for line in found] == [
+        (step, name) for step in range(3) for name in ("hard", "")
+    ]
+    assert [line["count"] for line in found[:2]] == [20, 40], "five prompts and ten, four answers each"
+    for line in found:
+        assert line["pass@1"] == pytest.approx(line["correct"] / line["count"])
+        assert line["pass@1"] <= line["pass@2"] <= line["pass@4"]
+        assert isinstance(line["proxy_mean"], float)
+    assert len(read_evaluations(use)) == 3 and len(read_every_evaluation(use)) == 6
+    page = (use / "report.html").read_text()
+    assert "Gold over the divergence" in page and "Proxy over the divergence" in page
+    assert "hard: " in page and "Best answer" in page
+    problems = check(loaded(recipe.parent / "use.toml", "use", 'evaluate.sets={x="missing.jsonl"}')).problems
+    assert any("missing.jsonl" in str(each) for each in problems)

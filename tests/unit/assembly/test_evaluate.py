@@ -66,3 +66,26 @@ def test_an_order_of_two_is_right_or_wrong() -> None:
     evaluation = ranked(scores)
     assert (evaluation.correct, evaluation.count, evaluation.is_accuracy) == (1, 3, True)
     assert evaluation.more["calibration_error"] == pytest.approx((0.26894 + 0.62246 + 0) / 3, abs=1e-4)
+
+
+def test_several_answers_to_a_prompt_are_no_trials_of_their_own() -> None:
+    """Three prompts of two answers: an interval of three means, and pass@k of each prompt's count."""
+    right = [1.0, 1.0, 0.0, 1.0, 0.0, None]
+    rows = [
+        Rollout.start(RowId(-1, n // 2, n % 2), [1, 2]).sampled([3], [-0.1], 1, Finish.STOP) for n in range(6)
+    ]
+    rollouts = rollout_batch(rows)
+    fields = {
+        "rewards": torch.tensor([each or 0.0 for each in right]),
+        "valid": torch.tensor([each is not None for each in right]),
+    }
+    evaluation = judged(rollouts, Batch(ids=rollouts.ids, fields=fields), success=None)
+    assert (evaluation.correct, evaluation.count, evaluation.is_accuracy) == (3, 6, True)
+    assert evaluation.more["pass@1"] == pytest.approx(0.5) and evaluation.more["pass@2"] == pytest.approx(
+        2 / 3
+    )
+    half = 1.959963984540054 * stdev([1.0, 0.5, 0.0]) / math.sqrt(3)
+    assert evaluation.interval == pytest.approx((0.5 - half, 0.5 + half))
+    fields["rewards"] = torch.tensor([2.0, 4.0, 0.5, 0.5, 3.0, 0.0])
+    graded = judged(rollouts, Batch(ids=rollouts.ids, fields=fields), success=None)
+    assert graded.interval is not None and sum(graded.interval) / 2 == pytest.approx((3 + 0.5 + 3) / 3)
