@@ -77,7 +77,25 @@ class SampledConfig(AlgorithmConfig, UpdateConfig):
         return False
 
 
-class OnlineConfig(SampledConfig):
+class AnchoredConfig(SampledConfig):
+    """Those that may be held near a reference."""
+
+    reference: Literal["first", "previous", "moving"] = Field(
+        "first",
+        description="The policy as the phase began, as the iteration began, or a mean that follows it.",
+    )
+    reference_rate: float = Field(
+        0.6, gt=0, le=1, description="Where it moves: its share of the policy, ref <- (1 - a) ref + a policy."
+    )
+    reference_every: int = Field(1, gt=0, description="Where it moves: iterations between two moves.")
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether the reference is a mean that follows the policy."""
+        return self.reference == "moving"
+
+
+class OnlineConfig(AnchoredConfig):
     """Those that learn by the policy loss, every token by its ratio and its advantage."""
 
     loss: PolicyLossConfig = PolicyLossConfig()

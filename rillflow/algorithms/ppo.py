@@ -20,6 +20,7 @@ from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import TokenConfig
 from rillflow.algorithms.steps import (
     bootstrapped,
+    publish,
     token_level_rewards,
     trained_rows,
     update_and_publish,
@@ -112,7 +113,7 @@ def update_with_pretraining(
     weight, imitated = config.pretrain_weight, formulas.cross_entropy
     imitation_term = over(demonstrations, loss=imitated, weight=weight, name="supervised")
     report = flow.policy.update(policy_term, imitation_term, passes=config)
-    flow.publish(flow.policy)
+    publish(flow, config, is_held=bool(config.loss.kl))
     return report
 
 

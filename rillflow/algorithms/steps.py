@@ -6,6 +6,7 @@ rewards ─┬─ kl_penalised_rewards ─────> rewards             less
          └─ token_level_rewards ───────> token_rewards      the same token by token; token_level_costs
 token_rewards ─ bootstrapped ─> token_rewards   a row that was cut off goes on into the critic's value
 batches, advantages ─ update_and_publish ─> report          trained_rows: those not cut off, if asked
+                      └ publish: what was trained, and a reference that moves follows it
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rillflow import formulas
 
 if TYPE_CHECKING:
-    from rillflow.algorithms.config import OnlineConfig, SampledConfig, TokenConfig
+    from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, TokenConfig
     from rillflow.algorithms.grpo import GroupScaleConfig
     from rillflow.dataflow.flow import Flow
     from rillflow.dataflow.handles import CriticHandle
@@ -24,11 +25,14 @@ if TYPE_CHECKING:
 
 def with_logprobs(flow: Flow, rollouts: Handle, config: OnlineConfig) -> list[Handle]:
     """The rollouts; the reference's log probabilities and the old policy's, where the loss asks for them."""
-    batches = [rollouts]
-    if config.loss.kl:
+    batches, is_held = [rollouts], bool(config.loss.kl)
+    is_own = is_held and config.reference == "previous"
+    if is_held and not is_own:
         batches.append(flow.reference.logprobs(rollouts))
-    if config.is_off_policy and config.old_logprobs == "trainer":
+    if is_own or (config.is_off_policy and config.old_logprobs == "trainer"):
         batches.append(flow.policy.logprobs(rollouts))
+    if is_own:
+        batches[-1] = flow.compute(formulas.previous_logprobs, batches[-1], into="reference_logprobs")
     return batches
 
 
@@ -103,5 +107,12 @@ def trained_rows(flow: Flow, batches: list[Handle], config: SampledConfig) -> li
 def update_and_publish(flow: Flow, batches: list[Handle], config: OnlineConfig) -> Handle:
     """Train the policy on rows, whose advantages are in one of the batches, and publish it."""
     report = flow.policy.update(*trained_rows(flow, batches, config), loss=config.loss, passes=config)
-    flow.publish(flow.policy)
+    publish(flow, config, is_held=bool(config.loss.kl))
     return report
+
+
+def publish(flow: Flow, config: AnchoredConfig, *, is_held: bool) -> None:
+    """Publish what was trained; a reference that moves, and that the loss is held by, follows."""
+    if is_held and config.moves_reference:
+        flow.reference.follow(rate=config.reference_rate, every=config.reference_every)
+    flow.publish(flow.policy)

@@ -146,6 +146,9 @@ class Build:
         executor, kept = self._roles.executor, self._checkpoint if resumed is not None else None
         trained = self._roles.begin(plan, kept)
         place = dict(resumed["stream"]) if resumed else {}
+        rows = (
+            {name: executor.loaded(file.absolute()) for name, file in kept.collected.items()} if kept else {}
+        )
         aside = place.pop(ASIDE, [])
         stream = self._stream(plan.algorithm.data, place)
         cut = self._cut(plan, stream, aside, kept) if cuts_tail(plan.config) else None
@@ -158,7 +161,8 @@ class Build:
             step=plan.algorithm.step,
             config=plan.config,
             trained=trained,
-            flow=Flow(executor, resumed["numbers"] if resumed else None),
+            moving=self._roles.moving(plan),
+            flow=Flow(executor, resumed["numbers"] if resumed else None, rows, self._recipe.run.seed),
             executor=executor,
             stream=stream,
             beside=self._beside(plan, resumed),

@@ -125,6 +125,11 @@ class RoleGroups:
             self.executor.follows["policy.publish"] = self.delivery
         return trained
 
+    def moving(self, plan: PhasePlan) -> tuple[str, ...]:
+        """The roles of a phase that are not trained and whose weights change: checkpoints hold them too."""
+        called = plan.algorithm.listened(plan.config).calls
+        return tuple(role for role in plan.roles if f"{role}.follow" in called)
+
     def _start(self, role: str, lies: Mesh | None = None, of: str = "", **given: Any) -> None:
         """Make a role on every rank of its pool: on its grid, or with rows shared out over all of them.
 
@@ -195,7 +200,7 @@ class RoleGroups:
         if not folder.exists():
             kept = self.executor.on_all_ranks("policy", keep_policy, folder)
             kept.read(self._recipe.placement.deadline_s)
-        if goes_on is not None and kind.is_trained:
+        if goes_on is not None and goes_on.model(role).is_dir():
             return self._directory(goes_on.model(role))
         found, path = self._directory(folder), self._recipe.critic.path
         return found.model_copy(update={"path": path}) if kind.is_trained and path is not None else found

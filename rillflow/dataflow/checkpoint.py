@@ -5,6 +5,7 @@
       policy.optimizer/            training state by logical tensor, a file a rank (weights.sharded_file)
       state.json                   step, phase, versions, places in the data
       ahead/                       rows that later steps had sampled already, with older weights
+      collected/                   rows that steps have collected
       manifest.json         the run, size and SHA-256 of every other file, written last
     checkpoints/step-000040.replaced/   the one before it of the same step, while the two change places
 
@@ -33,6 +34,8 @@ FORMAT = 2
 AHEAD = "ahead"
 """The folder of rows that were sampled ahead, or of prompts that were drawn."""
 PROMPTS = "prompts.safetensors"
+COLLECTED = "collected"
+"""The folder of rows that steps have collected, a file a name."""
 _NAME = re.compile(r"step-(\d{6,})(\.replaced)?")
 _log = logging.getLogger(__name__)
 
@@ -59,6 +62,11 @@ class Checkpoint:
     def sampled(self, step: int) -> list[Path]:
         """The files of rows that were sampled ahead for a step of the run, in the order they were made in."""
         return sorted(self.path.glob(f"{AHEAD}/step-{step:06d}-*.safetensors"))
+
+    @property
+    def collected(self) -> dict[str, Path]:
+        """The files of rows that steps have collected, by name."""
+        return {path.stem: path for path in sorted(self.path.glob(f"{COLLECTED}/*.safetensors"))}
 
     @property
     def prompts(self) -> Path:
@@ -123,11 +131,8 @@ def kept_steps(folder: Path) -> list[int]:
     return sorted({_step(path) for path in _found(folder)})
 
 
-class Saved(Protocol):
-    """A role that is trained."""
-
-    updates: int
-    """Optimiser steps made in this phase."""
+class Kept(Protocol):
+    """A role that checkpoints hold."""
 
     def begin_saving(self, folder: Path) -> None:
         """Copy what it goes on from, and write it into a folder meanwhile."""
@@ -136,12 +141,19 @@ class Saved(Protocol):
         """Bytes and SHA-256 of the files of all its ranks, by name; None while some are missing."""
 
 
-def begin_saving(role: Saved, folder: Path) -> None:
+class Saved(Kept, Protocol):
+    """A role that is trained."""
+
+    updates: int
+    """Optimiser steps made in this phase."""
+
+
+def begin_saving(role: Kept, folder: Path) -> None:
     """Have a role write into a checkpoint's folder, on all its ranks, while it trains on."""
     role.begin_saving(folder)
 
 
-def written(role: Saved, folder: Path, wait: bool) -> Mapping[str, Any] | None:
+def written(role: Kept, folder: Path, wait: bool) -> Mapping[str, Any] | None:
     """What ``begin_saving`` had written there, on all ranks; None while, without ``wait``, one still writes.
 
     Raises:

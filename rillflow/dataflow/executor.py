@@ -136,6 +136,16 @@ class GroupExecutor:
             made.lie = replace(made.lie, rows=(made.lie.rows, field, flags.token), is_even=False)
         return made
 
+    def collect(self, name: str, batches: Sequence[Any]) -> Pending:
+        """See Executor; on one rank, where the first of them is."""
+        made = self._at([self._home(batches)], f"collect {name}", "", laid_together, batches)
+        made.after = made.after[-1:]  # the others are of earlier steps
+        return made
+
+    def loaded(self, file: Path) -> Pending:
+        """Rows that ``write_rows`` wrote, where collected ones lie."""
+        return self.apply(load_batch, file, place=self._home([]))
+
     def _where_rows_are(
         self,
         name: str,
@@ -323,6 +333,11 @@ def first_rows(rows: int, *batches: Batch) -> Batch:
     """The first rows, or all there are, of the batches laid end to end."""
     everything = concatenate(batches)
     return everything.slice(0, min(rows, len(everything)))
+
+
+def laid_together(*batches: Batch) -> Batch:
+    """All rows of the batches, laid end to end."""
+    return concatenate(batches)
 
 
 def _fields(names: Sequence[str], batches: Sequence[Batch]) -> dict[str, Field]:

@@ -7,6 +7,7 @@
     flow.filter(batch, field, by=other)  the rows whose field (of another batch) is true
     flow.recall(name, initial)           a number that lives from step to step ...
     flow.remember(name, number)          ... and what it is from now on
+    flow.collect(name, rows)             the rows of all steps so far, and these
     flow.refill(draw, data, groups=n)    a round over the data, and over more of it until n groups are kept
     flow.publish(flow.policy)            the trained weights become those that are sampled
 
@@ -48,6 +49,9 @@ class Executor(Protocol):
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Any:
         """The rows of a batch whose field is true; ``by`` has the field where the batch has not."""
+
+    def collect(self, name: str, batches: Sequence[Any]) -> Any:
+        """The rows of batches of one kind, laid end to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +111,8 @@ class Flow:
     Args:
         executor: makes handles of stages.
         state: numbers that earlier steps remembered.
+        rows: what earlier steps collected.
+        seed: the run's, for formulas that draw.
     """
 
     policy: handles.PolicyHandle
@@ -118,12 +124,22 @@ class Flow:
     reward_model: handles.PreferenceHandle
     judge: handles.PreferenceHandle
 
-    def __init__(self, executor: Executor, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        state: Mapping[str, Any] | None = None,
+        rows: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
         self._executor = executor
         self.journal = Journal()
         """Of the present step."""
         self.state: dict[str, Any] = dict(state or {})
         """What was remembered, by name: numbers, or handles of numbers."""
+        self.rows: dict[str, Any] = dict(rows or {})
+        """What was collected, by name: handles of rows."""
+        self.seed = seed
+        """The run's, for formulas that draw."""
 
     def __getattr__(self, role: str) -> RoleHandle:
         roles = self.__dict__["_executor"].endpoints
@@ -228,6 +244,15 @@ class Flow:
     def remember(self, name: str, number: Any) -> None:
         """What the next step recalls; checkpoints keep it."""
         self.state[name] = number
+
+    def collect(self, name: str, rows: Any) -> Handle:
+        """The rows that earlier steps of the phase collected under this name, then these; checkpoints keep them.
+
+        They lie on one rank, and go with the phase.
+        """
+        earlier = [self.rows[name]] if name in self.rows else []
+        self.rows[name] = self._executor.collect(name, [*earlier, rows])
+        return self._noted(f"{CONTROLLER}.collect {name}", self.rows[name])
 
     def publish(self, role: handles.PolicyHandle) -> Handle:
         """Make the role's trained weights those that are sampled next."""

@@ -47,6 +47,9 @@ class ReferenceHandle(Protocol):
     def logprobs(self, rollouts: Rows) -> Handle:
         """The field ``reference_logprobs``."""
 
+    def follow(self, *, rate: float, every: int) -> Handle:
+        """Move towards the policy; how far apart the two were."""
+
     def totals(self, rows: Rows) -> Handle:
         """The field ``reference_totals``."""
 

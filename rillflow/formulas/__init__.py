@@ -43,13 +43,16 @@ _NAMES = {
         "preference_loss TokenLosses value_loss"
     ),
     "penalty": (
-        "ended mean_cost mean_divergence missing_end_rewards overlong_rewards "
-        "penalised_rewards penalised_token_costs penalised_token_rewards token_costs "
+        "ended kept_totals mean_cost mean_divergence missing_end_rewards overlong_rewards "
+        "penalised_rewards penalised_token_costs penalised_token_rewards previous_logprobs previous_totals token_costs "
         "token_rewards"
     ),
     "preferences": "implicit_rewards logprob_rewards pair_loss",
     "ratios": "m2po_limit sequence_log_ratio",
-    "selection": "best_of_n_bound best_of_n_divergence best_rows is_paired is_preferred pair_places",
+    "selection": (
+        "best_of_n_bound best_of_n_divergence best_rows is_paired is_preferred iterations_without_pairs "
+        "pair_places paired_groups whole_scores"
+    ),
     "token_advantages": (
         "bootstrapped_rewards gae lambda_returns returns_to_go value_targets whitened whitened_returns"
     ),
@@ -62,7 +65,8 @@ _SEEN: dict[Granularity, str] = {
         "bootstrapped_rewards ended gae implicit_rewards is_paired is_preferred lagrangian_advantages "
         "lambda_returns logprob_rewards missing_end_rewards overlong_rewards penalised_rewards "
         "penalised_token_costs "
-        "penalised_token_rewards returns_to_go token_costs token_rewards value_targets"
+        "penalised_token_rewards returns_to_go token_costs token_rewards value_targets "
+        "kept_totals previous_logprobs previous_totals whole_scores"
     ),
     "group": "best_rows group_advantages leave_one_out pair_places penalised_group_advantages varied_groups",
 }

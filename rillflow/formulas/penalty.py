@@ -213,6 +213,33 @@ def overlong_rewards(rewards: Tensor, loss_mask: Ragged, limits: Tensor, *, buff
     return rewards + penalty.to(rewards.dtype)
 
 
+def previous_logprobs(old_logprobs: Ragged) -> Ragged:
+    """[T] what the policy gave each token before this update, as the reference of it.
+
+    Args:
+        old_logprobs: the policy's.
+    """
+    return old_logprobs
+
+
+def previous_totals(policy_totals: Tensor) -> Tensor:
+    """[B] what the policy gave each row before this update, as the reference of it.
+
+    Args:
+        policy_totals: the policy's.
+    """
+    return policy_totals
+
+
+def kept_totals(reference_totals: Tensor) -> Tensor:
+    """[B] what the reference gives each row, as a field of the rows that are collected.
+
+    Args:
+        reference_totals: the reference's.
+    """
+    return reference_totals
+
+
 def ended(finish: Tensor) -> Tensor:
     """[B] bool, False where a row was cut off: it reached the limit of its tokens or of the context.
 

@@ -1,6 +1,7 @@
 """Selection: which of a prompt's sampled rows are learnt from, as pairs or as the best ones.
 
     rewards [B], groups [B] ──> pair_places [B]: 1 chosen, -1 rejected, 0 left out ──> is_paired, is_preferred
+                                        ──> paired_groups, iterations_without_pairs: numbers of an iteration
                             ──> best_rows [B] bool: the best ones of each group
                             ──> best_of_n_divergence, beside best_of_n_bound: nats that taking the best costs
 
@@ -15,8 +16,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rillflow.errors import FormulaError
+from rillflow.errors import FormulaError, TrainingError
 from rillflow.formulas.config import Selector
+from rillflow.formulas.penalty import ended
 from rillflow.formulas.shapes import aligned, known, same_length
 
 if TYPE_CHECKING:
@@ -96,6 +98,47 @@ def is_preferred(pair_place: Tensor) -> Tensor:
         pair_place: [B] of ``pair_places``.
     """
     return pair_place > 0
+
+
+def iterations_without_pairs(pair_place: Tensor, *, so_far: float, steps: int) -> float:
+    """How many iterations gave no pair, as long as none has given any; -1 once one has.
+
+    Args:
+        pair_place: [B] of ``pair_places``.
+        so_far: what was said after the iteration before; 0 before the first.
+        steps: iterations of the phase.
+
+    Raises:
+        TrainingError: this was the last one, and none has given a pair: nothing was learnt.
+    """
+    if so_far < 0 or bool((pair_place != 0).any()):
+        return -1.0
+    if so_far + 1 >= steps:
+        raise TrainingError(
+            f"none of {steps} iterations gave a pair to learn from",
+            why="the answers to every prompt were alike, tied in their reward, or had none",
+            fix="more samples_per_prompt, a higher rollout.temperature, a reward that tells answers apart",
+        )
+    return so_far + 1
+
+
+def paired_groups(pair_place: Tensor) -> float:
+    """How many groups gave a pair.
+
+    Args:
+        pair_place: [B] of ``pair_places``.
+    """
+    return float((pair_place > 0).sum())
+
+
+def whole_scores(valid: Tensor, finish: Tensor) -> Tensor:
+    """[B] bool, True for rows that have a score and were not cut off.
+
+    Args:
+        valid: [B] bool, whether the row has a score.
+        finish: [B] why each row ended.
+    """
+    return valid & ended(finish)
 
 
 def best_rows(

@@ -91,6 +91,13 @@ class Tracer:
         self._connect(index, (field,), [batch] if by is None or by is batch else [by, batch])
         return Symbol(self.stages[index].name, index, kept)
 
+    def collect(self, name: str, batches: Sequence[Any]) -> Symbol:
+        """The rows of batches of one kind; of a step the first one's are all there are."""
+        kept = self._fields(batches[-1])
+        index = self._stage(CONTROLLER, f"collect {name}", kept, kept, "")
+        self._connect(index, kept, batches[-1:])
+        return Symbol(self.stages[index].name, index, kept)
+
     def _stage(
         self, role: str, endpoint: str, reads: tuple[str, ...], writes: tuple[str, ...], transfer: str
     ) -> int:
@@ -149,7 +156,7 @@ class Listener:
         """A formula's stage, or some rows of a batch."""
         return Handle(f"{CONTROLLER}'s")
 
-    filter = compute
+    filter = collect = compute
 
 
 class _Anything(dict[str, Any]):

@@ -34,7 +34,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rillflow.dataflow.checkpoint import AHEAD, PROMPTS, begin_saving, save_checkpoint, updates_of, written
+from rillflow.dataflow.checkpoint import (
+    AHEAD,
+    COLLECTED,
+    PROMPTS,
+    begin_saving,
+    save_checkpoint,
+    updates_of,
+    written,
+)
 from rillflow.dataflow.executor import GroupExecutor, write_rows
 from rillflow.errors import Interrupted, TrainingError
 from rillflow.observe import layout
@@ -213,7 +221,7 @@ class Loop:
                 self._ask(phase, save, wait=False)
         looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
         if phase.freshness and (done == phase.steps or looked_at or self._is_due(done)):
-            step.saving = self._begin_saving(phase, number)
+            step.saving = self._begin_saving(phase, number, phase.flow.rows)
         return step
 
     def _close(self, phase: Phase, step: OpenStep, later: Sequence[OpenStep]) -> None:
@@ -259,7 +267,7 @@ class Loop:
         if newest.number < self._total_steps and not any(each.is_last for each in opened):
             newest.is_last = True
             if phase.freshness and newest.saving is None:
-                newest.saving = self._begin_saving(phase, newest.number)
+                newest.saving = self._begin_saving(phase, newest.number, phase.flow.rows)
 
     def _finish(self, phase: Phase, step: OpenStep) -> Metrics:
         """Wait for a step, and write down what is known of it."""
@@ -301,26 +309,31 @@ class Loop:
     def _here(self, phase: Phase, index: int, step: int, done: int) -> Standing:
         """Where a phase begins, or goes on from."""
         state = {"phase": index, "done": done, "version": self.version, **phase.place}
-        return Standing(step=step, state=state, updates=self._updates(phase, self._deadline_s))
+        updates = self._updates(phase, self._deadline_s)
+        return Standing(step=step, state=state, updates=updates, rows=dict(phase.flow.rows))
 
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
         """The optimiser steps of every trained role, once what it was last given is done."""
         asked = {role: phase.executor.on_first_rank(role, updates_of) for role in phase.trained}
         return {role: each.read(wait_s) for role, each in asked.items()}
 
-    def _begin_saving(self, phase: Phase, step: int) -> Save:
-        """Have the ranks write what they go on from, before what is submitted next."""
+    def _begin_saving(self, phase: Phase, step: int, rows: Mapping[str, Pending]) -> Save:
+        """Have the ranks write what they go on from, before what is submitted next; and collected rows."""
         folder = self._run.checkpoints.absolute() / f".step-{step:06d}.begun"
         try:
             shutil.rmtree(folder, ignore_errors=True)
-            (folder / AHEAD if phase.freshness else folder).mkdir(parents=True)
+            for below in (*([AHEAD] if phase.freshness else []), *([COLLECTED] if rows else []), ""):
+                (folder / below).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise write_error(folder, error) from error
         place = {"stream": dict(phase.stream.state())} if phase.freshness else {}
         left = phase.ready.outstanding() if phase.ready is not None else None
         if left is not None:
             write_rows(str(folder / AHEAD / PROMPTS), left)
-        begun = [phase.executor.on_all_ranks(role, begin_saving, folder) for role in phase.trained]
+        begun = [phase.executor.on_all_ranks(role, begin_saving, folder) for role in phase.kept]
+        for name, each in rows.items():
+            file = str(folder / COLLECTED / f"{name}.safetensors")
+            begun.append(phase.executor.apply(write_rows, file, each, place=each.places[0]))
         save = Save(step=step, folder=folder, begun=begun, place=place)
         self._saves.append(save)
         self._ask(phase, save, wait=False)
@@ -328,7 +341,7 @@ class Loop:
         return save
 
     def _ask(self, phase: Phase, save: Save, *, wait: bool) -> None:
-        asked = (phase.executor.on_all_ranks(role, written, save.folder, wait) for role in phase.trained)
+        asked = (phase.executor.on_all_ranks(role, written, save.folder, wait) for role in phase.kept)
         save.asked = list(asked)
 
     def _written(self, wait_s: float) -> None:
@@ -353,7 +366,7 @@ class Loop:
         self._written(wait_s)
         self._settle(phase, wait_s, wait=True)
         save = of.saving if of is not None else None
-        save = save or self._begin_saving(phase, self._place.step)
+        save = save or self._begin_saving(phase, self._place.step, self._place.rows)
         wait_for([*save.begun, *save.asked], wait_s)
         for each in later if phase.ready is None else ():
             name = str(save.folder / AHEAD / f"step-{each.number:06d}")

@@ -81,8 +81,15 @@ class Phase:
     """What samples where a step is made of the groups that are ready; None where prompts are in order."""
     cut: TailCut | None = None
     """What samples where a step leaves the longest for later; None where it trains all that it begins."""
+    moving: tuple[str, ...] = ()
+    """The roles that it does not train and whose weights change all the same."""
     sampled: Callable[[int], Sequence[Path]] = lambda _: ()
     """By step of the run, files of rows that it had sampled before the run was interrupted."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The roles that checkpoints hold."""
+        return (*self.trained, *self.moving)
 
     @property
     def place(self) -> dict[str, Any]:
@@ -101,6 +108,8 @@ class Standing:
     """What the controller goes on from."""
     updates: Mapping[str, int]
     """The optimiser steps of every trained role."""
+    rows: Mapping[str, Pending]
+    """What steps have collected, by name."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -177,6 +186,7 @@ class OpenStep:
         self.parcels = deque[Parcel](phase.delivery.take() if phase.delivery is not None else ())
         """The versions that it publishes and that no sampler has been given yet."""
         self._state = {"phase": index, "done": done, **phase.place}
+        self._rows = dict(flow.rows)
 
     @property
     def late(self) -> list[Pending]:
@@ -232,7 +242,7 @@ class OpenStep:
         updates = {role: each.read(wait_s) for role, each in self._updates.items()}
         state = {**self._state, "numbers": numbers, "version": version}
         self.journal, self._reports = Journal(), ()  # the store wants the room of its batches
-        return Standing(step=self.number, state=state, updates=updates), metrics
+        return Standing(step=self.number, state=state, updates=updates, rows=self._rows), metrics
 
     def _log_spans(self) -> None:
         """Write down the stages, and what moved meanwhile."""

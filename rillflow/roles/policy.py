@@ -134,9 +134,9 @@ class Policy(TrainedRole[LanguageModel]):
         for term in terms:
             rows, left = joined(left[: term.count]), left[term.count :]
             if isinstance(passes, UpdateConfig):
-                behind = check_freshness(rows, self.version, passes.freshness)
-                if passes.freshness and len(behind):
-                    ages |= _ages(behind, passes.freshness)
+                behind = check_freshness(rows, self.version, passes.oldest)
+                if passes.oldest != 0 and len(behind):
+                    ages |= _ages(behind, passes.oldest)
                     versions = rows.ragged("versions")
                     rows = rows.with_fields(
                         versions_behind=versions.with_values(self.version - versions.values)
@@ -280,10 +280,11 @@ class Reference:
         return Batch(ids=rows.ids, fields={"reference_totals": self._kept.of(rows, compute)})
 
 
-def _ages(behind: Tensor, bound: int) -> dict[str, Metric]:
-    """How many versions [N] tokens are behind, at most ``bound``."""
+def _ages(behind: Tensor, bound: int | None) -> dict[str, Metric]:
+    """How many versions [N] tokens are behind, at most ``bound``; a histogram needs one."""
+    counts = {} if bound is None else {"staleness/versions/histogram": histogram_of(behind, range(bound))}
     return {
-        "staleness/versions/histogram": histogram_of(behind, range(bound)),
+        **counts,
         "staleness/versions/mean": mean_of(behind),
         "staleness/versions/max": Max(value=float(behind.max())),
     }

@@ -125,6 +125,11 @@ class UpdateConfig(PassesConfig):
     )
 
     @property
+    def oldest(self) -> int | None:
+        """Versions behind that a trained token may be; None: any."""
+        return self.freshness
+
+    @property
     def is_off_policy(self) -> bool:
         """See PassesConfig; with a bound above 0 also the first step's rows are of older weights."""
         return self.freshness > 0 or super().is_off_policy

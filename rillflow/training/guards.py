@@ -75,7 +75,7 @@ def check_finite(tokens: Batch, *names: str) -> None:
         )
 
 
-def check_freshness(rows: Batch, version: int, bound: int) -> Tensor:
+def check_freshness(rows: Batch, version: int, bound: int | None) -> Tensor:
     """Refuse tokens that are older than the bound.
 
     Contract bounded-staleness: version - bound <= the version of every loss token.
@@ -83,7 +83,7 @@ def check_freshness(rows: Batch, version: int, bound: int) -> Tensor:
     Args:
         rows: rows, sampled ones with ``versions``; others have no age.
         version: of the weights that are to be trained.
-        bound: the versions that a token may be behind.
+        bound: the versions that a token may be behind; None: any, for a loss that weighs no sampled probability.
 
     Returns:
         [N] int64 how many versions each sampled token is behind.
@@ -96,7 +96,7 @@ def check_freshness(rows: Batch, version: int, bound: int) -> Tensor:
     versions = rows.ragged("versions")
     sampled = rows.ragged("loss_mask").values & (versions.values >= 0)
     behind: Tensor = version - versions.values[sampled]
-    if len(behind) and int(behind.max()) > bound:
+    if bound is not None and len(behind) and int(behind.max()) > bound:
         oldest = int(versions.row_of[sampled][behind.argmax()])
         raise TrainingError(
             f"row ({rows.row_id(oldest)}) has a token of version {version - int(behind.max())}, and the "

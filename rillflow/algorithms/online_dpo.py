@@ -1,0 +1,93 @@
+"""Online DPO: pairs of one's own answers, iteration by iteration (RLHF Workflow: arXiv 2405.07863).
+
+prompts ─ generate ─> rollouts ─ score ─> rewards ─ pair_places ─> where paired ─ totals ─> pairs
+                                    all pairs so far <─ collect ──────────────────────────────┘
+                                           └─ update ─> publish
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from rillflow import formulas
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import AnchoredConfig
+from rillflow.algorithms.steps import missing_end_penalised, publish
+from rillflow.formulas.config import PairLossConfig, Selector
+
+if TYPE_CHECKING:
+    from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
+    from rillflow.records.batch import Batch
+
+
+class OnlineDPOConfig(AnchoredConfig):
+    """Online DPO's settings."""
+
+    name: Literal["online_dpo"]
+    samples_per_prompt: int = Field(
+        8, ge=2, description="Rows sampled for each prompt: the sample group. A pair takes two."
+    )
+    selector: Selector = Field("max_min", description="Which two rows of a group are its pair.")
+    length_price: float = Field(
+        0.0, ge=0, description="What a sampled token takes from a row's reward before rows are compared."
+    )
+    data: Literal["all", "fresh"] = Field(
+        "all", description="What an iteration learns from: all pairs of the phase so far, or its own."
+    )
+    loss: PairLossConfig = PairLossConfig()
+
+    @property
+    def oldest(self) -> int | None:
+        """See UpdateConfig; pairs of earlier iterations are as old as they are."""
+        return None if self.data == "all" else super().oldest
+
+
+def step(flow: Flow, prompts: Batch, config: OnlineDPOConfig) -> Handle:
+    """One iteration: sample groups, score them, learn from the pairs of these and of earlier ones."""
+    rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
+    scores = missing_end_penalised(flow, flow.reward.score(rollouts), rollouts, config)
+    if config.truncated == "mask":
+        scores = flow.compute(formulas.whole_scores, scores, rollouts, into="valid")
+    how = {"selector": config.selector, "length_price": config.length_price, "seed": flow.seed}
+    placed = flow.compute(formulas.pair_places, rollouts, scores, into="pair_place", **how)
+    flow.number(formulas.paired_groups, placed)
+    barren = flow.recall("barren", 0.0)
+    flow.remember(
+        "barren", flow.number(formulas.iterations_without_pairs, placed, so_far=barren, steps=config.steps)
+    )
+    placed = flow.compute(formulas.is_preferred, placed, into="preferred")
+    placed = flow.compute(formulas.is_paired, placed, into="paired")
+    pairs = trained_pairs(flow, flow.filter(placed, "paired"), config)
+    report = flow.policy.update(pairs, loss=config.loss, passes=config)
+    publish(flow, config, is_held=config.loss.has_reference)
+    return report
+
+
+def trained_pairs(flow: Flow, pairs: Handle, config: OnlineDPOConfig) -> Handle:
+    """The pairs that an iteration learns from, with what the reference gives them where the loss reads it.
+
+    What a reference that stays gives them is computed once, as they are collected.
+    """
+    stays = config.reference == "first"
+    if stays:
+        pairs = with_totals(flow, pairs, config)
+    if config.data == "all":
+        pairs = flow.collect("pairs", pairs)
+    return pairs if stays else with_totals(flow, pairs, config)
+
+
+def with_totals(flow: Flow, pairs: Handle, config: OnlineDPOConfig) -> Handle:
+    """The pairs with the reference's totals."""
+    if not config.loss.has_reference:
+        return pairs
+    if config.reference == "previous":
+        totals = flow.policy.totals(pairs)
+        return flow.compute(formulas.previous_totals, pairs, totals, into="reference_totals")
+    totals = flow.reference.totals(pairs)
+    return flow.compute(formulas.kept_totals, pairs, totals, into="reference_totals")
+
+
+ALGORITHM = Algorithm(config=OnlineDPOConfig, step=step, data=Data.PROMPTS)
