@@ -146,9 +146,8 @@ class Build:
         executor, kept = self._roles.executor, self._checkpoint if resumed is not None else None
         trained = self._roles.begin(plan, kept)
         place = dict(resumed["stream"]) if resumed else {}
-        rows = (
-            {name: executor.loaded(file.absolute()) for name, file in kept.collected.items()} if kept else {}
-        )
+        files = kept.collected if kept is not None else {}
+        rows = {name: executor.loaded(file.absolute()) for name, file in files.items()}
         aside = place.pop(ASIDE, [])
         stream = self._stream(plan.algorithm.data, place)
         cut = self._cut(plan, stream, aside, kept) if cuts_tail(plan.config) else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rillflow.algorithms.config import OnlineConfig, SampledConfig, is_ready_first
+from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, is_ready_first
 from rillflow.assembly.arithmetic import batch_lines
 from rillflow.assembly.doctor import available_memory
 from rillflow.assembly.looks import Report, look
@@ -106,6 +106,13 @@ def unread_settings(recipe: Recipe) -> list[str]:
             "algorithm.publishes": not is_ready_first(config),
             "rollout.keep_cache": not is_ready_first(config),
             "rollout.parts": len(recipe.placement.pools) == 1,
+        }
+    if isinstance(config, AnchoredConfig):
+        is_there = "reference" in recipe.roles
+        unread |= {
+            "algorithm.reference": not is_there and config.reference != "previous",
+            "algorithm.reference_rate": not (is_there and config.moves_reference),
+            "algorithm.reference_every": not (is_there and config.moves_reference),
         }
     if isinstance(config, OnlineConfig):
         unread |= {

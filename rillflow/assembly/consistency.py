@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rillflow.algorithms.config import OnlineConfig, SampledConfig, cuts_tail, is_ready_first
+from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, cuts_tail, is_ready_first
 from rillflow.assembly.arithmetic import step_rows
 from rillflow.assembly.meshes import impossible, unfit
 from rillflow.assembly.role_table import model_roles, roles_of
@@ -62,6 +62,8 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
         )
     if not isinstance(config, SampledConfig):
         return
+    if isinstance(config, AnchoredConfig) and "reference" in roles_of(recipe) and config.moves_reference:
+        yield from _moving(recipe, config)
     is_same = config.is_off_policy and config.old_logprobs == "sampler"
     correction = config.loss.correction if isinstance(config, OnlineConfig) else "none"
     if correction != "none" and is_same:
@@ -80,6 +82,24 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
             why="ranks that train cannot sample ahead meanwhile: the two take turns there",
             fix="give it a pool: placement.pools = { main = 1, answers = 1 }, placement.roles = { sampler = "
             '"answers" }; or algorithm.freshness = 0',
+        )
+
+
+def _moving(recipe: Recipe, config: AnchoredConfig) -> Iterator[ConfigError]:
+    """A reference that cannot follow the policy."""
+    placement, roles = recipe.placement, ("policy", "reference")
+    where = [f"{role}: pool {placement.pool_of(role)}, {placement.mesh_of(role)}" for role in roles]
+    if len({(placement.pool_of(role), placement.mesh_of(role)) for role in roles}) > 1:
+        yield ConfigError(
+            f'algorithm.reference is "moving", and the two lie apart ({"; ".join(where)})',
+            why="every rank moves what it holds of the reference by what it holds of the policy",
+            fix='give both one pool and one grid, or algorithm.reference = "previous", which takes no ranks',
+        )
+    if recipe.policy.model.adapter is not None and config.reference_rate < 1:
+        yield ConfigError(
+            f"algorithm.reference_rate is {config.reference_rate:g}, and policy.model has an adapter",
+            why="a mean of two adapters' factors is not the mean of what they add to the weights",
+            fix="algorithm.reference_rate = 1.0, which takes the policy's adapter as it is",
         )
 
 

@@ -216,6 +216,7 @@ def reference(setting: RoleSetting) -> Reference:
     how: dict[str, Any] = {"train": setting.train, "temperature": setting.rollout.temperature}
     how["kept"] = setting.file("totals.jsonl")
     trained: Policy | None = setting.site.objects.get("policy")
+    how |= {"policy": trained, "version": setting.version, "name": setting.role}
     if trained is None or not trained.share.has_base_of(loaded, setting.sizes):
         return Reference(Share.of(loaded, setting.sizes, setting.site.ranks), **how)
     earlier = EarlierAdapter(trained, trained.share.read_trained(loaded))

@@ -246,9 +246,9 @@ class Flow:
         self.state[name] = number
 
     def collect(self, name: str, rows: Any) -> Handle:
-        """The rows that earlier steps of the phase collected under this name, then these; checkpoints keep them.
+        """The rows that earlier steps collected under this name, then these.
 
-        They lie on one rank, and go with the phase.
+        They lie on one rank; checkpoints keep them, and they go with the phase.
         """
         earlier = [self.rows[name]] if name in self.rows else []
         self.rows[name] = self._executor.collect(name, [*earlier, rows])

@@ -44,8 +44,8 @@ _NAMES = {
     ),
     "penalty": (
         "ended kept_totals mean_cost mean_divergence missing_end_rewards overlong_rewards "
-        "penalised_rewards penalised_token_costs penalised_token_rewards previous_logprobs previous_totals token_costs "
-        "token_rewards"
+        "penalised_rewards penalised_token_costs penalised_token_rewards previous_logprobs "
+        "previous_totals token_costs token_rewards"
     ),
     "preferences": "implicit_rewards logprob_rewards pair_loss",
     "ratios": "m2po_limit sequence_log_ratio",
@@ -62,11 +62,10 @@ Granularity = Literal["row", "group", "batch"]
 """What a formula has to see to know a row's result: the row, all rows of its prompt, or all there are."""
 _SEEN: dict[Granularity, str] = {
     "row": (
-        "bootstrapped_rewards ended gae implicit_rewards is_paired is_preferred lagrangian_advantages "
-        "lambda_returns logprob_rewards missing_end_rewards overlong_rewards penalised_rewards "
-        "penalised_token_costs "
-        "penalised_token_rewards returns_to_go token_costs token_rewards value_targets "
-        "kept_totals previous_logprobs previous_totals whole_scores"
+        "bootstrapped_rewards ended gae implicit_rewards is_paired is_preferred kept_totals "
+        "lagrangian_advantages lambda_returns logprob_rewards missing_end_rewards overlong_rewards "
+        "penalised_rewards penalised_token_costs penalised_token_rewards previous_logprobs previous_totals "
+        "returns_to_go token_costs token_rewards value_targets whole_scores"
     ),
     "group": "best_rows group_advantages leave_one_out pair_places penalised_group_advantages varied_groups",
 }

@@ -6,6 +6,7 @@ publish: what was trained is what is sampled next, under the next version (roles
 begin, save: a phase of training, and what it goes on from
 
 The reference is the policy as the phase found it, frozen: rollouts ─ logprobs ─> reference_logprobs
+follow: it moves towards the policy, every rank with what it holds of both
 Of both, rows ─ totals ─> the same summed over each row
 """
 
@@ -16,9 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rillflow.errors import TrainingError
+from rillflow.errors import ModelError, TrainingError
 from rillflow.graph.loss import LossTerm, loss_terms
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, joined
@@ -26,8 +28,9 @@ from rillflow.records.metrics import Max, Metric, Metrics, histogram_of, mean_of
 from rillflow.roles.answer_totals import KeptTotals, totals_of
 from rillflow.roles.canary import canary_rows
 from rillflow.roles.publishing import SharedWeights, TrainedWeights
+from rillflow.roles.saving import Saving
 from rillflow.roles.share import Share
-from rillflow.roles.trained_role import TrainedRole
+from rillflow.roles.trained_role import KeptRole, TrainedRole
 from rillflow.rollout.config import NATIVE, RolloutConfig
 from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.training.guards import ROUTES, check_freshness
@@ -222,13 +225,19 @@ class EarlierAdapter(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         self._exchange()
 
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Have the adapter that the policy has now."""
+        for name, kept in self._other.items():
+            kept.copy_(self._policy.share.parallel.parameters[name])
+
     def _exchange(self) -> None:
         for name, kept in self._other.items():
             weight = self._policy.share.parallel.parameters[name]
             self._other[name], weight.data = weight.data, kept
 
 
-class Reference:
+class Reference(KeptRole):
     """A language model that only scores.
 
     Args:
@@ -237,6 +246,9 @@ class Reference:
         temperature: the temperature the policy is sampled at.
         within: where the policy's own module is the reference.
         kept: the file that the totals of data outlive the process in; None: they do not.
+        policy: whom it follows, if it is to; on the same ranks, cut alike.
+        version: calls of ``follow`` so far.
+        name: what files call it.
     """
 
     def __init__(
@@ -247,7 +259,13 @@ class Reference:
         temperature: float,
         within: EarlierAdapter | None = None,
         kept: Path | None = None,
+        policy: Policy | None = None,
+        version: int = 0,
+        name: str = "reference",
     ) -> None:
+        super().__init__()
+        self.share, self._within, self._policy, self._name = share, within, policy, name
+        self._followed = version
         self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
         self._temperature, self._kept = temperature, KeptTotals(share.groups, kept)
         self._there: AbstractContextManager[None] = within or nullcontext()
@@ -278,6 +296,56 @@ class Reference:
                 return totals_of(self._scorer, some, self._temperature)
 
         return Batch(ids=rows.ids, fields={"reference_totals": self._kept.of(rows, compute)})
+
+    @endpoint(TOGETHER)
+    def follow(self, rate: float, every: int) -> int:
+        """Move towards the policy in every so manieth call: ref <- (1 - rate) ref + rate policy.
+
+        TR-DPO, arXiv 2404.09656; a small rate in every call is WARP's exponential mean, arXiv 2406.16768.
+        Each rank moves what it holds of the two; nothing is sent.
+
+        Returns:
+            The calls of the phase.
+
+        Raises:
+            ModelError: the policy lies elsewhere or is cut otherwise, or the two are adapters that a mean
+                would not be the mean of.
+        """
+        policy, own = self._policy, self.share.parallel.local_weights()
+        theirs = {} if policy is None else policy.share.parallel.local_weights()
+        cut = ({name: each.shape for name, each in held.items()} for held in (own, theirs))
+        if policy is None or next(cut) != next(cut):
+            raise ModelError(
+                "the reference cannot follow the policy",
+                why="a rank moves what it holds of both, and they lie on other ranks or are cut otherwise",
+                fix="give both one pool and one grid",
+            )
+        if rate < 1 and self.share.model.adapter is not None:
+            raise ModelError(
+                f"the reference is to move by {rate:g} towards a policy that trains an adapter",
+                why="a mean of two adapters' factors is not the mean of what they add to the weights",
+                fix="algorithm.reference_rate = 1.0, which takes the policy's adapter as it is",
+            )
+        self._followed += 1
+        if self._followed % every == 0:
+            policy.weights.turn_to_training()
+            self._move(own, theirs, rate)
+        return self._followed
+
+    @torch.no_grad()
+    def _move(self, own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rate: float) -> None:
+        if self._within is not None:
+            self._within.follow()
+            return
+        with self._there:
+            for name, each in own.items():
+                each.lerp_(theirs[name], rate)
+            if isinstance(self._there, OnHost):
+                self._there.keep()
+
+    def _saved(self, folder: Path) -> Saving:
+        with self._there:
+            return Saving(self.share, folder / self._name)
 
 
 def _ages(behind: Tensor, bound: int | None) -> dict[str, Metric]:

@@ -28,7 +28,32 @@ from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import TOGETHER
 
 
-class TrainedRole(Generic[Model]):
+class KeptRole:
+    """A role that checkpoints hold: its weights change."""
+
+    def __init__(self) -> None:
+        self._saves = dict[Path, Saving]()
+
+    def _saved(self, folder: Path) -> Saving:
+        """Begin to write below a folder what it goes on from."""
+        raise NotImplementedError
+
+    def begin_saving(self, folder: Path) -> None:
+        """Copy what it goes on from, and let a thread write it; ``written`` says what failed.
+
+        What was begun before is written first: there is one copy at most.
+        """
+        for earlier in self._saves.values():
+            earlier.end()
+        self._saves = {where: save for where, save in self._saves.items() if where.is_dir()}
+        self._saves[folder] = self._saved(folder)
+
+    def written(self, folder: Path, *, wait: bool) -> dict[str, Digest] | None:
+        """What ``begin_saving`` had written there: see ``Saving.written``; on all ranks."""
+        return self._saves[folder].written(wait=wait)
+
+
+class TrainedRole(KeptRole, Generic[Model]):
     """A model that is trained in phases.
 
     Args:
@@ -43,12 +68,12 @@ class TrainedRole(Generic[Model]):
     def __init__(
         self, share: Share[Model], *, train: TrainConfig, seed: int, updates: int, version: int, name: str
     ) -> None:
+        super().__init__()
         self.model = share.model
         self.version = version
         self._name = name.replace(" ", "_")
         self.share, self._train, self._seed, self._updates = share, train, seed, updates
         self._trainer: Trainer | None = None
-        self._saves = dict[Path, Saving]()
 
     def _be_training(self) -> None:
         """Have the weights as they are trained."""
@@ -106,24 +131,10 @@ class TrainedRole(Generic[Model]):
         """
         self._saved(folder).written(wait=True)
 
-    def begin_saving(self, folder: Path) -> None:
-        """Copy what ``save`` writes, and let a thread write it; ``written`` says what failed.
-
-        What was begun before is written first: there is one copy at most.
-        """
-        for earlier in self._saves.values():
-            earlier.end()
-        self._saves = {where: save for where, save in self._saves.items() if where.is_dir()}
-        self._saves[folder] = self._saved(folder)
-
     def _saved(self, folder: Path) -> Saving:
         self._be_training()
         state = folder / f"{self._name}.optimizer"
         return Saving(self.share, folder / self._name, state, self.trainer.optimizer.state())
-
-    def written(self, folder: Path, *, wait: bool) -> dict[str, Digest] | None:
-        """What ``begin_saving`` had written there: see ``Saving.written``; on all ranks."""
-        return self._saves[folder].written(wait=wait)
 
     def save_weights(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory, and wait for it; on all ranks.

@@ -83,7 +83,7 @@ def check_freshness(rows: Batch, version: int, bound: int | None) -> Tensor:
     Args:
         rows: rows, sampled ones with ``versions``; others have no age.
         version: of the weights that are to be trained.
-        bound: the versions that a token may be behind; None: any, for a loss that weighs no sampled probability.
+        bound: the versions that a token may be behind; None: any, where a loss weighs none of theirs.
 
     Returns:
         [N] int64 how many versions each sampled token is behind.

@@ -61,6 +61,11 @@ class OnHost:
             near.untyped_storage().resize_(far.nbytes)
             near.copy_(far, non_blocking=True)
 
+    def keep(self) -> None:
+        """Have the host's bytes as those that are used now have become."""
+        for near, far in zip(self._near, self.far, strict=True):
+            far.copy_(near)
+
     def leave(self) -> None:
         """Give the device's memory back."""
         for near, far in zip(self._near, self.far, strict=True):
