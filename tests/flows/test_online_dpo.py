@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny
 from safetensors.torch import load_file
 
+from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.cli.main import main
+from rillflow.dataflow.flow import Flow
+from rillflow.errors import TrainingError
 from rillflow.records.stored import load_batch
+from tests.flows.conftest import Tiny
 
 SETTINGS = """
 minibatches = 2
@@ -62,7 +66,7 @@ def test_pairs_are_collected_and_a_resumed_run_has_the_same_bits(small: Tiny) ->
     assert torch.equal(last.dense("reference_totals")[: len(first)], first)
     ages = [line.get("staleness/versions/max", {"max": 0})["max"] for line in small.numbers("whole")]
     assert ages == [0, 1, 2, 3]
-    for after in (1, 3):
+    for after in (2,):
         cut(small, "whole", after, f"cut {after}")
         assert small.run(f"cut {after}", *PAIRS) == 0
         small.assert_same("whole", f"cut {after}")
@@ -70,21 +74,26 @@ def test_pairs_are_collected_and_a_resumed_run_has_the_same_bits(small: Tiny) ->
 
 
 def test_an_error_inside_an_iteration_saves_the_pairs_of_the_last_whole_one(small: Tiny) -> None:
-    often = (*PAIRS, "run.checkpoint_every=0")
-    text = "def reward(prompts, completions, **_):\n    return [len(text) / 3 for text in completions]\n"
-    assert small.run("whole", *often) == 0
-    later = "import pathlib\nCALLS = pathlib.Path(__file__).with_name('calls')\n" + text.replace(
-        "    return", "    CALLS.write_text(CALLS.read_text() + '.')\n    return"
-    )
-    (small.folder / "calls").write_text("")
-    broken = later.replace("    return", "    assert len(CALLS.read_text()) < 4\n    return")
-    (small.folder / "scores.py").write_text(broken)
-    assert small.run("broken", *often) != 0
-    made = sorted(path.name for path in (small.folder / "broken/checkpoints").iterdir())
-    assert made, "the last whole iteration is kept"
-    (small.folder / "scores.py").write_text(text)
-    assert small.run("broken", *often) == 0
+    """The third iteration ends after it collected, and before it changed a weight."""
+    rare, whole = (*PAIRS, "run.checkpoint_every=0", "algorithm.steps=3"), ALGORITHMS["online_dpo"]
+    assert small.run("whole", *rare) == 0
+    calls = []
+
+    def step(flow: Any, prompts: Any, config: Any) -> Any:
+        if isinstance(flow, Flow) and flow.journal.supply:  # and no step that is only heard or traced
+            calls.append(flow)
+            if len(calls) == 3:
+                flow.collect("pairs", flow.rows["pairs"])
+                raise TrainingError("the third one ends here")
+        return whole.step(flow, prompts, config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALGORITHMS, "online_dpo", replace(whole, step=step))
+        assert small.run("broken", *rare) == 1
+    assert small.steps_kept("broken") == [2]
+    assert small.run("broken", *rare) == 0
     small.assert_same("whole", "broken")
+    assert torch.equal(collected(small, "whole", 3).ids, collected(small, "broken", 3).ids)
 
 
 @pytest.mark.parametrize("name", ["online_dpo", "grpo"])
@@ -102,7 +111,7 @@ def test_a_reference_that_moves_is_the_mean_it_should_be_and_resumes(small: Tiny
         for key, each in before.items():
             torch.testing.assert_close(now[key], each.lerp(policy[key], 0.0 if step % 2 else 0.25))
         before = now
-    for after in (1, 2):
+    for after in (1,):
         cut(small, "whole", after, f"cut {after}")
         assert small.run(f"cut {after}", *moves) == 0
         small.assert_same("whole", f"cut {after}")
@@ -135,8 +144,8 @@ def test_an_iteration_without_a_pair_is_counted_and_a_run_without_any_fails(
     assert "none of 4 iterations gave a pair to learn from" in capsys.readouterr().err
     assert values(small, "none", "flow/paired_groups/mean") == [0.0] * 3
     late = "import pathlib\nSEEN = pathlib.Path(__file__).with_name('seen')\n"
-    late += "def reward(prompts, completions, **_):\n    SEEN.touch()\n"
-    late += "    SEEN.write_text(SEEN.read_text() + '.')\n    late = len(SEEN.read_text()) > 2\n"
+    late += "def reward(prompts, completions, **_):\n    late = SEEN.stat().st_size >= 36\n"
+    late += "    with SEEN.open('a') as seen:\n        seen.write('.' * len(prompts))\n"
     late += "    return [len(text) / 3 if late else 1.0 for text in completions]\n"
     (small.folder / "scores.py").write_text(late)
     few = ("algorithm.steps=3", "evaluate.problems=0", "reward.workers=1")

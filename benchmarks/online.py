@@ -1,0 +1,253 @@
+"""Online iterations in miniature: which pairs, and whose, over seeds, at equal numbers of pairs and equal beta.
+
+    sft                  a short warm start, from which all others begin
+    offline dpo          all pairs sampled by it, learnt from in one go
+    iterative dpo        as many pairs, a third of them sampled in each of three iterations by the policy so far
+    selectors            iterative, other rows of a group taken as its pair
+    best of n            one round of it; how far the policy is then from where it began, beside the bound
+
+    python benchmarks/online.py                                                  # a quarter of an hour
+    python benchmarks/online.py --seeds 0
+    python benchmarks/online.py --keep /tmp/online.jsonl --write benchmarks/results/online.md
+
+The gold reward is the share of a sum's digits that are right, in their places. It is measured on 500 held-out
+sums, one answer each at temperature 1. A run that is done is a line of the kept file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import tempfile
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.formulas import best_of_n_bound
+
+RECIPE: dict[str, Any] = {
+    "run": {"threads": 1, "checkpoint_minutes": 0, "rollouts_every": 0},
+    "task": {"source": "arithmetic", "digits": 2, "operators": "+", "held_out": 500},
+    "reward": {"function": "gold.py:gold"},
+    "policy": {
+        "lr": 3e-4,
+        "beta2": 0.99,
+        "model": {"new": {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "context": 16,
+                          "alphabet": "0123456789+="}},
+    },
+    "rollout": {"max_rows": 512, "max_tokens": 5},
+    "evaluate": {"problems": 500, "temperature": 1.0, "every": 1},
+}  # fmt: skip
+"""What every run has."""
+GOLD = '''"""The share of the right digits in their places."""
+
+
+def gold(prompts, completions, answer, **_):
+    """Of the longer of the two texts, the places at which both have one letter."""
+    return [
+        sum(one == other for one, other in zip(text, right)) / max(len(text), len(right))
+        for text, right in zip(completions, answer)
+    ]
+'''
+WARM_STEPS, WARM_ROWS, WARM_LR = 150, 128, 2e-3
+PROMPTS, SAMPLES, ITERATIONS, MINIBATCHES, EPOCHS, BETA = 384, 8, 3, 12, 2, 0.1
+SELECTORS = ("max_min", "max_random", "random", "max_max")
+BEST_OF = (2, 4, 8, 16)
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Student's t, two-sided 95%, by the number of seeds."""
+
+
+def dpo(iterations: int, **settings: Any) -> dict[str, Any]:
+    """Settings of a run on so many iterations' pairs, of ``ITERATIONS * PROMPTS`` prompts in all."""
+    share = ITERATIONS // iterations
+    return {
+        "name": "online_dpo",
+        "steps": iterations,
+        "prompts_per_step": PROMPTS * share,
+        "samples_per_prompt": SAMPLES,
+        "minibatches": MINIBATCHES * share,
+        "epochs": EPOCHS,
+        "loss": {"beta": BETA},
+        **settings,
+    }
+
+
+def best_of(n: int) -> dict[str, Any]:
+    """One round, and a second one without an effect on it, whose rows say what became of the first."""
+    return {
+        "name": "best_of_n",
+        "steps": 2,
+        "prompts_per_step": 1024,
+        "samples_per_prompt": n,
+        "minibatches": 16,
+        "epochs": 2,
+        "measure_kl": True,
+    }
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "offline dpo": dpo(1, data="fresh"),
+    "iterative dpo": dpo(ITERATIONS),
+    "iterative dpo, fresh pairs": dpo(ITERATIONS, data="fresh"),
+    "iterative dpo, previous reference": dpo(ITERATIONS, data="fresh", reference="previous"),
+    "iterative dpo, moving reference": dpo(ITERATIONS, reference="moving"),
+    **{f"iterative dpo, {name}": dpo(ITERATIONS, selector=name) for name in SELECTORS[1:]},
+    **{f"best of {n}": best_of(n) for n in BEST_OF},
+}
+"""By name, what a run's algorithm is."""
+
+
+def main() -> None:
+    """Make the runs and print the tables."""
+    arguments = _arguments()
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for seed in arguments.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            base = Path(folder)
+            (base / "gold.py").write_text(GOLD)
+            for name in RUNS:
+                found[name, seed] = line = course(base, name, seed, arguments.keep)
+                print(f"{name}, seed {seed}: {line['gold'][0]:.3f} -> {line['gold'][-1]:.3f}", flush=True)
+    text = page(found, arguments.seeds)
+    print(text)
+    if arguments.write:
+        Path(arguments.write).write_text(text)
+
+
+def course(base: Path, name: str, seed: int, keep: str | None) -> dict[str, Any]:
+    """One run from a seed: from the kept file where it stands there, else made."""
+    file = Path(keep) if keep else None
+    kept = file.read_text().splitlines() if file is not None and file.is_file() else []
+    for line in map(json.loads, kept):
+        if (line["name"], line["seed"], line["settings"]) == (name, seed, RUNS[name]):
+            return dict(line)
+    start = base / "start"
+    if not start.exists():
+        run(
+            base, start, seed, {"name": "sft", "steps": WARM_STEPS, "prompts_per_step": WARM_ROWS}, lr=WARM_LR
+        )
+    (model,) = start.glob("checkpoints/*/policy")
+    folder = base / name.replace(" ", "_").replace(",", "")
+    metrics, gold = run(base, folder, seed, RUNS[name], model=str(model))
+    made = {"name": name, "seed": seed, "settings": RUNS[name], "gold": gold}
+    made["pairs"] = sum(each.get("flow/paired_groups/mean", {}).get("mean", 0) for each in metrics)
+    made["kl"] = metrics[-1].get("flow/mean_divergence/mean", {}).get("mean")
+    made["selected"] = metrics[0].get("flow/best_of_n_divergence/mean", {}).get("mean")
+    if file is not None:
+        with file.open("a") as kept_file:
+            kept_file.write(json.dumps(made) + "\n")
+    return made
+
+
+def run(
+    base: Path, folder: Path, seed: int, algorithm: dict[str, Any], *, model: str = "", lr: float = 0.0
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """The metrics of a run's steps, and the gold reward before the first one and after each."""
+    policy = {
+        **RECIPE["policy"],
+        **({"model": {"path": model}} if model else {}),
+        **({"lr": lr} if lr else {}),
+    }
+    evaluate = RECIPE["evaluate"] if model else {"problems": 0}
+    sections = {**RECIPE, "policy": policy, "algorithm": algorithm, "evaluate": evaluate}
+    loaded = load_recipe(sections, [f"run.dir={folder}", f"run.seed={seed}"])
+    launch(loaded.recipe, base, quiet=True)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    judged = folder / "evaluations.jsonl"
+    gold = [json.loads(line)["mean_reward"] for line in judged.read_text().splitlines()] if model else []
+    return [json.loads(line)["metrics"] for line in lines], gold
+
+
+def interval(numbers: list[float]) -> str:
+    """The mean of seeds, with half the width of its 95% interval."""
+    middle = mean(numbers)
+    if len(numbers) == 1:
+        return f"{middle:.3f}"
+    return f"{middle:.3f} +- {STUDENT[len(numbers)] * stdev(numbers) / math.sqrt(len(numbers)):.3f}"
+
+
+def page(found: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> str:
+    """The tables, and how each claim came out."""
+    last = {name: [found[name, seed]["gold"][-1] for seed in seeds] for name in RUNS}
+    first = [found["iterative dpo", seed]["gold"][0] for seed in seeds]
+    lines = [
+        "# Online iterations",
+        "",
+        "`python benchmarks/online.py --write benchmarks/results/online.md`, "
+        f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, "
+        f"seeds {', '.join(map(str, seeds))}.",
+        "",
+        f"Two-digit sums, a Qwen2 of 56 thousand parameters after {WARM_STEPS} supervised steps of {WARM_ROWS} rows. Gold "
+        "reward: share of right digits, 500 held-out sums, one answer each at temperature 1; means over seeds, with 95% "
+        f"intervals. {ITERATIONS} x {PROMPTS} prompts, {SAMPLES} answers each, beta {BETA:g}, "
+        f"{ITERATIONS * MINIBATCHES * EPOCHS} optimiser steps in all.",
+        "",
+        "| run | pairs | gold reward | less sft, seed by seed |",
+        "|---|---|---|---|",
+        f"| sft | | {interval(first)} | |",
+    ]
+    for name in (each for each in RUNS if "dpo" in each):
+        pairs = mean(found[name, seed]["pairs"] for seed in seeds)
+        gain = interval([one - other for one, other in zip(last[name], first, strict=True)])
+        lines.append(f"| {name} | {pairs:.0f} | {interval(last[name])} | {gain} |")
+    lines += ["", "After each iteration of iterative dpo, and the gain of each:", ""]
+    lines += ["| iteration | gold reward | gain |", "|---|---|---|", f"| 0 | {interval(first)} | |"]
+    by_iteration = [
+        [found["iterative dpo", seed]["gold"][at] for seed in seeds] for at in range(ITERATIONS + 1)
+    ]
+    for at, (before, after) in enumerate(pairwise(by_iteration), 1):
+        gain = interval([one - other for one, other in zip(after, before, strict=True)])
+        lines.append(f"| {at} | {interval(after)} | {gain} |")
+    lines += ["", "Best of n, one round (1,024 prompts, two passes over the best answers), in nats:", ""]
+    lines += ["| n | gold reward | selection, by the rewards | policy from its start, sampled | bound |"]
+    lines += ["|---|---|---|---|---|"]
+    for n in BEST_OF:
+        of = [found[f"best of {n}", seed] for seed in seeds]
+        after = interval([each["gold"][1] for each in of])
+        told = " | ".join(interval([each[kind] for each in of]) for kind in ("selected", "kl"))
+        lines.append(f"| {n} | {after} | {told} | {best_of_n_bound(n=n):.3f} |")
+    return "\n".join([*lines, "", *verdicts(found, seeds), ""])
+
+
+def verdicts(found: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> list[str]:
+    """The orderings that were expected, each as it came out: difference by seed, and of how many seeds."""
+    last = {name: [found[name, seed]["gold"][-1] for seed in seeds] for name in RUNS}
+    last["sft"] = [found["iterative dpo", seed]["gold"][0] for seed in seeds]
+    expected = [
+        ("offline dpo", "sft"),
+        ("iterative dpo", "offline dpo"),
+        ("iterative dpo, fresh pairs", "offline dpo"),
+    ]
+    expected += [
+        ("iterative dpo", "iterative dpo, max_random"),
+        ("iterative dpo, max_random", "iterative dpo, random"),
+    ]
+    lines = ["| expected | difference | seeds of which it holds |", "|---|---|---|"]
+    for above, below in expected:
+        apart = [one - other for one, other in zip(last[above], last[below], strict=True)]
+        holds = sum(each > 0 for each in apart)
+        lines.append(f"| {above} > {below} | {interval(apart)} | {holds} of {len(seeds)} |")
+    under = sum(found[f"best of {n}", seed]["kl"] < best_of_n_bound(n=n) for n in BEST_OF for seed in seeds)
+    lines.append(f"| best of n is under its bound | | {under} of {len(seeds) * len(BEST_OF)} runs |")
+    return lines
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--keep", help="a file of runs that are done")
+    parser.add_argument("--write", help="where the page goes")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
