@@ -1,8 +1,8 @@
-"""Online iterations in miniature: which pairs, and whose, over seeds, at equal numbers of pairs and equal beta.
+"""Online iterations in miniature: which pairs, and whose, over seeds, at equal numbers of pairs and beta.
 
     sft                  a short warm start, from which all others begin
     offline dpo          all pairs sampled by it, learnt from in one go
-    iterative dpo        as many pairs, a third of them sampled in each of three iterations by the policy so far
+    iterative dpo        as many pairs, a third of them in each of three iterations, by the policy so far
     selectors            iterative, other rows of a group taken as its pair
     best of n            one round of it; how far the policy is then from where it began, beside the bound
 
@@ -184,9 +184,10 @@ def page(found: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> str:
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, "
         f"seeds {', '.join(map(str, seeds))}.",
         "",
-        f"Two-digit sums, a Qwen2 of 56 thousand parameters after {WARM_STEPS} supervised steps of {WARM_ROWS} rows. Gold "
-        "reward: share of right digits, 500 held-out sums, one answer each at temperature 1; means over seeds, with 95% "
-        f"intervals. {ITERATIONS} x {PROMPTS} prompts, {SAMPLES} answers each, beta {BETA:g}, "
+        f"Two-digit sums, a Qwen2 of 56 thousand parameters after {WARM_STEPS} supervised steps of "
+        f"{WARM_ROWS} rows. Gold reward: share of right digits, 500 held-out sums, one answer each at "
+        "temperature 1; means over seeds, with 95% intervals. "
+        f"{ITERATIONS} x {PROMPTS} prompts, {SAMPLES} answers each, beta {BETA:g}, "
         f"{ITERATIONS * MINIBATCHES * EPOCHS} optimiser steps in all.",
         "",
         "| run | pairs | gold reward | less sft, seed by seed |",

@@ -21,7 +21,9 @@ from rillflow.observe.reader import read_rollouts
 RECIPES = Path(__file__).parents[2] / "recipes"
 IMITATES = "best_of_n"
 """Has its own test below: what it learns from is no advantage, and no table of rises has it."""
-SAMPLED = sorted(ALGORITHMS.keys() - {"sft", "preference", IMITATES})
+OTHERWISE = {"sft", "preference", "pairwise", "dpo", "online_dpo", IMITATES}
+"""Those that learn by no advantage; tests/flows has a file for each kind."""
+SAMPLED = sorted(ALGORITHMS.keys() - OTHERWISE)
 WHERE = ("inline", "together", "apart")
 """One process; Ray with every role on one pool of two ranks; Ray with a pool of one rank for each role."""
 EVERY_DAY = {("dapo", "inline"), ("ppo", "inline")}

@@ -52,6 +52,12 @@ SETTINGS = [
     {"overlong_buffer": 2},
     {"margin": True, "centring": 0.1},
     {"orders": "random"},
+    {"data": "fresh", "truncated": "mask"},
+    {"loss": {"kl": 0.1}, "reference": "previous", "minibatches": 2},
+    {"loss": {"kl": 0.1}, "reference": "moving"},
+    {"selector": "random", "reference": "previous"},
+    {"selector": "max_random", "reference": "moving", "data": "fresh"},
+    {"selector": "max_max", "loss": {"kind": "simpo"}},
     {"truncated": "mask", "missing_end_penalty": 0.5, "loss": {"kl": 0.1, "kl_in": "reward"}},
     {"truncated": "bootstrap", "loss": {"kl": 0.1}},
 ]
@@ -170,7 +176,9 @@ def test_only_rows_of_groups_that_differ_reach_the_update() -> None:
     assert names.count("policy.generate") == 1, "a trace shows one round"
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"sft", "preference", "pairwise", "dpo"}))
+@pytest.mark.parametrize(
+    "name", sorted(ALGORITHMS.keys() - {"sft", "preference", "pairwise", "dpo", "online_dpo"})
+)
 def test_rows_cut_off_leave_every_update_where_that_is_asked(name: str) -> None:
     config = configured(name, {"truncated": "mask", "minibatches": 2})
     assert config is not None

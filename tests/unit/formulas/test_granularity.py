@@ -28,6 +28,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "logprob_rewards": {"config": PairLossConfig(kind="simpo")},
     "is_paired": {},
     "is_preferred": {},
+    "kept_totals": {},
+    "previous_logprobs": {},
+    "previous_totals": {},
+    "whole_scores": {},
     "gae": SHARES,
     "lagrangian_advantages": {"multiplier": 0.5},
     "lambda_returns": SHARES,
@@ -50,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 TOKENS = ("token_rewards", "values", "sampler_logprobs", "reference_logprobs", "advantages")
-TOKENS += ("reward_advantages", "cost_advantages")
+TOKENS += ("reward_advantages", "cost_advantages", "old_logprobs")
 
 
 def batch_of(sizes: list[int], seed: int) -> Batch:
