@@ -91,7 +91,7 @@ def some_groups(draw: st.DrawFn) -> dict[str, Any]:
     return rows_of([[each[0] for each in rows] for rows in groups], [[each[1] for each in g] for g in groups])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(fields=some_groups(), selector=st.sampled_from(SELECTORS), data=st.data())
 def test_selection_is_order_blind_and_sound(fields: dict[str, Any], selector: Any, data: Any) -> None:
     made = torch.tensor(places(fields, selector))
@@ -127,7 +127,7 @@ def test_the_best_rows_are_the_first_of_the_highest_above_the_threshold() -> Non
     assert formulas.best_rows(*given_, keep=2, threshold=1.0).tolist() == [False, True, True] + [False] * 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(fields=some_groups(), n=st.integers(1, 64))
 def test_best_of_n_is_under_its_bound(fields: dict[str, Any], n: int) -> None:
     given_ = [fields[name] for name in ("rewards", "valid", "groups")]
