@@ -61,11 +61,7 @@ GROWN = {
     "headers of files that are written as they are made": 6,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-<<<<<<< HEAD
-PACKAGE_LINES = 31_819
-=======
-PACKAGE_LINES = 31_836
->>>>>>> b3a0532 (Online DPO has its page, recipe and metrics; a benchmark of iterations)
+PACKAGE_LINES = 32_068
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
