@@ -55,7 +55,7 @@ GROWN = {
     "memory by bands, a budget, shared beginnings, penalties": 569,
     "mixtures whose experts are shared out": 118,
     "gradients that add up in order": 3,
-    "pairs and the best of sampled groups, iterations, moving references": 401,
+    "pairs and the best of sampled groups, iterations, moving references": 410,
     "a base of 8 bits": 141,
     "losses of pairs, totals kept with the data": 340,
     "headers of files that are written as they are made": 6,
