@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of base and training")
     parser.add_argument("--lr", type=float, default=3e-3, help="the adapter's learning rate (3e-3)")
     parser.add_argument("--trained", choices=KINDS, nargs="+", default=[*KINDS], help="what (all three)")
+    parser.add_argument("--threads", type=int, default=0, help="of torch (its choice)")
     parser.add_argument("--loads", action="store_true", help="measure what reading a base takes, too")
     parser.add_argument("--write", type=Path, help="the page to write; printed if left out")
     given = parser.parse_args()
@@ -172,11 +173,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for seed in given.seeds:
             folder = Path(name) / str(seed)
-            short = ("algorithm.steps=1", "policy.warmup_steps=0", "run.checkpoint_every=1000")
+            short = (
+                f"run.threads={given.threads}",
+                "algorithm.steps=1",
+                "policy.warmup_steps=0",
+                "run.checkpoint_every=1000",
+            )
             run(folder / "base", f"run.seed={seed}", *short)
             base = min((folder / "base" / "checkpoints").glob("step-*")) / "policy"
             how = (
                 f"run.seed={seed}",
+                f"run.threads={given.threads}",
                 "warm_start=none",
                 "policy.model.new=none",
                 f"policy.model.path={base}",
@@ -191,6 +198,7 @@ def main() -> None:
                 print(table[-1], file=sys.stderr, flush=True)
     seeds = " ".join(map(str, given.seeds))
     words = f"--seeds {seeds} --lr {given.lr:g} --trained {' '.join(given.trained)}"
+    words += f" --threads {given.threads}" if given.threads else ""
     words += " --loads" if given.loads else ""
     page = [
         f"# {' against '.join(KINDS[kind][0] for kind in given.trained)}",

@@ -7,6 +7,7 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,12 +74,13 @@ def test_an_adapter_alone_is_trained_saved_and_published(tmp_path: Path) -> None
     assert ran(tmp_path / "b", *pools, 'placement.roles={ sampler = "answers" }') == (rows, files)
 
 
+@pytest.mark.parametrize("base", ["full", "int8"])
 @pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
-def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, name: str) -> None:
+def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, name: str, base: str) -> None:
     """Its reference is the policy's own module with the adapter that the phase began with."""
-    how = ("run.checkpoint_every=1", "algorithm.steps=3")
+    how = ("run.checkpoint_every=1", f"policy.model.adapter.base={base}", "algorithm.steps=3")
     whole = ran(tmp_path / "a", *how, name=name)
-    first = ran(tmp_path / "b", *how[:1], "algorithm.steps=1", name=name)
+    first = ran(tmp_path / "b", *how[:2], "algorithm.steps=1", name=name)
     again = ran(tmp_path / "b", *how, name=name)
     assert again == whole != first
     steps = [step.metrics for step in read_metrics(tmp_path / "a/run") if step.phase == name]
@@ -102,6 +104,28 @@ def test_every_mesh_trains_what_one_rank_trains(tmp_path: Path, mesh: str, base:
     for here, there in zip(one, two, strict=True):
         for name in ("supervised/loss/mean", "train/grad_norm/mean"):
             assert there[name].value == pytest.approx(here[name].value, rel=1e-3)
+
+
+def test_an_int8_base_is_sampled_with_at_ratio_1_and_merged_as_it_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran(tmp_path / "a", INT8)
+    found = read_metrics(tmp_path / "a/run")
+    gaps = [step.metrics["mismatch/logprob_gap/max"].value for step in found if step.phase == "grpo"]
+    assert len(gaps) == 2 and max(gaps) < 1e-5
+    newest = max((tmp_path / "a/run" / layout.CHECKPOINTS).iterdir()) / "policy"
+    how: dict[str, Any] = {"seed": 0, "device": torch.device("cpu"), "base": Path()}
+    beside = load_model(ModelConfig(path=str(newest)), **how)
+    tokens, said = torch.tensor([[1, 2, 3, 4]]), {}
+    with torch.no_grad():
+        expected = beside.module(input_ids=tokens).logits
+        for base in ("trained", "full"):
+            out = str(tmp_path / base)
+            assert main(["merge-adapter", str(tmp_path / "a/run"), "--out", out, "--base", base]) == 0
+            said[base] = load_model(ModelConfig(path=out), **how).module(input_ids=tokens).logits
+    assert capsys.readouterr().err == ""
+    torch.testing.assert_close(said["trained"], expected, rtol=0, atol=1e-5)
+    assert 1e-4 < float((said["full"] - expected).abs().max()) < 0.05
 
 
 def test_an_adapter_is_merged_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

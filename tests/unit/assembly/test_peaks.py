@@ -15,7 +15,7 @@ from rillflow.assembly.peaks import Peak, peaks_of, rank_bytes, require_room
 from rillflow.assembly.recipe import load_recipe
 from rillflow.cli.main import main
 from rillflow.errors import ConfigError
-from rillflow.models.config import ModelConfig, NewModel
+from rillflow.models.config import AdapterConfig, ModelConfig, NewModel
 from rillflow.models.language_model import load_model, save_model
 from rillflow.parallel.module import Parallel
 from rillflow.training.config import TrainConfig
@@ -86,6 +86,14 @@ def test_beside_an_adapter_the_base_has_neither_gradients_nor_moments(tmp_path: 
         < sum(whole.kept.values()) - weights
     )
     assert policy.phases["trains"]["gradients"] < 0.1 * whole.phases["trains"]["gradients"]
+    narrow, _ = peaks(*of_base, 'policy.model.adapter={ rank = 2, base = "int8" }')
+    config = ModelConfig(path=str(tmp_path / "base"), adapter=AdapterConfig(rank=2, base="int8"))
+    model = load_model(config, seed=0, device=torch.device("cpu"), base=Path()).module
+    assert narrow.kept["weights"] == sum(each.nbytes for each in model.parameters())
+    largest = max(each.numel() for each in model.parameters() if each.dtype == torch.int8) * 4
+    for phase in ("trains", "scores"):  # a layer's weight is there while a pass multiplies by it
+        more = narrow.phases[phase]["activations"] - policy.phases[phase]["activations"]
+        assert -0.2 * largest < more <= largest + 4096
 
 
 def test_vllm_has_weights_and_room_for_keys_and_values_of_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ from rillflow.roles.share import Share
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("is_alike", [True, False])
+@pytest.mark.parametrize(("is_alike", "kept"), [(True, "full"), (True, "int8"), (False, "full")])
 def test_a_critic_beside_a_policy_has_its_base_and_an_adapter_and_head_of_its_own(
-    tmp_path: Path, is_alike: bool
+    tmp_path: Path, is_alike: bool, kept: Literal["full", "int8"]
 ) -> None:
     def read(kind: type, name: str, beside: Share | None = None) -> Share:
-        config = ModelConfig(path=str(tmp_path / name), adapter=AdapterConfig(rank=2))
+        config = ModelConfig(path=str(tmp_path / name), adapter=AdapterConfig(rank=2, base=kept))
         model = outline(kind, config, seed=1, device=CPU, base=Path(), section="x")
         return Share.of(model, MeshSizes(), SingleRank(), beside=beside)
 
@@ -38,3 +39,23 @@ def test_a_critic_beside_a_policy_has_its_base_and_an_adapter_and_head_of_its_ow
     alone = read(ScalarModel, "base" if is_alike else "other")
     for name, each in alone.parallel.parameters.items():
         assert torch.equal(each, critic.parallel.parameters[name])
+
+
+@pytest.mark.parametrize(("kept", "is_shared"), [("full", False), ("int8", True)])
+def test_a_reference_is_the_policys_module_where_both_bases_are_kept_alike(
+    tmp_path: Path, kept: Literal["full", "int8"], is_shared: bool
+) -> None:
+    """The policy names no targets, and the directory of the reference all of them."""
+    made = load_model(ModelConfig(new=NewModel(hidden=32, layers=2)), seed=0, device=CPU, base=Path())
+    save_model(made, tmp_path / "base")
+    how: dict[str, Any] = {"seed": 1, "device": CPU, "base": Path()}
+    trained: Share[LanguageModel] | None = None
+    for name, base in (("policy", "int8"), ("before", kept)):
+        config = ModelConfig.model_validate(
+            {"path": str(tmp_path / "base"), "adapter": {"rank": 2, "base": base}}
+        )
+        model = load_model(config, **how)
+        save_model(model, tmp_path / name)
+        trained = trained or Share.whole(model)
+    before = outline(LanguageModel, ModelConfig(path=str(tmp_path / "before")), section="x", **how)
+    assert trained is not None and trained.has_base_of(before, MeshSizes()) is is_shared
