@@ -74,7 +74,7 @@ def test_an_adapter_alone_is_trained_saved_and_published(tmp_path: Path) -> None
     assert ran(tmp_path / "b", *pools, 'placement.roles={ sampler = "answers" }') == (rows, files)
 
 
-@pytest.mark.parametrize("base", ["full", "int8"])
+@pytest.mark.parametrize("base", ["full", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, name: str, base: str) -> None:
     """Its reference is the policy's own module with the adapter that the phase began with."""

@@ -11,6 +11,7 @@ import torch
 from rillflow.cluster.ranks import SingleRank
 from rillflow.models.adapters import attach, is_adapter
 from rillflow.models.config import AdapterConfig, ModelConfig, NewModel
+from rillflow.models.int8 import int8_layers, quantised
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
@@ -79,10 +80,15 @@ def until_empty(each: Engine) -> list[Rollout]:
     return ended
 
 
-def adapted_model(kind: str = "lora") -> LanguageModel:
+def adapted_model(kind: str = "lora", base: str = "full") -> LanguageModel:
     """The small model with an adapter that says something beside each layer."""
     of = model()
-    attach(of.module, AdapterConfig(rank=4, alpha=8, kind=kind))
+    whole = {name: weight.detach().clone() for name, weight in of.module.named_parameters()}
+    attach(of.module, AdapterConfig(rank=4, alpha=8, kind=kind, base=base))
+    for name, layer in int8_layers(of.module).items():
+        numbers, scale = quantised(whole[f"{name}.weight"])
+        layer.weight = torch.nn.Parameter(numbers, requires_grad=False)
+        layer.scale = torch.nn.Parameter(scale, requires_grad=False)
     for name, weight in list(of.module.named_parameters()):
         if is_adapter(name):
             owner, _, last = name.rpartition(".")

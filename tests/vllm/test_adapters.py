@@ -30,7 +30,7 @@ def changed(each: Engine, of: LanguageModel, version: int) -> None:
     weights = dict(of.module.named_parameters())
     is_native = isinstance(each, NativeEngine)
     factor = 0.5 ** (1 if is_native else version)  # the native engine samples from the module itself
-    other = {name: weight * (factor if is_adapter(name) else 1) for name, weight in weights.items()}
+    other = {name: weight * factor if is_adapter(name) else weight for name, weight in weights.items()}
     if is_native:
         with torch.no_grad():
             for name, weight in weights.items():
@@ -53,11 +53,13 @@ def by_three_versions(each: Engine, of: LanguageModel) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("where", "kind"), [({}, "lora"), (SERVED, "rslora")], ids=["here, lora", "served, rslora"]
+    ("where", "kind", "base"),
+    [({}, "lora", "full"), (SERVED, "rslora", "full"), ({}, "lora", "int8")],
+    ids=["here, lora", "served, rslora", "beside int8"],
 )
-def test_each_versions_adapter_is_sampled_with(where: dict[str, Any], kind: str) -> None:
+def test_each_versions_adapter_is_sampled_with(where: dict[str, Any], kind: str, base: str) -> None:
     """Prompts that other rows share are read again by each."""
-    of = adapted_model(kind)
+    of = adapted_model(kind, base)
     vllm, native = both(of, **where)
     found = by_three_versions(vllm, of)
     assert_same(found, by_three_versions(native, of), within=1e-4)
