@@ -157,18 +157,8 @@ def loads() -> list[str]:
     return [*lines, ""]
 
 
-def main() -> None:
-    """Run every seed; print or write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of base and training")
-    parser.add_argument("--lr", type=float, default=3e-3, help="the adapter's learning rate (3e-3)")
-    parser.add_argument("--trained", choices=KINDS, nargs="+", default=[*KINDS], help="what (all three)")
-    parser.add_argument("--threads", type=int, default=0, help="of torch (its choice)")
-    parser.add_argument("--loads", action="store_true", help="measure what reading a base takes, too")
-    parser.add_argument("--write", type=Path, help="the page to write; printed if left out")
-    given = parser.parse_args()
+def rows(given: argparse.Namespace) -> list[str]:
+    """Every seed's base, and what is trained from it: a line each."""
     table = []
     with tempfile.TemporaryDirectory() as name:
         for seed in given.seeds:
@@ -196,6 +186,22 @@ def main() -> None:
                     f"| {found.held:,} | {found.published:,} | {found.state:,} |"
                 )
                 print(table[-1], file=sys.stderr, flush=True)
+    return table
+
+
+def main() -> None:
+    """Run every seed; print or write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of base and training")
+    parser.add_argument("--lr", type=float, default=3e-3, help="the adapter's learning rate (3e-3)")
+    parser.add_argument("--trained", choices=KINDS, nargs="+", default=[*KINDS], help="what (all three)")
+    parser.add_argument("--threads", type=int, default=0, help="of torch (its choice)")
+    parser.add_argument("--loads", action="store_true", help="measure what reading a base takes, too")
+    parser.add_argument("--write", type=Path, help="the page to write; printed if left out")
+    given = parser.parse_args()
+    table = rows(given)
     seeds = " ".join(map(str, given.seeds))
     words = f"--seeds {seeds} --lr {given.lr:g} --trained {' '.join(given.trained)}"
     words += f" --threads {given.threads}" if given.threads else ""
