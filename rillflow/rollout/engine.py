@@ -7,6 +7,7 @@ The native engine is one, vLLM another; ``rollout.engine = "package.module:Class
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from rillflow.cluster.ranks import Ranks
 from rillflow.records.batch import Batch
-from rillflow.records.rollout import Rollout
+from rillflow.records.rollout import Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.native.scheduler import check_ids
 from rillflow.rollout.stops import Stops
 
 
@@ -128,3 +130,45 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Take what ``sleep`` gave back."""
+
+
+class RowByRow:
+    """``generate`` and ``generate_parts`` of an engine that has ``add`` and ``step``: see Engine."""
+
+    def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
+        """See Engine."""
+        (rollouts,) = self.generate_parts([prompts], samples, sampling)
+        return rollouts
+
+    def generate_parts(
+        self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
+    ) -> Iterator[Batch]:
+        """See Engine; whoever stops asking for parts leaves no row behind."""
+        begun = [starts(part, samples) for part in parts]
+        check_ids([each.row for part in begun for each in part])
+        finished = dict[RowId, Rollout]()
+        try:
+            for start in (each for part in begun for each in part):
+                self.add(start, sampling)
+            for part in begun:
+                while any(each.row not in finished for each in part):
+                    finished |= {each.row: each for each in self._some_steps()}
+                yield rollout_batch([finished.pop(each.row) for each in part])
+        finally:
+            self._clear()
+
+    @abstractmethod
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        """See Engine."""
+
+    @abstractmethod
+    def step(self) -> list[Rollout]:
+        """See Engine."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget every row."""
+
+    def _some_steps(self) -> list[Rollout]:
+        """The rows that ended since the last call; as many steps as suit the engine."""
+        return self.step()

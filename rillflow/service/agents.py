@@ -21,15 +21,14 @@ import secrets
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from rillflow.records.batch import Batch
-from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
+from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rewards.child import Answer, Child, Failure, State
 from rillflow.rewards.columns import choose
@@ -38,7 +37,7 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
 from rillflow.rewards.supervisor import Containment
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Capability, Engine
+from rillflow.rollout.engine import Capability, Engine, RowByRow
 from rillflow.service.conversation import Conversation
 from rillflow.service.door import Door
 from rillflow.service.engine_queue import EngineQueue
@@ -63,7 +62,7 @@ class _Agent:
     """By which the door knows it."""
 
 
-class AgentEngine:
+class AgentEngine(RowByRow):
     """An engine, and the agents that write its rows.
 
     Args: see Engine; and
@@ -124,32 +123,10 @@ class AgentEngine:
         """See Engine."""
         self._inner.wake()
 
-    def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
-        """See Engine."""
-        (rollouts,) = self.generate_parts([prompts], samples, sampling)
-        return rollouts
-
-    def generate_parts(
-        self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
-    ) -> Iterator[Batch]:
-        """See Engine."""
-        begun = [[each.row for each in self._added(part, samples, sampling)] for part in parts]
-        finished = dict[RowId, Rollout]()
-        try:
-            for part in begun:
-                while not finished.keys() >= set(part):
-                    finished |= {each.row: each for each in self.step()}
-                yield rollout_batch([finished.pop(row) for row in part])
-        finally:
-            self._waiting.clear()
-            for child in [*self._running]:
-                self._leave(child)
-
-    def _added(self, part: Batch, samples: int, sampling: SamplingConfig | None) -> list[Rollout]:
-        rows = starts(part, samples)
-        for row in rows:
-            self.add(row, sampling)
-        return rows
+    def _clear(self) -> None:
+        self._waiting.clear()
+        for child in [*self._running]:
+            self._leave(child)
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
         """Let an agent write a row, from its prompt on."""

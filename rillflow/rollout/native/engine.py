@@ -39,8 +39,9 @@ from rillflow.records.rollout import Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability
-from rillflow.rollout.native.lane import Lane, check_ids
+from rillflow.rollout.native.lane import Lane
 from rillflow.rollout.native.runner import evaluating
+from rillflow.rollout.native.scheduler import check_ids
 from rillflow.rollout.stops import Stops
 
 LANE_ROWS = 32

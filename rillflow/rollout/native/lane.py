@@ -19,8 +19,8 @@ rows that run. When ``version`` changes while rows run, they are read again unde
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 from math import isfinite
 
@@ -43,7 +43,7 @@ from rillflow.rollout.native.recording import RecordedModule
 from rillflow.rollout.native.routes import ROUTES, read_routes, route_shape
 from rillflow.rollout.native.runner import BLOCK, CACHE_BLOCK, Runner, evaluating
 from rillflow.rollout.native.sampling import Drawn, DrawSettings, Seen, draw
-from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step, twice
+from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step
 from rillflow.rollout.native.slots import BULK, Slots
 from rillflow.rollout.stops import Stops
 
@@ -423,14 +423,3 @@ def check_stop_tokens(stop_tokens: frozenset[int], vocabulary: int) -> None:
                 why=f"the model's vocabulary is 0 to {vocabulary - 1}, so it is never drawn",
                 fix="use the tokeniser the model was trained with",
             )
-
-
-def check_ids(rows: Iterable[RowId]) -> None:
-    """Show that no two rows have one id.
-
-    Raises:
-        RolloutError: two have.
-    """
-    again = [row for row, count in Counter(rows).items() if count > 1]
-    if again:
-        raise twice(again[0])

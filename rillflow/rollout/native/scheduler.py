@@ -25,7 +25,7 @@ place; the first always runs on, so every row ends.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
@@ -427,3 +427,14 @@ def twice(row: RowId) -> RolloutError:
         why="a row's random numbers and results are found by its id, so an id is there once",
         fix="give every row of a batch its own (epoch, prompt, sample)",
     )
+
+
+def check_ids(rows: Iterable[RowId]) -> None:
+    """Show that no two rows have one id.
+
+    Raises:
+        RolloutError: two have.
+    """
+    again = [row for row, times in Counter(rows).items() if times > 1]
+    if again:
+        raise twice(again[0])

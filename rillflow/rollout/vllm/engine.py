@@ -29,12 +29,12 @@ from rillflow.models.adapters import adapted, file_name, is_adapter
 from rillflow.models.architecture import vocabulary_of
 from rillflow.models.int8 import widened
 from rillflow.models.model_files import file_weights, layer_of, write_settings
-from rillflow.records.batch import Batch, concatenate
-from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
+from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Capability
-from rillflow.rollout.native.lane import check_ids, check_stop, check_stop_tokens, check_tokens, limit_of
+from rillflow.rollout.engine import Capability, RowByRow
+from rillflow.rollout.native.lane import check_stop, check_stop_tokens, check_tokens, limit_of
+from rillflow.rollout.native.scheduler import check_ids
 from rillflow.rollout.stops import Stops
 from rillflow.rollout.vllm.asks import ENVIRONMENT, LOUDNESS, AnyCore, Ask, CoreSettings, told
 from rillflow.rollout.vllm.served import ServedCore, StartRefused
@@ -63,7 +63,7 @@ class _Running:
         return self.rollout.sampled(self.tokens, self.logprobs, version, finish)
 
 
-class VllmEngine:
+class VllmEngine(RowByRow):
     """vLLM; with ``rollout.server`` in another environment's process, else in this one.
 
     Args: see Engine.
@@ -173,28 +173,6 @@ class VllmEngine:
         """See Engine."""
         self._core.wake()
 
-    def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
-        """See Engine."""
-        (rollouts,) = self.generate_parts([prompts], samples, sampling)
-        return rollouts
-
-    def generate_parts(
-        self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
-    ) -> Iterator[Batch]:
-        """See Engine."""
-        begun = [starts(part, samples) for part in parts]
-        check_ids(concatenate(parts).row_ids())
-        try:
-            for start in (each for part in begun for each in part):
-                self.add(start, sampling)
-            finished = dict[RowId, Rollout]()
-            for part in begun:
-                while any(each.row not in finished for each in part):
-                    finished |= {each.row: each for each in self._stepped(_STEPS)}
-                yield rollout_batch([finished.pop(each.row) for each in part])
-        finally:
-            self._clear()
-
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
         """See Engine.
 
@@ -232,6 +210,9 @@ class VllmEngine:
             RolloutError: the logits of a row are not finite; the engine is empty afterwards.
         """
         return self._stepped(1)
+
+    def _some_steps(self) -> list[Rollout]:
+        return self._stepped(_STEPS)
 
     def _stepped(self, most: int) -> list[Rollout]:
         ended, self._ended = self._ended, []

@@ -17,6 +17,7 @@ from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
+from rillflow.records.rollout import starts
 from rillflow.records.row import RowId
 from rillflow.rewards.function import parse_function
 from rillflow.rewards.outcome import FAILED, RETURNED
@@ -184,7 +185,9 @@ def test_rows_are_taken_out_and_begun_again(agents: Agents, model: LanguageModel
     engine = agents(workers=1)
     engine.load(0, {})
     alone = engine.generate(prompts(model, ["talks", "text"]), sampling=SamplingConfig(max_tokens=6))
-    rows = engine._added(prompts(model, ["talks", "text"]), 1, SamplingConfig(max_tokens=6))
+    rows = starts(prompts(model, ["talks", "text"]), 1)
+    for row in rows:
+        engine.add(row, SamplingConfig(max_tokens=6))
     while not engine._running:
         engine.step()
     out = [engine.abort(each.row) for each in rows]
