@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from rillflow.config.section import Section
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.rewards.frame import FrameConfig
 from rillflow.training.config import PassesConfig, RateConfig, UpdateConfig
@@ -46,6 +47,23 @@ class AlgorithmConfig(PassesConfig):
         return {}
 
 
+class ShapeConfig(Section):
+    """What becomes of rewards before anything is learnt from them, in this order."""
+
+    normalise: Literal["batch", "running"] | None = Field(
+        None, description="Less their mean and over their deviation: of the step, or of all steps so far."
+    )
+    clip: tuple[float, float] | None = Field(None, description="The least and the largest reward.")
+    length_price: float = Field(0.0, description="Taken from the reward for each sampled token.")
+
+    @field_validator("clip")
+    @classmethod
+    def _in_order(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not value[0] < value[1]:
+            raise ValueError(f"from {value[0]:g} to {value[1]:g} there is no reward; the least comes first")
+        return value
+
+
 class SampledConfig(AlgorithmConfig, UpdateConfig):
     """Algorithms that sample from the policy they train, by whatever loss."""
 
@@ -57,6 +75,9 @@ class SampledConfig(AlgorithmConfig, UpdateConfig):
     )
     missing_end_penalty: float = Field(
         0.0, ge=0, description="Taken from the reward of a row that was cut off at the limit."
+    )
+    shape: ShapeConfig | None = Field(
+        None, description="Normalisation, bounds and a price of length; left out, rewards are as they are."
     )
 
     @property

@@ -7,7 +7,9 @@ prompts ─┬─ greedy ──> answers  ─ score ─> greedy rewards ─┐
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import model_validator
 
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
@@ -29,6 +31,15 @@ class ReMaxConfig(OnlineConfig):
     """ReMax's settings."""
 
     name: Literal["remax"]
+
+    @model_validator(mode="after")
+    def _of_one_scale(self) -> Self:
+        if self.shape is not None and self.shape.normalise is not None:
+            raise ValueError(
+                "shape.normalise would scale the likeliest answer's reward and the samples' each by its own; "
+                "leave it out"
+            )
+        return self
 
 
 def step(flow: Flow, prompts: Batch, config: ReMaxConfig) -> Handle:

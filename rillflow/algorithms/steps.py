@@ -1,7 +1,7 @@
 """What the steps of algorithms that sample have in common: lines of theirs that would be the same.
 
 rollouts ─ with_logprobs ─> batches             the rollouts, and log probabilities that the loss reads
-rewards ─┬─ kl_penalised_rewards ─────> rewards             less a missing end and the divergence
+rewards ─┬─ kl_penalised_rewards ─────> rewards             shaped, less a missing end and the divergence
          ├─ group_relative_advantages ─> advantages         the same, compared within groups
          └─ token_level_rewards ───────> token_rewards      the same token by token; token_level_costs
 token_rewards ─ bootstrapped ─> token_rewards   a row that was cut off goes on into the critic's value
@@ -11,6 +11,7 @@ batches, advantages ─ update_and_publish ─> report          trained_rows: th
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rillflow import formulas
@@ -36,8 +37,40 @@ def with_logprobs(flow: Flow, rollouts: Handle, config: OnlineConfig) -> list[Ha
     return batches
 
 
+def shaped(flow: Flow, rewards: Handle, rollouts: Handle, config: SampledConfig) -> Handle:
+    """The rewards of rows, normalised, bounded and less a price of length, as far as that is asked for."""
+    shape = config.shape
+    if shape is None:
+        return rewards
+    if shape.normalise == "batch":
+        rewards = flow.compute(formulas.normalised_rewards, rewards, into="rewards")
+    elif shape.normalise == "running":
+        rewards = _rescaled(flow, rewards)
+    if shape.clip is None and not shape.length_price:
+        return rewards
+    low, high = shape.clip or (-inf, inf)
+    bounds = {"low": low, "high": high, "price": shape.length_price}
+    return flow.compute(formulas.bounded_rewards, rewards, rollouts, into="rewards", **bounds)
+
+
+def _rescaled(flow: Flow, rewards: Handle) -> Handle:
+    """The rewards over the mean and deviation of all so far, these among them, which are remembered."""
+    count, mean, squares = (flow.recall(f"reward_{name}", 0.0) for name in ("count", "mean", "squares"))
+    found = {
+        "count": flow.number(formulas.next_reward_count, rewards, count=count),
+        "mean": flow.number(formulas.next_reward_mean, rewards, count=count, mean=mean),
+        "squares": flow.number(
+            formulas.next_reward_squares, rewards, count=count, mean=mean, squares=squares
+        ),
+    }
+    for name, number in found.items():
+        flow.remember(f"reward_{name}", number)
+    return flow.compute(formulas.rescaled_rewards, rewards, into="rewards", **found)
+
+
 def missing_end_penalised(flow: Flow, rewards: Handle, rollouts: Handle, config: SampledConfig) -> Handle:
-    """The rewards of rows, less the penalty of those that were cut off, where there is one."""
+    """The rewards of rows as they are shaped, less the penalty of those that were cut off."""
+    rewards = shaped(flow, rewards, rollouts, config)
     if not config.missing_end_penalty:
         return rewards
     price = {"penalty": config.missing_end_penalty}

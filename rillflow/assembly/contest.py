@@ -3,7 +3,7 @@
     recipe ─> held-out prompts ─┬─ one:   tokeniser, engine ─> answers ─┐
                                 └─ other: tokeniser, engine ─> answers ─┴─ compared ─> win rate, pairs
 
-Each model reads prompts by its own tokeniser and template. Side to a prompt meet sample by sample.
+Each model reads prompts by its own tokeniser and template. Answers to a prompt meet sample by sample.
 Where one of a pair has no score, nothing is said of the pair, and it is counted.
 """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -89,12 +89,18 @@ def _remedy(field: FieldInfo, default: object, kind: str, value: object) -> str:
         if kind in ("int_type", "float_type", "bool_type") and _is_literal(value):
             return f"write {value} without quotes"
         if kind == "literal_error":
-            return nearest(value, get_args(field.annotation))
+            return nearest(value, _choices(field.annotation))
     if kind == "string_type":
         return f'write "{value}", with quotes' if isinstance(value, int | float) else "write it in quotes"
     if field.is_required():
         return "give another value"
     return f"leave it out for the default, {shown(default)}"
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The texts that a setting may have, an optional one's too."""
+    inner = [each for part in get_args(annotation) for each in (get_args(part) or [part])]
+    return [each for each in inner if isinstance(each, str)]
 
 
 def _is_literal(text: str) -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rillflow.formulas.preferences import *
     from rillflow.formulas.ratios import *
     from rillflow.formulas.selection import *
+    from rillflow.formulas.shaping import *
     from rillflow.formulas.token_advantages import *
 
 Formula = TypeVar("Formula", bound=Callable[..., Any])
@@ -53,6 +54,10 @@ _NAMES = {
         "best_of_n_bound best_of_n_divergence best_rows is_paired is_preferred iterations_without_pairs "
         "pair_places paired_groups whole_scores"
     ),
+    "shaping": (
+        "bounded_rewards next_reward_count next_reward_mean next_reward_squares normalised_rewards "
+        "rescaled_rewards"
+    ),
     "token_advantages": (
         "bootstrapped_rewards gae lambda_returns returns_to_go value_targets whitened whitened_returns"
     ),
@@ -62,10 +67,10 @@ Granularity = Literal["row", "group", "batch"]
 """What a formula has to see to know a row's result: the row, all rows of its prompt, or all there are."""
 _SEEN: dict[Granularity, str] = {
     "row": (
-        "bootstrapped_rewards ended gae implicit_rewards is_paired is_preferred kept_totals "
+        "bootstrapped_rewards bounded_rewards ended gae implicit_rewards is_paired is_preferred kept_totals "
         "lagrangian_advantages lambda_returns logprob_rewards missing_end_rewards overlong_rewards "
         "penalised_rewards penalised_token_costs penalised_token_rewards previous_logprobs previous_totals "
-        "returns_to_go token_costs token_rewards value_targets whole_scores"
+        "rescaled_rewards returns_to_go token_costs token_rewards value_targets whole_scores"
     ),
     "group": "best_rows group_advantages leave_one_out pair_places penalised_group_advantages varied_groups",
 }

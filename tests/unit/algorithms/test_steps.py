@@ -58,6 +58,9 @@ SETTINGS = [
     {"selector": "random", "reference": "previous"},
     {"selector": "max_random", "reference": "moving", "data": "fresh"},
     {"selector": "max_max", "loss": {"kind": "simpo"}},
+    {"shape": {"clip": (-1.0, 1.0), "length_price": 0.1}},
+    {"shape": {"normalise": "running", "clip": (-1.0, 1.0)}},
+    {"shape": {"normalise": "batch"}},
     {"truncated": "mask", "missing_end_penalty": 0.5, "loss": {"kl": 0.1, "kl_in": "reward"}},
     {"truncated": "bootstrap", "loss": {"kl": 0.1}},
 ]
@@ -75,6 +78,8 @@ def configured(name: str, settings: Mapping[str, object]) -> AlgorithmConfig | N
         section = kind.model_fields["loss"].annotation
         if set(loss) - set(getattr(section, "model_fields", {})):
             return None
+    if name == "remax" and dict(settings.get("shape") or {}).get("normalise"):
+        return None
     return kind.model_validate({"name": name, "steps": 1, **settings})
 
 

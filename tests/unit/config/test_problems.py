@@ -58,6 +58,7 @@ class Garage(Section):
     tags: tuple[str, ...] = ()
     vehicle: Car | Bicycle | Truck = Field(discriminator="kind")
     spare: Engine | None = None
+    paint: Literal["red", "green"] | None = None
 
 
 BICYCLE = {"kind": "bicycle"}
@@ -74,6 +75,7 @@ def problem(**data: Any) -> ConfigError:
 @pytest.mark.parametrize(
     ("data", "what", "why", "fix"),
     [
+        ({"paint": "gren"}, "paint is", "'red' or 'green'", "green"),
         ({"rate": 1}, "rate is 1", "less than 1 (Share of an hour.)", "the default, 0.5"),
         ({"rate": -0.5}, "rate is -0.5", "at least 0", "the default"),
         ({"rate": float("nan")}, "rate is nan", "finite", "the default"),

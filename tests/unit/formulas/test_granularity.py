@@ -36,6 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lagrangian_advantages": {"multiplier": 0.5},
     "lambda_returns": SHARES,
     "missing_end_rewards": {"penalty": 0.3},
+    "bounded_rewards": {"low": -1.0, "high": 0.5, "price": 0.1},
+    "rescaled_rewards": {"count": 4.0, "mean": 0.5, "squares": 3.0},
     "overlong_rewards": {"buffer": 2},
     "penalised_rewards": PRICE,
     "penalised_token_costs": PRICE,
