@@ -39,9 +39,9 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 NAMES = [
     name
     for name in ALGORITHMS
-    if name == "grpo" or (name != "preference" and (RECIPES / name / "run.toml").is_file())
+    if name == "grpo" or (name not in ("preference", "pairwise") and (RECIPES / name / "run.toml").is_file())
 ]
-"""Whatever is trained on a reward; a reward model is not."""
+"""Whatever is trained on a reward; a reward model or judge is not."""
 PEERS = ("torch", "transformers")
 FIRST, LAST = 4, 3
 """Steps that are averaged, at the beginning and at the end."""

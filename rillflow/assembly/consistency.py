@@ -6,6 +6,7 @@ Everything here follows from the recipe alone; files and data are looked at by `
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, cuts_tail, is_ready_first
@@ -298,15 +299,34 @@ def _schedule(recipe: Recipe) -> Iterator[ConfigError]:
         )
 
 
+def _weights(recipe: Recipe) -> Iterator[ConfigError]:
+    config, judge = recipe.reward, recipe.reward.judge
+    weights = config.weights
+    if weights is None:
+        return
+    named = {"function": True, "model": config.model is not None, "judge": judge is not None}
+    missing = [name for name in weights if not named.get(name, False)]
+    left = [name for name in ("model", "judge") if named[name] and name not in weights]
+    if missing or left or not weights or not all(map(isfinite, weights.values())):
+        yield ConfigError(
+            f"reward.weights is {dict(weights)}",
+            why="it has a finite number for each of function, model and judge that the section names"
+            + (f"; it names no {', no '.join(missing)}" if missing else "")
+            + (f"; it has none for {', '.join(left)}" if left else ""),
+            fix="reward.weights = { function = 0.1, model = 1 }",
+        )
+
+
 def _judge(recipe: Recipe) -> Iterator[ConfigError]:
     judge, config = recipe.reward.judge, recipe.algorithm
+    yield from _weights(recipe)
     if judge is None:
         return
-    if recipe.reward.model is not None:
+    if recipe.reward.model is not None and recipe.reward.weights is None:
         yield ConfigError(
             f"reward.judge.model is {judge.model!r} and reward.model is {recipe.reward.model!r}",
             why="one of them scores what is trained on",
-            fix="leave one of them out",
+            fix="leave one of them out, or say what each counts: reward.weights = { model = 1, judge = 1 }",
         )
     alone = isinstance(config, OnlineConfig) and config.samples_per_prompt < 2
     if alone and (judge.frame is None or judge.frame.compares):

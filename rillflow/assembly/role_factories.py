@@ -8,8 +8,8 @@ role's endpoints. Settings travel; models are loaded where they are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -41,6 +41,7 @@ from rillflow.rewards.frame import FrameConfig, kept_frame
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.rewards.weighted import WeightedWorkers
 from rillflow.roles.judge import Judge
+from rillflow.roles.panel import Panel
 from rillflow.roles.policy import EarlierAdapter, Policy, Reference
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights, SentWeights, lay_out
 from rillflow.roles.reward import Cost, Reward
@@ -100,6 +101,8 @@ class RoleSetting:
     """Publishes, or training calls, so far."""
     functions: Sequence[FunctionPath] = ()
     """The functions that score."""
+    models: Mapping[str, ModelConfig] = field(default_factory=dict)
+    """The models of a role that has several, by what they are."""
     frame: FrameConfig | None = None
     """How the judge that is trained is asked; None where none is."""
     model_input: ModelInput | None = None
@@ -278,6 +281,16 @@ def frozen_judge(setting: RoleSetting) -> Judge:
         raise no_frame(judging.model)
     own: dict[str, Any] = {"tokenizer": setting.tokenizer, "judging": judging}
     return Judge(setting.share(model), frame=frame, **own, **_begun(setting))
+
+
+def panel(setting: RoleSetting) -> Panel:
+    """Functions, a reward model and a judge, whose weighted sum is the reward."""
+    weights = setting.limits.weights
+    assert weights is not None, "a recipe without weights has no panel"
+    makers: dict[str, Callable[[RoleSetting], Any]]
+    makers = {"function": reward, "model": frozen_reward_model, "judge": frozen_judge}
+    members = {name: makers[name](replace(setting, model=setting.models.get(name))) for name in weights}
+    return Panel(members, weights)
 
 
 def critic(setting: RoleSetting) -> Critic:

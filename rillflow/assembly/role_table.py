@@ -86,6 +86,8 @@ _CRITIC = RoleKind(factory="critic", section="critic", start=Start.PHASE, is_tra
 _REWARD_MODEL = RoleKind(factory="frozen_reward_model", section="reward", start=Start.NAMED, joins=_samples)
 JUDGE_REWARD = RoleKind(factory="frozen_judge", section="reward", start=Start.NAMED, joins=_samples)
 """What stands in the reward's place where a judge scores."""
+PANEL = RoleKind(factory="panel", section="reward", start=Start.NAMED, joins=_samples)
+"""What stands there where several score."""
 _COST_MODEL = RoleKind(factory="frozen_cost_model", section="cost", start=Start.NAMED)
 ROLES: Mapping[str, RoleKind] = {
     "policy": RoleKind(factory="policy", section="policy", start=Start.SECTION, is_trained=True),
@@ -117,6 +119,8 @@ def table_of(recipe: Recipe) -> Mapping[str, RoleKind]:
     }
     if recipe.reward.judge is not None:
         found["reward"] = JUDGE_REWARD
+    if recipe.reward.weights is not None:
+        found["reward"] = PANEL
     again = [name for name, kind in ROLES.items() if kind.start is Start.PHASE]
     for name, kind in recipe.chosen.brings.items():
         what = f"{recipe.algorithm.name} brings a role {name!r}"

@@ -21,7 +21,7 @@ from rillflow.assembly.phases import PhasePlan
 from rillflow.assembly.preflight import judge_source, scorer_source
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.role_factories import RoleSetting, keep_policy, made, model_input, role_class
-from rillflow.assembly.role_table import EVAL_REWARD, Start, roles_of
+from rillflow.assembly.role_table import EVAL_REWARD, PANEL, Start, roles_of
 from rillflow.cluster.backend import Backend, Pool
 from rillflow.cluster.config import SAMPLER
 from rillflow.dataflow.checkpoint import Checkpoint
@@ -90,7 +90,9 @@ class RoleGroups:
         """
         for role, scoring in {"reward": functions, EVAL_REWARD: functions, "cost": costs}.items():
             kind = self._kinds.get(role)
-            if kind is not None and kind.start is Start.NAMED:
+            if kind is PANEL:
+                self._start(role, models=self._panel_models(), functions=scoring)
+            elif kind is not None and kind.start is Start.NAMED:
                 self._start(role, model=self._named_model(role))
             elif kind is not None and scoring:
                 self._start(role, functions=scoring)
@@ -207,11 +209,23 @@ class RoleGroups:
 
     def _named_model(self, role: str) -> ModelConfig:
         """The model that the role's section names."""
-        path, judge = {"reward": self._recipe.reward.model, "cost": self._recipe.cost.model}[role], None
         if role == "reward" and (judge := self._recipe.reward.judge) is not None:
-            source = judge_source(judge, self._base)
-        else:
-            source = scorer_source(f"{role}.model", str(path), self._base)
+            return self._scorer(judge_source(judge, self._base))
+        path = {"reward": self._recipe.reward.model, "cost": self._recipe.cost.model}[role]
+        return self._scorer(scorer_source(f"{role}.model", str(path), self._base))
+
+    def _panel_models(self) -> dict[str, ModelConfig]:
+        """The models of those that score together."""
+        config, found = self._recipe.reward, dict[str, ModelConfig]()
+        for name in config.weights or ():
+            if name == "model":
+                source = scorer_source("reward.model", str(config.model), self._base)
+                found[name] = self._scorer(source)
+            elif name == "judge" and config.judge is not None:
+                found[name] = self._scorer(judge_source(config.judge, self._base))
+        return found
+
+    def _scorer(self, source: str) -> ModelConfig:
         return ModelConfig(path=source, dtype=self._recipe.policy.model.dtype)
 
     def _train(self, role: str, plan: PhasePlan) -> TrainConfig:

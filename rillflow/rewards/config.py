@@ -52,6 +52,9 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = Field(
         None, description="A judge that scores what is trained on, instead of a function or a model."
     )
+    weights: dict[str, float] | None = Field(
+        None, description="What function, model and judge count, those that are named; left out, one scores."
+    )
     timeout_s: float = Field(10.0, gt=0, description="Longest time for one call.")
     memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")
     workers: int = Field(1, gt=0, description="Children that score side by side.")

@@ -9,7 +9,7 @@ of one is the row's: a sum without it would be another reward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from rillflow.rewards.columns import Columns, Text
@@ -17,6 +17,9 @@ from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.workers import RewardWorkers
+
+FAILURES = (Outcome.ERROR, Outcome.TIMEOUT)
+"""What one scorer's row has none of, or the row has no sum."""
 
 
 class WeightedWorkers(ExitStack):
@@ -44,10 +47,18 @@ class WeightedWorkers(ExitStack):
             return scores[0]
         pairs = list(zip(self._functions, scores, strict=True))
         for function, score in pairs:
-            if score.outcome in (Outcome.ERROR, Outcome.TIMEOUT):
+            if score.outcome in FAILURES:
                 return Score(outcome=score.outcome, message=f"{function}: {score.message}")
-        parts = {function.name: score.value for function, score in pairs if score.value is not None}
-        if not parts:
-            return Score(outcome=Outcome.ABSTAIN)
-        total = sum(each.weight * parts[each.name] for each in self._functions if each.name in parts)
-        return Score(outcome=Outcome.SCORE, value=total, parts=parts)
+        return summed({function.name: (function.weight, score) for function, score in pairs})
+
+
+def summed(said: Mapping[str, tuple[float, Score]]) -> Score:
+    """The weighted sum of what several scorers say of a row, of each its weight and its score by name."""
+    for name, (_, score) in said.items():
+        if score.outcome in FAILURES:
+            return Score(outcome=score.outcome, message=f"{name}: {score.message}")
+    parts = {name: score.value for name, (_, score) in said.items() if score.value is not None}
+    if not parts:
+        return Score(outcome=Outcome.ABSTAIN)
+    total = sum(said[name][0] * value for name, value in parts.items())
+    return Score(outcome=Outcome.SCORE, value=total, parts=parts)

@@ -42,7 +42,7 @@ GROWN = {
     "models larger than a rank": 564,
     "a controller of many ranks": 370,
     "saving beside training, sums in buckets": 283,
-    "judges and their evaluation": 580,
+    "judges and their evaluation": 616,
     "adapters, small mixtures": 348,
     "vLLM": 420,
     "vLLM as a server with adapters": 384,

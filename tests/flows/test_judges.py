@@ -12,6 +12,7 @@ from rillflow.assembly.check import check
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import ConfigError
+from rillflow.observe.reader import read_rollouts
 
 MODEL = """
 [policy]
@@ -121,3 +122,21 @@ def test_a_judge_that_cannot_be_asked_is_refused_before_the_run(folder: Path) ->
         with pytest.raises(ConfigError) as caught:
             loaded(folder / "use.toml", "use", *settings)
         assert why in str(caught.value)
+
+
+def test_a_function_and_a_judge_score_together_each_with_its_curve(folder: Path) -> None:
+    """By hand: the reward is the weighted sum of what each said, row by row."""
+    ran(folder / "run.toml", "judge", "algorithm.steps=1")
+    weights = "reward.weights={function=2.0,judge=0.5}"
+    assert check(loaded(folder / "use.toml", "use", weights)).problems == []
+    run = ran(folder / "use.toml", "use", weights)
+    rows = read_rollouts(run, 1)
+    assert all(
+        row.reward == pytest.approx(2 * row.parts["function"] + row.parts["judge"] / 2, abs=1e-6)
+        for row in rows
+    )
+    (step,) = numbers(run)
+    assert step["rewards/judge/mean"]["mean"] == pytest.approx(0.5) and "rewards/function/mean" in step
+    for wrong in ("{function=1.0}", "{judge=1.0,model=1.0}", "{judge=nan}", "{judge=1.0,rule=1.0}"):
+        with pytest.raises(ConfigError, match=r"reward\.weights"):
+            loaded(folder / "use.toml", "use", f"reward.weights={wrong}")

@@ -1,0 +1,252 @@
+"""Judges, measured: what reading both orders takes out, and what believing a small reward model costs.
+
+    position   a judge of two answers (56 thousand parameters), trained a while on pairs of 90 sums, asked
+               about those of 10 others: how often its verdict turns with the order, and how often it is right
+    believed   a reward model that has seen few wrong answers (8 a sum) scores a policy: its score (the proxy)
+               and the share of right answers (gold), over the steps, at several prices of divergence
+
+    python benchmarks/judges.py --write benchmarks/results/judges.md     # half an hour
+
+A run that is done is a line of the kept file; the same command goes on after the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import load_recipe
+from rillflow.assembly.trained import model_directory
+from rillflow.models.config import ModelConfig
+from rillflow.models.language_model import load_model
+from rillflow.observe.layout import rollout_files
+from rillflow.observe.reader import read_metrics, read_rollouts
+from rillflow.rewards.frame import kept_frame
+from rillflow.roles.judge import Judge
+from rillflow.roles.share import Share
+from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.task import open_preferences
+from rillflow.training.config import TrainConfig
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+WINDOW = 5
+"""Steps that are averaged, at the beginning and at the end."""
+WRONG = 8
+"""Wrong answers a sum that the reward model sees."""
+PRICES = (0.0, 0.1, 0.5)
+"""Of divergence; 0 is a price of 1e-9, so that the divergence is measured all the same."""
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Student's t, two-sided 95%, by the number of seeds."""
+ORDERS = ("random", "both")
+"""How pairs are shown in training: once in a drawn order, or in both."""
+PART = ("position", "believed")
+
+
+def main() -> None:
+    """Run what is not kept yet, and print or write the tables."""
+    arguments = _arguments()
+    found = (
+        [json.loads(line) for line in arguments.keep.read_text().splitlines()]
+        if arguments.keep.exists()
+        else []
+    )
+    for wanted in _wanted(arguments):
+        if any(all(each.get(key) == value for key, value in wanted.items()) for each in found):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            made = (position if wanted["part"] == "position" else believed)(Path(folder), wanted, arguments)
+        found.append({**wanted, **made})
+        print(json.dumps(found[-1]), flush=True)
+        with arguments.keep.open("a") as kept:
+            kept.write(json.dumps(found[-1]) + "\n")
+    text = "\n".join(tables(found, arguments))
+    print(text)
+    if arguments.write is not None:
+        arguments.write.write_text(text + "\n")
+
+
+def _wanted(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for seed in arguments.seeds:
+        if "position" in arguments.only:
+            yield from (
+                {"part": "position", "seed": seed, "steps": arguments.judge_steps, "orders": orders}
+                for orders in ORDERS
+            )
+        if "believed" in arguments.only:
+            yield {"part": "believed", "seed": seed, "steps": arguments.steps, "prices": [*PRICES]}
+
+
+def _run(recipe: str, folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
+    given = {**settings, "run.dir": str(folder / name)}
+    loaded = load_recipe(RECIPES / recipe, given)
+    return Path(launch(loaded.recipe, loaded.base, quiet=True).run)
+
+
+def position(folder: Path, wanted: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, float]:
+    """What a judge says of held-out pairs, each in both orders."""
+    steps, seed = arguments.judge_steps, wanted["seed"]
+    settings = {"run.seed": seed, "algorithm.steps": steps, "algorithm.orders": wanted["orders"]}
+    settings["algorithm.prompts_per_step"] = 64 if wanted["orders"] == "both" else 128  # as many rows
+    run = _run("pairwise/run.toml", folder, "judge", {**settings, "evaluate": None})
+    model = ModelConfig(path=str(model_directory(run, "judge").absolute()))
+    loaded = load_model(model, seed=0, device=torch.device("cpu"), base=Path())
+    frame = kept_frame(loaded.module.config.to_dict())
+    assert frame is not None
+    judge = Judge(Share.whole(loaded), frame=frame, train=TrainConfig(), seed=0, updates=1)
+    source = TaskConfig(source=str(RECIPES / "preference/pairs.jsonl"), held_out=10)
+    task = open_preferences(source, base=Path(), seed=seed)
+    apart = {pair.key for pair in task.held_out}
+    whole = open_preferences(source.model_copy(update={"held_out": 0}), base=Path(), seed=seed).train
+    pairs = [pair for pair in whole if pair.key in apart]
+    texts = ([str(pair.prompt) for pair in pairs], [str(pair.completion) for pair in pairs])
+    _, said = judge.compared(*texts, [pair.rejected for pair in pairs])
+    first, second = said.likely + said.bias, said.likely - said.bias
+    return {
+        "pairs": len(pairs),
+        "contradiction": float(said.contradicts.double().mean()),
+        "bias": float(said.bias.mean()),
+        "right_first": float((first > 0.5).double().mean()),
+        "right_second": float((second > 0.5).double().mean()),
+        "right_both": float((said.likely > 0.5).double().mean()),
+    }
+
+
+def believed(folder: Path, wanted: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Proxy, gold and divergence of a policy, step by step, at every price."""
+    seed = wanted["seed"]
+    lines = [json.loads(line) for line in (RECIPES / "preference/pairs.jsonl").read_text().splitlines()]
+    random, by_prompt = Random(seed), dict[str, list[dict[str, str]]]()
+    for line in lines:
+        by_prompt.setdefault(line["prompt"], []).append(line)
+    few = [each for rows in by_prompt.values() for each in random.sample(rows, WRONG)]
+    (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in few))
+    source = {"task.source": str(folder / "pairs.jsonl"), "run.seed": seed}
+    scorer = _run("preference/run.toml", folder, "scorer", {**source, "algorithm.steps": 120})
+    found: dict[str, Any] = {}
+    for price in PRICES:
+        settings = {"run.seed": seed, "reward.model": str(scorer), "algorithm.steps": arguments.steps}
+        settings |= {"algorithm.prompts_per_step": 40, "algorithm.loss.kl": price or 1e-9, "evaluate": None}
+        run = _run("preference/use.toml", folder, f"policy-{price}", settings)
+        metrics = [each.metrics for each in read_metrics(run) if each.phase == "grpo"]
+        gold = [
+            mean(float(row.completion == row.columns["answer"]) for row in read_rollouts(run, step))
+            for step in rollout_files(run)
+        ][-arguments.steps :]
+        found[str(price)] = {
+            "proxy": [each["reward/score/mean"].value for each in metrics],
+            "gold": gold,
+            "kl": [each["policy/kl/mean"].value for each in metrics],
+        }
+    return found
+
+
+def tables(found: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> list[str]:
+    """The pages' text."""
+    seeds = " ".join(map(str, arguments.seeds))
+    versions = f"Python {platform.python_version()}, torch {version('torch')}"
+    lines = [
+        "# Judges: both orders, and a reward model that is believed too much",
+        "",
+        f"`python benchmarks/judges.py --seeds {seeds} --steps {arguments.steps} --judge-steps "
+        f"{arguments.judge_steps}`, {os.cpu_count()} cores, {versions}. Means over seeds, with 95% intervals "
+        "by Student's t.",
+    ]
+    judged = [each for each in found if each["part"] == "position"]
+    if judged:
+        lines += ["", "## Position", "", *_position_table(judged)]
+    hacked = [each for each in found if each["part"] == "believed"]
+    if hacked:
+        lines += ["", "## A small reward model", "", *_believed_table(hacked, arguments.steps)]
+    return lines
+
+
+def _position_table(judged: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [
+        "A judge is asked about pairs of ten sums that it has not seen. One order: the verdict is what it "
+        "says of the two as shown; both: the mean of what it says of them in both.",
+        "",
+        "| shown in training | verdict turns with the order | right, the right answer first | second "
+        "| right, both orders | mean bias to the first |",
+        "|---|---|---|---|---|---|",
+    ]
+    for orders, called in (("random", "one order a pair, drawn"), ("both", "both orders")):
+        rows = [each for each in judged if each["orders"] == orders]
+        names = ("contradiction", "right_first", "right_second", "right_both", "bias")
+        cells = [_interval([each[name] for each in rows]) for name in names]
+        lines.append(f"| {called} | {' | '.join(cells)} |")
+    apart = [abs(each["right_first"] - each["right_second"]) for each in judged]
+    gained = [each["right_both"] - (each["right_first"] + each["right_second"]) / 2 for each in judged]
+    return [
+        *lines,
+        "",
+        f"By where the right answer stands, one order's accuracy differs by {_interval(apart)}; that of both "
+        "orders by 0, for the verdict is the same whichever is shown first. Both orders are right more often "
+        f"than one order in the mean by {_interval(gained)}.",
+    ]
+
+
+def _believed_table(hacked: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
+    lines = [
+        f"The reward model learnt from {WRONG} wrong answers a sum, in 120 steps. Proxy is its score of "
+        f"sampled answers, gold the share of right ones, of the first {WINDOW} and the last {WINDOW} "
+        f"of {steps} steps; divergence is that of the last, in nats a token.",
+        "",
+        "| `loss.kl` | proxy first | last | gold first | last | gold's change | divergence |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    change: dict[float, list[float]] = {}
+    for price in PRICES:
+        runs = [each[str(price)] for each in hacked]
+        cells = []
+        for name in ("proxy", "gold"):
+            cells += [_interval([mean(run[name][:WINDOW]) for run in runs])]
+            cells += [_interval([mean(run[name][-WINDOW:]) for run in runs])]
+        change[price] = [mean(run["gold"][-WINDOW:]) - mean(run["gold"][:WINDOW]) for run in runs]
+        cells += [_interval(change[price]), _interval([mean(run["kl"][-WINDOW:]) for run in runs])]
+        lines.append(f"| {price:g} | " + " | ".join(cells) + " |")
+    kept = [
+        f"{_interval([b - a for a, b in zip(change[0.0], change[price], strict=True)])} at {price:g}"
+        for price in PRICES[1:]
+    ]
+    return [
+        *lines,
+        "",
+        f"By a price gold ends higher, of the same reward models and seeds: {', '.join(kept)}.",
+    ]
+
+
+def _interval(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return f"{mean(values):.3f}"
+    half = STUDENT.get(len(values), 1.96) * stdev(values) / math.sqrt(len(values))
+    return f"{mean(values):.3f} ± {half:.3f}"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=PART, default=PART, help="which parts")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="one run each")
+    parser.add_argument("--steps", type=int, default=60, help="of a policy that believes")
+    parser.add_argument("--judge-steps", type=int, default=150, help="of a judge")
+    parser.add_argument("--keep", type=Path, default=Path("judges.jsonl"), help="what is done, a line a run")
+    parser.add_argument("--write", type=Path, help="where the tables are written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
