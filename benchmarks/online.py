@@ -11,8 +11,8 @@
     python benchmarks/online.py --keep /tmp/online.jsonl --write benchmarks/results/online.md
 
 The gold reward is the share of an answer's characters that are right, in their places: the mean over all
-answers that the policy gives, at temperature 1, to every prompt of the iteration that comes next. So every run
-makes one more iteration than it is judged by. A run that is done is a line of the kept file.
+answers that the policy gives, at temperature 1, to every prompt of the iteration that comes next. So every
+run makes one more iteration than it is judged by. A run that is done is a line of the kept file.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ def page(found: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> str:
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, "
         f"seeds {', '.join(map(str, seeds))}.",
         "",
-        f"Sums and differences of two digits, a Qwen2 of 56 thousand parameters after {WARM_STEPS} supervised "
-        f"steps of {WARM_ROWS} rows. Gold reward: share of right characters, all answers that the policy "
-        "gives to the prompts of the next iteration at temperature 1; means over seeds, with 95% intervals. "
+        f"Sums and differences of two digits, a Qwen2 of 56 thousand parameters after {WARM_STEPS} "
+        f"supervised steps of {WARM_ROWS} rows. Gold reward: share of right characters, all answers that the "
+        "policy gives to the next iteration's prompts at temperature 1; means over seeds, 95% intervals. "
         f"{ITERATIONS} x {PROMPTS} prompts, {SAMPLES} answers each, beta {BETA:g}, {NLL:g} of the chosen "
         f"answers' own loss, {ITERATIONS * MINIBATCHES * EPOCHS} optimiser steps in all.",
         "",

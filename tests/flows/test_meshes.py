@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from rillflow.assembly.launch import launch
@@ -45,7 +46,8 @@ def ran(
 ) -> tuple[list[Any], list[Any]]:
     """What was sampled, and every step's losses and norms."""
     folder.mkdir(exist_ok=True)
-    (folder / "run.toml").write_text(RECIPE.replace("NAME", name))
+    text = RECIPE if name != "online_dpo" else RECIPE.replace("loss.kl = 0.01", "loss.beta = 0.5")
+    (folder / "run.toml").write_text(text.replace("NAME", name))
     (folder / "reward.py").write_text(REWARD)
     ranks = 1
     for size in axes.values():
@@ -140,3 +142,33 @@ def test_a_run_whose_ranks_share_out_experts_says_what_one_rank_says(tmp_path: P
         assert each[0] == alone[0]
         for one, other in zip(each[1], alone[1], strict=True):
             assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "axes"), [("grpo", {"fsdp": 2}), ("online_dpo", {"tp": 2}), ("online_dpo", {"fsdp": 2})]
+)
+def test_a_reference_moves_shard_by_shard_as_on_one_rank(
+    name: str, axes: dict[str, int], tmp_path: Path
+) -> None:
+    """Collected pairs, too: they lie on one rank, and are shared out to all."""
+    moves = ("algorithm.reference=moving", "algorithm.reference_rate=0.25", "algorithm.steps=3")
+    moves += ("policy.lr=1e-2", "evaluate.problems=0")
+    alone, found = (ran(tmp_path / str(len(cut)), name, cut, 1, *moves) for cut in ({}, axes))
+    assert found[0] == alone[0]
+    for one, other in zip(found[1], alone[1], strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
+    (weights, reference) = (
+        AutoModelForCausalLM.from_pretrained(max((tmp_path / "1/run/checkpoints").iterdir()) / role)
+        for role in ("policy", "reference")
+    )
+    apart = [
+        float((one - other).detach().abs().max())
+        for one, other in zip(weights.parameters(), reference.parameters(), strict=True)
+    ]
+    assert max(apart) > 1e-4
+    known = AutoModelForCausalLM.from_pretrained(
+        max((tmp_path / "0/run/checkpoints").iterdir()) / "reference"
+    )
+    for one, other in zip(reference.parameters(), known.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
