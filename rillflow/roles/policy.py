@@ -338,8 +338,8 @@ class Reference(KeptRole):
             self._within.follow()
             return
         with self._there:
-            for name, each in own.items():
-                each.lerp_(theirs[name], rate)
+            for name in self.share.written.keys() & own.keys():
+                own[name].lerp_(theirs[name], rate)
             if isinstance(self._there, OnHost):
                 self._there.keep()
 

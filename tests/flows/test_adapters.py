@@ -87,6 +87,25 @@ def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, name: str
     assert name == "ppo" or steps[-1]["policy/kl/mean"].value > 1e-4
 
 
+def test_a_reference_takes_the_policy_s_adapter_as_it_is_and_goes_on_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    how = ("algorithm.reference=moving", "algorithm.reference_rate=1.0", "algorithm.reference_every=2")
+    how += ("run.checkpoint_every=1", "run.keep_checkpoints=9", "evaluate.problems=0")
+    whole = ran(tmp_path / "a", *how, "algorithm.steps=3")
+    held = [
+        [(tmp_path / f"a/run/checkpoints/step-{step:06d}/{role}/adapter_model.safetensors").read_bytes()
+         for step in (4, 5, 6)]
+        for role in ("reference", "policy")
+    ]  # fmt: skip
+    first = load_file(tmp_path / "a/run/reference/adapter_model.safetensors")
+    begun = load_file(tmp_path / "a/run/checkpoints/step-000004/reference/adapter_model.safetensors")
+    assert all(torch.equal(begun[name], each) for name, each in first.items())
+    assert held[0][1:] == [held[1][1]] * 2, "after the second step, and until the fourth"
+    ran(tmp_path / "b", *how, "algorithm.steps=2")
+    assert ran(tmp_path / "b", *how, "algorithm.steps=3") == whole
+
+
 @RAY
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp = 2", "fsdp = 2", "tp = 2", "pp = 2"])

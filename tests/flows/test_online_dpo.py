@@ -96,7 +96,7 @@ def test_an_error_inside_an_iteration_saves_the_pairs_of_the_last_whole_one(smal
     assert torch.equal(collected(small, "whole", 3).ids, collected(small, "broken", 3).ids)
 
 
-@pytest.mark.parametrize("name", ["online_dpo", "grpo"])
+@pytest.mark.parametrize("name", ["online_dpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_reference_that_moves_is_the_mean_it_should_be_and_resumes(small: Tiny, name: str) -> None:
     moves = (*PAIRS, f"algorithm.name={name}", "algorithm.reference=moving", "algorithm.reference_rate=0.25")
     moves += ("algorithm.reference_every=2",) + (("algorithm.loss.kl=0.1",) if name == "grpo" else ())
@@ -127,7 +127,7 @@ def test_previous_is_moving_all_the_way_in_every_iteration(small: Tiny) -> None:
     assert values(small, "previous", "pairs/loss/mean")[0] > 0
 
 
-@pytest.mark.parametrize("reference", ["first", "previous"])
+@pytest.mark.parametrize("reference", ["first", pytest.param("previous", marks=pytest.mark.slow)])
 def test_fresh_pairs_alone_are_learnt_from(small: Tiny, reference: str) -> None:
     fresh = ("algorithm.data=fresh", f"algorithm.reference={reference}", "algorithm.selector=max_random")
     assert small.run("fresh", *PAIRS, *fresh, "algorithm.steps=2", "evaluate.problems=0") == 0
