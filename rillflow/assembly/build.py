@@ -142,6 +142,13 @@ class Build:
         finally:
             gc.unfreeze()
 
+    def evaluate(self) -> Sequence[Evaluation]:
+        """How the last phase's model does on held-out rows before a step; none where nothing could tell."""
+        plan = phase_plans(self._recipe)[-1]
+        self._roles.begin(plan, None)
+        evaluate = self._evaluator(plan)
+        return () if evaluate is None else evaluate(self._roles.executor)
+
     def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
         executor, kept = self._roles.executor, self._checkpoint if resumed is not None else None
         trained = self._roles.begin(plan, kept)

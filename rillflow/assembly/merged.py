@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.assembly.trained import model_directory, write_merged
-from rillflow.errors import ConfigError, ModelError, RunDirectoryError
+from rillflow.errors import ConfigError, DataError, ModelError, RunDirectoryError
 from rillflow.merging.merge import MergeSettings, merge
 from rillflow.merging.stream import require_new
 from rillflow.models.locate import found_adapter
 from rillflow.observe import layout
+from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.task import open_task
 
 _ROLES = ("policy", "reward_model")
 
@@ -29,6 +31,8 @@ def merge_models(
     settings: MergeSettings,
     *,
     base: Path | None = None,
+    prompts: Path | None = None,
+    recipe: Path | None = None,
 ) -> Mapping[str, Any]:
     """Merge models, runs and adapters; what merge.json says.
 
@@ -37,6 +41,8 @@ def merge_models(
         out: the directory to write; it is not there yet.
         settings: how.
         base: the model, or run, that all were trained from.
+        prompts: for ot, a file of prompts to align by what the models say of them; without, by weights.
+        recipe: for greedy, whose evaluation says how good a model is.
 
     Raises:
         ConfigError: the settings cannot be used, or ``out`` is there.
@@ -44,9 +50,47 @@ def merge_models(
         RunDirectoryError: a run has no checkpoint, or ``out`` cannot be written.
     """
     settings.checked(len(sources), has_base=base is not None)
+    _require_used("--prompts", prompts, settings.method, "ot")
+    _require_used("--recipe", recipe, settings.method, "greedy")
     require_new(out)
+    texts = [] if prompts is None else _texts(prompts)
     with _whole([model_of(source) for source in sources], out) as parents:
-        return merge(parents, out, settings, None if base is None else model_of(base))
+        if settings.method != "greedy":
+            return merge(parents, out, settings, None if base is None else model_of(base), texts=texts)
+        from rillflow.assembly.held_out import held_out_score
+        from rillflow.merging.soup import greedy_soup
+
+        if recipe is None or settings.weights is not None:
+            raise ConfigError(
+                "--method greedy needs --recipe"
+                if recipe is None
+                else "--method greedy has no use for --weights",
+                why="its parents are chosen by a recipe's evaluation, and those that are kept count equally",
+                fix="add --recipe run.toml" if recipe is None else "leave --weights out",
+            )
+        return greedy_soup(parents, out, held_out_score(recipe))
+
+
+def _require_used(option: str, given: Path | None, method: str, of: str) -> None:
+    if given is not None and method != of:
+        raise ConfigError(
+            f"{option} with --method {method}",
+            why=f"it is for --method {of}",
+            fix=f"leave it out, or add --method {of}",
+        )
+
+
+def _texts(prompts: Path) -> list[str]:
+    """The prompts of a file, those that are texts."""
+    task = open_task(TaskConfig(source=str(prompts.absolute()), held_out=0), base=Path(), seed=0)
+    found = [example.prompt for example in task.train if isinstance(example.prompt, str)]
+    if not found:
+        raise DataError(
+            f"{prompts} has no prompt that is a text",
+            why="models are aligned by what they say of texts",
+            fix='write one {"prompt": "..."} a line',
+        )
+    return found
 
 
 def model_of(source: Path) -> Path:

@@ -93,8 +93,10 @@ def merge(arguments: argparse.Namespace) -> int:
         density=arguments.density,
         scale=arguments.scale,
         seed=arguments.seed,
+        reg=arguments.reg,
     )
-    merge_models(arguments.parents, arguments.out, settings, base=arguments.base)
+    how = {"base": arguments.base, "prompts": arguments.prompts, "recipe": arguments.recipe}
+    merge_models(arguments.parents, arguments.out, settings, **how)
     print(f"wrote {arguments.out}")
     return DONE
 

@@ -232,6 +232,12 @@ def _merge_models_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--scale", type=float, default=1.0, metavar="S", help="of the merged change of ties and dare (1)")
     add("--seed", type=int, default=0, metavar="N", help="of what dare drops (0)")
+    told = "prompts, by what is said of which ot aligns; without, by weights"
+    add("--prompts", type=Path, metavar="FILE", help=told)
+    told = "of ot: Sinkhorn's regularisation, such as 0.01; without, exact transport"
+    add("--reg", type=float, metavar="R", help=told)
+    told = "whose held-out rows say which parents a greedy soup keeps"
+    add("--recipe", type=Path, metavar="RECIPE", help=told)
 
 
 def _numbers(text: str) -> tuple[float, ...]:

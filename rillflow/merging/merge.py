@@ -53,8 +53,11 @@ class MergeSettings:
     seed: int = 0
     """Of what dare drops."""
 
-    def checked(self, count: int, *, has_base: bool) -> MergeSettings:
-        """The same with weights that sum to 1.
+    reg: float | None = None
+    """Of ot: Sinkhorn's regularisation, in units of the mean cost; None for exact transport."""
+
+    def checked(self, count: int, *, has_base: bool, least: int = 2) -> MergeSettings:
+        """The same with weights that sum to 1; ``least`` is the fewest parents.
 
         Raises:
             ConfigError: a value is out of range, or parents or base are missing.
@@ -65,7 +68,7 @@ class MergeSettings:
                 why="models are merged by one of a few",
                 fix=nearest(self.method, METHODS),
             )
-        if count < 2:
+        if count < least:
             raise ConfigError(
                 f"{count or 'no'} parent{'s' if not count else ''} to merge",
                 why="a merge is made of two or more models",
@@ -88,31 +91,64 @@ class MergeSettings:
 
 
 def merge(
-    parents: Sequence[Path], out: Path, settings: MergeSettings, base: Path | None = None
+    parents: Sequence[Path],
+    out: Path,
+    settings: MergeSettings,
+    base: Path | None = None,
+    *,
+    texts: Sequence[str] = (),
+    said: Mapping[str, Any] | None = None,
+    least: int = 2,
 ) -> Mapping[str, Any]:
     """Write the model that is made of others; what its merge.json says.
 
     Args:
         parents: their directories.
         out: the directory to write; it is not there yet.
-        settings: how; with a method that looks at weights alone.
+        settings: how.
         base: the model that all parents were trained from, for methods of task vectors.
+        texts: for ot, to align by what the models say of them; none aligns by weights.
+        said: more for merge.json.
+        least: the fewest parents.
 
     Raises:
         ConfigError: the settings cannot be used, or ``out`` is there.
         ModelError: the models cannot be merged.
         RunDirectoryError: ``out`` cannot be written.
     """
-    settings = settings.checked(len(parents), has_base=base is not None)
+    settings = settings.checked(len(parents), has_base=base is not None, least=least)
     require_new(out)
-    opened = open_parents(parents)
+    is_aligned = settings.method == "ot"
+    opened = open_parents(parents, widths=is_aligned)
     with ExitStack() as stack:
         first = None if base is None else Parent(base)
         if first is not None:
             require_alike(opened[0], first)
         for each in filter(None, (*opened, first)):
             stack.callback(each.close)
-        return write_merged(opened, opened, out, settings, base=first)
+        if is_aligned:
+            how = {"aligned_by": "activations" if texts else "weights", "aligned_to": len(parents) - 1}
+            aligned = _aligned(opened, texts, settings.reg)
+            return write_merged(opened, aligned, out, settings, like=-1, said=how | dict(said or {}))
+        return write_merged(opened, opened, out, settings, base=first, said=said)
+
+
+def _aligned(parents: Sequence[Parent], texts: Sequence[str], reg: float | None) -> list[Readable]:
+    """The parents with their units in the places of the last one's; one of them at a time is loaded."""
+    from rillflow.merging.activations import activations
+    from rillflow.merging.decoder import align_by_activations, align_by_weights, require_alignable
+
+    *others, target = parents
+    for each in others:
+        require_alignable(each, target)
+    if not texts:
+        return [*(align_by_weights(each, target, reg) for each in others), target]
+    theirs = activations(target.directory, texts)
+    found = [
+        align_by_activations(each, target, (activations(each.directory, texts), theirs), reg)
+        for each in others
+    ]
+    return [*found, target]
 
 
 def write_merged(

@@ -26,6 +26,7 @@ ADAPTERS = {
     "uvicorn": ("rillflow/service/__main__.py", "rillflow/service/server.py"),
     "ray": ("rillflow/cluster/ray.py", "rillflow/cluster/messages.py"),
     "vllm": ("rillflow/rollout/vllm/core.py",),
+    "ot": ("rillflow/merging/transport.py",),
 }
 """Where a third-party name may be imported within the package."""
 HEAVY = ("torch", "transformers", "tokenizers", "rich", "pyarrow", "reasoning_gym", "safetensors", "numpy")

@@ -1,0 +1,62 @@
+"""Held out: how good a model's directory is by a recipe's own evaluation, before any step.
+
+recipe, model ─ the recipe with this model, in a folder that is thrown away ─ roles ─ evaluator ─> mean reward
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from rillflow.errors import ConfigError
+from rillflow.observe.reader import Evaluation
+
+
+def held_out_score(recipe: Path) -> Callable[[Path], float]:
+    """What says how good a model is: the mean reward of its answers to the recipe's held-out prompts.
+
+    Where the recipe trains a reward model: the share of held-out pairs that are put in order.
+
+    Args:
+        recipe: a recipe's TOML file; the model that it names is replaced, its other settings count.
+    """
+
+    def score(model: Path) -> float:
+        return evaluated(recipe, model).mean_reward
+
+    return score
+
+
+def evaluated(recipe: Path, model: Path) -> Evaluation:
+    """A model's directory in a recipe's evaluation, the first of several.
+
+    Raises:
+        RillflowError: the recipe cannot be run with this model.
+        ConfigError: it holds nothing out, or nothing could tell.
+    """
+    from rillflow.assembly.build import Build
+    from rillflow.assembly.looks import require_sound
+    from rillflow.assembly.recipe import load_recipe
+    from rillflow.assembly.resume import resolved
+    from rillflow.observe.run_directory import RunDirectory
+
+    path = json.dumps(str(model.absolute()))
+    words = [f"policy.model={{ path = {path} }}", "warm_start=none"]
+    loaded = load_recipe(recipe, words)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rillflow-held-out-"))) / "run"
+        sound = require_sound(loaded.recipe, loaded.base, lambda _: None)
+        settings = resolved(loaded.recipe, sound.rows, loaded.base)
+        run = stack.enter_context(RunDirectory.open(folder, settings))
+        build = Build(loaded.recipe, loaded.base, sound.rows, sound.encoded, run, None, stack)
+        found = build.evaluate()
+    if not found:
+        raise ConfigError(
+            f"{recipe} holds no rows out by which a model could be judged",
+            why="a greedy soup adds parents by their scores",
+            fix="set task.held_out and evaluate.problems, and a reward",
+        )
+    return found[0]

@@ -1,0 +1,403 @@
+"""Decoder: the units of one decoder put in the places of another's, so that the two can be averaged.
+
+    embed ─ R ─┬─ norm ─ q, k, v ─ heads ─ o ─┬─ norm ─ gate, up ─ F ─ down ─┬─ ... ─ norm ─ R ─ head
+               └────────── residual ──────────┴────────── residual ──────────┘
+
+R   one transport for all that lies along the residual stream, since all layers add to it
+H   by layer: groups of heads, one a key/value head; within one its query heads, and the dims of its values.
+    Dims of queries and keys keep their order: rotary positions tell them apart.
+F   by layer: the units of the feed-forward layer
+
+By weights R begins with the embedding, whose tokens are the same in both; layers follow from R and R from
+them, a few times. By activations all follows from what the two say of the same texts (arXiv 2310.05719).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rillflow.errors import ModelError
+from rillflow.merging.activations import Activations
+from rillflow.merging.parents import Parent, Stored
+from rillflow.merging.transport import Matching, distances, transport
+
+ROUNDS = 4
+"""How often, by weights, the residual stream and the layers are aligned by each other."""
+_NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)")
+_ALONG: Mapping[str, tuple[str, ...]] = {
+    "embed_tokens.weight": ("", "R+"),
+    "lm_head.weight": ("", "R-"),
+    "score.weight": ("", "R-"),
+    "norm.weight": ("R+",),
+    "input_layernorm.weight": ("R+",),
+    "post_attention_layernorm.weight": ("R+",),
+    "self_attn.q_proj.weight": ("Q+", "R-"),
+    "self_attn.q_proj.bias": ("Q+",),
+    "self_attn.k_proj.weight": ("K+", "R-"),
+    "self_attn.k_proj.bias": ("K+",),
+    "self_attn.v_proj.weight": ("V+", "R-"),
+    "self_attn.v_proj.bias": ("V+",),
+    "self_attn.o_proj.weight": ("R+", "O-"),
+    "self_attn.o_proj.bias": ("R+",),
+    "self_attn.q_norm.weight": ("",),
+    "self_attn.k_norm.weight": ("",),
+    "mlp.gate_proj.weight": ("F+", "R-"),
+    "mlp.gate_proj.bias": ("F+",),
+    "mlp.up_proj.weight": ("F+", "R-"),
+    "mlp.up_proj.bias": ("F+",),
+    "mlp.down_proj.weight": ("R+", "F-"),
+    "mlp.down_proj.bias": ("R+",),
+}
+"""What lies along each dim of a weight, and whether the weight writes (+) or reads (-) it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The heads of one decoder."""
+
+    queries: int
+    """Query heads."""
+    groups: int
+    """Key/value heads."""
+    dims: int
+    """Size of a head."""
+
+    @staticmethod
+    def of(parent: Parent) -> Heads:
+        """As the config says."""
+        config = parent.config
+        queries = int(config["num_attention_heads"])
+        dims = config.get("head_dim") or int(config["hidden_size"]) // queries
+        return Heads(
+            queries=queries, groups=int(config.get("num_key_value_heads") or queries), dims=int(dims)
+        )
+
+
+class Aligned:
+    """A decoder whose units stand where another's do; its weights are read like a parent's.
+
+    Args:
+        parent: the decoder.
+        target: the other one.
+        moves: the transport of every kind of units: ``R``, and ``F0``, ``Q0``, ... by layer.
+    """
+
+    def __init__(self, parent: Parent, target: Parent, moves: Mapping[str, Matching]) -> None:
+        self._parent, self._moves = parent, moves
+        self.weights: Mapping[str, Stored] = {
+            name: replace(stored, dtype=parent.weights[name].dtype) for name, stored in target.weights.items()
+        }
+        """Every weight, in the shape that the other has it."""
+        self._last: tuple[str, Tensor] | None = None
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """[count] the elements of a weight from ``first`` on, row after row."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = (name, self.whole(name).reshape(-1))
+        return self._last[1][first : first + count]
+
+    def whole(self, name: str) -> Tensor:
+        """A weight in its new shape."""
+        return moved(name, self._parent.whole(name), self._moves)
+
+
+def moved(name: str, values: Tensor, moves: Mapping[str, Matching]) -> Tensor:
+    """A weight with the units along its dims moved, as far as there is a transport for them."""
+    layer, along = units_of(name)
+    for dim, kind in enumerate(along):
+        found = moves.get(kind[:-1] if kind.startswith("R") else f"{kind[:-1]}{layer}") if kind else None
+        if found is not None:
+            values = found.averaged(values, dim) if kind[-1] == "+" else found.shared(values, dim)
+    return values
+
+
+def units_of(name: str) -> tuple[str, tuple[str, ...]]:
+    """The layer of a weight, and what lies along its dims.
+
+    Raises:
+        ModelError: that is not known.
+    """
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    if match[2] not in _ALONG:
+        raise ModelError(
+            f"{name} cannot be aligned",
+            why="which units lie along it is known of decoders with the parts of llama, qwen2 and qwen3",
+            fix="merge such decoders, or choose another method",
+        )
+    return match[1] or "", _ALONG[match[2]]
+
+
+def require_alignable(parent: Parent, target: Parent) -> None:
+    """Refuse two decoders that cannot be aligned.
+
+    Raises:
+        ModelError: a weight is of another kind, or heads or layers do not go together.
+    """
+    for each in (parent, target):
+        for name in each.weights:
+            units_of(name)
+    one, other = Heads.of(parent), Heads.of(target)
+    if one.dims != other.dims:
+        raise ModelError(
+            f"heads have the size {one.dims} in {parent.directory} and {other.dims} in {target.directory}",
+            why="rotary positions turn the dims of a head by their number, so that they keep their order",
+            fix="align models with one size of heads; how many there are may differ",
+        )
+    for name, stored in parent.weights.items():
+        along, shape = units_of(name)[1], target.weights[name].shape
+        if any(not kind and a != b for kind, a, b in zip(along, stored.shape, shape, strict=True)):
+            raise ModelError(
+                f"{name} has the shape {list(stored.shape)} in {parent.directory} and {list(shape)} in "
+                f"{target.directory}",
+                why="tokens are not aligned: both models have the same ones",
+                fix="merge models with one vocabulary",
+            )
+
+
+def align_by_weights(parent: Parent, target: Parent, reg: float | None = None) -> Aligned:
+    """A decoder aligned to another by the distances of weights.
+
+    Raises:
+        ModelError: as ``require_alignable``.
+        ConfigError: POT is not installed.
+    """
+    require_alignable(parent, target)
+    moves: dict[str, Matching] = {}
+    for _ in range(ROUNDS):
+        moves["R"] = transport(_residual_cost(parent, target, moves), reg)
+        before = dict(moves)
+        for layer in layers_of(target):
+            moves |= _layer(parent, target, layer, moves["R"], None, reg)
+        if all(_same(before.get(kind), found) for kind, found in moves.items()):
+            break
+    return Aligned(parent, target, moves)
+
+
+def align_by_activations(
+    parent: Parent, target: Parent, said: tuple[Activations, Activations], reg: float | None = None
+) -> Aligned:
+    """A decoder aligned to another by what units say of the same tokens.
+
+    Args:
+        parent: the decoder.
+        target: the other one.
+        said: what each of the two says.
+        reg: see ``transport``.
+
+    Raises:
+        ModelError: as ``require_alignable``.
+        ConfigError: POT is not installed.
+    """
+    require_alignable(parent, target)
+    one, other = said
+    cost = sum(distances(a.T, b.T) for a, b in zip(one.residual, other.residual, strict=True))
+    assert isinstance(cost, Tensor)
+    moves = {"R": transport(cost, reg)}
+    for layer in layers_of(target):
+        moves |= _layer(parent, target, layer, moves["R"], said, reg)
+    return Aligned(parent, target, moves)
+
+
+def layers_of(parent: Parent) -> list[str]:
+    """The numbers of a decoder's layers."""
+    return sorted({layer for layer, _ in map(units_of, parent.weights) if layer}, key=int)
+
+
+def _same(one: Matching | None, other: Matching) -> bool:
+    if one is None or one.order is None or other.order is None:
+        return one is not None and one is other
+    return torch.equal(one.order, other.order)
+
+
+def _residual_cost(parent: Parent, target: Parent, moves: Mapping[str, Matching]) -> Tensor:
+    """[d0, d1] between dims of the residual stream: all weights along it whose other dims are aligned."""
+    cost: Tensor | None = None
+    inner = {kind: found for kind, found in moves.items() if kind != "R"}
+    for name in target.weights:
+        layer, along = units_of(name)
+        dims = [dim for dim, kind in enumerate(along) if kind.startswith("R")]
+        if not dims or (layer and not inner) or len(along) == 1:
+            continue
+        mine, theirs = (
+            values.movedim(dims[0], 0).flatten(1)
+            for values in (moved(name, parent.whole(name).double(), inner), target.whole(name))
+        )
+        found = distances(mine, theirs)
+        cost = found if cost is None else cost + found
+    assert cost is not None, "a decoder has an embedding"
+    return cost
+
+
+def _layer(
+    parent: Parent,
+    target: Parent,
+    layer: str,
+    residual: Matching,
+    said: tuple[Activations, Activations] | None,
+    reg: float | None,
+) -> dict[str, Matching]:
+    """The transports of one layer's units, given the residual stream's."""
+
+    def pair(part: str) -> tuple[Tensor, Tensor] | None:
+        """A weight of the layer in both, along the target's residual stream; None where there is none."""
+        names = [name for name in target.weights if name.endswith(f"layers.{layer}.{part}")]
+        if not names:
+            return None
+        mine = moved(names[0], parent.whole(names[0]).double(), {"R": residual})
+        return mine, target.whole(names[0]).double()
+
+    heads = (Heads.of(parent), Heads.of(target))
+    found = _head_moves(pair, heads, None if said is None else _head_states(said, int(layer)), reg)
+    if said is None:
+        cost = sum(
+            distances(*(values.flatten(1) if values.dim() > 1 else values[:, None] for values in both))
+            for part in ("gate_proj.weight", "up_proj.weight", "gate_proj.bias", "up_proj.bias")
+            if (both := pair(f"mlp.{part}")) is not None
+        )
+        down = pair("mlp.down_proj.weight")
+        assert down is not None
+        cost = cost + distances(down[0].T, down[1].T)
+    else:
+        cost = distances(*(each.inner[int(layer)].T for each in said))
+    return {f"{kind}{layer}": move for kind, move in found.items()} | {f"F{layer}": transport(cost, reg)}
+
+
+def _head_states(said: tuple[Activations, Activations], layer: int) -> tuple[Tensor, Tensor]:
+    return said[0].heads[layer], said[1].heads[layer]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pairing:
+    """Two groups of heads, one a model, laid upon each other."""
+
+    cost: float
+    queries: Matching
+    values: Matching
+
+
+_Pairings = list[list[_Pairing]]
+"""Of each group of one model with each of the other."""
+
+
+def _head_moves(
+    pair: Callable[[str], tuple[Tensor, Tensor] | None],
+    heads: tuple[Heads, Heads],
+    states: tuple[Tensor, Tensor] | None,
+    reg: float | None,
+) -> dict[str, Matching]:
+    """The transports of a layer's queries, keys, values and what the output projection reads."""
+    one, other = heads
+    parts = {part: _by_head(pair, part, heads) for part in ("q", "k", "v", "o")}
+    said = None
+    if states is not None:
+        said = tuple(
+            each.double().view(len(each), of.groups, -1, of.dims)
+            for each, of in zip(states, heads, strict=True)
+        )
+    pairings = [
+        [_pairing(parts, said, left, right, reg) for right in range(other.groups)]
+        for left in range(one.groups)
+    ]
+    cost = torch.tensor([[each.cost for each in row] for row in pairings], dtype=torch.float64)
+    groups = transport(cost, reg)
+    if groups.order is not None and all(
+        pairings[left][right].queries.order is not None and pairings[left][right].values.order is not None
+        for right, left in enumerate(groups.order.tolist())
+    ):
+        return _orders(groups.order.tolist(), pairings, heads)
+    return _plans(groups.dense(), pairings, heads)
+
+
+def _by_head(
+    pair: Callable[[str], tuple[Tensor, Tensor] | None], part: str, heads: tuple[Heads, Heads]
+) -> tuple[Tensor, Tensor]:
+    """[groups, heads of one, dims, d1] of a projection in both models, its bias behind."""
+    both, bias = pair(f"self_attn.{part}_proj.weight"), pair(f"self_attn.{part}_proj.bias")
+    assert both is not None, "a decoder has projections"
+    found = []
+    for index, of in enumerate(heads):
+        values = both[index].T if part == "o" else both[index]
+        if bias is not None and part != "o":
+            values = torch.cat([values, bias[index][:, None]], 1)
+        found.append(values.reshape(of.groups, -1, of.dims, values.shape[1]))
+    return found[0], found[1]
+
+
+def _pairing(
+    parts: Mapping[str, tuple[Tensor, Tensor]],
+    said: tuple[Tensor, ...] | None,
+    left: int,
+    right: int,
+    reg: float | None,
+) -> _Pairing:
+    """How two groups fit: query heads first, then the dims of values under the outputs of those."""
+    mine, theirs = ({part: both[i][g] for part, both in parts.items()} for i, g in ((0, left), (1, right)))
+    if said is None:
+        cost = distances(mine["q"].flatten(1), theirs["q"].flatten(1))
+        keys = float((mine["k"] - theirs["k"]).square().sum())
+    else:  # what a head adds to the residual stream does not depend on the order of its dims
+        added = [
+            torch.einsum("nhd,hdr->hnr", each[:, group], of["o"]).flatten(1)
+            for each, group, of in zip(said, (left, right), (mine, theirs), strict=True)
+        ]
+        cost, keys = distances(*added), 0.0
+    queries = transport(cost, reg)
+    spent = float((queries.dense() * cost).sum()) * cost.shape[1]
+    if said is None:
+        features = [mine["v"][0], theirs["v"][0]]
+        outputs = [queries.averaged(mine["o"], 0), theirs["o"]]
+        features = [
+            torch.cat([one, two.transpose(0, 1).flatten(1)], 1)
+            for one, two in zip(features, outputs, strict=True)
+        ]
+    else:
+        rows = [queries.averaged(said[0][:, left], 1), said[1][:, right]]
+        features = [each.flatten(0, 1).T for each in rows]
+    cost = distances(*features)
+    values = transport(cost, reg)
+    spent += keys + float((values.dense() * cost).sum()) * cost.shape[1]
+    return _Pairing(cost=spent, queries=queries, values=values)
+
+
+def _orders(
+    order: list[int], pairings: list[list[_Pairing]], heads: tuple[Heads, Heads]
+) -> dict[str, Matching]:
+    """Permutations of rows, from those of groups, of heads within them and of dims within these."""
+    one, _ = heads
+    size, dims = one.queries // one.groups, torch.arange(one.dims)
+    found: dict[str, list[Tensor]] = {"Q": [], "K": [], "V": [], "O": []}
+    for right, left in enumerate(order):
+        fits = pairings[left][right]
+        assert fits.queries.order is not None and fits.values.order is not None
+        found["K"].append(left * one.dims + dims)
+        found["V"].append(left * one.dims + fits.values.order)
+        for head in fits.queries.order.tolist():
+            found["Q"].append((left * size + head) * one.dims + dims)
+            found["O"].append((left * size + head) * one.dims + fits.values.order)
+    return {kind: Matching(order=torch.cat(rows)) for kind, rows in found.items()}
+
+
+def _plans(groups: Tensor, pairings: _Pairings, heads: tuple[Heads, Heads]) -> dict[str, Matching]:
+    """The same as plans: blocks of groups, in them blocks of heads, in them dims."""
+    eye = torch.eye(heads[0].dims, dtype=torch.float64) / heads[0].dims
+
+    def blocks(of: Callable[[_Pairing], Tensor]) -> Matching:
+        rows = [
+            torch.cat([groups[left, right] * of(fits) for right, fits in enumerate(row)], 1)
+            for left, row in enumerate(pairings)
+        ]
+        return Matching(plan=torch.cat(rows, 0))
+
+    return {
+        "Q": blocks(lambda fits: torch.kron(fits.queries.dense(), eye)),
+        "K": blocks(lambda _: eye),
+        "V": blocks(lambda fits: fits.values.dense()),
+        "O": blocks(lambda fits: torch.kron(fits.queries.dense(), fits.values.dense())),
+    }

@@ -1,0 +1,84 @@
+"""Soup: parents added one by one, as long as what is held out does not get worse.
+
+    scores of the parents ─ sorted ─> best ─ and the next: average of both ─ scored ─┬─ not lower: kept
+                                                                                     └─ lower: left out
+
+Source: greedy soups, arXiv 2203.05482, algorithm 1. Each parent that is kept counts once.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rillflow.errors import ModelError
+from rillflow.merging.merge import MergeSettings, merge
+from rillflow.merging.stream import require_new
+
+Score = Callable[[Path], float]
+"""How good a model's directory is on held-out rows; more is better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What came of one parent."""
+
+    parent: Path
+    """Its directory."""
+    alone: float
+    """Its own score."""
+    together: float
+    """The score of the average with those that were kept before."""
+    is_kept: bool
+    """Whether it is in the soup."""
+
+
+def greedy_soup(parents: Sequence[Path], out: Path, score: Score) -> Mapping[str, Any]:
+    """Write the average of those parents that do not lower the score; what its merge.json says.
+
+    Args:
+        parents: their directories.
+        out: the directory to write; it is not there yet.
+        score: is asked for every parent, and for every average that is tried.
+
+    Raises:
+        ConfigError: fewer than two parents, or ``out`` is there.
+        ModelError: the models cannot be merged, or a score is not a number.
+    """
+    MergeSettings().checked(len(parents), has_base=False)
+    require_new(out)
+    alone = {parent: _number(score(parent), parent) for parent in parents}
+    ordered = sorted(parents, key=lambda parent: -alone[parent])
+    kept, best = [ordered[0]], alone[ordered[0]]
+    trials = [Trial(parent=ordered[0], alone=best, together=best, is_kept=True)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.trials-") as folder:
+        for number, parent in enumerate(ordered[1:]):
+            tried = Path(folder) / str(number)
+            merge([*kept, parent], tried, MergeSettings())
+            together = _number(score(tried), tried)
+            is_kept = together >= best
+            if is_kept:
+                kept, best = [*kept, parent], together
+            trials.append(Trial(parent=parent, alone=alone[parent], together=together, is_kept=is_kept))
+        chosen = MergeSettings(method="linear")
+        said = {"method": "greedy", "trials": [_told(trial) for trial in trials]}
+        return merge(kept, out, chosen, said=said, least=1)
+
+
+def _told(trial: Trial) -> Mapping[str, Any]:
+    return asdict(trial) | {"parent": str(trial.parent)}
+
+
+def _number(found: float, parent: Path) -> float:
+    if not math.isfinite(found):
+        raise ModelError(
+            f"the score of {parent} is {found}",
+            why="parents are added in the order of their scores",
+            fix="hold rows out that can be scored: task.held_out, evaluate.problems",
+        )
+    return found
