@@ -135,6 +135,21 @@ def test_fresh_pairs_alone_are_learnt_from(small: Tiny, reference: str) -> None:
     assert len(values(small, "fresh", "pairs/accuracy/mean")) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "ages"), [("all", [0, 1, 2, 3]), ("fresh", [0, 1, 1, 1])])
+def test_ahead_pairs_are_as_old_as_they_may_be_and_a_resumed_run_has_the_same_bits(
+    small: Tiny, data: str, ages: list[int]
+) -> None:
+    """Collected pairs of earlier iterations are trained whatever their age; the bound holds for fresh ones."""
+    ahead = (*PAIRS, f"algorithm.data={data}", "algorithm.freshness=1", "placement.backend=inline")
+    ahead += ("placement.pools={main=1,answers=1}", 'placement.roles.sampler="answers"')
+    assert small.run("whole", *ahead) == 0
+    assert [line["staleness/versions/max"]["max"] for line in small.numbers("whole")] == ages
+    cut(small, "whole", 2, "cut")
+    assert small.run("cut", *ahead) == 0
+    small.assert_same("whole", "cut")
+
+
 def test_an_iteration_without_a_pair_is_counted_and_a_run_without_any_fails(
     small: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
