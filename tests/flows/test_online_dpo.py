@@ -140,7 +140,7 @@ def test_fresh_pairs_alone_are_learnt_from(small: Tiny, reference: str) -> None:
 def test_ahead_pairs_are_as_old_as_they_may_be_and_a_resumed_run_has_the_same_bits(
     small: Tiny, data: str, ages: list[int]
 ) -> None:
-    """Collected pairs of earlier iterations are trained whatever their age; the bound holds for fresh ones."""
+    """Collected pairs are trained whatever their age; the bound holds where pairs are fresh."""
     ahead = (*PAIRS, f"algorithm.data={data}", "algorithm.freshness=1", "placement.backend=inline")
     ahead += ("placement.pools={main=1,answers=1}", 'placement.roles.sampler="answers"')
     assert small.run("whole", *ahead) == 0
