@@ -43,6 +43,8 @@ ENDPOINTS: Mapping[str, Work] = {
     "generate": Work.GENERATE,
     "greedy": Work.GENERATE,
     "logprobs": Work.SCORE,
+    "totals": Work.SCORE,
+    "follow": Work.FORMULA,
     "values": Work.SCORE,
     "final_values": Work.SCORE,
     "score": Work.SCORE,
