@@ -138,7 +138,7 @@ def believed(folder: Path, wanted: Mapping[str, Any], arguments: argparse.Namesp
     found: dict[str, Any] = {}
     for price in PRICES:
         settings = {"run.seed": seed, "reward.model": str(scorer), "algorithm.steps": arguments.steps}
-        settings |= {"algorithm.prompts_per_step": 40, "algorithm.loss.kl": price or 1e-9, "evaluate": None}
+        settings |= {"algorithm.prompts_per_step": 20, "algorithm.loss.kl": price or 1e-9, "evaluate": None}
         run = _run("preference/use.toml", folder, f"policy-{price}", settings)
         metrics = [each.metrics for each in read_metrics(run) if each.phase == "grpo"]
         gold = [
@@ -241,8 +241,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=PART, default=PART, help="which parts")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="one run each")
-    parser.add_argument("--steps", type=int, default=60, help="of a policy that believes")
-    parser.add_argument("--judge-steps", type=int, default=150, help="of a judge")
+    parser.add_argument("--steps", type=int, default=40, help="of a policy that believes")
+    parser.add_argument("--judge-steps", type=int, default=200, help="of a judge")
     parser.add_argument("--keep", type=Path, default=Path("judges.jsonl"), help="what is done, a line a run")
     parser.add_argument("--write", type=Path, help="where the tables are written")
     return parser.parse_args()

@@ -3,8 +3,8 @@
     rollouts ─ decode ─> answers ─┐
                columns ─> prompts ┴─ Encoder of the other model ─> Reread: its tokens, and why a row has none
 
-What it costs: a decode and an encode of every row on the processor, about a microsecond a token with a fast
-tokeniser, before the model reads it; the rows themselves stay where they are.
+What it costs: a decoding and an encoding of every row on the processor before the model reads it; the rows
+themselves stay where they are.
 """
 
 from __future__ import annotations

@@ -217,13 +217,14 @@ class Judge(TrainedRole[LanguageModel]):
                 found.append(self._questioner.encoded(Question(prompt=prompts[chosen], answers=shown)))
                 ids.append([*pairs.ids[chosen, :2].tolist(), label])
                 labels.append(label)
-        if not found:
+        counts = self.share.groups.dp.gather(torch.tensor([len(found)]))
+        if not any(map(int, counts)):  # a rank may have no pair, where there are fewer than ranks
             raise RewardError(
                 f"the judge can read none of {len(order) // 2} pairs; the last: {reason}",
                 why="there is nothing to learn from",
                 fix="raise the judge's context, or add what its tokeniser lacks",
             )
-        rows = self._questioner.labelled(found, labels, torch.tensor(ids, dtype=torch.int64))
+        rows = self._questioner.labelled(found, labels, torch.tensor(ids, dtype=torch.int64).view(-1, 3))
         return rows, Mean(total=float(left), count=float(len(order) // 2))
 
     def _shares(self, questions: Sequence[Question]) -> Tensor:

@@ -94,6 +94,9 @@ def test_a_judge_is_trained_and_scores_a_policy(folder: Path) -> None:
     assert step["reward/score/mean"]["mean"] == pytest.approx(0.5, abs=1e-6), "what one wins another loses"
     assert step["judge/contradiction/share"]["count"] == 12 and 0 < step["reward/score/max"]["max"] < 1
     (two,) = numbers(ran(folder / "use.toml", "two", 'placement.backend="inline"', "placement.pools.main=2"))
+    ranks = ['placement.backend="inline"', "placement.pools.main=2", "algorithm.prompts_per_step=1"]
+    few = numbers(ran(folder / "run.toml", "ranks", "algorithm.steps=1", *ranks))
+    assert few[0]["judge/nll/mean"]["count"] == 2, "one pair in both orders, and a rank that has none"
     assert two["reward/score/max"]["max"] == pytest.approx(step["reward/score/max"]["max"], abs=1e-5)
     frame = 'reward.judge.frame={template="{prompt}|{answer}>",labels=["1","2"]}'
     (rated,) = numbers(ran(folder / "use.toml", "rated", frame))

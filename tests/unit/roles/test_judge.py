@@ -135,7 +135,7 @@ def test_it_learns_which_of_two_answers_is_right_whichever_stands_first() -> Non
     assert first["judge/nll/mean"].count == 24, "each pair in both orders"
     once = judge(new_model()).update(pairs, label_loss, PassesConfig(), orders="random")
     assert once["judge/nll/mean"].count == 12
-    last = role.update(pairs, label_loss, PassesConfig(epochs=60, minibatches=2))
+    last = role.update(pairs, label_loss, PassesConfig(epochs=40, minibatches=2))
     assert last["judge/nll/mean"].value < first["judge/nll/mean"].value / 2
     scores = role.score(pairs)
     likely = scores.dense("rewards").view(-1, 2)
