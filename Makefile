@@ -2,6 +2,7 @@
 # constraints.txt, made once and again when they change.
 #
 #   make quickstart   a small model learns to calculate (minutes, two cores, no network but pip's)
+#   make workflow     from demonstrations over pairs and a reward model to a policy, all stages (minutes)
 #   make test         the everyday tests             make test-all    the slow ones too, new examples
 #   make test-vllm    the flow tests through vLLM, in an environment of its own (.venv-vllm, without a GPU)
 #   make lint         ruff and mypy                  make benchmark   what benchmarks/ measures
@@ -33,10 +34,13 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -
 # installed, and the result is kept: every process that is started imports the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test test-all test-vllm lint benchmark mutation docs setup clean
+.PHONY: quickstart workflow test test-all test-vllm lint benchmark mutation docs setup clean
 
 quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
+
+workflow: $(LEAN)
+	$(BIN)/python recipes/workflow/workflow.py
 
 test: $(FULL)
 	$(PYTEST) -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder

@@ -1,0 +1,47 @@
+"""The workflow of recipes/workflow, all of its stages in small, and two of its checkpoints merged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rillflow.observe.reader import read_evaluations
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "recipes" / "workflow" / "workflow.py"
+pytestmark = pytest.mark.slow
+
+
+def ran(*words: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_every_stage_runs_once_and_the_policies_meet(tmp_path: Path) -> None:
+    said = ran(str(SCRIPT), "--quick", folder=tmp_path)
+    runs = tmp_path / "runs" / "workflow"
+    assert {"sft", "collect", "reward", "judge", "online"} <= {each.name for each in runs.iterdir()}
+    assert [each.step for each in read_evaluations(runs / "online")] == [0, 1, 2, 3]
+    assert said.count("win rate") >= 3
+    kept = {path: path.stat().st_mtime_ns for path in runs.glob("*/metrics.jsonl")}
+    again = ran(str(SCRIPT), "--quick", folder=tmp_path)
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    assert again.partition("iteration")[2] == said.partition("iteration")[2]
+    first, last = sorted((runs / "online" / "checkpoints").glob("step-*"))[-2:]
+    command = "import sys; from rillflow.cli.main import main; sys.exit(main())"
+    names = [str(first / "policy"), str(last / "policy")]
+    ran("-c", command, "merge", *names, "--method", "linear", "--out", "merged", folder=tmp_path)
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
