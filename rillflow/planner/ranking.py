@@ -77,16 +77,13 @@ class Objective:
         step = np.asarray(step_s, dtype=np.float64)
         within = np.isfinite(step) & (rounded(step) <= self.deadline_s)
         step = np.where(within, step, 0.0)
-        match self.goal:
-            case Goal.STEP:
-                found = step
-            case Goal.DEVICE_HOURS:
-                found = step * devices / HOUR_S
-            case Goal.DEVICES:
-                found = devices + 0.0 * step
-            case Goal.COST:
-                found = step * price_per_hour / HOUR_S
-        return rounded(np.where(within, found, np.inf))
+        found = {
+            Goal.STEP: step,
+            Goal.DEVICE_HOURS: step * devices / HOUR_S,
+            Goal.DEVICES: devices + 0.0 * step,
+            Goal.COST: step * price_per_hour / HOUR_S,
+        }
+        return rounded(np.where(within, found[self.goal], np.inf))
 
 
 def rounded(numbers: Floats) -> Floats:

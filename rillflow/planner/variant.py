@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +33,6 @@ BEAM = 4096
 """Allocations of the first pools that are carried on to the next."""
 EVALUATED = 16
 """Allocations of a placement that are evaluated with everything that is sent between pools, at most."""
-STARTS = 512
-"""Choices of options of a pool that are looked at, fewest bytes first, until one leaves room for rows."""
 
 
 def partitions(names: Sequence[str]) -> Iterator[Partition]:
@@ -199,14 +196,8 @@ class Variant:
         if (pool, place) not in self._found:
             fleet, devices = self._places[place]
             choices = [self._costs.options(self._units[unit], fleet.name, devices) for unit in pool]
-            least = [sorted(one, key=lambda it: it.bytes) for one in choices]
-            picked, best, before = list[Option](), None, None
-            for start in islice(product(*least), STARTS):  # the first that leaves rows room: mostly the first
-                picked = [*start]
-                named = {self._units[unit].name: option for unit, option in zip(pool, start, strict=True)}
-                best = self._laid(pool, place, picked)
-                if best is not None or self._costs.room_bytes(fleet.name, named) < 0:
-                    break
+            picked = [min(one, key=lambda it: it.bytes) for one in choices if one]
+            best, before = self._laid(pool, place, picked) if all(choices) else None, None
             while best is not None and best is not before:
                 before = best
                 for number, option in ((n, one) for n, options in enumerate(choices) for one in options):

@@ -304,23 +304,22 @@ def _sensitivity(found: Decision) -> Iterator[str]:
 
 def _best_rows(found: Decision) -> Rows:
     goal = "" if found.objective.goal in (Goal.STEP, Goal.DEVICES) else found.objective.goal.value
-    rows: Rows = [("", "pools", "devices", "freshness", "step", "simulated", goal, "behind by", "")]
-    for place, one in enumerate(found.ranking.best):
-        simulated = found.simulated_s[place : place + 1]
-        rows.append(
-            (
-                f"{place + 1}.",
-                pools_text(one.plan),
-                " + ".join(str(pool.devices) for pool in one.plan.pools),
-                str(one.plan.freshness),
-                ranged(found.statement, one.evaluation.step_s),
-                "".join(ranged(found.statement, step_s) for step_s in simulated),
-                number(one.value) if goal else "",
-                "" if one.cause is None else one.cause.value,
-                one.why,
-            )
+    head = ("", "pools", "devices", "freshness", "step", "simulated", goal, "behind by", "")
+    rows = (
+        (
+            f"{place}.",
+            pools_text(one.plan),
+            " + ".join(str(pool.devices) for pool in one.plan.pools),
+            str(one.plan.freshness),
+            ranged(found.statement, one.evaluation.step_s),
+            "" if simulated is None else ranged(found.statement, simulated),
+            number(one.value) if goal else "",
+            one.cause or "",
+            one.why,
         )
-    return rows
+        for place, (one, simulated) in enumerate(zip_longest(found.ranking.best, found.simulated_s), 1)
+    )
+    return [head, *rows]
 
 
 def _simulated_notes(found: Decision) -> Iterator[str]:

@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 from rillflow.planner.grid import Grid
 from rillflow.planner.model_shape import ModelShape
 
-_AT_ONCE = 512
-"""Points compared with all others in one go."""
-
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
@@ -57,16 +54,6 @@ def sampling_sizes(shape: ModelShape, devices: int) -> list[int]:
 
 def undominated(costs: NDArray[np.float64]) -> NDArray[np.intp]:
     """The rows of [points, costs] that no other equals in all and beats in one; of equals, the first."""
-    count = len(costs)
-    is_beaten = np.zeros(count, dtype=np.bool_)
-    for begin in range(0, count, _AT_ONCE):
-        some = costs[begin : begin + _AT_ONCE]
-        no_worse = np.ones((len(some), count), dtype=np.bool_)
-        better = np.zeros((len(some), count), dtype=np.bool_)
-        for column in range(costs.shape[1]):
-            mine, others = some[:, column, None], costs[None, :, column]
-            no_worse &= others <= mine
-            better |= others < mine
-        earlier = np.arange(count)[None, :] < np.arange(begin, begin + len(some))[:, None]
-        is_beaten[begin : begin + _AT_ONCE] = np.any(no_worse & (better | earlier), axis=1)
-    return np.flatnonzero(~is_beaten)
+    rows, first = np.unique(costs, axis=0, return_index=True)
+    no_worse = (rows[:, None] >= rows).all(axis=2).sum(axis=1)
+    return np.sort(first[no_worse == 1])  # those than which none but themselves is no worse
