@@ -19,14 +19,10 @@ from rillflow.observe import durable, layout
 from rillflow.planner.grid import Grid
 from rillflow.planner.plan import SAMPLER, Plan, open_plan, plan_text
 
+_AHEAD = ("freshness", "oversample_prompts", "oversample_samples")
 PLANNED = (
-    "placement.pools",
-    "placement.roles",
-    "placement.train",
-    "placement.generate",
-    "algorithm.freshness",
-    "algorithm.oversample_prompts",
-    "algorithm.oversample_samples",
+    *map("placement.{}".format, ("pools", "roles", "train", "generate")),
+    *map("algorithm.{}".format, _AHEAD),
 )
 """What a plan settles."""
 PROCESSOR = "cpu"
@@ -51,8 +47,7 @@ def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
                 why=f"the plan settles {', '.join(PLANNED)}",
                 fix="change the plan's file, or leave one of the two out",
             )
-    names = ("freshness", "oversample_prompts", "oversample_samples")
-    said = [f"algorithm.{name}={vars(plan)[name]}" for name in names if vars(plan)[name] != vars(Plan)[name]]
+    said = [f"algorithm.{key}={vars(plan)[key]}" for key in _AHEAD if vars(plan)[key] != vars(Plan)[key]]
     return [*said, *(f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items())]
 
 

@@ -14,22 +14,7 @@ from typing import Annotated, Any
 
 from rillflow.errors import PlanError
 from rillflow.planner import quantities
-from rillflow.planner.quantities import (
-    FLOPS,
-    MEMORY,
-    RATE,
-    TABLE,
-    TEXT,
-    Part,
-    Rate,
-    Seconds,
-    Share,
-    checked,
-    named,
-    number,
-    read,
-    values,
-)
+from rillflow.planner.quantities import TEXT, Part, Rate, Seconds, Share, named, read, values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +39,7 @@ class Factors:
     """Of the links to the host's memory, where states of models go that are not at work."""
     memory: Share = 0.9
     """Of the memory that models may fill; the rest is the libraries'."""
-    touches: Annotated[float, number(0.0, 1000.0, "it counts passes over memory: 0 to 1000")] = 0.0
+    touches: Annotated[float, quantities.number(0.0, 1000.0, "it counts passes over memory: 0 to 1000")] = 0.0
     """How often a forward pass reads or writes each activation beside products; 0 where kernels are fused."""
     head_token_s: Seconds = 0.0
     """Seconds of one head's attention for one token of a row, forward, beside its products: small blocks."""
@@ -125,7 +110,7 @@ class Accuracy:
 _OVERHEADS = {"step_s", "step_row_s"}
 UNFITTED = "default"
 """The factor set of a cluster's file that names none."""
-_FLEETS = checked(
+_FLEETS = quantities.checked(
     lambda tables: tables if isinstance(tables, list) and tables else None,
     "a cluster is one or more [[fleet]] tables",
     '[[fleet]], device = "H100", devices = 8, per_machine = 8',
@@ -133,13 +118,13 @@ _FLEETS = checked(
 _FLEET = {
     "name": TEXT,
     **dict.fromkeys(("devices", "machines", "per_machine"), quantities.whole(1)),
-    **dict.fromkeys(("between", "between_machine"), RATE),
+    **dict.fromkeys(("between", "between_machine"), quantities.RATE),
     "price": quantities.PRICE,
 }
 
 
 def _dtypes(data: object, where: str) -> dict[str, float]:
-    return values(data, dict.fromkeys(("float8", "bfloat16", "float32"), FLOPS), where)
+    return values(data, dict.fromkeys(("float8", "bfloat16", "float32"), quantities.FLOPS), where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +133,15 @@ class Device:
 
     name: str
     """What it is called, such as ``H100``."""
-    memory_bytes: Annotated[float, MEMORY, "memory"]
+    memory_bytes: Annotated[float, quantities.MEMORY, "memory"]
     """Its memory."""
     flops: Annotated[Mapping[str, float], _dtypes]
     """Dense FLOP/s by dtype: ``bfloat16``, ``float32``."""
     memory_bandwidth: Rate
     """Bytes a second of its memory."""
-    inside_bandwidth: Annotated[float, RATE, "inside"]
+    inside_bandwidth: Annotated[float, quantities.RATE, "inside"]
     """Bytes a second one way between it and the others of its machine."""
-    host_bandwidth: Annotated[float, RATE, "host"]
+    host_bandwidth: Annotated[float, quantities.RATE, "host"]
     """Bytes a second to the host's memory."""
     source: str = ""
     """Where these numbers are from."""
@@ -269,7 +254,7 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     readers = {"like": quantities.one_of(stacks), "fleet": _FLEETS} | dict.fromkeys(
         ("name", "calibrated"), TEXT
     )
-    readers |= dict.fromkeys(("device", "engine", "factors"), TABLE)
+    readers |= dict.fromkeys(("device", "engine", "factors"), quantities.TABLE)
     said = values({"fleet": [], "like": UNFITTED, **data}, readers, name)
     stack, factors, engine = stacks[said["like"]], said.get("factors", {}), said.get("engine", {})
     changed = bool(engine) or bool(set(factors) - _OVERHEADS)
@@ -303,7 +288,10 @@ def _devices(data: Mapping[str, Any], where: str) -> dict[str, Device]:
 
 def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -> Fleet:
     told = f"known are {', '.join(devices)}, and what a table [device.NAME] describes"
-    readers = {"device": checked(lambda label: devices.get(str(label)), told, known=devices), **_FLEET}
+    readers = {
+        "device": quantities.checked(lambda label: devices.get(str(label)), told, known=devices),
+        **_FLEET,
+    }
     said = values(data, readers, where, needed={"device"})
     device: Device = said["device"]
     count, per_machine = _counted(said, where)

@@ -100,12 +100,6 @@ class Problem:
                 f"a model is given for {unknown[0]!r}",
                 why=f"the graph has the roles {', '.join(self.graph.roles)}",
             )
-        if self.freshness and not self.samples_apart:
-            raise PlanError(
-                f"freshness is {self.freshness} while the policy generates where it is trained",
-                why="devices that take turns never run ahead of the weights",
-                fix="set samples_apart, or freshness 0",
-            )
 
     def work(self, stage: Stage) -> Work:
         """The kind of work of a stage.

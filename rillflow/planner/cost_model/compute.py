@@ -18,6 +18,7 @@ from rillflow.planner.cost_model.links import Links, all_gather_s, all_reduce_s,
 from rillflow.planner.grid import Grid, Numbers
 from rillflow.planner.hardware import Factors, Fleet
 from rillflow.planner.model_shape import ModelShape
+from rillflow.planner.problem import Problem
 from rillflow.planner.workload import Workload
 
 FORWARD = 1
@@ -36,18 +37,22 @@ GRADIENT_BYTES = 4
 class Setting:
     """What a stage's seconds depend on beside the grid."""
 
+    problem: Problem
+    """The step: its rows, what the engine does, how well devices are used."""
     shape: ModelShape
     """The model."""
-    workload: Workload
-    """The rows."""
     fleet: Fleet
     """The devices."""
-    factors: Factors
-    """How well they are used."""
-    recomputes: bool
-    """Whether activations are recomputed in the backward pass."""
-    zero1: bool = False
-    """Whether the optimiser's state alone is cut over the devices with other rows."""
+
+    @property
+    def workload(self) -> Workload:
+        """The rows."""
+        return self.problem.workload
+
+    @property
+    def factors(self) -> Factors:
+        """How well devices are used."""
+        return self.problem.hardware.factors
 
     @cached_property
     def item_bytes(self) -> int:
@@ -266,7 +271,8 @@ def gradients_s(setting: Setting, grids: Grid) -> Numbers:
 def optimized_parameters(setting: Setting, grids: Grid) -> Numbers:
     """Parameters whose optimiser state a device keeps: all it holds, or its share of them (ZeRO-1)."""
     shape = setting.shape
-    cut = np.where(np.logical_and(setting.zero1, np.logical_not(grids.is_sharded)), grids.copies, 1.0)
+    zero1 = setting.problem.hardware.engine.zero1
+    cut = np.where(np.logical_and(zero1, np.logical_not(grids.is_sharded)), grids.copies, 1.0)
     spread = np.where(cut > 1, np.maximum(grids.copies * grids.tp / grids.expert_ways, 1), 1.0)
     dense = shape.shared_parameters / grids.dense_cuts / cut
     return dense + shape.routed_parameters / grids.expert_cuts / spread
@@ -288,16 +294,9 @@ def passes_s(setting: Setting, load: Load, grids: Grid, passes: float, share: fl
 
     Of gathers, ``hidden`` run beside the work: they count where they take longer than it.
     """
-    work = (
-        products_s(setting, load, grids, passes, share)
-        + activations_s(setting, load, grids, passes)
-        + attention_s(setting, load, grids, passes)
-        + launches_s(setting, load, grids, passes)
-        + tensor_s(setting, load, grids, passes)
-        + experts_s(setting, load, grids, passes)
-        + context_s(setting, load, grids, passes)
-        + pipeline_s(setting, load, grids, passes)
-    )
+    work = products_s(setting, load, grids, passes, share)
+    for term in (activations_s, attention_s, launches_s, tensor_s, experts_s, context_s, pipeline_s):
+        work = work + term(setting, load, grids, passes)
     drained = work * (1 + bubble(load, grids))
     gathers, hidden = gathers_s(setting, load, grids, passes), setting.factors.hidden
     return np.maximum(drained, hidden * gathers) + (1 - hidden) * gathers
@@ -313,7 +312,7 @@ def train_s(setting: Setting, grids: Grid) -> Numbers:
     """Seconds of all epochs and optimiser steps over a step's rows, [grids]."""
     workload = setting.workload
     load = load_of(workload, grids.dp, workload.minibatches, workload.packing.trained, grids.cp)
-    passes, learnt = RECOMPUTED if setting.recomputes else TRAINING, workload.gradient_share
+    passes, learnt = RECOMPUTED if setting.problem.recomputes else TRAINING, workload.gradient_share
     once = (
         learnt * passes_s(setting, load, grids, passes, setting.factors.train_flops)
         + (1 - learnt) * passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)

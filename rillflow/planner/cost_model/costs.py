@@ -197,15 +197,7 @@ class CostModel:
         return workload.prompts if stage.endpoint == "greedy" else workload.rows
 
     def _setting(self, unit: Unit, fleet: str) -> Setting:
-        hardware = self._problem.hardware
-        return Setting(
-            shape=unit.shape,
-            workload=self._problem.workload,
-            fleet=hardware.fleet(fleet),
-            factors=hardware.factors,
-            recomputes=self._problem.recomputes,
-            zero1=hardware.engine.zero1,
-        )
+        return Setting(problem=self._problem, shape=unit.shape, fleet=self._problem.hardware.fleet(fleet))
 
     def _lay_out(self, unit: Unit, fleet: str, devices: int) -> tuple[tuple[Option, ...], float]:
         """The options at a place, and by how many bytes the smallest of all grids is too large."""

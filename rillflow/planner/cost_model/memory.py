@@ -51,7 +51,8 @@ def activation_bytes(setting: Setting, load: Load, grids: Grid) -> Numbers:
     layers = np.ceil(shape.layers / grids.pp)
     running = np.minimum(grids.pp, load.micro_batches)
     whole = shape.layer_numbers(grids.tp)
-    numbers = layers * running * shape.hidden + whole if setting.recomputes else layers * running * whole
+    kept = layers * running
+    numbers = kept * shape.hidden + whole if setting.problem.recomputes else kept * whole
     return tokens * numbers * setting.item_bytes
 
 

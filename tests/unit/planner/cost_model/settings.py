@@ -46,13 +46,8 @@ def setting(
     recomputes: bool = True,
 ) -> Setting:
     """What a stage's seconds depend on, with what is named changed."""
-    return Setting(
-        shape=shape,
-        workload=workload,
-        fleet=fleet,
-        factors=factors or Factors(),
-        recomputes=recomputes,
-    )
+    step = replace(problem(workload=workload, fleet=fleet, factors=factors), recomputes=recomputes)
+    return Setting(problem=step, shape=shape, fleet=fleet)
 
 
 def graph() -> Graph:
