@@ -24,6 +24,9 @@ from rillflow.planner.plan import SAMPLER, Plan, require_possible
 from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
 
+MOST_MACHINES = 4096
+"""Beyond so many machines nobody is told that a larger cluster would do."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUse:
@@ -178,10 +181,6 @@ def _use(costs: CostModel, seats: Sequence[Seat], load: float, step: float) -> P
     )
 
 
-MOST_MACHINES = 4096
-"""Beyond so many machines nobody is told that a larger cluster would do."""
-
-
 def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]:
     """The units of a plan by name, in the order of the problem's.
 
@@ -195,11 +194,10 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
     found = {}
     for pool in plan.pools:
         units = [unit for unit in problem.units if plan.units[unit.name].pool == pool.name]
-        planned = {unit.name: plan.units[unit.name] for unit in units}
-        options = {
-            unit.name: costs.option(unit, pool.fleet, pool.devices, one.grid, one.generate_tp)
-            for unit, one in zip(units, planned.values(), strict=True)
-        }
+        options = {}
+        for unit in units:
+            grid, generate_tp = plan.units[unit.name].grid, plan.units[unit.name].generate_tp
+            options[unit.name] = costs.option(unit, pool.fleet, pool.devices, grid, generate_tp)
         room = costs.room_bytes(pool.fleet, options)
         if room < 0:
             fleet = problem.hardware.fleet(pool.fleet)

@@ -335,8 +335,7 @@ def _simulated_notes(found: Decision) -> Iterator[str]:
 def _unit_rows(plan: Plan) -> Rows:
     rows: Rows = [("model", "pool", "devices", "trains and scores on", "generates with")]
     for name, unit in plan.units.items():
-        tp = f"tp {unit.generate_tp}" if unit.generate_tp else ""
-        pool = plan.pool(unit.pool)
+        pool, tp = plan.pool(unit.pool), f"tp {unit.generate_tp}" if unit.generate_tp else ""
         rows.append((name, pool.name, f"{pool.devices} x {pool.fleet}", str(unit.grid), tp))
     return rows
 
@@ -355,9 +354,10 @@ def _stage_rows(statement: Statement, one: Ranked) -> Rows:
 def _pool_rows(plan: Plan, found: Simulation) -> Rows:
     rows: Rows = [("pool", "devices", "busy", "idle", "idle because of", "most memory a device")]
     for pool in found.pools:
-        causes = sorted(pool.idle_s.items(), key=lambda entry: -entry[1])
-        shares = {cause: idle_s / found.wall_s for cause, idle_s in causes}
-        told = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share > 0.005)
+        causes = sorted(
+            ((idle_s / found.wall_s, cause) for cause, idle_s in pool.idle_s.items()), reverse=True
+        )
+        told = ", ".join(f"{cause} {share:.0%}" for share, cause in causes if share > 0.005)
         busy, idle = f"{1 - pool.idle_share:.0%}", f"{pool.idle_share:.0%}"
         devices = str(plan.pool(pool.pool).devices)
         rows.append((pool.pool, devices, busy, idle, told, size(pool.peak_bytes)))
@@ -368,9 +368,8 @@ def _size_rows(found: Decision) -> Rows:
     rows: Rows = [("devices", "step", "rows/s", "gain", "pools")]
     for one in found.ranking.sizes:
         gain = "" if one.gain is None else f"{one.gain:+.0%}"
-        step, pools = "nothing fits", ""
-        if one.best is not None:
-            step, pools = ranged(found.statement, one.best.evaluation.step_s), pools_text(one.best.plan)
+        step = ranged(found.statement, one.best.evaluation.step_s) if one.best else "nothing fits"
+        pools = pools_text(one.best.plan) if one.best else ""
         rows.append((str(one.devices), step, number(one.rows_per_s), gain, pools))
     return rows
 
@@ -380,14 +379,11 @@ def _warnings(found: Decision) -> Iterator[str]:
     hardware = found.statement.problem.hardware
     for before, one in pairwise(found.ranking.sizes):
         if one.gains_little and one.gain is not None:
-            yield (
-                f"warning: {one.devices} devices gain {one.gain:.1%} over {before.devices}, less than "
-                f"{LITTLE:.0%}"
-            )
+            gain = f"{one.gain:.1%} over {before.devices}, less than {LITTLE:.0%}"
+            yield f"warning: {one.devices} devices gain {gain}"
             if before.devices == hardware.devices:
-                batch = (
-                    f"{found.pays_with:,} prompts a step" if found.pays_with else "no batch that was tried"
-                )
+                pays = found.pays_with
+                batch = f"{pays:,} prompts a step" if pays else "no batch that was tried"
                 yield f"{one.devices} devices would pay with {batch}"
     for fleet in hardware.fleets:
         is_unsaid = fleet.between_bandwidth == fleet.device.inside_bandwidth

@@ -43,28 +43,17 @@ def asked(layout: Layout, handed_s: Mapping[int, Sequence[float]]) -> list[Stage
         else:
             chains.append([])
 
-    def parts_of(stage: int) -> int:
-        return layout.parts if stage in apart else 1
-
-    def number(stage: int, part: int) -> int:
-        return stage + part * len(stages) if stage >= 0 else stage
+    parts = {task.stage: layout.parts if task.stage in apart else 1 for task in layout.tasks}
 
     def of_part(task: StageTask, part: int) -> StageTask:
-        share = parts_of(task.stage)
-        handed = handed_s.get(task.stage, ())
+        share, handed, inputs = parts[task.stage], handed_s.get(task.stage, ()), dict[int, float]()
         seconds = task.seconds / share
         if handed:
             seconds = handed[part] - handed[part - 1] if part else handed[0 if share > 1 else -1]
-        inputs = {
-            number(source, one): spent / share
-            for source, spent in task.inputs.items()
-            for one in ([part] if share > 1 else range(parts_of(source)))
-        }
-        return replace(task, stage=number(task.stage, part), seconds=seconds, inputs=inputs)
+        for source, spent in task.inputs.items():
+            for one in [part] if share > 1 else range(parts.get(source, 1)):
+                inputs[source + one * len(stages) if source >= 0 else source] = spent / share
+        return replace(task, stage=task.stage + part * len(stages), seconds=seconds, inputs=inputs)
 
-    return [
-        of_part(task, part)
-        for chain in chains
-        for part in range(parts_of(chain[0].stage) if chain else 0)
-        for task in chain
-    ]
+    whole = [(chain, parts[chain[0].stage]) for chain in chains if chain]
+    return [of_part(task, part) for chain, share in whole for part in range(share) for task in chain]

@@ -66,8 +66,13 @@ class Replica:
     def begin(self, rows: list[Row], now_s: float) -> None:
         """Let rows begin as soon as there is room; ``advance`` comes first where time has passed."""
         for row in rows:
-            if row.prompt_tokens + row.response_tokens > self._decoder.capacity_tokens:
-                raise _too_long(row, self._decoder.capacity_tokens)
+            tokens, most = row.prompt_tokens + row.response_tokens, self._decoder.capacity_tokens
+            if tokens > most:
+                raise PlanError(
+                    f"a row of {tokens} tokens does not fit into a replica's cache of {most:.0f}",
+                    why="a row's whole context stays in the cache until it ends",
+                    fix="share a copy among more devices, or lower the longest response",
+                )
             self._waiting.append((row, row.response_tokens))
         self._now_s = now_s
         self._admit()
@@ -171,12 +176,3 @@ class Replica:
         self._segment_tokens = tokens
         self._segment_s = self._slow * self._decoder.advance_s(count, self._context, tokens)
         self.next_s = self._now_s + self._stall_s + self._segment_s
-
-
-def _too_long(row: Row, capacity: float) -> PlanError:
-    tokens = row.prompt_tokens + row.response_tokens
-    return PlanError(
-        f"a row of {tokens} tokens does not fit into a replica's cache of {capacity:.0f}",
-        why="a row's whole context stays in the cache until it ends",
-        fix="share a copy among more devices, or lower the longest response",
-    )
