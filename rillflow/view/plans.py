@@ -354,10 +354,9 @@ def _stage_rows(statement: Statement, one: Ranked) -> Rows:
 def _pool_rows(plan: Plan, found: Simulation) -> Rows:
     rows: Rows = [("pool", "devices", "busy", "idle", "idle because of", "most memory a device")]
     for pool in found.pools:
-        causes = sorted(
-            ((idle_s / found.wall_s, cause) for cause, idle_s in pool.idle_s.items()), reverse=True
-        )
-        told = ", ".join(f"{cause} {share:.0%}" for share, cause in causes if share > 0.005)
+        causes = sorted(pool.idle_s.items(), key=lambda entry: -entry[1])
+        shares = ((cause, idle_s / found.wall_s) for cause, idle_s in causes)
+        told = ", ".join(f"{cause} {share:.0%}" for cause, share in shares if share > 0.005)
         busy, idle = f"{1 - pool.idle_share:.0%}", f"{pool.idle_share:.0%}"
         devices = str(plan.pool(pool.pool).devices)
         rows.append((pool.pool, devices, busy, idle, told, size(pool.peak_bytes)))
