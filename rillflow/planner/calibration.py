@@ -59,12 +59,9 @@ class Observation:
     @cached_property
     def modelled(self) -> Mapping[str, float]:
         """The measured stages that the factors decide."""
-        works = {stage.name: self.problem.work(stage) for stage in self.problem.graph.stages}
-        return {
-            name: seconds
-            for name, seconds in self.stages_s.items()
-            if name in works and works[name] in MODELLED and seconds > 0
-        }
+        graph = self.problem.graph
+        names = {stage.name for stage in graph.stages if self.problem.work(stage) in MODELLED}
+        return {name: spent for name, spent in self.stages_s.items() if name in names and spent > 0}
 
     def evaluated(self, factors: Factors, stages_s: Mapping[str, float] | None = None) -> StepEvaluation:
         """What its plan costs with other factors, or with some stages' seconds given."""

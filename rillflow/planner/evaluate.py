@@ -242,9 +242,8 @@ def no_plan_fits(problem: Problem, costs: CostModel) -> PlanError:
         why = f"no room is left to generate a single row: {where}"
     fixes = []
     for fleet in problem.hardware.fleets:
-        apart = [least_devices(costs, [unit], fleet) or math.inf for unit in problem.units]
-        least = min(least_devices(costs, problem.units, fleet) or math.inf, sum(apart))
-        fixes.append(_least_text(int(least) if math.isfinite(least) else None, fleet))
+        apart = sum(least_devices(costs, [unit], fleet) for unit in problem.units)
+        fixes.append(_least_text(min(least_devices(costs, problem.units, fleet), apart), fleet))
     return PlanError(
         f"no plan of {problem.graph.name} fits into {problem.hardware.name}", why=why, fix="; or ".join(fixes)
     )
@@ -261,21 +260,21 @@ def missing_bytes(costs: CostModel, units: Sequence[Unit], fleet: Fleet, devices
     return max(-costs.room_bytes(fleet.name, smallest), 0.0)
 
 
-def least_devices(costs: CostModel, units: Sequence[Unit], fleet: Fleet) -> int | None:
+def least_devices(costs: CostModel, units: Sequence[Unit], fleet: Fleet) -> float:
     """The least devices of a fleet, or of one with more machines of the kind, on which units fit together.
 
-    None where more than ``MOST_MACHINES`` machines would not do. Each unit is tried on its smallest option.
+    Infinite where ``MOST_MACHINES`` machines would not do. Each unit is tried on its smallest option.
     """
     sizes, machines = [size for size in fleet.sizes if size < fleet.per_machine], 1
     while machines < MOST_MACHINES:
         sizes.append(machines * fleet.per_machine)
         machines += max(1, machines // 8)
-    return next((size for size in sizes if not missing_bytes(costs, units, fleet, size)), None)
+    return next((size for size in sizes if not missing_bytes(costs, units, fleet, size)), math.inf)
 
 
-def _least_text(least: int | None, fleet: Fleet) -> str:
+def _least_text(least: float, fleet: Fleet) -> str:
     kind = f"{fleet.device.name} like those of {fleet.name}"
-    if least is None:
+    if math.isinf(least):
         return f"smaller models, shorter rows, another device: {MOST_MACHINES} machines of {kind} will not do"
     return f"the least that would do is {least} {kind}, here are {fleet.devices}; or other devices for a unit"
 

@@ -214,19 +214,18 @@ def read_plan(data: Mapping[str, Any], name: str) -> Plan:
     expected = {"predicted_step_s": told.get("step_s", 0.0), "predicted_stages_s": told.get("stages_s", {})}
     tables = {key: value for key, value in data.items() if key != "predicted"}
     plan: Plan = read(Plan, tables, name, **expected)
-    for what, why in _contradictions(plan):
-        raise PlanError(f"{name}: {what}", why=why)
+    require_possible(plan, name)
     return plan
 
 
-def require_possible(plan: Plan) -> None:
-    """Refuse a plan that contradicts itself, whatever it is a plan of.
+def require_possible(plan: Plan, where: str = "") -> None:
+    """Refuse a plan that contradicts itself, whatever it is a plan of; ``where`` is what its file is called.
 
     Raises:
         PlanError: the first contradiction.
     """
     for what, why in _contradictions(plan):
-        raise PlanError(what, why=why)
+        raise PlanError(f"{where}: {what}" if where else what, why=why)
 
 
 def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:

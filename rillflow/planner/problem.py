@@ -122,17 +122,15 @@ class Problem:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """What is placed, in the order of the graph's roles; the sampler last."""
-        found = []
-        for role in self.graph.roles:
-            if role not in self.shapes:
-                continue
-            stages = [stage for stage in self.graph.stages if stage.role == role]
-            apart = [one for one in stages if self.samples_apart and self.work(one) is Work.GENERATE]
-            for name, own in ((role, [one for one in stages if one not in apart]), (SAMPLER, apart)):
-                if own or name == role:
-                    indices = tuple(stage.index for stage in own)
-                    found.append(Unit(name=name, shape=self.shapes[role], stages=indices))
-        return tuple(sorted(found, key=lambda unit: unit.name == SAMPLER))
+        shapes = {role: self.shapes[role] for role in self.graph.roles if role in self.shapes}
+        stages: dict[str, list[int]] = {role: [] for role in shapes}
+        for stage in self.graph.stages:
+            if self.samples_apart and self.work(stage) is Work.GENERATE:
+                shapes[SAMPLER] = shapes[stage.role]
+                stages.setdefault(SAMPLER, []).append(stage.index)
+            elif stage.role in shapes:
+                stages[stage.role].append(stage.index)
+        return tuple(Unit(name=name, shape=shapes[name], stages=tuple(own)) for name, own in stages.items())
 
     @cached_property
     def generating(self) -> frozenset[int]:

@@ -92,10 +92,9 @@ def merged(bars: Sequence[Bar], gap_s: float) -> list[Bar]:
     """Bars of one lane in order of time, those of one stage and step less than ``gap_s`` apart made one."""
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda one: (one.start_s, one.end_s)):
-        last = joined[-1] if joined else None
-        alike = last is not None and (last.stage, last.step) == (bar.stage, bar.step)
-        if last is not None and alike and bar.start_s - last.end_s < gap_s:
-            joined[-1] = replace(last, end_s=max(last.end_s, bar.end_s))
+        last = joined[-1] if joined else bar
+        if (last.stage, last.step) == (bar.stage, bar.step) and bar.start_s - last.end_s < gap_s:
+            joined[-1:] = [replace(last, end_s=max(last.end_s, bar.end_s))]
         else:
             joined.append(bar)
     return joined

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
 from rillflow.errors import PlanError
 from rillflow.planner.cost_model.costs import CostModel
@@ -179,17 +180,10 @@ class Layout:
 
     def replicas(self, stage: int) -> list[Replica]:
         """Fresh replicas of a stage that generates; one with a slow device is slow."""
-        decoder, pool = self.decoder(stage), self.pool_of(stage)
-        slow = self._slow_devices[pool]
-        each = max(len(slow) // decoder.replicas, 1)
-        return [
-            Replica(
-                decoder,
-                slow=self.settings.straggler_factor if any(slow[place * each : (place + 1) * each]) else 1.0,
-                shares_prompts=self.problem.workload.shares_prompts,
-            )
-            for place in range(decoder.replicas)
-        ]
+        decoder, paces = self.decoder(stage), self._paces[self.pool_of(stage)]
+        each, shares = max(len(paces) // decoder.replicas, 1), self.problem.workload.shares_prompts
+        slow = [max(paces[place * each :][:each], default=1.0) for place in range(decoder.replicas)]
+        return [Replica(decoder, slow=one, shares_prompts=shares) for one in slow]
 
     def peak_bytes(self, pool: str, cached: Mapping[int, float]) -> float:
         """The most the pool's fullest device holds.
@@ -208,20 +202,16 @@ class Layout:
         return use.resident_bytes + most
 
     @cached_property
-    def _slow_devices(self) -> Mapping[str, list[bool]]:
+    def _paces(self) -> Mapping[str, list[float]]:
+        """How many times as long each device of a pool takes."""
         slow = slow_devices(self.seed, self.evaluation.devices, self.settings.straggler_share)
-        found, first = {}, 0
-        for pool in self.plan.pools:
-            found[pool.name] = slow[first : first + pool.devices]
-            first += pool.devices
-        return found
+        paces = iter([self.settings.straggler_factor if one else 1.0 for one in slow])
+        return {pool.name: [*islice(paces, pool.devices)] for pool in self.plan.pools}
 
     def _pace(self, stage: int) -> float:
         """A stage of many devices is as slow as the slowest; weights on their way are not slowed."""
-        pool = self.pool_of(stage)
-        if stage in self.problem.publishing or not any(self._slow_devices.get(pool, ())):
-            return 1.0
-        return self.settings.straggler_factor
+        is_slowed = stage not in self.problem.publishing
+        return max(self._paces.get(self.pool_of(stage), [1.0])) if is_slowed else 1.0
 
 
 def require_flow(layout: Layout) -> None:

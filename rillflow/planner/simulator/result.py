@@ -169,11 +169,8 @@ class Book:
 
     def close(self, end_s: float) -> tuple[SimulatedSpan, ...]:
         """The spans in order, those beyond the end cut there."""
-        cut = [
-            span if span.end_s <= end_s else replace(span, end_s=end_s)
-            for span in self._spans
-            if span.start_s < end_s
-        ]
+        begun = [span for span in self._spans if span.start_s < end_s]
+        cut = [span if span.end_s <= end_s else replace(span, end_s=end_s) for span in begun]
         return tuple(sorted(cut, key=lambda span: (span.pool, span.lane, span.start_s, span.end_s)))
 
 
