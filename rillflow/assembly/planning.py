@@ -146,13 +146,11 @@ def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
     others = {setting.split(".")[0]: path for setting, path in scorer_sources(recipe, base).items()}
     if recipe.critic.path is not None:
         others |= dict.fromkeys(("critic", "cost_critic"), str(base / recipe.critic.path))
-    return {
-        role: replace(
-            shape_of_directory(others[role]) if role in others else lead,
-            is_scalar=role not in ("policy", "reference"),
-        )
-        for role in model_roles(recipe, graph.roles)
-    }
+    found = {}
+    for role in model_roles(recipe, graph.roles):
+        shape = shape_of_directory(others[role]) if role in others else lead
+        found[role] = replace(shape, is_scalar=role not in ("policy", "reference"))
+    return found
 
 
 def shape_of_new(new: NewModel) -> ModelShape:

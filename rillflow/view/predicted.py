@@ -60,8 +60,8 @@ def compare(data: RunData) -> Comparison | None:
     first = max(phase.first, begun)
     first += 1 if phase.last > first else 0
     measured = stage_medians(data, first, phase.last)
-    names = sorted(set(measured) | set(plan.predicted_stages_s), key=lambda name: -measured.get(name, 0.0))
     expected = plan.predicted_stages_s
+    names = sorted(measured.keys() | expected.keys(), key=lambda name: -measured.get(name, 0.0))
     stages = tuple(
         Predicted(stage=name, predicted_s=expected.get(name, 0.0), measured_s=measured.get(name, 0.0))
         for name in names

@@ -245,11 +245,10 @@ def gathers_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbe
     each = np.ceil(setting.shape.layers / grids.pp) + 1
     weights = stage_parameters(setting.shape, grids) * setting.item_bytes / each
     gather = all_gather_s(setting.links, weights, grids.copies, grids.dp_stride)
-    if passes == FORWARD:
-        return np.where(grids.is_sharded, load.micro_batches * each * gather, 0.0)
-    gradients = weights / setting.item_bytes * GRADIENT_BYTES
-    scatter = all_gather_s(setting.links, gradients, grids.copies, grids.dp_stride)
-    return np.where(grids.is_sharded, load.micro_batches * each * (2 * gather + scatter), 0.0)
+    if passes > FORWARD:
+        gradients = weights / setting.item_bytes * GRADIENT_BYTES
+        gather = 2 * gather + all_gather_s(setting.links, gradients, grids.copies, grids.dp_stride)
+    return np.where(grids.is_sharded, load.micro_batches * each * gather, 0.0)
 
 
 def gradients_s(setting: Setting, grids: Grid) -> Numbers:

@@ -28,18 +28,14 @@ class GivenCosts(CostModel):
     def __init__(self, problem: Problem, stages_s: Mapping[str, float]) -> None:
         super().__init__(problem)
         names = [stage.name for stage in problem.graph.stages]
-        self._given = {
-            stage.index: stages_s[stage.name] / names.count(stage.name)
-            for stage in problem.graph.stages
-            if stage.name in stages_s
-        }
+        shares = {name: spent / max(names.count(name), 1) for name, spent in stages_s.items()}
+        self._given = {index: shares[name] for index, name in enumerate(names) if name in shares}
 
     def option(self, unit: Unit, fleet: str, devices: int, grid: Grid, generate_tp: int) -> Option:
         """The unit on just this grid, its stages as they are given."""
         found = super().option(unit, fleet, devices, grid, generate_tp)
-        return replace(
-            found, seconds={index: self._given.get(index, spent) for index, spent in found.seconds.items()}
-        )
+        seconds = {index: self._given.get(index, spent) for index, spent in found.seconds.items()}
+        return replace(found, seconds=seconds)
 
     def decoder(
         self, unit: Unit, option: Option, fleet: str, devices: int, room_bytes: float

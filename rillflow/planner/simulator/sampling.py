@@ -165,11 +165,9 @@ class Stream:
         self._waiting: deque[Row] = deque()
         self._incomplete = 0
         self._empty = set(range(len(self.lanes)))
-        steps = layout.plan.freshness + 1
-        self._most_groups = math.inf
-        if self._engine.holds_prompts:
-            self._most_groups = max(layout.plan.freshness, 1) * layout.problem.workload.prompts
-        rows = steps * layout.problem.workload.prompts * len(self._next)
+        ahead, prompts = layout.plan.freshness, layout.problem.workload.prompts
+        self._most_groups = max(ahead, 1) * prompts if self._engine.holds_prompts else math.inf
+        rows = (ahead + 1) * prompts * len(self._next)
         self._fair = max(-(-rows // len(self.lanes)), 1)
         self._open = [(0, place) for place in self._empty]
         self._changed: set[int] = set()
