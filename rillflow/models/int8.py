@@ -54,6 +54,8 @@ def product(linear: nn.Linear, states: Tensor, bias: Tensor | None = None) -> Te
     """[..., out] states [..., in] times a layer's weight, whatever it is kept in, and a bias."""
     if not isinstance(linear, Int8Linear):
         return nn.functional.linear(states, linear.weight, bias)
+    if not torch.is_grad_enabled():  # plain operations, which the native engine records
+        return nn.functional.linear(states, dequantised(linear.weight, linear.scale, states.dtype), bias)
     found: Tensor = _Product.apply(states, linear.weight, linear.scale, bias)  # type: ignore[no-untyped-call]
     return found
 

@@ -91,6 +91,8 @@ def test_a_layer_computes_with_the_dequantised_weight_and_keeps_none_for_the_gra
     weight = (whole.float() * scale).to(dtype)
     expected = nn.functional.linear(states, weight, layer.bias)
     assert torch.equal(found, expected)
+    with torch.no_grad():
+        assert torch.equal(layer(states), expected)
     given = torch.randn(found.shape, generator=draw).to(dtype)
     (gradient,) = torch.autograd.grad(found, states, given)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, states, given)[0])
