@@ -5,7 +5,8 @@
                                                       └─ adapter, base int8 ─┘
 
     python benchmarks/adapters.py --seeds 0 1 2 --write benchmarks/results/adapters.md    # 20 minutes
-    python benchmarks/adapters.py --seeds 0 1 2 --trained lora int8 --loads --write benchmarks/results/int8.md
+    python benchmarks/adapters.py --seeds 0 1 2 --trained lora int8 --threads 1
+    python benchmarks/adapters.py --seeds --loads --write benchmarks/results/int8.md
 
 Accuracy is of the recipe's 500 held-out problems after its 90 steps. Weights held: of the policy's module, by
 all who have it together. Bytes published: what a sampler elsewhere would be sent. Training state: what a
@@ -194,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of base and training")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="of base and training")
     parser.add_argument("--lr", type=float, default=3e-3, help="the adapter's learning rate (3e-3)")
     parser.add_argument("--trained", choices=KINDS, nargs="+", default=[*KINDS], help="what (all three)")
     parser.add_argument("--threads", type=int, default=0, help="of torch (its choice)")
@@ -202,22 +203,25 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="the page to write; printed if left out")
     given = parser.parse_args()
     table = rows(given)
-    seeds = " ".join(map(str, given.seeds))
-    words = f"--seeds {seeds} --lr {given.lr:g} --trained {' '.join(given.trained)}"
+    words = " ".join(map(str, ("--seeds", *given.seeds)))
+    words += f" --lr {given.lr:g} --trained {' '.join(given.trained)}" if table else ""
     words += f" --threads {given.threads}" if given.threads else ""
     words += " --loads" if given.loads else ""
-    page = [
-        f"# {' against '.join(KINDS[kind][0] for kind in given.trained)}",
-        "",
-        f"`python benchmarks/adapters.py {words}`, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}, torch {version('torch')}; "
-        "the setting is at the head of the script.",
-        "",
+    learned = [
         "| seed | trained | accuracy before | after | a step, s | bytes of weights held | published "
         "| of training state |",
         "|---|---|---|---|---|---|---|---|",
         *table,
         "",
+    ]
+    page = [
+        f"# {' against '.join(KINDS[kind][0] for kind in given.trained) if table else 'Reading a base'}",
+        "",
+        f"`python benchmarks/adapters.py {words}`, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}, torch {version('torch')}; "
+        "the setting is at the head of the script.",
+        "",
+        *(learned if table else ()),
         *(loads() if given.loads else ()),
     ]
     if given.write:

@@ -56,12 +56,12 @@ GROWN = {
     "mixtures whose experts are shared out": 118,
     "gradients that add up in order": 3,
     "pairs and the best of sampled groups, iterations, moving references": 410,
-    "a base of 8 bits": 141,
+    "a base of 8 bits": 143,
     "losses of pairs, totals kept with the data": 340,
     "headers of files that are written as they are made": 6,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 32_265
+PACKAGE_LINES = 32_267
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
