@@ -182,11 +182,13 @@ def page(found: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> str:
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, "
         f"seeds {', '.join(map(str, seeds))}.",
         "",
-        f"Sums and differences of two digits, a Qwen2 of 56 thousand parameters after {WARM_STEPS} "
+        f"Sums and differences of one-digit numbers, a Qwen2 of 56 thousand parameters after {WARM_STEPS} "
         f"supervised steps of {WARM_ROWS} rows. Gold reward: share of right characters, all answers that the "
         "policy gives to the next iteration's prompts at temperature 1; means over seeds, 95% intervals. "
         f"{ITERATIONS} x {PROMPTS} prompts, {SAMPLES} answers each, beta {BETA:g}, {NLL:g} of the chosen "
-        f"answers' own loss, {ITERATIONS * MINIBATCHES * EPOCHS} optimiser steps in all.",
+        f"answers' own loss, {ITERATIONS * MINIBATCHES * EPOCHS} optimiser steps in all. "
+        "Tied rewards make no pair, so that selectors have unlike numbers of pairs of the same prompts; iterative "
+        "dpo goes through the first iterations' pairs again in the later ones, in as many optimiser steps.",
         "",
         "| run | pairs | gold reward | less sft, seed by seed |",
         "|---|---|---|---|",
