@@ -24,6 +24,8 @@ class Data(StrEnum):
     """Prompts with the answer to learn."""
     PREFERENCES = "preferences"
     """Pairs of answers to one prompt, the better one first."""
+    LABELLED = "labelled answers"
+    """Single answers, each good or bad; beside each its prompt with another one's answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

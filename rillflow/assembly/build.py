@@ -21,7 +21,7 @@ from typing import Any
 from rillflow.algorithms.algorithm import Data
 from rillflow.algorithms.config import SampledConfig, cuts_tail, is_ready_first
 from rillflow.assembly.encoding import EncodedTask, encode_task
-from rillflow.assembly.evaluate import judged, ranked
+from rillflow.assembly.evaluate import judged, ranked, told_apart
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.preflight import cost_functions, model_source, reward_functions, scorer_sources
 from rillflow.assembly.recipe import Recipe
@@ -52,7 +52,8 @@ from rillflow.records.stored import load_batch
 from rillflow.rollout.config import SamplingConfig
 from rillflow.tasks.encoded import Encoded
 from rillflow.tasks.example import Example
-from rillflow.tasks.prompts import PromptStream, StreamPosition, answered_batch, prompt_batch
+from rillflow.tasks.labelled import is_bad
+from rillflow.tasks.prompts import PromptStream, StreamPosition, answered_batch, prompt_batch, with_others
 from rillflow.tasks.task import Task
 
 BESIDE_SEED = 2**32
@@ -242,13 +243,19 @@ class Build:
     def _stream(self, data: Data, saved: Mapping[str, int] | None, shift: int = 0) -> DataStream:
         """The training rows in the order of every epoch, from the saved place on; a ``shift`` changes it."""
         position, left_out = StreamPosition(**(saved or {})), self.encoded.left_out[data]
-        rows = PromptStream(self.encoded.train[data], seed=self._recipe.run.seed + shift, position=position)
+        there: Sequence[Encoded | None] = self.encoded.train[data]
+        if data is Data.DEMONSTRATIONS:
+            there = [None if row is None or is_bad(row.example) else row for row in there]
+        rows = PromptStream(there, seed=self._recipe.run.seed + shift, position=position)
         columns = self._recipe.algorithm.columns if data is self._recipe.chosen.data else ()
 
         def take(count: int) -> Batch:
             drawn = rows.take(count)
             epochs = [draw.epoch for draw in drawn]
-            return _batch(data, [draw.row for draw in drawn], epochs, columns)
+            taken = [draw.row for draw in drawn]
+            if data is Data.LABELLED:
+                taken = with_others(taken, self.encoded.model_input.context)
+            return _batch(data, taken, epochs, columns)
 
         share = Mean(total=float(left_out), count=float(len(self._task.train)))
         return DataStream(
@@ -278,10 +285,11 @@ class Build:
         return lambda executor: [replace(judge(executor, rows), set=name) for name, rows in found.items()]
 
     def _evaluate_ranking(self, plan: PhasePlan, executor: GroupExecutor, rows: Batch) -> Evaluation:
-        """Which of two held-out answers has the higher score, as the algorithm scores them."""
+        """Which of two held-out answers is scored higher, or whether a labelled one is scored as labelled."""
         assert plan.algorithm.score is not None
         scores = plan.algorithm.score(Flow(executor), rows, plan.config)
-        found = executor.apply(ranked, scores, place=scores.places[0])
+        known = [rows.only("label")] if "label" in rows.fields else []
+        found = executor.apply(told_apart if known else ranked, scores, *known, place=scores.places[0])
         evaluation: Evaluation = found.read(self._recipe.placement.deadline_s)
         return evaluation
 

@@ -29,6 +29,7 @@ DATA_FIELDS = {
     Data.PROMPTS: ("tokens", "columns"),
     Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
     Data.PREFERENCES: ("tokens", "loss_mask", "columns"),
+    Data.LABELLED: ("tokens", "loss_mask", "label"),
 }
 """What a step is given."""
 

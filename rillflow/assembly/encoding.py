@@ -25,7 +25,12 @@ from rillflow.tasks.encoded import Answers, Encoded, Encoder
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
 
-ANSWERS = {Data.PROMPTS: Answers.NONE, Data.DEMONSTRATIONS: Answers.LEARNT, Data.PREFERENCES: Answers.PAIR}
+ANSWERS = {
+    Data.PROMPTS: Answers.NONE,
+    Data.DEMONSTRATIONS: Answers.LEARNT,
+    Data.PREFERENCES: Answers.PAIR,
+    Data.LABELLED: Answers.LEARNT,
+}
 """What of a row each kind of data is made of."""
 PATIENCE_S = 2.0
 """Seconds of encoding after which its progress is told, again and again."""
@@ -104,7 +109,7 @@ def encode_task(
     uses, sieve = _uses(recipe), _Sieve(recipe, model_input, say)
     trained = sieve.encoded(task.train, "to train on", max(ANSWERS[use] for use in uses))
     rows = {use: sieve.fitting(trained, "to train on", use) for use in uses}
-    judged = Data.PREFERENCES if recipe.chosen.data is Data.PREFERENCES else Data.PROMPTS
+    judged = recipe.chosen.data if recipe.chosen.score is not None else Data.PROMPTS
 
     def judging(asked: Sequence[Example], part: str) -> list[Encoded]:
         found = sieve.encoded(asked if _is_judged(recipe, task) else (), part, ANSWERS[judged])
@@ -207,7 +212,7 @@ def _uses(recipe: Recipe) -> list[Data]:
 def _is_judged(recipe: Recipe, task: Task[Example]) -> bool:
     """Whether anything says how good held-out rows come out."""
     has_scorer = any((recipe.reward.function, recipe.reward.model, recipe.reward.judge, task.reward))
-    return recipe.chosen.data is Data.PREFERENCES or (recipe.has_policy and has_scorer)
+    return recipe.chosen.score is not None or (recipe.has_policy and has_scorer)
 
 
 def _spelling(task: Task[Example], tokenizer: Tokenizer) -> list[str]:

@@ -103,3 +103,23 @@ def ranked(scores: Batch) -> Evaluation:
             **more,
         },
     )
+
+
+def told_apart(scores: Batch, labels: Batch) -> Evaluation:
+    """Whether held-out answers have rewards above 0 where they are good, and below where they are bad."""
+    rewards, good = scores.dense("rewards").double(), labels.dense("label")
+    right = torch.where(good, rewards > 0, rewards < 0)
+    correct, count = int(right.sum()), len(right)
+    sides = {"good": rewards[good], "bad": rewards[~good]}
+    above = (sides["good"][:, None] > sides["bad"]).double()
+    more = {f"{name}_reward_mean": float(each.mean()) for name, each in sides.items() if len(each)}
+    if above.numel():
+        more["good_above_bad"] = float(above.mean())
+    return Evaluation(
+        count=count,
+        mean_reward=correct / count,
+        correct=correct,
+        is_accuracy=True,
+        interval=wilson(correct, count),
+        more=more,
+    )

@@ -22,9 +22,11 @@ from rillflow.observe import layout
 from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.frame import KEPT
 from rillflow.rewards.function import FunctionPath, parse_function
-from rillflow.tasks.example import Example, shown
+from rillflow.tasks.example import Example, example_of, shown
 from rillflow.tasks.files import Rows
-from rillflow.tasks.task import Task, open_preferences, open_task, read_sets
+from rillflow.tasks.labelled import labelled_of
+from rillflow.tasks.preference import preference_of
+from rillflow.tasks.task import Task, open_labelled, open_preferences, open_task, read_sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ JUDGE = "reward.judge.model"
 
 
 def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given = NOTHING) -> Task[Example]:
-    """The rows of the recipe's task, or those that are given; pairs where its algorithm learns from those.
+    """The rows of the recipe's task, or those that are given; pairs or labels where those are learnt.
 
     Of ``drawn`` see ``open_task``.
 
@@ -51,9 +53,13 @@ def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given
         DataError: the source is unknown or its data cannot be used.
     """
     how: Any = {"base": base, "seed": recipe.run.seed, "drawn": drawn, "rows": given.rows}
-    is_pairs = recipe.chosen.data is Data.PREFERENCES
-    task: Any = open_preferences(recipe.task, **how) if is_pairs else open_task(recipe.task, **how)
-    task = replace(task, sets=read_sets(recipe.evaluate.sets, base, is_pairs=is_pairs))
+    kinds: Any = {
+        Data.PREFERENCES: (open_preferences, preference_of),
+        Data.LABELLED: (open_labelled, labelled_of),
+    }
+    opened, make = kinds.get(recipe.chosen.data, (open_task, example_of))
+    task: Any = opened(recipe.task, **how)
+    task = replace(task, sets=read_sets(recipe.evaluate.sets, base, make))
     _require_numbers(task, recipe.algorithm.columns)
     return replace(task, reward=given.reward) if given.reward else task
 

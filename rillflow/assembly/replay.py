@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.errors import NotFiniteError, RunDirectoryError, TrainingError
-from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, ValueLossConfig
+from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, UnpairedLossConfig, ValueLossConfig
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model, load_scalar_model
 from rillflow.observe import layout
@@ -34,6 +34,7 @@ from rillflow.training.loss import Loss, PolicyLoss, SupervisedLoss, TokenLoss, 
 from rillflow.training.pairs import PairLoss, PolicyPairLoss
 from rillflow.training.skipping import ABOUT
 from rillflow.training.trainer import Aim, Trainer
+from rillflow.training.unpaired import UnpairedLoss
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -139,6 +140,8 @@ def _aim(
     elif where.endswith(":policy_loss"):
         settings = PolicyLossConfig.model_validate(algorithm["loss"])
         loss = PolicyLoss(settings, max_tokens=config["rollout"]["max_tokens"])
+    elif where.endswith(":unpaired_loss"):
+        loss = UnpairedLoss(UnpairedLossConfig.model_validate(algorithm["loss"]))
     elif where.endswith(":pair_loss"):
         loss = PolicyPairLoss(PairLossConfig.model_validate(algorithm["loss"]))
     else:

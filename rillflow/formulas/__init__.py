@@ -48,7 +48,7 @@ _NAMES = {
         "penalised_rewards penalised_token_costs penalised_token_rewards previous_logprobs "
         "previous_totals token_costs token_rewards"
     ),
-    "preferences": "implicit_rewards logprob_rewards pair_loss",
+    "preferences": "implicit_rewards logprob_rewards pair_loss unpaired_loss",
     "ratios": "m2po_limit sequence_log_ratio",
     "selection": (
         "best_of_n_bound best_of_n_divergence best_rows is_paired is_preferred iterations_without_pairs "

@@ -197,3 +197,23 @@ class PairLossConfig(LossSection):
                 "it smooths the logistic losses, dpo and simpo"
             )
         return self
+
+
+class UnpairedLossConfig(LossSection):
+    """The loss of single answers; see docs/algorithms/kto.md for the equation."""
+
+    beta: float = Field(0.1, gt=0, description="Scale of the implicit reward.")
+    good_weight: float = Field(1.0, ge=0, description="What a good answer counts.")
+    bad_weight: float = Field(
+        1.0, ge=0, description="What a bad one does; the paper has both kinds count alike in all."
+    )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields that it is computed from."""
+        return ("label", "reference_totals")
+
+    @property
+    def rows_together(self) -> int:
+        """An answer, and its prompt with another one."""
+        return 2

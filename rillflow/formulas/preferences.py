@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rillflow.formulas.config import PairLossConfig
+from rillflow.formulas.config import PairLossConfig, UnpairedLossConfig
 from rillflow.formulas.losses import TokenLosses
 from rillflow.formulas.shapes import same_length
 
@@ -99,6 +99,39 @@ def pair_loss(chosen: AnswerTotals, rejected: AnswerTotals, *, config: PairLossC
         metrics["pairs/nll/mean"] = -chosen.means
         losses = losses - config.nll_weight * chosen.means
     return TokenLosses(losses=losses, metrics={name: each.detach() for name, each in metrics.items()})
+
+
+def unpaired_loss(
+    answers: AnswerTotals, is_good: Tensor, divergence: Tensor, *, config: UnpairedLossConfig
+) -> TokenLosses:
+    """[B] w (1 - s(beta (d - z))) of good answers, w (1 - s(beta (z - d))) of bad ones (arXiv 2402.01306, 7).
+
+    d = log pi - log ref of the answer; z, what the policy has moved as a whole, is the reward that counts as
+    neither good nor bad. No gradient flows into it.
+
+    Args:
+        answers: of single answers.
+        is_good: [B] bool.
+        divergence: [B] z, not below 0.
+        config: beta, and w of either kind.
+
+    Raises:
+        FormulaError: shapes differ.
+    """
+    import torch
+
+    same_length("unpaired_loss", totals=answers.totals, is_good=is_good, divergence=divergence)
+    ratios, apart = answers.ratios, divergence.detach()
+    side = torch.where(is_good, 1.0, -1.0).to(ratios)
+    weights = torch.where(is_good, config.good_weight, config.bad_weight).to(ratios)
+    losses = weights * (1 - torch.sigmoid(config.beta * side * (ratios - apart)))
+    rewards = config.beta * ratios.detach()
+    metrics = {"answers/accuracy/mean": side * rewards > 0, "answers/divergence/mean": apart}
+    for name, some in (("good", is_good), ("bad", ~is_good)):
+        if some.any():
+            metrics[f"answers/{name}_reward/mean"] = rewards[some]
+            metrics[f"answers/{name}_logprob/mean"] = answers.totals.detach()[some]
+    return TokenLosses(losses=losses, metrics=metrics)
 
 
 def smoothed(margin: Tensor, smoothing: float) -> Tensor:

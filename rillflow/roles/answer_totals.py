@@ -4,8 +4,9 @@
     rows of data ─┬─ known ──────────────────────────────────┬─> [B]              KeptTotals
                   └─ the others ─ compute ─ all dp ranks' ───┴─> table ─> a line of the file
 
-A frozen model gives the same row the same total in every epoch. The table is the same on every rank, so it
-matters not which rank a row comes to next; a resumed run reads it, bit for bit as it was.
+A frozen model gives the same row the same total in every epoch; one whose tokens are others (a prompt with
+another's answer, data that changed) is another row, which its mark tells. The table is the same on every
+rank, so it matters not which rank a row comes to next; a resumed run reads it, bit for bit as it was.
 
 Legend: B rows, K rows that are not known yet.
 """
@@ -26,6 +27,9 @@ from rillflow.records.batch import Batch
 from rillflow.records.row import HELD_OUT_EPOCH
 from rillflow.training.loss import are_sampled
 from rillflow.training.scorer import Scorer
+
+_ODD = -0x61C8864680B583EB
+"""2^64 over the golden ratio, as a signed number: its multiples are spread evenly."""
 
 
 def totals_of(scorer: Scorer, rows: Batch, temperature: float) -> Tensor:
@@ -54,12 +58,14 @@ class KeptTotals:
     def __init__(self, groups: RankGroups, file: Path | None = None) -> None:
         self._groups, self._file = groups, file
         self._table = torch.full((2, 0, 2), torch.nan, dtype=torch.float64)
+        self._marks = torch.zeros(2, 0, 2, dtype=torch.int64)
         if file is None:
             return
         found = read_lines(file)
         for line in found.lines:
             known: Any = line.data
-            self._note(torch.tensor(known["rows"]), torch.tensor(known["totals"], dtype=torch.float64))
+            totals = torch.tensor(known["totals"], dtype=torch.float64)
+            self._note(torch.tensor(known["rows"]), torch.tensor(known["marks"]), totals)
         if found.torn_at is not None and groups.everyone.rank == 0:
             with file.open("r+b") as torn:
                 torn.truncate(found.torn_at)
@@ -78,22 +84,24 @@ class KeptTotals:
             return compute(rows)
         places = torch.cat([(rows.ids[:, :1] == HELD_OUT_EPOCH).long(), rows.ids[:, 1:]], 1)
         self._grow(places)
-        unknown = self._table[places.unbind(1)].isnan().nonzero().squeeze(1)
+        marks, at = marks_of(rows), places.unbind(1)
+        unknown = (self._table[at].isnan() | (self._marks[at] != marks)).nonzero().squeeze(1)
         missing = unknown[_firsts(places[unknown])]
         made = compute(rows.select(missing))
         self._groups.pp.sum_([made])  # the last stage has them, the others zeros
-        new = torch.cat(self._groups.dp.gather(places[missing].flatten())).view(-1, 3)
+        named = torch.cat([places, marks[:, None]], 1)[missing]
+        new = torch.cat(self._groups.dp.gather(named.flatten())).view(-1, 4)
         totals = torch.cat(self._groups.dp.gather(made))
         if len(new):
-            first = _firsts(new)
-            self._note(new[first], totals[first])
-            self._write(new[first], totals[first])
-        found: Tensor = self._table[places.unbind(1)]
+            first = _firsts(new[:, :3])
+            self._note(new[first, :3], new[first, 3], totals[first])
+            self._write(new[first, :3], new[first, 3], totals[first])
+        found: Tensor = self._table[at]
         return found
 
-    def _note(self, places: Tensor, totals: Tensor) -> None:
+    def _note(self, places: Tensor, marks: Tensor, totals: Tensor) -> None:
         self._grow(places)
-        self._table[places.unbind(1)] = totals
+        self._table[places.unbind(1)], self._marks[places.unbind(1)] = totals, marks
 
     def _grow(self, places: Tensor) -> None:
         """Make room for what is at places [K, 3]."""
@@ -105,16 +113,28 @@ class KeptTotals:
             prompts = max(size[1], 2 * int(wanted[1])) if int(wanted[1]) > size[1] else size[1]
             grown = self._table.new_full((2, prompts, max(size[2], int(wanted[2]))), torch.nan)
             grown[:, : size[1], : size[2]] = self._table
-            self._table = grown
+            marks = torch.zeros(grown.shape, dtype=torch.int64)
+            marks[:, : size[1], : size[2]] = self._marks
+            self._table, self._marks = grown, marks
 
-    def _write(self, places: Tensor, totals: Tensor) -> None:
+    def _write(self, places: Tensor, marks: Tensor, totals: Tensor) -> None:
         if self._file is None or self._groups.everyone.rank:
             return
         try:
             with self._file.open("ab") as kept:
-                kept.write(encode({"rows": places.tolist(), "totals": totals.tolist()}))
+                line = {"rows": places.tolist(), "marks": marks.tolist(), "totals": totals.tolist()}
+                kept.write(encode(line))
         except OSError as error:
             raise write_error(self._file, error) from error
+
+
+def marks_of(rows: Batch) -> Tensor:
+    """[B] int64 a number of each row's tokens and loss mask, by which rows are told apart."""
+    tokens = rows.ragged("tokens")
+    said = 2 * tokens.values + rows.ragged("loss_mask").values + 1
+    mixed = (said + (tokens.positions + 1) * _ODD) * _ODD
+    mixed = (mixed ^ (mixed >> 29)) * _ODD  # products wrap around: all 64 bits of a sum depend on every token
+    return tokens.with_values(mixed ^ (mixed >> 32)).sums()
 
 
 def _firsts(places: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from rillflow.training.pairs import PolicyPairLoss
 from rillflow.training.scorer import Scorer
 from rillflow.training.terms import SAMPLED
 from rillflow.training.trainer import Aim
+from rillflow.training.unpaired import UnpairedLoss
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TOGETHER, TRAIN
 
@@ -196,7 +197,7 @@ class Policy(TrainedRole[LanguageModel]):
                     fix='add flow.policy.logprobs(rollouts) to the batches, or set old_logprobs = "sampler"',
                 )
         how: dict[str, Any] = {"weight": term.weight, "ratio_tolerance": ratio, "gap_tolerance": gap}
-        units = prompt_units(rows) if isinstance(objective, PolicyPairLoss) else None
+        units = prompt_units(rows) if isinstance(objective, PolicyPairLoss | UnpairedLoss) else None
         for minibatch in self._minibatches(rows, passes, part, units):
             yield self.trainer.aim(minibatch, objective, temperature, **how)
             how = {"weight": term.weight}

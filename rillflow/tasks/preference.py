@@ -83,6 +83,8 @@ def _answer(row: dict[str, Any], name: str) -> str:
         raise DataError(
             f"there is no column {name!r}",
             why=f"the other columns are {', '.join(map(repr, row)) or 'none'}",
-            fix=nearest(name, row),
+            fix="these are single answers with a label: name an algorithm that learns from such"
+            if {"completion", "label"} <= row.keys()
+            else nearest(name, row),
         )
     return answer_of(row.pop(name), f"answer {name!r}")

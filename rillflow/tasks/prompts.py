@@ -7,10 +7,11 @@ encoded rows ── PromptStream.take ──> (epoch, row) ─┬─ prompt_batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from rillflow.errors import DataError
 from rillflow.formulas.counter import permutation
@@ -19,6 +20,8 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish
 from rillflow.records.row import RowId
 from rillflow.tasks.encoded import Encoded
+from rillflow.tasks.example import Example
+from rillflow.tasks.labelled import LabelledAnswer
 
 Row = TypeVar("Row")
 
@@ -126,7 +129,8 @@ def answered_batch(
 ) -> Batch:
     """Answers to learn from: the fields of ``rollout_batch``, the loss mask on the answer and its end.
 
-    Of a row with two answers, a pair, there are two rows, sample 0 chosen and sample 1 rejected.
+    Of a row with two answers, a pair, there are two rows, sample 0 chosen and sample 1 rejected; of one that
+    is labelled the field ``label`` [B] bool says whether its own answer, sample 0, is good.
 
     Args:
         rows: B rows, each with one answer or each with two.
@@ -151,9 +155,28 @@ def answered_batch(
             "versions": tokens.with_values(torch.full(nothing.shape, -1, dtype=torch.int32)),
             "finish": torch.full((len(made),), int(Finish.STOP), dtype=torch.int8),
             "columns": Ragged.from_text(row.example.as_json() for _, row, _ in made),
+            **_labels([row.example for _, row, _ in made]),
             **{
                 name: torch.tensor([row.example.columns[name] for _, row, _ in made], dtype=torch.float32)
                 for name in columns
             },
         },
     )
+
+
+def with_others(rows: Sequence[Encoded], context: int) -> list[Encoded]:
+    """Each row with a second answer, the one of the row before it, the first with the last one's.
+
+    So a prompt is seen with an answer that is none of its own, and all answers are used once (KTO's estimate
+    of the divergence, arXiv 2402.01306, 4.1). What does not fit into the context is cut.
+    """
+    before = [rows[-1], *rows[:-1]]
+    return [
+        replace(row, answers=(row.answers[0], other.answers[0][: max(1, context - len(row.prompt))]))
+        for row, other in zip(rows, before, strict=True)
+    ]
+
+
+def _labels(examples: Sequence[Example]) -> dict[str, Tensor]:
+    labels = [each.label for each in examples if isinstance(each, LabelledAnswer)]
+    return {"label": torch.tensor(labels)} if labels else {}

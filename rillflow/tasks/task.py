@@ -22,6 +22,7 @@ from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.example import Example, example_of
 from rillflow.tasks.files import Rows, given_rows, read_rows
 from rillflow.tasks.fingerprint import Fingerprint
+from rillflow.tasks.labelled import LabelledAnswer, labelled_halves, labelled_of
 from rillflow.tasks.preference import Preference, arithmetic_preferences, preference_of
 
 Row = TypeVar("Row", bound=Example)
@@ -88,25 +89,48 @@ def open_preferences(
     return _split(config, pairs, base, seed, drawn, preference_of)
 
 
-def read_sets(sets: Mapping[str, str], base: Path, *, is_pairs: bool) -> dict[str, tuple[Example, ...]]:
-    """Rows to judge by, of files by name.
+def read_sets(
+    sets: Mapping[str, str], base: Path, make: Callable[[dict[str, Any], int, str], Example] = example_of
+) -> dict[str, tuple[Example, ...]]:
+    """Rows to judge by, of files by name; ``make`` is what makes one of a file's row.
 
     Raises:
         DataError: a file cannot be used.
     """
-    make: Callable[..., Example] = preference_of if is_pairs else example_of
     return {name: tuple(read_rows(base / Path(file).expanduser(), make)) for name, file in sets.items()}
+
+
+def open_labelled(
+    config: TaskConfig, *, base: Path, seed: int, drawn: int | None = None, rows: Rows | None = None
+) -> Task[LabelledAnswer]:
+    """Make or read single answers, each good or bad, and hold some out.
+
+    Args and raises as ``open_task``; reasoning-gym has right answers alone.
+    """
+    if rows is not None:
+        answers = given_rows(rows, labelled_of)
+    elif config.source == "arithmetic":
+        answers = labelled_halves(arithmetic_preferences(**_drawing(config, seed)))
+    else:
+        _require_file(config.source, "labelled answers", "'prompt', 'completion' and 'label'")
+        answers = read_rows(_file("source", config.source, base), labelled_of)
+    return _split(config, answers, base, seed, drawn, labelled_of)
+
+
+def _require_file(source: str, wanted: str, columns: str) -> None:
+    """Refuse problems of one right answer each."""
+    if source.startswith(gym.PREFIX):
+        raise DataError(
+            f"task.source is {source!r}",
+            why=f"its problems have one answer each, and {wanted} are needed",
+            fix=f"name a file with the columns {columns}, or arithmetic",
+        )
 
 
 def _pairs(config: TaskConfig, base: Path, seed: int) -> list[Preference]:
     if config.source == "arithmetic":
         return arithmetic_preferences(**_drawing(config, seed))
-    if config.source.startswith(gym.PREFIX):
-        raise DataError(
-            f"task.source is {config.source!r}",
-            why="its problems have one answer each, and pairs are needed",
-            fix="name a file with the columns 'prompt', 'chosen' and 'rejected', or arithmetic",
-        )
+    _require_file(config.source, "pairs", "'prompt', 'chosen' and 'rejected'")
     return read_rows(_file("source", config.source, base), preference_of)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import TrainingError
 from rillflow.formulas.aggregation import Aggregation, loss_weights
-from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, ValueLossConfig
+from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, UnpairedLossConfig, ValueLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
 from rillflow.formulas.losses import TokenLosses, cross_entropy, policy_loss, value_loss
 from rillflow.formulas.ratios import m2po_limit
@@ -30,6 +30,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.training.guards import BEHIND, ROUTES, check_finite, loss_tokens
 from rillflow.training.pairs import PairLoss, PolicyPairLoss
 from rillflow.training.terms import SAMPLED, LossPart, checked_losses, measured, prepared, require_fields
+from rillflow.training.unpaired import UnpairedLoss
 
 LENGTHS = "row_lengths"
 """The parameter for how many loss tokens each row has."""
@@ -172,7 +173,7 @@ class ValueLoss(TokenLoss):
         )
 
 
-Loss = TokenLoss | PairLoss | PolicyPairLoss
+Loss = TokenLoss | PairLoss | PolicyPairLoss | UnpairedLoss
 """What a trainer minimises."""
 
 
@@ -193,6 +194,8 @@ def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 
             return PolicyLoss(term.loss, max_tokens)
         case PairLossConfig() if "logprobs" in says:
             return PolicyPairLoss(term.loss)
+        case UnpairedLossConfig() if "logprobs" in says:
+            return UnpairedLoss(term.loss)
         case ValueLossConfig() if "values" in says:
             return ValueLoss(term.loss)
         case LossSection():

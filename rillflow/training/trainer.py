@@ -42,6 +42,7 @@ from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
 from rillflow.training.scorer import LogprobReader, OutputReader, ScalarReader, Scorer, micro_batches
 from rillflow.training.skipping import Skip, Skipped
+from rillflow.training.unpaired import UnpairedLoss
 
 _ELSEWHERE = "a number is not finite on another rank"
 
@@ -173,7 +174,7 @@ class Trainer:
             prepared.append(rows)
         learning = [place for place, rows in enumerate(prepared) if rows is not None and _learns(rows)]
         denominators, learns = self._agreed(prepared, bool(learning))
-        whole = [settled(aim.loss, rows, self._ranks) for aim, rows in zip(aims, prepared, strict=True)]
+        whole = [self._settled(aim, rows) for aim, rows in zip(aims, prepared, strict=True)]
         pulls = [self._pull(aim, rows) for aim, rows in zip(aims, whole, strict=True)]
         routing = self._routing()
         try:
@@ -205,6 +206,14 @@ class Trainer:
         rank = self._ranks.rank if groups.speaks else -1
         skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], told, rank)
         return {"train/skipped/sum": Sum(value=1 / self._ranks.size)}
+
+    def _settled(self, aim: Aim, rows: Batch | None) -> Batch | None:
+        """The rows with what takes the whole minibatch to say; every rank calls it."""
+        if not isinstance(aim.loss, UnpairedLoss):
+            return settled(aim.loss, rows, self._ranks)
+        assert isinstance(aim.reader, LogprobReader)  # as of any loss of log probabilities
+        score = partial(self.scorer.logprobs, temperature=aim.reader.temperature)
+        return aim.loss.settled(rows, aim.rows, score, self._ranks)
 
     def _agreed(self, prepared: Sequence[Batch | None], learns: bool) -> tuple[list[float], bool]:
         """What each aim's sum of terms is divided by, and whether any rank learns."""

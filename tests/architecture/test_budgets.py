@@ -59,9 +59,10 @@ GROWN = {
     "a base of 8 bits": 143,
     "losses of pairs, totals kept with the data": 340,
     "headers of files that are written as they are made": 6,
+    "a loss of single answers": 145,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 32_267
+PACKAGE_LINES = 32_524
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,

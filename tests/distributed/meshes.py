@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rillflow.cluster.ranks import Ranks
-from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
+from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, UnpairedLossConfig, ValueLossConfig
 from rillflow.formulas.logprobs import MOST_LOGITS
 from rillflow.models.attention import ATTENTION, register
 from rillflow.parallel.mesh import RankGroups, rank_groups
@@ -22,7 +22,9 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, ValueLoss
+from rillflow.training.pairs import PolicyPairLoss
 from rillflow.training.trainer import Trainer
+from rillflow.training.unpaired import UnpairedLoss
 
 NUM_ROWS = 8
 
@@ -54,6 +56,8 @@ class Case:
     """What a pass holds at once; the logits of a micro-batch are some hundreds."""
     lopsided: bool = False
     """Whether all rows are the first replica's."""
+    loss: str = "policy"
+    """What is minimised: of rows, of "pairs", or of "answers" beside which stands another one."""
 
     @property
     def alone(self) -> Case:
@@ -66,6 +70,7 @@ class Case:
             budget=60,
             layers=self.layers,
             balance=self.balance,
+            loss=self.loss,
         )
 
 
@@ -118,6 +123,8 @@ def rows() -> Batch:
             "sampler_logprobs": tokens.with_values(drawn - 4),
             "returns": tokens.with_values(drawn),
             "old_values": tokens.with_values(drawn * 0),
+            "reference_totals": -4.0 * Ragged.from_rows(masks).sums() - 3 * advantages.double(),
+            "label": torch.tensor([row % 4 < 2 for row in range(NUM_ROWS)]),
         },
     )
 
@@ -141,6 +148,9 @@ def scores(case: Case, made: Trainer, batch: Batch) -> Ragged:
 def update(case: Case, made: Trainer, batch: Batch) -> dict[str, Any]:
     if case.scalar:
         return made.update(batch, ValueLoss(ValueLossConfig(clip=0)))
+    if case.loss != "policy":
+        paired = PolicyPairLoss(PairLossConfig(nll=0.1)), UnpairedLoss(UnpairedLossConfig())
+        return made.update(batch, paired[case.loss == "answers"])
     return made.update(batch, PolicyLoss(PolicyLossConfig(), max_tokens=16))
 
 
@@ -182,6 +192,8 @@ def own_rows(case: Case, place: RankGroups) -> Batch:
     batch = rows()
     if case.lopsided:
         return batch if place.dp.rank == 0 else batch.select([])
+    if case.loss != "policy":
+        return batch.select([row for row in range(len(batch)) if row // 2 % place.dp.size == place.dp.rank])
     return batch.select(list(range(place.dp.rank, len(batch), place.dp.size)))
 
 

@@ -44,6 +44,17 @@ FOUR = [
     Case(kind="qwen2", dp=2, tp=2, fsdp=2, dtype="bfloat16"),
 ]
 
+ANSWERS = [
+    Case(loss="pairs", tp=2, budget=30),
+    Case(loss="pairs", pp=2, tied=False),
+    Case(loss="pairs", dp=2, fsdp=2, checkpointing=True),
+    Case(loss="pairs", dp=2, lopsided=True),
+    Case(loss="answers", tp=2, budget=30),
+    Case(loss="answers", pp=2, tied=False),
+    Case(loss="answers", dp=2, fsdp=2),
+    Case(loss="answers", dp=2, fsdp=2, lopsided=True),
+]
+
 
 MESHES = [
     (dp, pp, tp) for dp, pp, tp in product((1, 2, 4, 8), repeat=3) if 2 <= dp * pp * tp <= 8 and tp <= 4
@@ -119,6 +130,11 @@ def check_all(size: int, cases: list[Case], deadline_s: float = 180.0) -> None:
 
 def test_two_ranks_train_as_one() -> None:
     check_all(2, TWO)
+
+
+@pytest.mark.slow
+def test_pairs_and_single_answers_train_as_on_one_rank() -> None:
+    check_all(2, ANSWERS)
 
 
 @pytest.mark.slow

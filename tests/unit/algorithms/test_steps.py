@@ -40,6 +40,7 @@ DATA = {
     Data.PROMPTS: ("tokens", "columns"),
     Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
     Data.PREFERENCES: ("tokens", "loss_mask", "columns"),
+    Data.LABELLED: ("tokens", "loss_mask", "label"),
 }
 STEP_LINES = 40
 CRITICS = ("ppo", "safe_rlhf")
@@ -182,7 +183,7 @@ def test_only_rows_of_groups_that_differ_reach_the_update() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(ALGORITHMS.keys() - {"sft", "preference", "pairwise", "dpo", "online_dpo"})
+    "name", sorted(ALGORITHMS.keys() - {"sft", "preference", "pairwise", "dpo", "kto", "online_dpo"})
 )
 def test_rows_cut_off_leave_every_update_where_that_is_asked(name: str) -> None:
     config = configured(name, {"truncated": "mask", "minibatches": 2})

@@ -16,7 +16,7 @@ from rillflow.parallel.mesh import RankGroups
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import HELD_OUT_EPOCH, RowId
-from rillflow.roles.answer_totals import KeptTotals
+from rillflow.roles.answer_totals import KeptTotals, marks_of
 
 
 def rows(*ids: tuple[int, int, int], version: int = -1) -> Batch:
@@ -51,6 +51,30 @@ def test_a_row_is_computed_in_the_epoch_it_comes_first() -> None:
     again = totals.of(rows((3, 2, 0), (3, 700, 1), (3, 4, 1), (4, 700, 1)), scores)
     assert again.tolist() == [20 / 3, 7001 / 3, 41 / 3, 7001 / 3]
     assert scores.asked == [[0, 4, 0], [0, 4, 1], [0, 2, 0], [3, 700, 1]]
+
+
+def test_other_tokens_under_the_same_number_are_another_row() -> None:
+    """A prompt with another prompt's answer in a later epoch; only the loss mask differs; an order does."""
+    totals, scores = kept(), Scores()
+    first = rows((0, 4, 0), (0, 5, 0))
+    tokens, mask = first.ragged("tokens"), first.ragged("loss_mask")
+    totals.of(first, scores)
+    for column, values in (
+        ("tokens", [1, 2, 3, 3, 2, 1]),
+        ("loss_mask", [False, True, True] + [False] * 2 + [True]),
+    ):
+        changed = (tokens if column == "tokens" else mask).with_values(torch.tensor(values))
+        totals.of(first, scores)
+        before = len(scores.asked)
+        totals.of(first.with_fields(**{column: changed}), scores)
+        assert scores.asked[before:] == [[0, 5, 0]]
+    numbers = torch.randint(50_000, (400, 12), generator=torch.Generator().manual_seed(0))
+    many = Ragged(values=numbers.flatten(), lengths=torch.full((400,), 12))
+    batch = Batch(
+        ids=row_ids([RowId(0, index, 0) for index in range(400)]),
+        fields={"tokens": many, "loss_mask": many.with_values(many.positions > 5)},
+    )
+    assert len(set(marks_of(batch).tolist())) == 400
 
 
 def test_held_out_rows_are_others_than_those_of_the_same_number() -> None:

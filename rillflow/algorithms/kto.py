@@ -1,0 +1,44 @@
+"""KTO: a policy learns from single answers, each good or bad (Ethayarajh et al., arXiv 2402.01306).
+
+answers, and each prompt with another's ─┬─ reference.totals ─> reference_totals ─┐
+                                         └────────────────────────────────────────┴─ update ─> publish
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rillflow import formulas
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.config import AlgorithmConfig
+from rillflow.formulas.config import PairLossConfig, UnpairedLossConfig
+
+if TYPE_CHECKING:
+    from rillflow.dataflow.flow import Flow
+    from rillflow.graph.handle import Handle
+    from rillflow.records.batch import Batch
+
+
+class KTOConfig(AlgorithmConfig):
+    """KTO's settings; a prompt is an answer."""
+
+    name: Literal["kto"]
+    loss: UnpairedLossConfig = UnpairedLossConfig()
+
+
+def step(flow: Flow, answers: Batch, config: KTOConfig) -> Handle:
+    """One iteration: good answers gain on what the policy gains as a whole, bad ones fall behind it."""
+    known = flow.reference.totals(answers)
+    report = flow.policy.update(answers, known, loss=config.loss, passes=config)
+    flow.publish(flow.policy)
+    return report
+
+
+def score(flow: Flow, answers: Batch, config: KTOConfig) -> Handle:
+    """The implicit rewards of held-out answers."""
+    given = [flow.policy.totals(answers), answers, flow.reference.totals(answers)]
+    same = PairLossConfig(beta=config.loss.beta)
+    return flow.compute(formulas.implicit_rewards, *given, into="rewards", config=same)
+
+
+ALGORITHM = Algorithm(config=KTOConfig, step=step, data=Data.LABELLED, score=score)
