@@ -27,7 +27,7 @@ from rillflow.models.locate import SETTINGS
 from rillflow.models.tensor_file import KINDS
 from rillflow.models.weight_files import check_weight_files, unusable
 
-PIECE = 2**20
+PIECE = 2**18
 """Elements that are read of each parent at a time."""
 _TYPES = {name: dtype for dtype, name in KINDS.items()}
 _SAYS_NOTHING = {

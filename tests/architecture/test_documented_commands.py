@@ -101,7 +101,7 @@ def pages() -> list[Path]:
 WITH_COMMANDS = [str(page.relative_to(ROOT)) for page in pages() if any(commands_of(page.read_text("utf-8")))]
 ALIKE = ("best_of_n", "cispo", "dapo", "dr_grpo", "gspo", "online_dpo", "reinforce_pp", "remax", "rloo")
 """Recipes whose pages differ in a name: together they take a minute."""
-ELSEWHERE = ("arithmetic", "pairwise", "preference", "safe_rlhf", "your_own")
+ELSEWHERE = ("arithmetic", "pairwise", "preference", "safe_rlhf", "warp", "your_own")
 """Recipes that tests/flows runs every day, or the front page's commands."""
 LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/algorithms/README.md",
