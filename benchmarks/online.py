@@ -188,7 +188,8 @@ def page(found: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> str:
         f"{ITERATIONS} x {PROMPTS} prompts, {SAMPLES} answers each, beta {BETA:g}, {NLL:g} of the chosen "
         f"answers' own loss, {ITERATIONS * MINIBATCHES * EPOCHS} optimiser steps in all. "
         "Tied rewards make no pair, so that selectors have unlike numbers of pairs of the same prompts; "
-        "iterative dpo goes through the first iterations' pairs again in the later ones, in as many optimiser steps.",
+        "iterative dpo goes through the first iterations' pairs again in the later ones, in as many "
+        "optimiser steps.",
         "",
         "| run | pairs | gold reward | less sft, seed by seed |",
         "|---|---|---|---|",
