@@ -232,9 +232,8 @@ def test_the_best_are_imitated_and_their_divergence_stays_under_the_bound(
     seen = means(lines, "reward/score/mean")
     assert small or mean(seen[-4:]) > mean(seen[:4]) + 0.1
     found, bound = (means(lines, f"flow/best_of_n_{each}/mean") for each in ("divergence", "bound"))
-    assert all(
-        0 < one < most == pytest.approx(1.2044, abs=1e-4) for one, most in zip(found, bound, strict=True)
-    )
+    assert [(one, most) for one, most in zip(found, bound, strict=True) if not 0 <= one < most] == []
+    assert max(found) > 0 and bound == pytest.approx([1.2044] * len(bound), abs=1e-4)
     apart = means(lines, "flow/mean_divergence/mean")
     assert abs(apart[0]) < 1e-4 and apart[-1] > 0.02
 

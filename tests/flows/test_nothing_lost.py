@@ -227,7 +227,7 @@ def test_checkpoints_come_by_the_clock_and_the_best_one_stays(
     def told(self: loop.Loop, phase: Phase, step: int) -> float:
         judge, score = self._evaluator, next(scores)
         assert judge is not None
-        self._evaluator = lambda executor: _with_reward(judge(executor), score)
+        self._evaluator = lambda executor: [_with_reward(each, score) for each in judge(executor)]
         try:
             return judged(self, phase, step)
         finally:
