@@ -78,7 +78,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("texts", [[], TEXTS], ids=["weights", "activations"])
-@pytest.mark.parametrize("reg", [None, 0.1], ids=["exact", "sinkhorn"])
+@pytest.mark.parametrize("reg", [None, pytest.param(0.1, marks=pytest.mark.slow)], ids=["exact", "sinkhorn"])
 def test_the_order_of_a_parents_units_changes_nothing(
     make: Made, tmp_path: Path, texts: list[str], reg: float | None
 ) -> None:
@@ -100,8 +100,9 @@ def test_the_order_of_a_parents_units_changes_nothing(
 
 
 def test_a_command_merges_models_of_other_widths_into_the_last_ones(make: Made, tmp_path: Path) -> None:
-    wide = NEW.model_copy(update={"hidden": 32, "heads": 8, "kv_heads": 4})
-    parents = [make("wide", wide, noise=1), make("narrow", noise=2), make("last", wide, noise=3)]
+    narrow = NEW.model_copy(update={"layers": 1})
+    wide = narrow.model_copy(update={"hidden": 32, "heads": 8, "kv_heads": 4})
+    parents = [make("wide", wide, noise=1), make("narrow", narrow, noise=2), make("last", wide, noise=3)]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
     for number, words in enumerate(([], ["--prompts", str(prompts)])):
