@@ -4,6 +4,8 @@
                about those of 10 others: how often its verdict turns with the order, and how often it is right
     believed   a reward model that has seen few wrong answers (8 a sum) scores a policy: its score (the proxy)
                and the share of right answers (gold), over the steps, at several prices of divergence
+    averaged   the same without a price, by one of three reward models that were trained apart from one start,
+               and by the average of their weights (WARM, arXiv 2401.12187)
 
     python benchmarks/judges.py --write benchmarks/results/judges.md     # half an hour
 
@@ -28,8 +30,10 @@ from typing import Any
 import torch
 
 from rillflow.assembly.launch import launch
+from rillflow.assembly.merged import merge_models
 from rillflow.assembly.recipe import load_recipe
 from rillflow.assembly.trained import model_directory
+from rillflow.merging.merge import MergeSettings
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model
 from rillflow.observe.layout import rollout_files
@@ -52,7 +56,9 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 """Student's t, two-sided 95%, by the number of seeds."""
 ORDERS = ("random", "both")
 """How pairs are shown in training: once in a drawn order, or in both."""
-PART = ("position", "believed")
+PART = ("position", "believed", "averaged")
+RATES = (2e-3, 3e-3, 4e-3)
+"""Of the reward models that are averaged; each has its own order of pairs too."""
 
 
 def main() -> None:
@@ -67,7 +73,8 @@ def main() -> None:
         if any(all(each.get(key) == value for key, value in wanted.items()) for each in found):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            made = (position if wanted["part"] == "position" else believed)(Path(folder), wanted, arguments)
+            measure = {"position": position, "believed": believed, "averaged": averaged}[wanted["part"]]
+            made = measure(Path(folder), wanted)
         found.append({**wanted, **made})
         print(json.dumps(found[-1]), flush=True)
         with arguments.keep.open("a") as kept:
@@ -87,6 +94,8 @@ def _wanted(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             )
         if "believed" in arguments.only:
             yield {"part": "believed", "seed": seed, "steps": arguments.steps, "prices": [*PRICES]}
+        if "averaged" in arguments.only:
+            yield {"part": "averaged", "seed": seed, "steps": arguments.steps, "rates": [*RATES]}
 
 
 def _run(recipe: str, folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
@@ -95,9 +104,9 @@ def _run(recipe: str, folder: Path, name: str, settings: Mapping[str, Any]) -> P
     return Path(launch(loaded.recipe, loaded.base, quiet=True).run)
 
 
-def position(folder: Path, wanted: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, float]:
+def position(folder: Path, wanted: Mapping[str, Any]) -> dict[str, float]:
     """What a judge says of held-out pairs, each in both orders."""
-    steps, seed = arguments.judge_steps, wanted["seed"]
+    steps, seed = wanted["steps"], wanted["seed"]
     settings = {"run.seed": seed, "algorithm.steps": steps, "algorithm.orders": wanted["orders"]}
     settings["algorithm.prompts_per_step"] = 64 if wanted["orders"] == "both" else 128  # as many rows
     run = _run("pairwise/run.toml", folder, "judge", {**settings, "evaluate": None})
@@ -124,33 +133,71 @@ def position(folder: Path, wanted: Mapping[str, Any], arguments: argparse.Namesp
     }
 
 
-def believed(folder: Path, wanted: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+def believed(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Proxy, gold and divergence of a policy, step by step, at every price."""
-    seed = wanted["seed"]
+    source = _few_pairs(folder, wanted["seed"])
+    scorer = _run("preference/run.toml", folder, "scorer", {**source, "algorithm.steps": 120})
+    return {str(price): _trained(folder, wanted, scorer, price) for price in PRICES}
+
+
+def averaged(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The same by one reward model, and by the average of several."""
+    source = _few_pairs(folder, wanted["seed"])
+    start = _run("preference/run.toml", folder, "start", {**source, "algorithm.steps": 10})
+    path = {"policy.model.new": None, "policy.model.path": str(_scorer(start))}
+    scorers = [
+        _run(
+            "preference/run.toml",
+            folder,
+            f"scorer-{number}",
+            {
+                **source,
+                **path,
+                "policy.lr": rate,
+                "algorithm.steps": 120,
+                "run.seed": 100 * wanted["seed"] + number,
+            },
+        )
+        for number, rate in enumerate(RATES, 1)
+    ]
+    merge_models([_scorer(run) for run in scorers], folder / "average", MergeSettings())
+    middle = scorers[len(RATES) // 2]
+    return {
+        "one": _trained(folder, wanted, middle, 0.0),
+        "average": _trained(folder, wanted, folder / "average", 0.0),
+    }
+
+
+def _scorer(run: Path) -> Path:
+    return model_directory(run, "reward_model").absolute()
+
+
+def _few_pairs(folder: Path, seed: int) -> dict[str, Any]:
+    """The settings of a task with few wrong answers of each sum."""
     lines = [json.loads(line) for line in (RECIPES / "preference/pairs.jsonl").read_text().splitlines()]
     random, by_prompt = Random(seed), dict[str, list[dict[str, str]]]()
     for line in lines:
         by_prompt.setdefault(line["prompt"], []).append(line)
     few = [each for rows in by_prompt.values() for each in random.sample(rows, WRONG)]
     (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in few))
-    source = {"task.source": str(folder / "pairs.jsonl"), "run.seed": seed}
-    scorer = _run("preference/run.toml", folder, "scorer", {**source, "algorithm.steps": 120})
-    found: dict[str, Any] = {}
-    for price in PRICES:
-        settings = {"run.seed": seed, "reward.model": str(scorer), "algorithm.steps": arguments.steps}
-        settings |= {"algorithm.prompts_per_step": 20, "algorithm.loss.kl": price or 1e-9, "evaluate": None}
-        run = _run("preference/use.toml", folder, f"policy-{price}", settings)
-        metrics = [each.metrics for each in read_metrics(run) if each.phase == "grpo"]
-        gold = [
-            mean(float(row.completion == row.columns["answer"]) for row in read_rollouts(run, step))
-            for step in rollout_files(run)
-        ][-arguments.steps :]
-        found[str(price)] = {
-            "proxy": [each["reward/score/mean"].value for each in metrics],
-            "gold": gold,
-            "kl": [each["policy/kl/mean"].value for each in metrics],
-        }
-    return found
+    return {"task.source": str(folder / "pairs.jsonl"), "run.seed": seed}
+
+
+def _trained(folder: Path, wanted: Mapping[str, Any], scorer: Path, price: float) -> dict[str, list[float]]:
+    """What a policy came to that was scored by a reward model."""
+    settings = {"run.seed": wanted["seed"], "reward.model": str(scorer), "algorithm.steps": wanted["steps"]}
+    settings |= {"algorithm.prompts_per_step": 20, "algorithm.loss.kl": price or 1e-9, "evaluate": None}
+    run = _run("preference/use.toml", folder, f"policy-{scorer.name}-{price}", settings)
+    metrics = [each.metrics for each in read_metrics(run) if each.phase == "grpo"]
+    gold = [
+        mean(float(row.completion == row.columns["answer"]) for row in read_rollouts(run, step))
+        for step in rollout_files(run)
+    ][-wanted["steps"] :]
+    return {
+        "proxy": [each["reward/score/mean"].value for each in metrics],
+        "gold": gold,
+        "kl": [each["policy/kl/mean"].value for each in metrics],
+    }
 
 
 def tables(found: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> list[str]:
@@ -170,6 +217,9 @@ def tables(found: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) ->
     hacked = [each for each in found if each["part"] == "believed"]
     if hacked:
         lines += ["", "## A small reward model", "", *_believed_table(hacked, arguments.steps)]
+    many = [each for each in found if each["part"] == "averaged"]
+    if many:
+        lines += ["", "## The average of three reward models", "", *_averaged_table(many, arguments.steps)]
     return lines
 
 
@@ -207,16 +257,8 @@ def _believed_table(hacked: Sequence[Mapping[str, Any]], steps: int) -> list[str
         "| `loss.kl` | proxy first | last | gold first | last | gold's change | divergence |",
         "|---|---|---|---|---|---|---|",
     ]
-    change: dict[float, list[float]] = {}
-    for price in PRICES:
-        runs = [each[str(price)] for each in hacked]
-        cells = []
-        for name in ("proxy", "gold"):
-            cells += [_interval([mean(run[name][:WINDOW]) for run in runs])]
-            cells += [_interval([mean(run[name][-WINDOW:]) for run in runs])]
-        change[price] = [mean(run["gold"][-WINDOW:]) - mean(run["gold"][:WINDOW]) for run in runs]
-        cells += [_interval(change[price]), _interval([mean(run["kl"][-WINDOW:]) for run in runs])]
-        lines.append(f"| {price:g} | " + " | ".join(cells) + " |")
+    change = {price: _gained([each[str(price)] for each in hacked]) for price in PRICES}
+    lines += [f"| {price:g} | {_cells([each[str(price)] for each in hacked])} |" for price in PRICES]
     kept = [
         f"{_interval([b - a for a, b in zip(change[0.0], change[price], strict=True)])} at {price:g}"
         for price in PRICES[1:]
@@ -226,6 +268,36 @@ def _believed_table(hacked: Sequence[Mapping[str, Any]], steps: int) -> list[str
         "",
         f"By a price gold ends higher, of the same reward models and seeds: {', '.join(kept)}.",
     ]
+
+
+def _averaged_table(many: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
+    lines = [
+        f"Three reward models from one start (10 steps), 120 steps each at rates {RATES[0]:g} to "
+        f"{RATES[-1]:g}, as above; a policy is scored by the middle one, or by all three merged, "
+        f"for {steps} steps.",
+        "",
+        "| scored by | proxy first | last | gold first | last | gold's change | divergence |",
+        "|---|---|---|---|---|---|---|",
+        *(f"| {name} | {_cells([each[name] for each in many])} |" for name in ("one", "average")),
+    ]
+    both = [_gained([each[name] for each in many]) for name in ("one", "average")]
+    apart = [more - less for less, more in zip(*both, strict=True)]
+    won = sum(each > 0 for each in apart)
+    told = f"By the average gold ends higher by {_interval(apart)}, on {won} of {len(apart)} seeds."
+    return [*lines, "", told]
+
+
+def _gained(runs: Sequence[Mapping[str, Sequence[float]]]) -> list[float]:
+    """Of every run, gold at its end less gold at its beginning."""
+    return [mean(run["gold"][-WINDOW:]) - mean(run["gold"][:WINDOW]) for run in runs]
+
+
+def _cells(runs: Sequence[Mapping[str, Sequence[float]]]) -> str:
+    """A row's cells: proxy and gold at the beginning and the end, gold's change, the last divergence."""
+    ends = [(name, part) for name in ("proxy", "gold") for part in (slice(WINDOW), slice(-WINDOW, None))]
+    cells = [_interval([mean(run[name][part]) for run in runs]) for name, part in ends]
+    cells += [_interval(_gained(runs)), _interval([mean(run["kl"][-WINDOW:]) for run in runs])]
+    return " | ".join(cells)
 
 
 def _interval(values: Sequence[float]) -> str:

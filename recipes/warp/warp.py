@@ -6,8 +6,9 @@
 
     python recipes/warp/warp.py --rounds 2 --policies 2 --eta 0.5 --dir runs/warp
 
-Source: arXiv 2406.16768. A policy's run is held to the start of its round by ``algorithm.loss.kl``. Each
-start is a model's directory, DIR/start-N; the same command goes on where it was interrupted.
+Source: arXiv 2406.16768. A policy's run is held by ``algorithm.loss.kl`` to a mean that follows it
+(``reference = "moving"``). Each start is a model's directory, DIR/start-N; the same command goes on where it
+was interrupted.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def warp(
     rounds: int,
     policies: int,
     eta: float,
+    seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> list[Path]:
@@ -40,12 +42,15 @@ def warp(
         rounds: how many.
         policies: trained apart in each round.
         eta: how far the next start goes from this one towards the merged policies; 0 to 1.
+        seed: of the first start; every policy's own follows from it.
         settings: over those of run.toml, for every policy's run.
         quiet: show nothing of the runs.
     """
     first = folder / "start-1"
     if not first.exists():
-        begun = rillflow.train(HERE / "start.toml", dir=folder / "begin", quiet=quiet)
+        begun = rillflow.train(
+            HERE / "start.toml", settings={"run.seed": seed}, dir=folder / "begin", quiet=quiet
+        )
         first.parent.mkdir(parents=True, exist_ok=True)
         first.symlink_to(begun.checkpoint().resolve())
     starts = [first]
@@ -58,7 +63,7 @@ def warp(
                     settings={
                         **(settings or {}),
                         "policy.model.path": str(start.absolute()),
-                        "run.seed": 1_000 * number + policy,
+                        "run.seed": 100_000 * seed + 1_000 * number + policy,
                     },
                     dir=folder / f"round-{number}" / f"policy-{policy}",
                     quiet=quiet,
