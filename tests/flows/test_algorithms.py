@@ -21,7 +21,7 @@ from rillflow.observe.reader import read_rollouts
 RECIPES = Path(__file__).parents[2] / "recipes"
 IMITATES = "best_of_n"
 """Has its own test below: what it learns from is no advantage, and no table of rises has it."""
-OTHERWISE = {"sft", "preference", "pairwise", "dpo", "online_dpo", IMITATES}
+OTHERWISE = {"sft", "preference", "pairwise", "dpo", "kto", "online_dpo", IMITATES}
 """Those that learn by no advantage; tests/flows has a file for each kind."""
 SAMPLED = sorted(ALGORITHMS.keys() - OTHERWISE)
 WHERE = ("inline", "together", "apart")
