@@ -57,8 +57,8 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 ORDERS = ("random", "both")
 """How pairs are shown in training: once in a drawn order, or in both."""
 PART = ("position", "believed", "averaged")
-RATES = (2e-3, 3e-3, 4e-3)
-"""Of the reward models that are averaged; each has its own order of pairs too."""
+BEGUN, APART, RATES = 100, 60, (1e-3, 1.5e-3, 2e-3)
+"""Of the reward models that are averaged: steps that they share, and steps and rate of each by itself."""
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ def believed(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
 def averaged(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """The same by one reward model, and by the average of several."""
     source = _few_pairs(folder, wanted["seed"])
-    start = _run("preference/run.toml", folder, "start", {**source, "algorithm.steps": 10})
+    start = _run("preference/run.toml", folder, "start", {**source, "algorithm.steps": BEGUN})
     path = {"policy.model.new": None, "policy.model.path": str(_scorer(start))}
     scorers = [
         _run(
@@ -154,7 +154,7 @@ def averaged(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
                 **source,
                 **path,
                 "policy.lr": rate,
-                "algorithm.steps": 120,
+                "algorithm.steps": APART,
                 "run.seed": 100 * wanted["seed"] + number,
             },
         )
@@ -272,7 +272,7 @@ def _believed_table(hacked: Sequence[Mapping[str, Any]], steps: int) -> list[str
 
 def _averaged_table(many: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
     lines = [
-        f"Three reward models from one start (10 steps), 120 steps each at rates {RATES[0]:g} to "
+        f"Three reward models from one start ({BEGUN} steps), {APART} steps each at rates {RATES[0]:g} to "
         f"{RATES[-1]:g}, as above; a policy is scored by the middle one, or by all three merged, "
         f"for {steps} steps.",
         "",

@@ -15,51 +15,63 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
+
+from gold import gold
 
 import rillflow
 from rillflow.cli.main import main as command
 
 HERE = Path(__file__).parent
 RUNS = Path("runs") / "workflow"
-SUMS, WRONG = 4000, 0.5
-"""Problems, and the share of demonstrations with a wrong digit."""
+HELD_OUT, SHOWN, WRONG = 20, 20, 0.5
+"""Sums that nothing is trained on; demonstrations of each of the others, the share with a wrong digit."""
 QUICK: dict[str, dict[str, Any]] = {
-    "sft": {"algorithm.steps": 4, "policy.warmup_steps": 0, "algorithm.prompts_per_step": 64},
-    "collect": {"algorithm.prompts_per_step": 256},
-    "reward": {"algorithm.steps": 2, "policy.warmup_steps": 0, "task.held_out": 10},
-    "judge": {"algorithm.steps": 2, "policy.warmup_steps": 0, "task.held_out": 10},
+    "sft": {"algorithm.steps": 4, "policy.warmup_steps": 0, "evaluate.problems": 20},
+    "collect": {"algorithm.samples_per_prompt": 4},
+    "reward": {"algorithm.steps": 2, "policy.warmup_steps": 0},
+    "judge": {"algorithm.steps": 2, "policy.warmup_steps": 0},
+    "after": {"algorithm.samples_per_prompt": 4},
     "online": {"algorithm.prompts_per_step": 32, "algorithm.minibatches": 2, "evaluate.problems": 20},
 }
 """What makes every stage a matter of seconds, to see that all is in place."""
 
 
-def sums(random: Random) -> Iterator[dict[str, str]]:
-    """Sums with a demonstration each, which is right or has a wrong digit, and the right answer."""
-    for number in random.sample(range(90 * 90), SUMS):
-        left, right = 10 + number // 90, 10 + number % 90
-        answer = str(left + right)
-        digits = list(answer)
-        if random.random() < WRONG:
-            place = random.randrange(len(digits))
-            digits[place] = random.choice([digit for digit in "0123456789" if digit != digits[place]])
-        yield {"prompt": f"{left}+{right}=", "completion": "".join(digits), "answer": answer}
+def sums() -> Iterator[dict[str, str]]:
+    """Every sum of two digits, with its answer."""
+    for left in range(10):
+        for right in range(10):
+            yield {"prompt": f"{left}+{right}=", "answer": str(left + right)}
+
+
+def demonstrations(rows: Iterable[dict[str, str]], random: Random) -> Iterator[dict[str, str]]:
+    """Each sum several times, with its answer or with one that has a wrong digit."""
+    for row in rows:
+        for _ in range(SHOWN):
+            digits = list(row["answer"])
+            if random.random() < WRONG:
+                place = random.randrange(len(digits))
+                digits[place] = random.choice([digit for digit in "0123456789" if digit != digits[place]])
+            yield {**row, "completion": "".join(digits)}
 
 
 def pairs(run: Any) -> Iterator[dict[str, str]]:
-    """The best and the worst answer to each prompt by gold, where they differ."""
+    """Each prompt's best answer by gold beside every answer that is worse."""
     rows = sorted(run.rollouts(), key=lambda row: row.prompt)
     for prompt, group in groupby(rows, key=lambda row: row.prompt):
-        ranked = sorted(group, key=lambda row: row.reward)
-        if ranked[0].reward < ranked[-1].reward:
-            yield {"prompt": prompt, "chosen": ranked[-1].completion, "rejected": ranked[0].completion}
+        ranked = sorted({(row.reward, row.completion) for row in group})
+        best, chosen = ranked[-1]
+        for reward, rejected in ranked:
+            if reward < best:
+                yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def write(path: Path, rows: Iterator[dict[str, str]]) -> None:
+def write(path: Path, rows: Iterable[dict[str, str]]) -> None:
     """A JSONL file, once."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,19 +93,37 @@ def main() -> None:
         sys.stdout.write(f"\n{name}\n")
         sys.stdout.flush()
         settings = {"run.seed": given.seed, **(QUICK[name] if given.quick else {}), **settings}
-        return rillflow.train(HERE / f"{name}.toml", settings=settings, dir=runs / name)
+        recipe = "collect" if name == "after" else name
+        return rillflow.train(HERE / f"{recipe}.toml", settings=settings, dir=runs / name)
 
     prompts = {"task.source": str(runs / "sums.jsonl")}
-    write(runs / "sums.jsonl", sums(Random(given.seed)))
-    start = {"policy.model.path": str(stage("sft", **prompts).checkpoint())}
+    asked = {"task.held_out_source": str(runs / "held_out.jsonl")}
+    random = Random(given.seed)
+    known = random.sample([*sums()], 100)
+    write(runs / "held_out.jsonl", known[:HELD_OUT])
+    write(runs / "sums.jsonl", known[HELD_OUT:])
+    write(runs / "demonstrations.jsonl", demonstrations(known[HELD_OUT:], random))
+    shown = {"task.source": str(runs / "demonstrations.jsonl")}
+    start = {"policy.model.path": str(stage("sft", **shown, **asked).checkpoint())}
     write(runs / "pairs.jsonl", pairs(stage("collect", **prompts, **start)))
     preferred = {"task.source": str(runs / "pairs.jsonl")}
     stage("reward", **preferred, **start)
     stage("judge", **preferred)
-    online = stage("online", **prompts, **start, **{"reward.model": str(runs / "reward")})
-    sys.stdout.write("\niteration  gold on held-out sums\n")
-    for each in online.evaluations:
-        sys.stdout.write(f"{each.step:>9}  {each.mean_reward:.3f}\n")
+    online = stage("online", **prompts, **asked, **start, **{"reward.model": str(runs / "reward")})
+    after = stage("after", **prompts, **{"policy.model.path": str(online.checkpoint())})
+    sys.stdout.write("\niteration  reward model  gold    of what was sampled\n")
+    steps = [(online, step) for step in range(1, len(online.metrics) + 1)] + [(after, 1)]
+    for number, (run, step) in enumerate(steps):
+        rows = run.rollouts(step)
+        texts = ([row.prompt for row in rows], [row.completion for row in rows])
+        right = gold(*texts, [row.columns["answer"] for row in rows])
+        believed = f"{fmean(row.reward for row in rows):12.3f}" if run is online else " " * 12
+        sys.stdout.write(f"{number:>9}  {believed}  {fmean(right):.3f}\n")
+    compare(runs)
+
+
+def compare(runs: Path) -> None:
+    """The last policy against the fine-tuned one, by gold, by the judge and by the reward model."""
     met = ["evaluate", str(runs / "online"), "--against", str(runs / "sft")]
     for judge in ([], ["--judge", str(runs / "judge")], ["--reward-model", str(runs / "reward")]):
         sys.stdout.write(f"\nrillflow {' '.join([*met, *judge])}\n")

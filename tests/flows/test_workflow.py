@@ -33,7 +33,7 @@ def ran(*words: str, folder: Path) -> str:
 def test_every_stage_runs_once_and_the_policies_meet(tmp_path: Path) -> None:
     said = ran(str(SCRIPT), "--quick", folder=tmp_path)
     runs = tmp_path / "runs" / "workflow"
-    assert {"sft", "collect", "reward", "judge", "online"} <= {each.name for each in runs.iterdir()}
+    assert {"sft", "collect", "reward", "judge", "online", "after"} <= {each.name for each in runs.iterdir()}
     assert [each.step for each in read_evaluations(runs / "online")] == [0, 1, 2, 3]
     assert said.count("win rate") >= 3
     kept = {path: path.stat().st_mtime_ns for path in runs.glob("*/metrics.jsonl")}
