@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast as _loaded  # noqa: F401  impor
 
 from rillflow.cli.main import main
 
-LIMIT_S = 1.0
+LIMIT_S = 10.0
 """Processor time of a case; a conversation is rendered by transformers, whose import takes another second."""
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 REWARD = """
