@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import tempfile
@@ -24,10 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
+from intervals import interval
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.merged import merge_models
@@ -52,8 +52,6 @@ WRONG = 8
 """Wrong answers a sum that the reward model sees."""
 PRICES = (0.0, 0.1, 0.5)
 """Of divergence; 0 is a price of 1e-9, so that the divergence is measured all the same."""
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t, two-sided 95%, by the number of seeds."""
 ORDERS = ("random", "both")
 """How pairs are shown in training: once in a drawn order, or in both."""
 PART = ("position", "believed", "averaged")
@@ -235,16 +233,16 @@ def _position_table(judged: Sequence[Mapping[str, Any]]) -> list[str]:
     for orders, called in (("random", "one order a pair, drawn"), ("both", "both orders")):
         rows = [each for each in judged if each["orders"] == orders]
         names = ("contradiction", "right_first", "right_second", "right_both", "bias")
-        cells = [_interval([each[name] for each in rows]) for name in names]
+        cells = [interval([each[name] for each in rows]) for name in names]
         lines.append(f"| {called} | {' | '.join(cells)} |")
     apart = [abs(each["right_first"] - each["right_second"]) for each in judged]
     gained = [each["right_both"] - (each["right_first"] + each["right_second"]) / 2 for each in judged]
     return [
         *lines,
         "",
-        f"By where the right answer stands, one order's accuracy differs by {_interval(apart)}; that of both "
+        f"By where the right answer stands, one order's accuracy differs by {interval(apart)}; that of both "
         "orders by 0, for the verdict is the same whichever is shown first. Both orders are right more often "
-        f"than one order in the mean by {_interval(gained)}.",
+        f"than one order in the mean by {interval(gained)}.",
     ]
 
 
@@ -260,7 +258,7 @@ def _believed_table(hacked: Sequence[Mapping[str, Any]], steps: int) -> list[str
     change = {price: _gained([each[str(price)] for each in hacked]) for price in PRICES}
     lines += [f"| {price:g} | {_cells([each[str(price)] for each in hacked])} |" for price in PRICES]
     kept = [
-        f"{_interval([b - a for a, b in zip(change[0.0], change[price], strict=True)])} at {price:g}"
+        f"{interval([b - a for a, b in zip(change[0.0], change[price], strict=True)])} at {price:g}"
         for price in PRICES[1:]
     ]
     return [
@@ -283,7 +281,7 @@ def _averaged_table(many: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
     both = [_gained([each[name] for each in many]) for name in ("one", "average")]
     apart = [more - less for less, more in zip(*both, strict=True)]
     won = sum(each > 0 for each in apart)
-    told = f"By the average gold ends higher by {_interval(apart)}, on {won} of {len(apart)} seeds."
+    told = f"By the average gold ends higher by {interval(apart)}, on {won} of {len(apart)} seeds."
     return [*lines, "", told]
 
 
@@ -295,16 +293,9 @@ def _gained(runs: Sequence[Mapping[str, Sequence[float]]]) -> list[float]:
 def _cells(runs: Sequence[Mapping[str, Sequence[float]]]) -> str:
     """A row's cells: proxy and gold at the beginning and the end, gold's change, the last divergence."""
     ends = [(name, part) for name in ("proxy", "gold") for part in (slice(WINDOW), slice(-WINDOW, None))]
-    cells = [_interval([mean(run[name][part]) for run in runs]) for name, part in ends]
-    cells += [_interval(_gained(runs)), _interval([mean(run["kl"][-WINDOW:]) for run in runs])]
+    cells = [interval([mean(run[name][part]) for run in runs]) for name, part in ends]
+    cells += [interval(_gained(runs)), interval([mean(run["kl"][-WINDOW:]) for run in runs])]
     return " | ".join(cells)
-
-
-def _interval(values: Sequence[float]) -> str:
-    if len(values) < 2:
-        return f"{mean(values):.3f}"
-    half = STUDENT.get(len(values), 1.96) * stdev(values) / math.sqrt(len(values))
-    return f"{mean(values):.3f} ± {half:.3f}"
 
 
 def _arguments() -> argparse.Namespace:

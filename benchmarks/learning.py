@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import tempfile
@@ -30,6 +29,8 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+from intervals import half_width
 
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.launch import launch
@@ -49,8 +50,6 @@ TESTED = (14, 24)
 """Steps of the everyday and the slow tests: the beginning of a run here, for no learning rate falls."""
 PAID = 10
 """Last steps over which a cost is averaged."""
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t, two-sided 95%, by the number of seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +177,7 @@ def spread(rises: Sequence[float]) -> str:
     middle = mean(rises)
     if len(rises) < 2:
         return f"{middle:+.3f} | | {middle:+.3f} | "
-    reach = STUDENT[len(rises)] * stdev(rises) / math.sqrt(len(rises))
+    reach = half_width(rises)
     cells = (f"{middle:+.3f}", f"{stdev(rises):.3f}", f"{min(rises):+.3f}")
     return f"{' | '.join(cells)} | {middle - reach:+.3f} .. {middle + reach:+.3f}"
 

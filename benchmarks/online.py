@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import tempfile
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
+
+from intervals import interval
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
@@ -62,8 +63,6 @@ WARM_STEPS, WARM_ROWS, WARM_LR = 100, 64, 3e-3
 PROMPTS, SAMPLES, ITERATIONS, MINIBATCHES, EPOCHS, BETA, NLL = 180, 8, 3, 8, 2, 0.1, 0.2
 SELECTORS = ("max_min", "max_random", "random")
 BEST_OF = (2, 4, 8)
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t, two-sided 95%, by the number of seeds."""
 
 
 def dpo(iterations: int, **settings: Any) -> dict[str, Any]:
@@ -161,14 +160,6 @@ def run(
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line)["metrics"] for line in lines]
     return metrics, [each["reward/score/mean"]["mean"] for each in metrics if "reward/score/mean" in each]
-
-
-def interval(numbers: list[float]) -> str:
-    """The mean of seeds, with half the width of its 95% interval."""
-    middle = mean(numbers)
-    if len(numbers) == 1:
-        return f"{middle:.3f}"
-    return f"{middle:.3f} +- {STUDENT[len(numbers)] * stdev(numbers) / math.sqrt(len(numbers)):.3f}"
 
 
 def page(found: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> str:

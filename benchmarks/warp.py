@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import os
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
+from intervals import interval
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,8 +33,6 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "warp"
 ROUNDS, POLICIES, STEPS, ETA = 3, 2, 20, 0.5
 ANSWERS, LONGEST = 16, 4
 """Answers to each sum, and their tokens at most."""
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Student's t, two-sided 95%, by the number of seeds."""
 
 
 def judged(folder: Path, start: Path) -> dict[str, float]:
@@ -98,16 +96,9 @@ def table(every: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
     """A line a point: means over seeds."""
     lines = ["| model | reward | divergence, nats an answer |", "|---|---|---|"]
     for name in sorted(every[0]):
-        cells = [_interval([each[name][what] for each in every]) for what in ("reward", "kl")]
+        cells = [interval([each[name][what] for each in every]) for what in ("reward", "kl")]
         lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
     return lines
-
-
-def _interval(values: Sequence[float]) -> str:
-    if len(values) < 2:
-        return f"{mean(values):.3f}"
-    half = STUDENT.get(len(values), 1.96) * stdev(values) / math.sqrt(len(values))
-    return f"{mean(values):.3f} ± {half:.3f}"
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ What the headers cannot show (a weight of another shape, numbers that are not fi
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rillflow.errors import ModelError
-from rillflow.models.weight_files import check_weight_files, unusable
+from rillflow.models.weight_files import check_weight_files, settings_in, unusable
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -33,7 +32,7 @@ def require_model_files(directory: Path, *, is_chat: bool) -> None:
     Raises:
         ModelError: a file is missing, damaged or a pickle, or lacks what is needed of it.
     """
-    config = _settings(directory / "config.json")
+    config = settings_in(directory / "config.json")
     check_weight_files(str(directory))
     _require_layers(directory, config, _names(directory))
     if not any(any(directory.glob(name)) for name in _VOCABULARIES):
@@ -49,7 +48,7 @@ def require_model_files(directory: Path, *, is_chat: bool) -> None:
 def kind_of(source: str | None) -> str | None:
     """The type of the model in a directory; None where that is known when it is loaded."""
     file = Path(source or "") / "config.json"
-    return str(_settings(file).get("model_type")) if source is not None and file.is_file() else None
+    return str(settings_in(file).get("model_type")) if source is not None and file.is_file() else None
 
 
 def require_template(directory: Path) -> None:
@@ -66,21 +65,11 @@ def require_template(directory: Path) -> None:
         )
 
 
-def _settings(file: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise unusable(str(file.parent), "config.json", error) from error
-    if not isinstance(settings, dict):
-        raise ModelError(f"{file} is no JSON object", why="it holds settings by name")
-    return settings
-
-
 def _has_template(directory: Path) -> bool:
     if any((directory / name).exists() for name in _TEMPLATES):
         return True
     file = directory / "tokenizer_config.json"
-    return file.is_file() and bool(_settings(file).get("chat_template"))
+    return file.is_file() and bool(settings_in(file).get("chat_template"))
 
 
 def _names(directory: Path) -> list[str]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from rillflow.errors import ModelError
 from rillflow.models.locate import SETTINGS
 from rillflow.models.tensor_file import KINDS
-from rillflow.models.weight_files import check_weight_files, unusable
+from rillflow.models.weight_files import check_weight_files, settings_in, unusable
 
 PIECE = 2**18
 """Elements that are read of each parent at a time."""
@@ -100,7 +100,7 @@ class Parent:
         check_weight_files(str(directory))
         self.directory = directory
         """Where it is."""
-        self.config: dict[str, Any] = _settings(directory / "config.json")
+        self.config: dict[str, Any] = settings_in(directory / "config.json")
         """What config.json says."""
         self.weights: Mapping[str, Stored] = _headers(directory)
         """Every weight by its name in the files."""
@@ -252,20 +252,10 @@ def _require_same_tokens(one: Parent, other: Parent) -> None:
         )
 
 
-def _settings(file: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise unusable(str(file.parent), "config.json", error) from error
-    if not isinstance(settings, dict):
-        raise ModelError(f"{file} is no JSON object", why="it holds settings by name")
-    return settings
-
-
 def _headers(directory: Path) -> dict[str, Stored]:
     """Every weight of the directory's files, in their order."""
     index, found = directory / "model.safetensors.index.json", dict[str, Stored]()
-    listed = set(_settings(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    listed = set(settings_in(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     for name in sorted(listed):
         file = directory / name
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -63,6 +64,21 @@ def _check_index(directory: Path) -> None:
                 why="weights are read from .safetensors files beside it, and from nowhere else",
                 fix="name a directory as save_pretrained writes it",
             )
+
+
+def settings_in(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model's directory.
+
+    Raises:
+        ModelError: it cannot be read, or is none.
+    """
+    try:
+        settings = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise unusable(str(file.parent), file.name, error) from error
+    if not isinstance(settings, dict):
+        raise ModelError(f"{file} is no JSON object", why="it holds settings by name")
+    return settings
 
 
 def unusable(source: str, part: str, error: BaseException) -> ModelError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ from safetensors.torch import load_file
 
 from rillflow.assembly.check import check
 from rillflow.assembly.drawing import graphs
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import Interrupted
 from rillflow.pipeline.interrupt import Interruption
+from tests.flows.whole_runs import lines, loaded, numbers, ran
 
 RECIPE = """
 [run]
@@ -50,24 +48,6 @@ def recipe(tmp_path: Path) -> Path:
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(pair) for pair in pairs))
     (tmp_path / "run.toml").write_text(RECIPE)
     return tmp_path / "run.toml"
-
-
-def loaded(recipe: Path, run: str, *settings: str) -> LoadedRecipe:
-    return load_recipe(recipe, [f"run.dir={json.dumps(str(recipe.parent / run))}", *settings])
-
-
-def ran(recipe: Path, run: str, *settings: str) -> Path:
-    chosen = loaded(recipe, run, *settings)
-    return Path(launch(chosen.recipe, chosen.base, quiet=True).run)
-
-
-def lines(run: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    found = [line["metrics"] for line in lines(run, "metrics.jsonl")]
-    return [{k: v for k, v in metrics.items() if k != "run/step_seconds/mean"} for metrics in found]
 
 
 def test_a_run_computes_every_row_s_reference_once_and_resumes_bit_for_bit(

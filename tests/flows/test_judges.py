@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rillflow.assembly.check import check
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import ConfigError
 from rillflow.observe.reader import read_rollouts
+from tests.flows.whole_runs import lines, loaded, numbers, ran
 
 MODEL = """
 [policy]
@@ -59,24 +57,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "run.toml").write_text(PAIRWISE)
     (tmp_path / "use.toml").write_text(POLICY)
     return tmp_path
-
-
-def loaded(recipe: Path, run: str, *settings: str) -> LoadedRecipe:
-    return load_recipe(recipe, [f"run.dir={json.dumps(str(recipe.parent / run))}", *settings])
-
-
-def ran(recipe: Path, run: str, *settings: str) -> Path:
-    chosen = loaded(recipe, run, *settings)
-    return Path(launch(chosen.recipe, chosen.base, quiet=True).run)
-
-
-def lines(run: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    found = [line["metrics"] for line in lines(run, "metrics.jsonl")]
-    return [{k: v for k, v in metrics.items() if k != "run/step_seconds/mean"} for metrics in found]
 
 
 def test_a_judge_is_trained_and_scores_a_policy(folder: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import shutil
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +14,13 @@ from safetensors.torch import load_file
 
 from rillflow.assembly.check import check
 from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import LoadedRecipe, load_recipe
+from rillflow.assembly.recipe import load_recipe
 from rillflow.errors import ConfigError, Interrupted, RunDirectoryError
 from rillflow.observe.layout import rollout_files
 from rillflow.observe.reader import read_evaluations, read_every_evaluation, read_rollouts
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.view.summary import render_text, summarise
+from tests.flows.whole_runs import lines, loaded, numbers, ran
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "preference"
 RECIPE = """
@@ -68,25 +68,6 @@ def recipe(tmp_path: Path) -> Path:
     (tmp_path / "run.toml").write_text(RECIPE)
     (tmp_path / "use.toml").write_text(POLICY)
     return tmp_path / "run.toml"
-
-
-def loaded(recipe: Path, run: str, *settings: str) -> LoadedRecipe:
-    return load_recipe(recipe, [f"run.dir={json.dumps(str(recipe.parent / run))}", *settings])
-
-
-def ran(recipe: Path, run: str, *settings: str) -> Path:
-    chosen = loaded(recipe, run, *settings)
-    return Path(launch(chosen.recipe, chosen.base, quiet=True).run)
-
-
-def lines(run: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    """Every step's metrics but the times."""
-    found = [line["metrics"] for line in lines(run, "metrics.jsonl")]
-    return [{k: v for k, v in metrics.items() if k != "run/step_seconds/mean"} for metrics in found]
 
 
 def judged(run: Path) -> list[tuple[int, int, int, float]]:

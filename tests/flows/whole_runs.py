@@ -1,0 +1,29 @@
+"""Whole runs of a recipe in a folder, and what their files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rillflow.assembly.launch import launch
+from rillflow.assembly.recipe import LoadedRecipe, load_recipe
+
+
+def loaded(recipe: Path, run: str, *settings: str) -> LoadedRecipe:
+    return load_recipe(recipe, [f"run.dir={json.dumps(str(recipe.parent / run))}", *settings])
+
+
+def ran(recipe: Path, run: str, *settings: str) -> Path:
+    chosen = loaded(recipe, run, *settings)
+    return Path(launch(chosen.recipe, chosen.base, quiet=True).run)
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """Every step's metrics but the times."""
+    found = [line["metrics"] for line in lines(run, "metrics.jsonl")]
+    return [{k: v for k, v in metrics.items() if k != "run/step_seconds/mean"} for metrics in found]
