@@ -101,19 +101,10 @@ def main() -> None:
 def make_models(folder: Path) -> None:
     """The policy, and beside it a reference whose weights are a little off."""
     import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
 
     for name in ("policy", "reference"):
         make_model(folder / name, SHAPE)
-    words = {"<pad>": 0, "</s>": STOP, **{f"w{index}": index for index in range(2, SHAPE.vocabulary)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(
-        folder / "words"
-    )
     other = AutoModelForCausalLM.from_pretrained(folder / "reference")
     torch.manual_seed(1)
     with torch.no_grad():
@@ -371,9 +362,9 @@ def their_trainer(folder: Path, arguments: argparse.Namespace, loss: str, turns:
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype) for name in ("policy", "reference")
     )
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "words")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "policy")
     drawn = [pair for step in range(arguments.steps) for pair in pairs_of(step, case)]
-    said = [["".join(f"w{token} " for token in part) for part in pair] for pair in drawn]
+    said = [["".join(f"t{token} " for token in part) for part in pair] for pair in drawn]
     rows: list[dict[str, Any]] = [
         dict(zip(("prompt", "chosen", "rejected"), each, strict=True)) for each in said
     ]

@@ -141,7 +141,7 @@ def compared(arguments: argparse.Namespace, dtype: str) -> str:
 
 
 def make_model(folder: Path, shape: Shape) -> None:
-    """A model with random weights and a tokeniser whose words are t0 .. t255."""
+    """A model with random weights and a tokeniser whose words are <pad>, </s>, t2 .. t255."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -160,11 +160,10 @@ def make_model(folder: Path, shape: Shape) -> None:
         pad_token_id=0,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(
-        models.WordLevel({f"t{index}": index for index in range(shape.vocabulary)}, unk_token="t2")
-    )
+    named = {"<pad>": 0, "</s>": STOP} | {f"t{index}": index for index in range(2, shape.vocabulary)}
+    words = Tokenizer(models.WordLevel(named, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{STOP}", pad_token="t0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
     tokenizer.save_pretrained(folder)
 
 
@@ -350,7 +349,7 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
     """The child: TRL's trainer, one step for every line on its standard input."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -376,10 +375,13 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
 
     asked = [prompt for step in range(steps) for prompt in prompts_of(step, shape)]
     texts = [" ".join(f"t{token}" for token in prompt) for prompt in asked]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # a Qwen2's own would not know these words
+    if tokenizer(texts)["input_ids"] != asked:
+        raise SystemExit("TRL would read other prompts")
     trainer = GRPOTrainer(
         peft_config=their_adapter(arguments.adapter),
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtypes[0])),
-        processing_class=AutoTokenizer.from_pretrained(folder),
+        processing_class=tokenizer,
         reward_funcs=share_of_wanted,
         train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
         callbacks=[Turns()],

@@ -8,8 +8,11 @@
     loss tokens ── ``back`` tokens before each ──> [N] places among the packed tokens           ┘
 
 Rows sampled from one prompt share it, and equal answers share themselves. Everything a decoder does
-to one token at a time runs on U tokens; attention alone sees whole rows, gathered side by side
-with rows of like length, and hands each packed token's result back once.
+to one token at a time runs on U tokens; attention alone sees rows, gathered side by side with rows of like
+length, and hands each packed token's result back once. Of a row of which much is there for another one, its
+own tokens alone ask, and the whole row answers; on a CPU alone, elsewhere kernels want whole rows:
+
+    a b c d    asked by a, b, c and d            a b c e    asked by e alone
 
 A token is predicted from the state one token before it (back = 1), as its value is; a row is scored at
 its last token itself (back = 0).
@@ -22,6 +25,7 @@ Legend: B rows, T tokens of all rows, U packed tokens, N loss tokens, L longest 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -47,6 +51,7 @@ class PackedRows:
     Example:
         packed = pack(Ragged.from_rows([[1, 2], [1, 3]]))
         packed.tokens.tolist() == [1, 2, 3] and packed.places.values.tolist() == [0, 1, 0, 2]
+        packed.shared.tolist() == [0, 1]
     """
 
     tokens: Tensor
@@ -55,6 +60,8 @@ class PackedRows:
     """[U] int64 the place of each packed token within its rows."""
     places: Ragged
     """int64, for every token of every row its place among the packed tokens."""
+    shared: Tensor
+    """[B] int64 how many of each row's tokens, its first, are there for a row before."""
 
 
 def pack(rows: Ragged) -> PackedRows:
@@ -74,13 +81,14 @@ def pack(rows: Ragged) -> PackedRows:
     fresh = steps >= common[:, None]
     owner = torch.where(fresh, torch.arange(len(rows))[:, None], 0).cummax(0).values
     shift = torch.cumsum(lengths - common, 0) - lengths
-    places = torch.empty_like(padded)
-    places[order] = steps + shift[owner]
+    places, shared = torch.empty_like(padded), torch.empty_like(common)
+    places[order], shared[order] = steps + shift[owner], common
     new = fresh & (steps < lengths[:, None])
     return PackedRows(
         tokens=padded[new],
         positions=steps.expand_as(padded)[new],
         places=rows.with_values(places[rows.row_of, rows.positions]),
+        shared=shared,
     )
 
 
@@ -95,25 +103,30 @@ class PackedAttention:
     def __init__(self, rows: PackedRows, device: torch.device) -> None:
         self.layers: set[int] = set()
         self._buckets: list[_Bucket] = []
-        home = torch.empty_like(rows.tokens)
-        size = 0
-        order = torch.argsort(rows.places.lengths, descending=True, stable=True)
-        for start, end in pairwise(bucket_bounds(rows.places.lengths[order].tolist())):
-            bucket = rows.places.select(order[start:end])
-            longest = int(bucket.lengths.max())
-            places = size + bucket.row_of * longest + bucket.positions
-            home[bucket.values] = places  # any row's copy of a packed token has the same result
-            index = bucket.padded(0)
-            pick = _Pick.of(index.flatten(), real=places - size, sources=len(rows.tokens), device=device)
-            self._buckets.append(_Bucket(pick=pick, rows=end - start, longest=longest))
-            size += index.numel()
-        self._home = _Pick.of(home, real=torch.arange(len(home)), sources=size, device=device)
+        home, size, lengths = torch.empty_like(rows.tokens), 0, rows.places.lengths
+        is_worth_it = (device.type == "cpu") & (rows.shared >= lengths * _MUCH)
+        silent = torch.where(is_worth_it, rows.shared, 0)
+        for mates in _side_by_side(torch.where(rows.shared < lengths, lengths, 0), silent):
+            before = int(silent[mates].min())
+            places = rows.places.select(mates).padded(-1)
+            asking = places[:, before:]
+            own = torch.arange(before, places.shape[1]) >= rows.shared[mates, None]
+            own &= asking >= 0
+            home[asking[own]] = torch.arange(size, size + asking.numel()).view_as(asking)[own]
+            size += asking.numel()
+            keys = _Pick.of(places, len(home), device)
+            queries = _Pick.of(asking, len(home), device) if before else keys
+            self._buckets.append(_Bucket(keys=keys, queries=queries, rows=len(mates), before=before))
+        self._home = _Pick.of(home, size, device)
 
     def padded(self, size: int) -> PackedAttention:
         """The plan with packed tokens that no row sees, up to ``size``; what it gives those is any row's."""
         found = copy(self)
         found.layers = set()
-        found._buckets = [replace(one, pick=one.pick.with_more(sources=size)) for one in self._buckets]
+        found._buckets = [
+            replace(one, keys=one.keys.with_more(sources=size), queries=one.queries.with_more(sources=size))
+            for one in self._buckets
+        ]
         found._home = self._home.with_more(results=size)
         return found
 
@@ -122,8 +135,9 @@ class PackedAttention:
         self.layers.add(layer)
         found = []
         for bucket in self._buckets:
-            rows_query, rows_key, rows_value = (bucket.rows_of(states) for states in (query, key, value))
-            seen = causal(rows_query, rows_key, rows_value, scores)
+            asking = bucket.rows_of(query, bucket.queries)
+            keys, values = (bucket.rows_of(states, bucket.keys) for states in (key, value))
+            seen = causal(asking, keys, values, scores, bucket.before)
             found.append(seen.transpose(1, 2).flatten(0, 1).flatten(1))
         everything = found[0] if len(found) == 1 else torch.cat(found)
         return _gather(everything, self._home).view(1, query.shape[2], query.shape[1], -1)
@@ -264,6 +278,20 @@ def last_tokens(batch: Batch) -> Batch:
     return batch.only("tokens").with_fields(loss_mask=tokens.with_values(last))
 
 
+_MUCH = 1 / 3
+"""A row of which at least this share is there for another asks with its own tokens alone."""
+
+
+def _side_by_side(lengths: Tensor, silent: Tensor) -> Iterator[Tensor]:
+    """Rows of like ``lengths`` and as many ``silent`` tokens, by their places; none of length 0."""
+    order = torch.argsort(lengths, descending=True, stable=True)
+    for start, end in pairwise(bucket_bounds(lengths[order].tolist())):
+        alike = order[start:end]
+        alike = alike[torch.argsort(silent[alike], descending=True, stable=True)]
+        for first, last in pairwise(bucket_bounds((silent[alike] + 1).tolist())):
+            yield alike[first:last]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pick:
     """Rows of a matrix chosen by index, and for each row of the matrix who chose it."""
@@ -276,12 +304,14 @@ class _Pick:
     """[sources] int64 where each source's results begin in ``order``."""
 
     @staticmethod
-    def of(index: Tensor, *, real: Tensor, sources: int, device: torch.device) -> _Pick:
-        """The pick of ``index`` of which the places ``real`` [R] are not padding."""
+    def of(places: Tensor, sources: int, device: torch.device) -> _Pick:
+        """The pick of ``places``, those below 0 being padding."""
+        index = places.flatten()
+        real = (index >= 0).nonzero().squeeze(1)
         chosen = index[real]
         by_source = torch.argsort(chosen, stable=True)
         offsets = torch.searchsorted(chosen[by_source], torch.arange(sources))
-        parts = (part.to(device) for part in (index, real[by_source], offsets))
+        parts = (part.to(device) for part in (index.clamp_min(0), real[by_source], offsets))
         return _Pick(**dict(zip(("index", "order", "offsets"), parts, strict=True)))
 
     def with_more(self, *, sources: int = 0, results: int = 0) -> _Pick:
@@ -293,15 +323,21 @@ class _Pick:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Bucket:
-    pick: _Pick
-    """From packed tokens [U] to places [rows x longest]."""
-    rows: int
-    longest: int
+    """Rows side by side, [rows, longest]."""
 
-    def rows_of(self, states: Tensor) -> Tensor:
-        """[rows, heads, longest, size] the bucket's rows of packed states [1, heads, U, size]."""
+    keys: _Pick
+    """Of all their places, from packed tokens [U]."""
+    queries: _Pick
+    """Of the places that ask."""
+    rows: int
+    """How many."""
+    before: int
+    """How many tokens of each do not ask."""
+
+    def rows_of(self, states: Tensor, pick: _Pick) -> Tensor:
+        """[rows, heads, chosen places, size] the bucket's rows of packed states [1, heads, U, size]."""
         flat = states[0].transpose(0, 1).flatten(1)
-        return _gather(flat, self.pick).view(self.rows, self.longest, -1, states.shape[3]).transpose(1, 2)
+        return _gather(flat, pick).view(self.rows, -1, *states.shape[1::2]).transpose(1, 2)
 
 
 def _gather(values: Tensor, pick: _Pick) -> Tensor:

@@ -36,9 +36,17 @@ def alone(row_places: Tensor, states: tuple[Tensor, Tensor, Tensor], scores: Sco
     return causal(query, key, value, scores).transpose(1, 2)[0]
 
 
-@settings(max_examples=60, deadline=None)
+ALIKE = st.builds(
+    lambda prompts, answers: [[*prompts[place % len(prompts)], *one] for place, one in enumerate(answers)],
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=50), min_size=1, max_size=2),
+    st.lists(st.lists(st.integers(0, 1), max_size=20), min_size=1, max_size=6),
+)
+"""Answers to one prompt or two."""
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    rows=st.lists(st.lists(st.integers(0, 1), max_size=40), min_size=1, max_size=6).filter(any),
+    rows=ALIKE | st.lists(st.lists(st.integers(0, 1), max_size=40), min_size=1, max_size=6).filter(any),
     window=st.sampled_from([None, 1, 3, 100]),
     softcap=st.sampled_from([None, 0.5]),
     has_sinks=st.booleans(),
@@ -143,7 +151,20 @@ def test_rows_of_like_length_lie_side_by_side_with_little_padding(
 ) -> None:
     packed = pack(Ragged.from_rows([[row] * length for row, length in enumerate(lengths)]))
     plan = PackedAttention(packed, CPU)
-    assert [(bucket.rows, bucket.longest) for bucket in plan._buckets] == buckets
+    assert [(bucket.rows, len(bucket.keys.index) // bucket.rows) for bucket in plan._buckets] == buckets
+
+
+def test_of_rows_that_share_most_their_own_tokens_ask() -> None:
+    prompts = [[5] * 40, [6] * 36]
+    rows = [[*prompt, *[7 + sample] * (8 + sample)] for prompt in prompts for sample in range(4)]
+    rows += [rows[0], rows[0][:20], rows[0][:12] + [3] * 30]
+    packed = pack(Ragged.from_rows(rows))
+    assert packed.shared.tolist() == [20, 40, 40, 40, 0, 36, 36, 36, 48, 12, 0]
+    plan = PackedAttention(packed, CPU)
+    asked = [
+        (bucket.rows, bucket.before, len(bucket.queries.index) // bucket.rows) for bucket in plan._buckets
+    ]
+    assert asked == [(6, 36, 15), (3, 0, 48), (1, 12, 8)]
 
 
 def test_half_precision_is_gathered_and_summed_as_it_is() -> None:
