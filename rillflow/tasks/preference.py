@@ -15,7 +15,7 @@ from typing import Any
 
 from rillflow.errors import DataError, nearest
 from rillflow.tasks.arithmetic import arithmetic_examples
-from rillflow.tasks.example import Example, answer_of, prompt_of, shown
+from rillflow.tasks.example import Example, Message, answer_of, prompt_of, shown
 
 _NEAR = 9
 """A wrong answer differs from the right one by at most so much: it has to be looked at."""
@@ -40,11 +40,15 @@ class Preference(Example):
 def preference_of(row: dict[str, Any], index: int, place: str) -> Preference:
     """A row with ``prompt``, ``chosen`` and ``rejected`` as a pair; the row's dict becomes its columns.
 
+    Where both answers are whole conversations, the messages before their last one are the prompt; a prompt
+    beside them is these messages too, or the text of one of the user's.
+
     Raises:
         DataError: as ``example_of``; an answer is missing, null, or neither text nor one message of the
-            assistant; the two are the same. The message does not say where the row stands.
+            assistant; the two are the same; two conversations part before their last message, or the prompt
+            is another one. The message does not say where the row stands.
     """
-    prompt = prompt_of(row)
+    prompt = _shared(row) or prompt_of(row)
     chosen, rejected = (_answer(row, name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise DataError(
@@ -75,6 +79,33 @@ def arithmetic_preferences(*, size: int, digits: int, operators: str, seed: int)
         )
         for example in arithmetic_examples(size=size, digits=digits, operators=operators, seed=seed)
     ]
+
+
+def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
+    """What two whole conversations begin with, of which each keeps its last message; None for other rows."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if not (isinstance(chosen, list) and isinstance(rejected, list) and min(len(chosen), len(rejected)) > 1):
+        return None
+    if chosen[:-1] != rejected[:-1]:
+        alike = [one == other for one, other in zip(chosen, rejected, strict=False)]
+        raise DataError(
+            f"chosen has {len(chosen)} messages and rejected {len(rejected)}, alike in the "
+            f"first {[*alike, False].index(False)}",
+            why="a pair is two answers to the same messages: only the last ones may differ",
+            fix="end both conversations with the assistant's first message in which they differ",
+        )
+    given = row.get("prompt")
+    row |= {"prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
+    prompt = prompt_of(row)
+    assert not isinstance(prompt, str), "messages stay messages"
+    asked = [turn["content"] for turn in Example(index=0, prompt=prompt).turns if turn["role"] == "user"]
+    if given is not None and given not in asked and prompt_of({"prompt": given}) != prompt:
+        raise DataError(
+            f"the prompt is {shown(given)}, and chosen and rejected answer {shown(asked)}",
+            why="they are whole conversations, whose messages before the last one are the prompt",
+            fix="remove the column 'prompt', or leave nothing but the answers in the other two",
+        )
+    return prompt
 
 
 def _answer(row: dict[str, Any], name: str) -> str:

@@ -72,6 +72,24 @@ def test_rows_become_pairs(write: Write) -> None:
     ]
 
 
+TALK = [{"role": "user", "content": "hi"}, *assistant("hello"), {"role": "user", "content": "1+1?"}]
+
+
+@pytest.mark.parametrize(
+    "prompt", [{}, {"prompt": None}, {"prompt": "1+1?"}, {"prompt": "hi"}, {"prompt": TALK}]
+)
+def test_whole_conversations_become_a_prompt_and_two_answers(
+    tmp_path: Path, write: Write, prompt: dict[str, object]
+) -> None:
+    rows = [{**prompt, "chosen": [*TALK, *assistant("2")], "rejected": [*TALK, *assistant("3")], "level": 1}]
+    found = Preference(index=0, prompt=tuple(TALK), completion="2", rejected="3", columns={"level": 1})
+    assert read_preferences(write(*rows)) == [found]
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.Table.from_pylist(rows)
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "pairs.parquet")
+    assert read_preferences(tmp_path / "pairs.parquet") == [found]
+
+
 def test_parquet_rows_become_the_same_pairs(tmp_path: Path, write: Write) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -98,6 +116,23 @@ def test_parquet_rows_become_the_same_pairs(tmp_path: Path, write: Write) -> Non
         (row(chosen="3"), 'chosen and rejected are both "3"'),
         (row(chosen=assistant("3")), 'chosen and rejected are both "3"'),
         (row(prompt=""), "the prompt is empty"),
+        (row(chosen=[*TALK, *assistant("2")]), "the answer 'chosen' has messages of user, assistant, user"),
+        (
+            row(chosen=[*TALK, *assistant("2")], rejected=[*TALK[:1], *assistant("3")]),
+            "chosen has 4 messages and rejected 2, alike in the first 1",
+        ),
+        (
+            row(chosen=[*TALK, *assistant("2")], rejected=[*TALK, *assistant("3")]),
+            'the prompt is "1+1=", and chosen and rejected answer ["hi", "1+1?"]',
+        ),
+        (
+            row(prompt="hi", chosen=[*TALK, *assistant("2")], rejected=[*TALK, *assistant("2")]),
+            'chosen and rejected are both "2"',
+        ),
+        (
+            row(prompt="hi", chosen=[*TALK, *TALK[:1]], rejected=[*TALK, *assistant("2")]),
+            "the answer 'chosen' has messages of user",
+        ),
         (row(prompt=None), "the prompt is null"),
         (row(prompt=assistant("a")), "the prompt's last message is the assistant's"),
         ('{"prompt": "a", "chosen": "\\ud800", "rejected": "b"}', "the answer 'chosen' has half a character"),
