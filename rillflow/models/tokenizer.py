@@ -125,8 +125,36 @@ class Tokenizer:
             ModelError: the model has no chat template or the template refuses the messages; a message
                 spells a special token.
         """
-        texts = [self._rendered(chat, opens=True) for chat in chats]
+        texts = [self.rendered(chat, opens=True) for chat in chats]
         return self._encode(texts, begin=False, is_rendered=True)
+
+    def rendered(self, chat: Chat, *, opens: bool) -> str:
+        """What the template makes of a conversation; ``opens``: with the beginning of an answer.
+
+        Raises:
+            ModelError: as ``encode_chats``.
+        """
+        if self._library.chat_template is None:
+            raise ModelError(
+                "the model has no chat template",
+                why="the prompt is a list of messages, and only a template makes one text of them",
+                fix="give the prompt as text, or choose a model with a chat template",
+            )
+        self._refuse_special(chat)
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._library.apply_chat_template(
+                [dict(turn) for turn in chat.turns],
+                tools=chat.tools,
+                tokenize=False,
+                add_generation_prompt=opens,
+                **chat.arguments,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            roles = ", ".join(turn["role"] for turn in chat.turns)
+            raise ModelError(f"the chat template refuses messages of {roles}", why=str(error)) from error
+        return text
 
     def encode_replies(self, chats: Sequence[Chat], answers: Sequence[str]) -> list[list[int]]:
         """The tokens of an answer to each conversation, as the template writes and ends them.
@@ -160,8 +188,8 @@ class Tokenizer:
         Raises:
             ModelError: as ``encode_replies``; or the template writes the conversation otherwise later.
         """
-        reply, text = self._reply(chat, answer), self._rendered(later, opens=True)
-        before = self._rendered(chat, opens=True) + reply
+        reply, text = self._reply(chat, answer), self.rendered(later, opens=True)
+        before = self.rendered(chat, opens=True) + reply
         if not text.startswith(before):
             raise _rewritten(before, text)
         marks = [piece for piece in self.pieces([*self.stop_tokens]) if piece in reply]
@@ -274,35 +302,11 @@ class Tokenizer:
             )
         return [row if self.stop_tokens.intersection(row) else [*row, self._end] for row in rows]
 
-    def _rendered(self, chat: Chat, *, opens: bool) -> str:
-        """What the template makes of a conversation; ``opens``: with the beginning of an answer."""
-        if self._library.chat_template is None:
-            raise ModelError(
-                "the model has no chat template",
-                why="the prompt is a list of messages, and only a template makes one text of them",
-                fix="give the prompt as text, or choose a model with a chat template",
-            )
-        self._refuse_special(chat)
-        from jinja2 import TemplateError
-
-        try:
-            text: str = self._library.apply_chat_template(
-                [dict(turn) for turn in chat.turns],
-                tools=chat.tools,
-                tokenize=False,
-                add_generation_prompt=opens,
-                **chat.arguments,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            roles = ", ".join(turn["role"] for turn in chat.turns)
-            raise ModelError(f"the chat template refuses messages of {roles}", why=str(error)) from error
-        return text
-
     def _reply(self, chat: Chat, answer: str) -> str:
         """What the template adds to a conversation when the assistant has answered."""
-        before = self._rendered(chat, opens=True)
+        before = self.rendered(chat, opens=True)
         turn = {"role": "assistant", "content": answer}
-        whole = self._rendered(replace(chat, turns=[*chat.turns, turn]), opens=False)
+        whole = self.rendered(replace(chat, turns=[*chat.turns, turn]), opens=False)
         if not whole.startswith(before):
             raise _rewritten(before, whole)
         return whole[len(before) :]

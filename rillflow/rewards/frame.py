@@ -3,6 +3,10 @@
     {prompt}, {first}, {second} ─ two answers ─> which label is likelier: which answer is better
     {prompt}, {answer} ───────── one answer ──> the labels' numbers, weighed by how likely they are
 
+    template ─┬─────────────────────────────────────┬─> pieces with places between them ─ label
+              └─ chat: as a user's message, by the ─┘
+                 model's chat template, answered
+
 A frame is a recipe's section, and what a judge's config.json keeps: whoever loads it asks as in training.
 """
 
@@ -20,6 +24,7 @@ from rillflow.config.section import Section
 KEPT = "judge_frame"
 """What a model's config.json calls its frame."""
 _PLACES = re.compile(r"\{([a-z]+)\}")
+_OURS = re.compile(r"\{(prompt|first|second|answer)\}")
 PAIR, ONE = ["prompt", "first", "second"], ["prompt", "answer"]
 """The places of a frame that compares, and of one that rates."""
 
@@ -33,6 +38,12 @@ class FrameConfig(Section):
     )
     labels: tuple[str, ...] = Field(
         ("A", "B"), description="One token each: which answer is better, or numbers, which are a rating."
+    )
+
+    chat: bool = Field(
+        False,
+        description="Whether the model's chat template writes the template, as a user's message; a label "
+        "begins the assistant's.",
     )
 
     @model_validator(mode="after")
@@ -54,7 +65,12 @@ class FrameConfig(Section):
     @property
     def compares(self) -> bool:
         """Whether two answers are read at once."""
-        return _PLACES.findall(self.template) == PAIR
+        return self.places == PAIR
+
+    @property
+    def places(self) -> list[str]:
+        """The names of the template's places, in their order."""
+        return _PLACES.findall(self.template)
 
     @property
     def ratings(self) -> tuple[float, ...]:
@@ -65,10 +81,10 @@ class FrameConfig(Section):
         """
         return tuple(float(label) for label in self.labels)
 
-    def parts(self, **texts: str) -> tuple[str, str]:
-        """What stands before the prompt, and what after it with the answers in their places."""
-        before, _, after = self.template.partition("{prompt}")
-        return before, _PLACES.sub(lambda place: texts[place[1]], after)
+    @staticmethod
+    def split(text: str) -> list[str]:
+        """A template's pieces and the names of the places between them, by turns."""
+        return _OURS.split(text)
 
 
 class _Kept(Section):

@@ -1,10 +1,11 @@
 """Comparisons: what a judge is asked about answers, as rows of tokens.
 
-    template [before]{prompt}[after with answers] ─> begin, before, prompt, after ─┬─ label A ─┐
-                                                                                   └─ label B ─┴─ rows
+    template ─ pieces, {prompt}, answers ─> piece, prompt, piece, answer, piece ... ─┬─ label A ─┐
+                                                                                     └─ label B ─┴─ rows
 
-The pieces are encoded one by one, in training and in judging alike, so no token spans two of them. A prompt
-that leaves no room loses its beginning; answers stay whole.
+The pieces are encoded one by one, in training and in judging alike, so no token spans two of them, and what
+spells a special token in a prompt or an answer is text. A prompt that leaves no room loses its beginning;
+answers stay whole.
 Legend: N questions, K labels; the rows of a question share all but their last token.
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from rillflow.errors import ModelError
 from rillflow.formulas.judging import Preferences
-from rillflow.models.tokenizer import Tokenizer
+from rillflow.models.tokenizer import Chat, Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.rewards.frame import FrameConfig
@@ -45,13 +46,28 @@ class Questioner:
         context: tokens of a row at most.
 
     Raises:
-        ModelError: a label is not one token, or the tokeniser cannot read the frame.
+        ModelError: a label is not one token, the tokeniser cannot read the frame, or the model has no chat
+            template that would write it.
     """
 
     def __init__(self, tokenizer: Tokenizer, frame: FrameConfig, context: int) -> None:
         self._tokenizer, self._frame, self._context = tokenizer, frame, context
-        self._begin = [] if (begin := tokenizer.begin) is None else [begin]
         self._known: dict[str, list[int]] = {}
+        text, begin = frame.template, tokenizer.begin
+        if frame.chat:
+            text = tokenizer.rendered(Chat(turns=[{"role": "user", "content": text}]), opens=True)
+        pieces = frame.split(text)
+        if pieces[1::2] != frame.places:
+            raise ModelError(
+                f"the judge's chat template writes the places {pieces[1::2]}",
+                why=f"the frame has {frame.places}, each once",
+                fix="set frame.chat = false and write the text around them in the frame",
+            )
+        self._fixed = [
+            tokenizer.encode_more(each, is_rendered=frame.chat) if each else [] for each in pieces[::2]
+        ]
+        if begin is not None and not frame.chat:
+            self._fixed[0].insert(0, begin)
         self.labels = [self._label(label) for label in frame.labels]
         """The token of each label."""
         self.encoded(Question(prompt="", answers=("",) * (2 if frame.compares else 1)))
@@ -62,18 +78,19 @@ class Questioner:
         Raises:
             ModelError: the tokeniser cannot read a text, or the answers leave no room.
         """
-        names = ("first", "second") if self._frame.compares else ("answer",)
-        texts = dict(zip(names, question.answers, strict=True))
-        before, after = (self._pieces(text) for text in self._frame.parts(**texts))
-        prompt = self._pieces(question.prompt)
-        room = self._context - 1 - len(self._begin) - len(before) - len(after)
+        before, after, *more = self._fixed
+        after = [*after]
+        for answer, piece in zip(question.answers, more, strict=True):
+            after += [*self._text(answer), *piece]
+        prompt = self._text(question.prompt)
+        room = self._context - 1 - len(before) - len(after)
         if room < min(len(prompt), 1):
             raise ModelError(
                 f"two answers of {[len(each) for each in question.answers]} characters leave no room",
                 why=f"prompt, answers and frame share the judge's context of {self._context} tokens",
                 fix="use a judge with a longer context, or shorter answers",
             )
-        return [*self._begin, *before, *prompt[max(len(prompt) - room, 0) :], *after]
+        return [*before, *prompt[max(len(prompt) - room, 0) :], *after]
 
     def labelled(self, questions: Sequence[list[int]], labels: Sequence[int], ids: Tensor) -> Batch:
         """Rows with ``tokens`` and a ``loss_mask`` at the last token alone, a label.
@@ -88,7 +105,7 @@ class Questioner:
         last = tokens.positions == tokens.expand(tokens.lengths - 1)
         return Batch(ids=ids, fields={"tokens": tokens, "loss_mask": tokens.with_values(last)})
 
-    def _pieces(self, text: str) -> list[int]:
+    def _text(self, text: str) -> list[int]:
         if text not in self._known:
             if len(self._known) > 100_000:
                 self._known.clear()

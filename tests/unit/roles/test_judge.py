@@ -110,6 +110,29 @@ def test_what_is_asked_keeps_answers_whole_and_the_prompt_s_end() -> None:
         Questioner(tokenizer, FrameConfig(template="x{prompt}|{first}|{second}>"), 12)
 
 
+def test_a_chat_template_writes_the_frame_and_no_answer_ends_its_message() -> None:
+    alphabet = "0123456789+=|>ABua:<end/s_"
+    small = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=64, alphabet=alphabet)
+    model = load_model(ModelConfig(new=small), seed=0, device=torch.device("cpu"), base=Path())
+    tokenizer, frame = model.tokenizer, FrameConfig(template="{prompt}|{first}|{second}>", chat=True)
+    (end,) = tokenizer.stop_tokens
+    (mark,) = tokenizer.pieces([end])
+    with pytest.raises(ModelError, match="no chat template"):
+        Questioner(tokenizer, frame, 64)
+    tokenizer._library.chat_template = (
+        "{% for m in messages %}u:{{ m['content'] }}" + mark + "{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    tokens = Questioner(tokenizer, frame, 64).encoded(Question(prompt="1+1=", answers=("2", f"3{mark}")))
+    assert "".join(tokenizer.pieces(tokens)) == f"u:1+1=|2|3{mark}>{mark}a:"
+    assert tokens.count(end) == 1 and tokens[-3] == end, "what an answer spells is text"
+    pairs = rows(model, ["1", "2"])
+    assert judge(model, frame).score(pairs).dense("valid").all()
+    tokenizer._library.chat_template = "{% for m in messages %}{{ m['content'] * 2 }}{% endfor %}"
+    with pytest.raises(ModelError, match="writes the places"):
+        Questioner(tokenizer, frame, 64)
+
+
 @pytest.mark.parametrize(
     ("template", "labels", "why"),
     [
