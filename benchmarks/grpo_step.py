@@ -173,6 +173,14 @@ def prompts_of(step: int, shape: Shape) -> list[list[int]]:
     return [[numbers.randrange(2, shape.vocabulary) for _ in range(shape.prompt)] for _ in range(GROUPS)]
 
 
+def texts_of(prompts: list[list[int]], tokenizer: Any) -> list[str]:
+    """The texts that the tokeniser reads as these prompts."""
+    texts = [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
+    if tokenizer(texts)["input_ids"] != prompts:
+        raise SystemExit("the tokeniser reads other prompts than these")
+    return texts
+
+
 def rillflow_step(
     folder: Path, arguments: argparse.Namespace, dtype: str
 ) -> tuple[Callable[[int], Timing], Callable[[], Timing]]:
@@ -373,11 +381,8 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
         lengths.append(statistics.mean(map(len, completion_ids)))
         return [ids.count(WANTED) / shape.answer for ids in completion_ids]
 
-    asked = [prompt for step in range(steps) for prompt in prompts_of(step, shape)]
-    texts = [" ".join(f"t{token}" for token in prompt) for prompt in asked]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # a Qwen2's own would not know these words
-    if tokenizer(texts)["input_ids"] != asked:
-        raise SystemExit("TRL would read other prompts")
+    texts = texts_of([prompt for step in range(steps) for prompt in prompts_of(step, shape)], tokenizer)
     trainer = GRPOTrainer(
         peft_config=their_adapter(arguments.adapter),
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtypes[0])),
