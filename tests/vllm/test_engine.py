@@ -155,7 +155,7 @@ def test_rows_go_on_with_new_weights_as_if_they_had_been_read_by_them(whole: Lan
     assert set(found.ragged("versions").values.tolist()) == {-1, 0, 1}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt2"])
 def test_other_architectures_have_their_weights_by_name(architecture: str) -> None:
     of = model(architecture) if architecture != "gpt2" else model_of_whole_heads(architecture)
     found, expected = (each.generate(prompts(), 2) for each in both(of))

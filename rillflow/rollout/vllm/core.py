@@ -38,7 +38,7 @@ from rillflow.records.row import RowId
 from rillflow.rollout.native.sampling import DrawSettings, Seen, draw
 from rillflow.rollout.vllm.asks import Ask, CoreSettings, Piece
 
-_ASK = "rillflow"
+_ASK, _HEAD = "rillflow", "lm_head.weight"
 _NOTHING = Piece(row=RowId(0, 0, 0), tokens=(), logprobs=(), has_ended=False)
 
 
@@ -126,6 +126,9 @@ class Core:
             self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         finally:
             torch.set_num_threads = set_threads  # vLLM puts another there, for the whole process
+        (model,) = self._engine.collective_rpc("get_model")
+        named = model.named_parameters(remove_duplicate=False)
+        self._has_head = any(name.endswith(_HEAD) for name, _ in named)  # gemma2's is its embedding alone
 
     def add(self, tokens: Sequence[int], ask: Ask) -> None:
         """See AnyCore."""
@@ -168,7 +171,8 @@ class Core:
 
     def reload(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
         """See AnyCore."""
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        known = ((name, each) for name, each in weights if self._has_head or name != _HEAD)
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": known})
         self._turned(version)
 
     def adapt(self, version: int, scale: float, weights: Iterator[tuple[str, Tensor]]) -> None:
