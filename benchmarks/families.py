@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -275,6 +276,7 @@ def attempt(step: Callable[[], Trained | float], most: float) -> str:
             if isinstance(error, RillflowError)
             else f"{type(error).__name__}: {error}"
         )
+        told = re.sub(r" \(process \d+, [^)]*\)", "", told)  # whose process it was says nothing of the family
         return "no: " + " ".join(told.split()).replace("|", "/")[:TOLD]
     if isinstance(found, float):
         return f"yes, {found:.0e}" if found <= most else f"no: log probabilities differ by {found:.2g}"
