@@ -260,21 +260,43 @@ def memory(_: int) -> list[str]:
             save_file(weights, path / "model.safetensors", {"format": "pt"})
         size = (paths[0] / "model.safetensors").stat().st_size
         pair = 2 * 2048 * 5504 * 4 / 2**20
-        for name, arguments in (("linear", []), ("slerp", [str(paths[2])]), ("ties", [str(paths[2])])):
-            words = [*map(str, paths[:2]), str(Path(folder) / name), name, *arguments]
-            done = subprocess.run(
-                [sys.executable, "-c", PROBE, *words], capture_output=True, text=True, check=True
-            )
-            peak, took = map(float, done.stdout.split())
-            moved = (3 + len(arguments)) * size / 2**20
-            lines.append(f"| {name} | {peak:.0f} MiB | {took:.1f} | {moved / took:.0f} |")
+        for name, base in (("linear", None), ("slerp", paths[2]), ("ties", paths[2])):
+            lines.append(probed(name, name, paths[:2], base))
         start = time.perf_counter()
         for number in range(2):
             copy(paths[number] / "model.safetensors", Path(folder) / f"copy{number}")
         took = time.perf_counter() - start
         lines.append(f"| copying both parents | | {took:.1f} | {4 * size / 2**20 / took:.0f} |")
-    told = f"Two models of {size / 2**30:.2f} GiB in float32; the largest tensor pair takes {pair:.0f} MiB."
-    return [*lines, "", told]
+        small = decoders_of(Path(folder), hidden=512, inner=1536, layers=8)
+        taken = small[0].stat().st_size / 2**20
+        parents = [each.parent for each in small]
+        lines += [probed(f"{name}, decoders", name, parents, None) for name in ("linear", "ot")]
+    told = f"Two models of {size / 2**30:.2f} GiB in float32; the largest tensor pair takes {pair:.0f} MiB. "
+    return [*lines, "", f"{told}Two decoders of {taken:.0f} MiB: 8 layers of 512, feed-forward 1,536."]
+
+
+def probed(shown: str, method: str, parents: Sequence[Path], base: Path | None) -> str:
+    """The line of one merge in a process of its own."""
+    beside = [str(base)] if base else []
+    words = [*map(str, parents), str(parents[0].parent / f"{parents[0].name}-{method}"), method, *beside]
+    done = subprocess.run([sys.executable, "-c", PROBE, *words], capture_output=True, text=True, check=True)
+    peak, took = map(float, done.stdout.split())
+    moved = (3 + len(beside)) * sum(each.stat().st_size for each in parents[0].glob("*.safetensors")) / 2**20
+    return f"| {shown} | {peak:.0f} MiB | {took:.1f} | {moved / took:.0f} |"
+
+
+def decoders_of(folder: Path, *, hidden: int, inner: int, layers: int) -> list[Path]:
+    """The weights' files of two decoders with random weights."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+        config = Qwen2Config(vocab_size=8192, num_attention_heads=8, num_key_value_heads=4, **sizes)
+        Qwen2ForCausalLM(config).save_pretrained(folder / f"decoder{seed}")
+        found.append(folder / f"decoder{seed}" / "model.safetensors")
+    return found
 
 
 def copy(source: Path, target: Path) -> None:
