@@ -148,7 +148,12 @@ def test_it_has_a_pool_of_its_own_on_ray(
     """A process of its own begins it: vLLM, here already, has imported Ray before it could be protected."""
     path, pools = written(tmp_path), f"placement.pools={{ main = 1, answers = {answers} }}"
     settings = [f"run.dir={json.dumps(str(tmp_path / 'run'))}", *ALIKE, *form, APART[0], pools]
-    command = [sys.executable, "-c", "from rillflow.cli.main import main; sys.exit(main())", "run"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from rillflow.cli.main import main; sys.exit(main())",
+        "run",
+    ]
     given = [part for each in settings for part in ("--set", each)]
     subprocess.run([*command, str(path), *given], check=True, timeout=280)
     found = tokens(tmp_path / "run")
