@@ -288,7 +288,7 @@ def _side_by_side(lengths: Tensor, silent: Tensor) -> Iterator[Tensor]:
     for start, end in pairwise(bucket_bounds(lengths[order].tolist())):
         alike = order[start:end]
         alike = alike[torch.argsort(silent[alike], descending=True, stable=True)]
-        for first, last in pairwise(bucket_bounds((silent[alike] + 1).tolist())):
+        for first, last in pairwise(bucket_bounds((silent[alike] + 1).tolist())):  # 0 would be left out
             yield alike[first:last]
 
 
