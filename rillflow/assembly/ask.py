@@ -20,7 +20,7 @@ from rillflow.assembly.trained import model_directory
 from rillflow.config.load import validate
 from rillflow.errors import DataError
 from rillflow.models.config import ModelConfig
-from rillflow.models.language_model import choose_device, load_model
+from rillflow.models.language_model import LanguageModel, choose_device, load_model
 from rillflow.observe import layout
 from rillflow.observe.json_lines import JSON
 from rillflow.observe.reader import read_config, rollout_columns
@@ -88,18 +88,9 @@ class Respondent:
             device=choose_device("auto"),
             base=Path(),
         )
-        stops = Stops(rollout.stop, self._model.tokenizer)
-        self._engine = NativeEngine(
-            self._model.module,
-            rollout,
-            stop_tokens=stops.tokens,
-            stops=stops,
-            seed=secrets.randbelow(2**31) if seed is None else seed,
-            context=self._model.context,
-        )
+        self._engine = native_engine(self._model, rollout, seed)
         task = validate(TaskConfig, config["task"], str(run / layout.CONFIG))
-        known, more, tokenizer = task.rendered, task.template_arguments, self._model.tokenizer
-        self._encoder = Encoder(tokenizer=tokenizer, is_rendered=known, template_arguments=more)
+        self._encoder = Encoder.of(self._model.tokenizer, task)
         self._asked = 0
 
     def answer(self, question: Question) -> str:
@@ -138,6 +129,19 @@ class Respondent:
             return question
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return (*system, {"role": "user", "content": question})
+
+
+def native_engine(model: LanguageModel, rollout: RolloutConfig, seed: int | None = None) -> NativeEngine:
+    """The engine that samples from a loaded model in this process; without a seed, from one of its own."""
+    stops = Stops(rollout.stop, model.tokenizer)
+    return NativeEngine(
+        model.module,
+        rollout,
+        stop_tokens=stops.tokens,
+        stops=stops,
+        seed=secrets.randbelow(2**31) if seed is None else seed,
+        context=model.context,
+    )
 
 
 def read_messages(path: Path) -> tuple[Message, ...]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rillflow.assembly.ask import native_engine
 from rillflow.assembly.evaluate import powers_of_two
 from rillflow.assembly.other_tokens import OtherTokens
 from rillflow.assembly.preflight import judge_source, open_rows, reward_functions, scorer_source
@@ -45,8 +46,6 @@ from rillflow.roles.reward import Reward
 from rillflow.roles.scalar_roles import RewardModel
 from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
-from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.stops import Stops
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example
 from rillflow.tasks.prompts import prompt_batch
@@ -167,19 +166,9 @@ def _answers(source: Path, examples: Sequence[Example], asking: Asking) -> Side:
     model = _language_model(folder, recipe)
     asked = {**recipe.rollout.model_dump(), "temperature": asking.temperature}
     rollout = validate(RolloutConfig, asked, "the question")
-    stops, known = Stops(rollout.stop, model.tokenizer), recipe.task.rendered
-    engine = NativeEngine(
-        model.module,
-        rollout,
-        stop_tokens=stops.tokens,
-        stops=stops,
-        seed=recipe.run.seed,
-        context=model.context,
-    )
-    more = recipe.task.template_arguments
-    encoder = Encoder(tokenizer=model.tokenizer, is_rendered=known, template_arguments=more)
-    prompts = prompt_batch(encoder.rows(examples), epoch=HELD_OUT_EPOCH)
-    rollouts = engine.generate(prompts, samples=asking.samples)
+    encoded = Encoder.of(model.tokenizer, recipe.task).rows(examples)
+    prompts = prompt_batch(encoded, epoch=HELD_OUT_EPOCH)
+    rollouts = native_engine(model, rollout, recipe.run.seed).generate(prompts, samples=asking.samples)
     texts = [model.tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
     return Side(source=str(source), rollouts=rollouts, model=model, texts=texts)
 
@@ -197,7 +186,7 @@ def _values(scores: Batch) -> list[float | None]:
 
 def _by_function(side: Side, workers: WeightedWorkers, recipe: Recipe) -> list[float | None]:
     role = Reward(workers, side.model.tokenizer, max_failures=recipe.reward.max_failures)
-    return _values(role.scored(side.rollouts))
+    return _values(role.score(side.rollouts))
 
 
 def _reward_model(path: Path, recipe: Recipe) -> ScalarModel:
@@ -207,8 +196,7 @@ def _reward_model(path: Path, recipe: Recipe) -> ScalarModel:
 
 
 def _by_model(side: Side, model: ScalarModel, recipe: Recipe) -> list[float | None]:
-    known, more = recipe.task.rendered, recipe.task.template_arguments
-    encoder = Encoder(tokenizer=model.tokenizer, is_rendered=known, template_arguments=more)
+    encoder = Encoder.of(model.tokenizer, recipe.task)
     reread = OtherTokens(wrote=side.model.tokenizer, encoder=encoder, context=model.context)
     role = RewardModel(
         Share.whole(model),

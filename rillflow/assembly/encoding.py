@@ -133,8 +133,7 @@ class _Sieve:
     def __init__(self, recipe: Recipe, model_input: ModelInput, say: Callable[[str], None] | None) -> None:
         self._begin = model_input.tokenizer.begin
         self._limit, self._context, self._say = recipe.rollout.max_tokens, model_input.context, say
-        self._task, more, known = recipe.task, recipe.task.template_arguments, recipe.task.rendered
-        self._encoder = Encoder(tokenizer=model_input.tokenizer, is_rendered=known, template_arguments=more)
+        self._task, self._encoder = recipe.task, Encoder.of(model_input.tokenizer, recipe.task)
         self.problems: list[DataError] = []
         """What refuses the run."""
         self.notes: list[str] = []

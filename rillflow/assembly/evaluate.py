@@ -6,6 +6,7 @@ pairs ─ reward_model.score ─> scores of two answers each ─ ranked ─> the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rillflow.formulas.interval import calibration_error, mean_interval, wilson
 from rillflow.formulas.judging import pass_at
+from rillflow.observe.json_lines import JSON
 from rillflow.observe.reader import Evaluation
 from rillflow.records.batch import Batch
 
@@ -90,31 +92,25 @@ def ranked(scores: Batch) -> Evaluation:
             name: float(met.dense(field).nanmean())
             for name, field in (("contradiction", "contradicted"), ("position_bias", "bias"))
         }
-    correct, count = int((chosen > rejected).sum()), len(chosen)
-    return Evaluation(
-        count=count,
-        mean_reward=correct / count,
-        correct=correct,
-        is_accuracy=True,
-        interval=wilson(correct, count),
-        more={
-            "margin_mean": float((chosen - rejected).mean()),
-            "calibration_error": calibration_error(likely.tolist()),
-            **more,
-        },
-    )
+    margin, error = float((chosen - rejected).mean()), calibration_error(likely.tolist())
+    return _accuracy(chosen > rejected, {"margin_mean": margin, "calibration_error": error, **more})
 
 
 def told_apart(scores: Batch, labels: Batch) -> Evaluation:
     """Whether held-out answers have rewards above 0 where they are good, and below where they are bad."""
     rewards, good = scores.dense("rewards").double(), labels.dense("label")
     right = torch.where(good, rewards > 0, rewards < 0)
-    correct, count = int(right.sum()), len(right)
     sides = {"good": rewards[good], "bad": rewards[~good]}
     above = (sides["good"][:, None] > sides["bad"]).double()
     more = {f"{name}_reward_mean": float(each.mean()) for name, each in sides.items() if len(each)}
     if above.numel():
         more["good_above_bad"] = float(above.mean())
+    return _accuracy(right, more)
+
+
+def _accuracy(right: Tensor, more: Mapping[str, JSON]) -> Evaluation:
+    """The share of held-out rows, or pairs, that are right."""
+    correct, count = int(right.sum()), len(right)
     return Evaluation(
         count=count,
         mean_reward=correct / count,

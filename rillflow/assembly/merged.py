@@ -22,8 +22,6 @@ from rillflow.observe import layout
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.task import open_task
 
-_ROLES = ("policy", "reward_model")
-
 
 def merge_models(
     sources: Sequence[Path],
@@ -108,13 +106,12 @@ def model_of(source: Path) -> Path:
         )
     if not layout.is_run_directory(source):
         return source
-    for role in _ROLES[:-1]:
-        try:
-            return model_directory(source, role)
-        except RunDirectoryError as error:
-            if "no checkpoint" in error.what:
-                raise
-    return model_directory(source, _ROLES[-1])
+    try:
+        return model_directory(source, "policy")
+    except RunDirectoryError as error:
+        if "no checkpoint" in error.what:
+            raise
+    return model_directory(source, "reward_model")
 
 
 @contextmanager

@@ -64,11 +64,8 @@ def _wrong_axes(where: str, axes: Mapping[str, int], known: Sequence[str]) -> It
 
 
 def _filled(placement: PlacementConfig, role: str) -> Iterator[ConfigError]:
-    mesh, size, key = (
-        placement.mesh_of(role),
-        placement.pools[placement.pool_of(role)],
-        placement.grid_key(role),
-    )
+    mesh, key = placement.mesh_of(role), placement.grid_key(role)
+    size = placement.pools[placement.pool_of(role)]
     beside = [name for name, other in (("fsdp", mesh.fsdp), ("pp", mesh.pp), ("tp", mesh.tp)) if other > 1]
     if mesh.ep > 1 and beside:
         yield ConfigError(
@@ -84,11 +81,7 @@ def _filled(placement: PlacementConfig, role: str) -> Iterator[ConfigError]:
             fix="change the pool's size or an axis; left out, dp is what remains",
         )
     elif placement.is_inline and not mesh.is_plain:
-        yield ConfigError(
-            f"placement.train.{key} is {mesh} with everything in one process",
-            why="parameters are shared out over processes, one a rank",
-            fix='set placement.backend = "ray"',
-        )
+        yield _in_one_process(f"placement.train.{key} is {mesh}")
 
 
 def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
@@ -151,11 +144,15 @@ def _apart(placement: PlacementConfig) -> Iterator[ConfigError]:
             fix=f"choose generate.tp among {', '.join(map(str, divisors(size)))}",
         )
     elif tp > 1 and placement.is_inline:
-        yield ConfigError(
-            f"placement.generate.tp is {tp} with everything in one process",
-            why="parameters are shared out over processes, one a rank",
-            fix='set placement.backend = "ray"',
-        )
+        yield _in_one_process(f"placement.generate.tp is {tp}")
+
+
+def _in_one_process(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} with everything in one process",
+        why="parameters are shared out over processes, one a rank",
+        fix='set placement.backend = "ray"',
+    )
 
 
 def unfit(mesh: MeshSizes, generate_tp: int, heads: int, kv_heads: int, layers: int) -> Iterator[ConfigError]:

@@ -190,7 +190,6 @@ class _Trial:
     ) -> None:
         self._recipe, self._role, self._kind = recipe, role, kind
         self._rows, self._prompts, self._sampled = rows, prompts, sampled
-        self._pool = recipe.placement.pool_of(role)
         self._sizes = MeshSizes() if role == SAMPLER else recipe.placement.mesh_of(role)
         config, scalar = _model(recipe, role, kind)
         made: type[Any] = ScalarModel if scalar else LanguageModel
@@ -203,10 +202,10 @@ class _Trial:
 
     def peak(self) -> Peak:
         """What it keeps and takes."""
+        made = partial(Peak, role=self._role, pool=self._recipe.placement.pool_of(self._role))
         if self._role == SAMPLER:
             copied, taken = self._copied()
-            phases = {"answers": self._answering(0) | taken}
-            return Peak(role=self._role, pool=self._pool, kept=copied, phases=phases)
+            return made(kept=copied, phases={"answers": self._answering(0) | taken})
         train = self._recipe.policy.as_train()
         with _Live() as live:
             module, passes = self._module(live), self._in_flight()
@@ -214,7 +213,7 @@ class _Trial:
             weights, parallel = live.bytes, self._parallel(module)
             kept, phases = {"weights": int(weights * share)}, dict[str, dict[str, int]]()
             gathered = 2 * self._unit(module) if self._sizes.fsdp > 1 else 0
-            part = self._part(train)
+            part = self._rows.select(micro_batches(self._rows, train.tokens_per_micro_batch)[0])
             if self._kind.is_trained:
                 optimizer = Optimizer(module, train, total_steps=1, gradients=parallel.gradients)
                 masters = live.bytes - weights
@@ -232,17 +231,14 @@ class _Trial:
                 }
                 optimizer.discard()
             before = live.begin()
-            self._score(parallel, part)
+            parallel.run([part], self._back, self._finish)
             phases["scores"] = {"activations": live.most - before, "gathered": gathered // 2}
+        learned = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
         if self._role == "reference" and self._recipe.shares_reference:
-            learned = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
-            return Peak(
-                role=self._role, pool=self._pool, kept={"adapter": int(learned * share)}, phases=phases
-            )
+            return made(kept={"adapter": int(learned * share)}, phases=phases)
         if self._role == "policy" and self._recipe.has_policy and not self._recipe.placement.samples_apart:
             copied, taken = self._copied()
             kept, phases["answers"] = kept | copied, self._answering(int(weights * share)) | taken
-        learned = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
         held = int(learned * share) + kept.get("optimiser", 0)
         is_far = "optimizer" if self._kind.is_trained else "reference"
         if self._recipe.run.device.startswith("cuda") and self._recipe.policy.offload in ("all", is_far):
@@ -251,7 +247,7 @@ class _Trial:
             else:
                 phases["scores"] = {**phases["scores"], "weights": kept.pop("weights")}
         saved = held if self._kind.is_trained and held > SMALL_BYTES else 0
-        return Peak(role=self._role, pool=self._pool, kept=kept, phases=phases, saved=saved)
+        return made(kept=kept, phases=phases, saved=saved)
 
     def _answering(self, held: int) -> dict[str, int]:
         """What the sampler takes on one rank beside the weights that it shares with the trainer."""
@@ -265,17 +261,17 @@ class _Trial:
             module = _cut(model.module, tp, live)
             weights, before = live.bytes, live.begin()
             part = self._prompts.select(list(range(min(len(self._prompts), rows))))
-            self._score(self._parallel(module), part)
+            self._parallel(module).run([part], self._back, self._finish)
             prefill = live.most - before
         item = 4 if not self._recipe.run.device.startswith("cuda") else model.module.dtype.itemsize
         places = rows * -(-context // PLACES) * PLACES
         cache = 2 * places * sizes.kv_width * sizes.layers * item // tp
-        drawn = 3 * rows * sizes.vocabulary * 4
+        is_shared = self._role != SAMPLER and self._sizes.is_plain  # the module is the trainer's own
         return {
-            "weights that cross": max(0, weights - held) if not self._is_shared else 0,
+            "weights that cross": 0 if is_shared else max(0, weights - held),
             "KV cache": self._allowed(cache) if self._recipe.rollout.engine != VLLM else 0,
             "prompts": prefill,
-            "logits": drawn,
+            "logits": 3 * rows * sizes.vocabulary * 4,
         }
 
     def _allowed(self, cache: int) -> int:
@@ -297,11 +293,6 @@ class _Trial:
         cache = 2 * places * self._sampled.kv_width * self._sampled.layers * module.dtype.itemsize
         found = {"vLLM's weights": weights, "vLLM's KV cache": self._allowed(cache)}
         return ({}, found) if is_far else (found, {})
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether the sampler uses the trainer's own module."""
-        return self._role != SAMPLER and self._sizes.is_plain
 
     def _module(self, live: _Live) -> nn.Module:
         """This rank's part, of fake tensors: its layers, each as tp cuts it."""
@@ -345,10 +336,6 @@ class _Trial:
         parts = -(-tokens // (budget * self._sizes.dp))
         return max(1, min(self._sizes.pp, parts))
 
-    def _part(self, train: TrainConfig) -> Batch:
-        """A micro-batch of the longest rows."""
-        return self._rows.select(micro_batches(self._rows, train.tokens_per_micro_batch)[0])
-
     def _finish(self, part: Batch, output: Output) -> Tensor:
         if self._scalar:
             return output.sum()
@@ -360,9 +347,6 @@ class _Trial:
         with again:
             for _ in range(2):
                 parallel.run([part], self._back, self._finish, optimizer.collect)
-
-    def _score(self, parallel: Parallel, part: Batch) -> None:
-        parallel.run([part], self._back, self._finish)
 
 
 class _Others:

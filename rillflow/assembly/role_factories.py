@@ -202,12 +202,11 @@ def sampler(setting: RoleSetting) -> Sampler:
         return Sampler(weights, engine=engine, **how)
     from rillflow.service.agents import AgentEngine
 
-    known, more = setting.task.rendered, setting.task.template_arguments
     made_by = partial(
         AgentEngine,
         inner=engine,
         function=parse_function(rollout.agent.function, setting.base, "agent"),
-        encoder=Encoder(tokenizer=model.tokenizer, is_rendered=known, template_arguments=more),
+        encoder=Encoder.of(model.tokenizer, setting.task),
         stack=setting.site.stack,
     )
     return Sampler(weights, engine=made_by, **how)
@@ -254,8 +253,7 @@ def _reread(setting: RoleSetting, model: ScalarModel) -> OtherTokens | None:
     """What reads the policy's rows for a model whose tokens are others; None where they are the same."""
     if model.tokenizer.first_difference(setting.tokenizer) is None:
         return None
-    known, more = setting.task.rendered, setting.task.template_arguments
-    encoder = Encoder(tokenizer=model.tokenizer, is_rendered=known, template_arguments=more)
+    encoder = Encoder.of(model.tokenizer, setting.task)
     return OtherTokens(wrote=setting.tokenizer, encoder=encoder, context=model.context)
 
 

@@ -18,7 +18,7 @@ from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.assembly.encoding import ModelInput
 from rillflow.assembly.meshes import require_near
 from rillflow.assembly.phases import PhasePlan
-from rillflow.assembly.preflight import judge_source, scorer_source
+from rillflow.assembly.preflight import JUDGE, scorer_sources
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.role_factories import RoleSetting, keep_policy, made, model_input, role_class
 from rillflow.assembly.role_table import EVAL_REWARD, PANEL, Start, roles_of
@@ -209,24 +209,19 @@ class RoleGroups:
 
     def _named_model(self, role: str) -> ModelConfig:
         """The model that the role's section names."""
-        if role == "reward" and (judge := self._recipe.reward.judge) is not None:
-            return self._scorer(judge_source(judge, self._base))
-        path = {"reward": self._recipe.reward.model, "cost": self._recipe.cost.model}[role]
-        return self._scorer(scorer_source(f"{role}.model", str(path), self._base))
+        is_judge = role == "reward" and self._recipe.reward.judge is not None
+        return self._scorers()[JUDGE if is_judge else f"{role}.model"]
 
     def _panel_models(self) -> dict[str, ModelConfig]:
         """The models of those that score together."""
-        config, found = self._recipe.reward, dict[str, ModelConfig]()
-        for name in config.weights or ():
-            if name == "model":
-                source = scorer_source("reward.model", str(config.model), self._base)
-                found[name] = self._scorer(source)
-            elif name == "judge" and config.judge is not None:
-                found[name] = self._scorer(judge_source(config.judge, self._base))
-        return found
+        found, settings = self._scorers(), {"model": "reward.model", "judge": JUDGE}
+        weights = self._recipe.reward.weights or {}
+        return {name: found[setting] for name, setting in settings.items() if name in weights}
 
-    def _scorer(self, source: str) -> ModelConfig:
-        return ModelConfig(path=source, dtype=self._recipe.policy.model.dtype)
+    def _scorers(self) -> dict[str, ModelConfig]:
+        """The models that score, by their settings."""
+        dtype, sources = self._recipe.policy.model.dtype, scorer_sources(self._recipe, self._base)
+        return {setting: ModelConfig(path=source, dtype=dtype) for setting, source in sources.items()}
 
     def _train(self, role: str, plan: PhasePlan) -> TrainConfig:
         """The optimiser's settings of a role in a phase."""

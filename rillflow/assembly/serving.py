@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from rillflow.assembly.ask import native_engine
 from rillflow.assembly.trained import model_directory
 from rillflow.config.load import validate
 from rillflow.dataflow.checkpoint import kept_steps, latest_checkpoint
@@ -26,8 +27,6 @@ from rillflow.models.language_model import LanguageModel, choose_device, load_mo
 from rillflow.observe import layout
 from rillflow.observe.reader import read_config
 from rillflow.rollout.config import RolloutConfig
-from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.stops import Stops
 from rillflow.service.door import Door, NewRows
 from rillflow.service.engine_queue import EngineQueue
 from rillflow.service.server import LoopbackServer, bound
@@ -134,20 +133,9 @@ def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
     usual = validate(RolloutConfig, {**kept, "max_rows": max_rows}, "what is served")
     chosen = ModelConfig(path=str(folder), dtype=dtype)
     model = load_model(chosen, seed=0, device=choose_device("auto"), base=Path())
-    stops, tokenizer = Stops(usual.stop, model.tokenizer), model.tokenizer
-    engine = NativeEngine(
-        model.module,
-        usual,
-        stop_tokens=stops.tokens,
-        stops=stops,
-        seed=secrets.randbelow(2**31),
-        context=model.context,
-    )
+    engine = native_engine(model, usual)
     engine.load(version, {})
-    queue = EngineQueue(engine, tokenizer)
-    encoder = Encoder(
-        tokenizer=tokenizer, is_rendered=task.rendered, template_arguments=task.template_arguments
-    )
+    queue, encoder = EngineQueue(engine, model.tokenizer), Encoder.of(model.tokenizer, task)
     return _Served(model=model, config=chosen, queue=queue, run=run, version=version), NewRows(encoder, usual)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from rillflow.errors import DataError, ModelError
 from rillflow.models.tokenizer import Chat, Tokenizer
+from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.example import Example
 from rillflow.tasks.preference import Preference
 
@@ -90,6 +91,12 @@ class Encoder:
     """Whether text prompts, and their answers, were written by the chat template."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, task: TaskConfig) -> Encoder:
+        """One that reads rows as a task's settings say."""
+        known, more = task.rendered, task.template_arguments
+        return Encoder(tokenizer=tokenizer, is_rendered=known, template_arguments=more)
 
     def rows(self, examples: Sequence[Example], answers: Answers = Answers.NONE) -> list[Encoded]:
         """All rows.
