@@ -279,11 +279,8 @@ def _require_ours_or_empty(path: Path) -> None:
 
 
 def _require_format(path: Path) -> None:
-    found = (
-        read_json(path / layout.ENVIRONMENT)["format"]
-        if (path / layout.ENVIRONMENT).exists()
-        else layout.FORMAT
-    )
+    file = path / layout.ENVIRONMENT
+    found = read_json(file)["format"] if file.exists() else layout.FORMAT
     if found != layout.FORMAT:
         raise RunDirectoryError(
             f"{path} has format {found}, and this version of rillflow writes format {layout.FORMAT}",

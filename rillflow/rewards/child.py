@@ -194,14 +194,11 @@ class Child:
         self.state = State.ENDED
         self.deadline = math.inf
         self._pipes.close()
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_LIMIT_S)
-            return
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_LIMIT_S)
-            return
+        for end in (self._process.terminate, self._process.kill):
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_LIMIT_S)
+                return
         raise RewardError(
             f"process {self._process.pid} of {self._function} does not end",
             why=f"it was killed {STOP_LIMIT_S:g} s ago; the kernel waits for a device or a file system",

@@ -140,7 +140,7 @@ def _watch(keeper: int, driver: int, woken: int) -> str:
     return ""
 
 
-def _reap(keeper: int) -> bool:
+def _reap(keeper: int | None = None) -> bool:
     """Collect the processes that ended; say whether the keeper was among them, or nothing is left."""
     try:
         while (process := os.waitpid(-1, os.WNOHANG)[0]) != 0:
@@ -201,7 +201,7 @@ def _end_all(keeper: int) -> None:
     with contextlib.suppress(OSError):
         os.kill(keeper, signal.SIGKILL)
     until = time.monotonic() + _KILL_LIMIT_S
-    while not _alone() and time.monotonic() < until:
+    while not _reap() and time.monotonic() < until:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in _descendants():
                 with contextlib.suppress(OSError):
@@ -212,15 +212,6 @@ def _end_all(keeper: int) -> None:
 def _signal_group(keeper: int, number: signal.Signals) -> None:
     with contextlib.suppress(OSError):
         os.killpg(keeper, number)
-
-
-def _alone() -> bool:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return True
-    return False
 
 
 # ---- the keeper, and what the child does before the user's code

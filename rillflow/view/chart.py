@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rillflow.observe.wording import number
 from rillflow.view.html import Html, el
@@ -24,6 +24,7 @@ WIDTH, HEIGHT = 480, 240
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 20, 26
 MAX_POINTS = 400
 _SMOOTHED_FROM = 40
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +107,16 @@ def draw(chart: Chart) -> Html:
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """At most ``limit`` points: of neighbouring ones their mean."""
-    return [_middle(part) for part in _parts(points, limit)]
+    return [_middle(part) for part in parts_of(points, limit)]
 
 
 def pick(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """At most ``limit`` of the points: of neighbouring ones the furthest from their mean; spikes stay."""
-    return [_furthest(part) for part in _parts(points, limit)]
+    return [_furthest(part) for part in parts_of(points, limit)]
 
 
-def _parts(points: Sequence[Point], limit: int) -> list[Sequence[Point]]:
+def parts_of(points: Sequence[Row], limit: int) -> list[Sequence[Row]]:
+    """At most ``limit`` even parts of neighbours, none of them empty."""
     count = min(len(points), limit)
     cuts = [len(points) * part // count for part in range(count + 1)] if count else []
     return [points[start:stop] for start, stop in pairwise(cuts)]

@@ -6,6 +6,7 @@ metrics.jsonl ─> a column a step, of neighbouring steps their sum ─ share of
 from __future__ import annotations
 
 from rillflow.records.metrics import Histogram, merge_metrics
+from rillflow.view.chart import parts_of
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import RunData
 
@@ -26,13 +27,9 @@ def histogram_cards(data: RunData) -> list[Html]:
 
 def _card(data: RunData, name: str) -> Html:
     steps = [(record.step, {name: record.metrics[name]}) for record in data.steps if name in record.metrics]
-    count = min(len(steps), COLUMNS)
-    cuts = [len(steps) * part // count for part in range(count + 1)]
-    columns = [
-        merge_metrics(one for _, one in steps[cuts[part] : cuts[part + 1]])[name] for part in range(count)
-    ]
+    columns = [merge_metrics(one for _, one in part)[name] for part in parts_of(steps, COLUMNS)]
     found = [column for column in columns if isinstance(column, Histogram)]
-    wide, bins = (WIDTH - LEFT) / count, len(found[0].counts)
+    wide, bins = (WIDTH - LEFT) / len(columns), len(found[0].counts)
     high = (HEIGHT - 20) / bins
     parts = []
     for place, column in enumerate(found):

@@ -148,27 +148,24 @@ def trace_of(found: Measured) -> dict[str, Any]:
         for kind, name in (("process", on.pool), ("thread", f"rank {on.rank}"))
     ]
     works = [
-        {
-            **_event(work, work.stage, "stage", ids),
-            "args": {"step": work.step, "rows": work.rows, "tokens": work.tokens, "after": list(work.after)},
-        }
-        for work in found.works
+        _event(
+            one, ids, "stage", one.stage, step=one.step, rows=one.rows, tokens=one.tokens, after=[*one.after]
+        )
+        for one in found.works
     ]
     idle = [
-        {
-            **_event(wait, f"waits for {wait.whom}", "wait", ids),
-            "args": {"step": wait.step, "before": wait.before},
-        }
+        _event(wait, ids, "wait", f"waits for {wait.whom}", step=wait.step, before=wait.before)
         for wait in waits
     ]
     return {"displayTimeUnit": "ms", "traceEvents": [*names, *works, *idle]}
 
 
 def _event(
-    one: RankWork | Wait, name: str, kind: str, ids: Mapping[RankName, Mapping[str, int]]
+    one: RankWork | Wait, ids: Mapping[RankName, Mapping[str, int]], kind: str, name: str, **args: object
 ) -> dict[str, Any]:
     start, end = round(1e6 * one.start_s), round(1e6 * one.end_s)
-    return {"ph": "X", "name": name, "cat": kind, **ids[one.on], "ts": start, "dur": end - start}
+    where = {"ph": "X", "name": name, "cat": kind, **ids[one.on]}
+    return {**where, "ts": start, "dur": end - start, "args": args}
 
 
 def _bar(found: Measured, one: RankWork | Wait, stage: str, *, step: int = 0, is_idle: bool = False) -> Bar:

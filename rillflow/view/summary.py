@@ -83,10 +83,7 @@ class Summary:
 
     def as_json(self) -> dict[str, JSON]:
         """For summary.json."""
-        scores = {
-            name: _score_json(score) for name, score in (("before", self.before), ("after", self.after))
-        }
-        return {**asdict(self), **scores}
+        return {**asdict(self), "before": _score_json(self.before), "after": _score_json(self.after)}
 
 
 def _score_json(score: EvaluationRecord | None) -> JSON:
@@ -249,12 +246,8 @@ def _place_lines(summary: Summary) -> list[str]:
     )
     lines = [f"Steps              {steps}"]
     lines += [f"Warning            {warning}" for warning in summary.warnings]
-    if summary.checkpoint:
-        lines.append(f"Model              {summary.checkpoint}")
-    if summary.best:
-        lines.append(f"Best held out      {summary.best}")
-    if summary.report:
-        lines.append(f"Report             {summary.report}")
+    places = {"Model": summary.checkpoint, "Best held out": summary.best, "Report": summary.report}
+    lines += [f"{what:<18} {place}" for what, place in places.items() if place]
     if summary.rollouts:
         lines.append(f"Rollouts           {summary.rollouts} ({summary.num_rollout_files:,} steps)")
     lines += [f"Changed            {change}" for change in summary.changes]
