@@ -308,9 +308,7 @@ def _over(flat: Sequence[Tensor], buffer: Tensor, bucket: slice, *, back: bool) 
     for tensor in flat:
         first, last = max(bucket.start, start), min(bucket.stop, start + len(tensor))
         if first < last:
-            here, there = (
-                tensor[first - start : last - start],
-                buffer[first - bucket.start : last - bucket.start],
-            )
+            here = tensor[first - start : last - start]
+            there = buffer[first - bucket.start : last - bucket.start]
             (here if back else there).copy_(there if back else here)
         start += len(tensor)

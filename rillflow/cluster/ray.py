@@ -477,12 +477,7 @@ def _loss(error: faults.RayError) -> tuple[str, str, str]:
     told = [line.strip() for line in str(error).splitlines() if line.strip()] or ["Ray says no more"]
     if "creation task" in told[0]:
         on = re.search(r"ip=([\w.:]+)", told[0])
-        what = f"could not be started{f' on node {on[1]}' if on else ''}"
-        return (
-            what,
-            told[-1],
-            "install the same on every node: one image, or one environment on a shared disk",
-        )
+        return f"could not be started{f' on node {on[1]}' if on else ''}", told[-1], nodes.ALIKE
     return what, f"{type(error).__name__}: {told[0]}", fix
 
 

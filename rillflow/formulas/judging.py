@@ -115,10 +115,8 @@ def length_controlled(
         slope_a = math.fsum(y - p for y, p in zip(outcomes, likely, strict=True)) - prior * a
         slope_b = math.fsum((y - p) * x for y, p, x in zip(outcomes, likely, apart, strict=True)) - prior * b
         bends = [p * (1 - p) for p in likely]
-        aa, bb = (
-            math.fsum(bends) + prior,
-            math.fsum(h * x * x for h, x in zip(bends, apart, strict=True)) + prior,
-        )
+        aa = math.fsum(bends) + prior
+        bb = math.fsum(h * x * x for h, x in zip(bends, apart, strict=True)) + prior
         ab = math.fsum(h * x for h, x in zip(bends, apart, strict=True))
         scale = aa * bb - ab * ab
         step_a, step_b = (bb * slope_a - ab * slope_b) / scale, (aa * slope_b - ab * slope_a) / scale

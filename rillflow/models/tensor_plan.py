@@ -137,9 +137,7 @@ def _beside(module: nn.Module, plan: dict[str, Style]) -> dict[str, Style]:
 def _tied(module: PreTrainedModel, plan: dict[str, Style]) -> dict[str, Style]:
     """The input embedding, where it is the weight of a head that is cut."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    if head is None or head.weight is not embedding.weight:
-        return {}
     names = {id(part): name for name, part in module.named_modules()}
-    if plan.get(names[id(head)]) is None:
+    if head is None or head.weight is not embedding.weight or names[id(head)] not in plan:
         return {}
     return {names[id(embedding)]: Style.LOOKED_UP}

@@ -49,8 +49,6 @@ class Gradients:
 
     groups: RankGroups
     """Where the rank is."""
-    sharded: bool = False
-    """Whether every gradient is cut over dp, and summed there already."""
     experts: frozenset[str] = frozenset()
     """Those of experts, which ranks of ep share out: the tokens of all of these are in each already."""
     summed: frozenset[str] = frozenset()
@@ -63,7 +61,7 @@ class Gradients:
     @property
     def is_whole(self) -> bool:
         """Whether every rank has all of every gradient."""
-        return self.groups.pp.size == self.groups.tp.size == self.groups.ep.size == 1 and not self.sharded
+        return self.groups.is_whole
 
     def early(self, weights: Mapping[str, nn.Parameter]) -> EarlySums | None:
         """What begins sums as gradients become complete; None where all are made together."""
@@ -75,7 +73,7 @@ class Gradients:
         groups = self.groups
         if begun is not None:
             begun.finish()
-        elif not self.sharded:
+        elif groups.fsdp.size == 1:  # else they are cut over dp, and summed there already
             groups.dp.sum_([gradients[name] for name in gradients if name not in self.experts])
             groups.twins.sum_([gradients[name] for name in gradients if name in self.experts])
         groups.ends.sum_([gradients[name] for name in gradients if name in self.tied])

@@ -36,8 +36,6 @@ class RankGroups:
 
     mesh: Mesh
     """All ranks of the pool by dp, pp and tp."""
-    rank: int
-    """Which one this is."""
     everyone: Ranks
     """All of them."""
     dp: Ranks
@@ -65,7 +63,6 @@ class RankGroups:
         mesh, alone = Mesh.of(dp=ranks.size, pp=1, tp=1), SingleRank()
         return RankGroups(
             mesh=mesh,
-            rank=ranks.rank,
             everyone=ranks,
             dp=ranks,
             fsdp=alone,
@@ -76,6 +73,11 @@ class RankGroups:
             tp=alone,
             ends=alone,
         )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no rank has less than all of the model."""
+        return self.pp.size == self.tp.size == self.fsdp.size == self.ep.size == 1
 
     @property
     def stage(self) -> int:
@@ -154,7 +156,6 @@ def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1, ep: int = 1) -> RankGro
     ends = [sorted({group[0], group[-1]}) for group in stages]
     return RankGroups(
         mesh=mesh,
-        rank=ranks.rank,
         everyone=ranks,
         dp=ranks.part(rows),
         fsdp=ranks.part(cut),

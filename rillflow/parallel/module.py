@@ -107,7 +107,7 @@ class Parallel:
         self.device = device or next(module.parameters()).device
         self.sharded = groups.fsdp.size > 1
         """Whether parameters are cut over ranks of dp."""
-        self.is_whole = groups.pp.size == groups.tp.size == groups.ep.size == 1 and not self.sharded
+        self.is_whole = groups.is_whole
         """Whether nothing is cut, so that this rank makes its passes alone."""
         self.padded = is_padded(module)
         """Whether the module attends by itself, over rows side by side."""
@@ -300,17 +300,15 @@ class Parallel:
 
     def _gradients(self, plan: dict[str, Style]) -> Gradients:
         groups = self.groups
-        cuts = groups.tp.size > 1
         summed = {name for name in self.parameters if plan.get(name.rpartition(".")[0]) is Style.SUMMED}
         summed |= self._partial
         whole = {name for name in self.parameters if isinstance(self.parts[name], Broadcast)} - summed
         tied = {name for name in self.parameters if len(self.stages[name]) > 1}
         return Gradients(
             groups=groups,
-            sharded=self.sharded,
             experts=self.experts,
             summed=frozenset(summed),
-            whole=frozenset(whole if cuts else ()),
+            whole=frozenset(whole if groups.tp.size > 1 else ()),
             tied=frozenset(tied),
         )
 
@@ -348,7 +346,7 @@ class _Part(nn.Module):
         output: Output
         if self._scalar:
             output = token_scores(module.base_model, head_of(module), inputs).index_select(0, wanted)
-        elif self._makes_many(len(wanted)) or (self._padded and self._has_plain_head()):
+        elif (self._padded or self._makes_many(len(wanted))) and self._has_plain_head():
             hidden = _chosen(module.base_model(**inputs).last_hidden_state, wanted)
             output = HeadLogits(hidden=hidden, weight=module.get_output_embeddings().weight, most=self._most)
         else:
@@ -357,10 +355,8 @@ class _Part(nn.Module):
         return output if read is None else read(output)
 
     def _makes_many(self, rows: int) -> bool:
-        """Whether logits of so many tokens are too many to be held, and can be made in slices."""
-        if rows * self.module.config.get_text_config().vocab_size <= self._most:
-            return False
-        return self._has_plain_head()
+        """Whether logits of so many tokens are too many to be held."""
+        return bool(rows * self.module.config.get_text_config().vocab_size > self._most)
 
     def _has_plain_head(self) -> bool:
         if self.is_plain is None:

@@ -156,19 +156,16 @@ def require_same(module: Any, found: Tensor, expected: Tensor, way: str, why: st
     """
     difference = relative_difference(found, expected) if found.shape == expected.shape else 1.0
     if not difference <= _TOLERANCE[expected.dtype]:
-        name = type(module).__name__
-        raise ModelError(
-            f"{name} says something else as {way}, by {difference:.2g} of the largest output",
-            why=why,
-            fix=fix,
-        )
+        what = f"{type(module).__name__} says something else as {way}"
+        raise ModelError(f"{what}, by {difference:.2g} of the largest output", why, fix)
 
 
 def cut_stage(module: Any, parts: Anatomy, stage: int, stages: int) -> None:
     """Drop in place what other stages run."""
     for name, own in parts.parts_of(stage, stages).items():
         if not own:
-            module.set_submodule(name, _substitute(module.get_submodule(name), name, parts))
+            part, is_layer = module.get_submodule(name), name.startswith(f"{parts.layers}.")
+            module.set_submodule(name, PassThrough(part, parts.tuples) if is_layer else nn.Identity())
 
 
 class PassThrough(nn.Module):
@@ -181,23 +178,14 @@ class PassThrough(nn.Module):
 
     def __init__(self, layer: nn.Module, as_tuple: bool) -> None:
         super().__init__()
-        plain = {
-            name: value
-            for name, value in vars(layer).items()
-            if not name.startswith("_") and isinstance(value, str | int | float | None)
-        }
-        vars(self).update({name: value for name, value in plain.items() if name not in vars(self)})
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and isinstance(value, str | int | float | None):
+                vars(self).setdefault(name, value)
         self._as_tuple = as_tuple
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         """The hidden states as they are."""
         return (hidden_states,) if self._as_tuple else hidden_states
-
-
-def _substitute(part: nn.Module, name: str, parts: Anatomy) -> nn.Module:
-    if name.startswith(f"{parts.layers}."):
-        return PassThrough(part, parts.tuples)
-    return nn.Identity()
 
 
 @contextmanager

@@ -136,10 +136,6 @@ class Judge(TrainedRole[LanguageModel]):
         Raises:
             RewardError: a log probability is not finite, or no row can be read.
         """
-        return self.judged(rollouts)
-
-    def judged(self, rollouts: Batch) -> Batch:
-        """What ``score`` returns."""
         prompts, texts = self._texts(rollouts)
         why = [self._reason(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         if texts and all(why):

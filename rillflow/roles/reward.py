@@ -111,10 +111,6 @@ class Reward:
         Raises:
             RewardError: more than ``max_failures`` of the rows timed out or failed.
         """
-        return self.scored(rollouts)
-
-    def scored(self, rollouts: Batch) -> Batch:
-        """What ``score`` returns."""
         texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
         scores = self._call(texts, rollouts.ragged("columns").to_text())
         self._stop_if_broken(rollouts, scores)
@@ -164,7 +160,7 @@ class Cost(Reward):
     @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=COST_FIELDS, measures=cost_metrics)
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout; see Reward, with ``costs`` for ``rewards``."""
-        return self.scored(rollouts)
+        return super().score(rollouts)
 
 
 def scored_rows(

@@ -120,14 +120,26 @@ class Sampler:
 
     @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS, measures=rollout_metrics)
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
-        """Rollouts of ``samples`` answers to every prompt, ordered by prompt and sample."""
-        return self._generated(prompts, samples, sampling)
+        """Rollouts of ``samples`` answers to every prompt, ordered by prompt and sample.
+
+        Rows that run are set aside meanwhile, their tokens kept.
+        """
+        self._turn()
+        aside = [
+            (self.engine.abort(row), group.sampling)
+            for group in self._running.values()
+            for row in sorted(group.left)
+        ]
+        rollouts = self._limited(self.engine.generate(prompts, samples, sampling), sampling)
+        for rollout, how in aside:
+            self.engine.add(rollout, how)
+        return rollouts
 
     @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
     def greedy(self, prompts: Batch) -> Batch:
         """Rollouts of the likeliest answer to every prompt, in the prompts' order; see GREEDY_SAMPLE."""
         sampling = SamplingConfig(temperature=0, max_tokens=self._rollout.max_tokens, stop=self._rollout.stop)
-        rollouts = self._generated(prompts, 1, sampling)
+        rollouts = self.generate(prompts, 1, sampling)
         ids = rollouts.ids.clone()
         ids[:, 2] = GREEDY_SAMPLE
         return Batch(ids=ids, fields=rollouts.fields)
@@ -202,19 +214,6 @@ class Sampler:
         taken = [self._running.pop(group) for group in groups]
         rollouts = [row for each in taken for row in sorted(each.ended, key=lambda ended: ended.row)]
         return self._limited(rollout_batch(rollouts), taken[0].sampling)
-
-    def _generated(self, prompts: Batch, samples: int, sampling: SamplingConfig | None) -> Batch:
-        """The answers; rows that run are set aside meanwhile, their tokens kept."""
-        self._turn()
-        aside = [
-            (self.engine.abort(row), group.sampling)
-            for group in self._running.values()
-            for row in sorted(group.left)
-        ]
-        rollouts = self._limited(self.engine.generate(prompts, samples, sampling), sampling)
-        for rollout, how in aside:
-            self.engine.add(rollout, how)
-        return rollouts
 
     def _limited(self, rollouts: Batch, sampling: SamplingConfig | None) -> Batch:
         """The rows, with the most tokens that each could have sampled."""

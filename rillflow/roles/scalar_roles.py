@@ -167,26 +167,6 @@ class RewardModel(ScalarRole):
             RewardError: a score is not finite, or no row can be read.
             TrainingError: a row is empty.
         """
-        return self._scored(rollouts)
-
-    @endpoint(TRAIN_PAIRS, reads=("tokens",), also=("loss_mask",), says=("chosen", "rejected"))
-    def update(self, /, pairs: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
-        """Optimiser steps over pairs of answers, one better than the other.
-
-        Args:
-            pairs: two rows a pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
-                For costs the chosen answer is the one that costs more.
-            loss: a function of the scores ``chosen`` and ``rejected`` [P], as ``formulas.preference_loss``.
-            passes: how often the pairs are gone through, and in how many steps.
-            options: further arguments of the loss.
-
-        Raises:
-            TrainingError: a row has no partner, or a number is not finite.
-        """
-        term = only_term(f"{self._name}.update", loss, options)
-        return self._trained(pairs, loss_of(term, PairLoss.says, self._name), passes, prompt_units(pairs))
-
-    def _scored(self, rollouts: Batch) -> Batch:
         reread = None if self._reread is None else self._reread(rollouts)
         if reread is not None and len(rollouts) and all(reread.why):
             raise RewardError(
@@ -210,6 +190,23 @@ class RewardModel(ScalarRole):
         ]
         return scored_rows(rollouts, texts, scores, self.field)
 
+    @endpoint(TRAIN_PAIRS, reads=("tokens",), also=("loss_mask",), says=("chosen", "rejected"))
+    def update(self, /, pairs: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
+        """Optimiser steps over pairs of answers, one better than the other.
+
+        Args:
+            pairs: two rows a pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
+                For costs the chosen answer is the one that costs more.
+            loss: a function of the scores ``chosen`` and ``rejected`` [P], as ``formulas.preference_loss``.
+            passes: how often the pairs are gone through, and in how many steps.
+            options: further arguments of the loss.
+
+        Raises:
+            TrainingError: a row has no partner, or a number is not finite.
+        """
+        term = only_term(f"{self._name}.update", loss, options)
+        return self._trained(pairs, loss_of(term, PairLoss.says, self._name), passes, prompt_units(pairs))
+
 
 class SafetyCostModel(RewardModel):
     """A reward model whose scores are ``costs``: more is worse."""
@@ -222,4 +219,4 @@ class SafetyCostModel(RewardModel):
     )
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout: as ``RewardModel.score``, the scores called ``costs``."""
-        return self._scored(rollouts)
+        return super().score(rollouts)

@@ -8,7 +8,6 @@ A tensor stays the same object, as does every view of its memory: what is given 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -76,9 +75,7 @@ class OnHost:
     def __enter__(self) -> None:
         self.bring()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.leave()
 
     def _free(self) -> None:

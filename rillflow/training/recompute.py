@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from rillflow.errors import ModelError
@@ -51,9 +50,7 @@ class Recompute:
     def __enter__(self) -> None:
         self._flag(True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._flag(False)
 
     def _flag(self, training: bool) -> None:

@@ -31,7 +31,7 @@ from torch import nn
 from rillflow.errors import PlacementError, nearest
 from rillflow.placement.mesh import Mesh, divisors
 from rillflow.placement.sbp import Part, Placement, Split
-from rillflow.placement.slices import Cuts, Interval, Slice, cuts, keys
+from rillflow.placement.slices import Interval, Slice, cuts, keys
 
 Box = tuple[slice, ...]
 """An index of a tensor, a slice a dim."""
@@ -190,9 +190,7 @@ def _place(held: Sequence[Interval], bounds: Interval) -> slice:
     )
 
 
-@lru_cache(maxsize=1024)
-def _cuts(placement: Placement, shape: tuple[int, ...]) -> list[Cuts]:
-    return cuts(placement, shape)
+_cuts = lru_cache(maxsize=1024)(cuts)
 
 
 def _stage_mesh(name: str, mesh: Mesh, stages: Sequence[int]) -> Mesh:

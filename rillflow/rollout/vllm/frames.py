@@ -46,15 +46,13 @@ class Word(IntEnum):
 
 def said_of(ask: Ask) -> dict[str, Any]:
     """A row's ask as JSON, its given tokens aside."""
-    sampling = ask.sampling.model_dump(mode="json", include=_SAMPLING)
-    row, stop = list(ask.row), list(ask.stop)
     return {
-        "row": row,
-        "sampling": sampling,
+        "row": list(ask.row),
+        "sampling": ask.sampling.model_dump(mode="json", include=_SAMPLING),
         "seed": ask.seed,
         "begin": ask.begin,
         "most": ask.most,
-        "stop": stop,
+        "stop": list(ask.stop),
         "sampled": list(ask.sampled),
     }
 

@@ -41,8 +41,8 @@ def test_every_rank_has_its_neighbours() -> None:
     places = [(s.dp.rank, s.pp.rank, s.tp.rank) for s in groups]
     assert places == [tuple(mesh.coordinates(rank).values()) for rank in range(12)]
     assert {(s.dp.size, s.pp.size, s.tp.size) for s in groups} == {(2, 3, 2)}
-    assert [s.rank for s in groups if s.speaks] == [4, 10]
-    assert [s.rank for s in groups if s.first] == [0, 1, 6, 7]
+    assert [s.everyone.rank for s in groups if s.speaks] == [4, 10]
+    assert [s.everyone.rank for s in groups if s.first] == [0, 1, 6, 7]
     assert [s.ends.size for s in groups[:6]] == [2, 2, 1, 1, 2, 2]
     assert [s.ends.rank for s in groups[:6]] == [0, 0, 0, 0, 1, 1]
     assert [s.stage for s in groups[:6]] == [0, 0, 1, 1, 2, 2]
