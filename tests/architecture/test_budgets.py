@@ -35,7 +35,7 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 10_984
+TRUNK_LINES = 10_938
 """Code lines of the trunk at most: no blank, no comment, no docstring; what it grew by since stands below."""
 GROWN = {
     "several machines": 264,
@@ -60,9 +60,11 @@ GROWN = {
     "losses of pairs, totals kept with the data": 340,
     "headers of files that are written, settings that are read": 15,
     "a loss of single answers": 145,
+    "attention that shared beginnings ask for once": 27,
+    "frames that a chat template writes, vLLM's models without a head of their own": 12,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 32_524
+PACKAGE_LINES = 32_470
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
