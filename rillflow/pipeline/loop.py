@@ -273,8 +273,7 @@ class Loop:
         """Wait for a step, and write down what is known of it."""
         place, metrics = step.finish(self.version)
         self._written(self._deadline_s)  # the rows of the step before
-        self._place, self._writing = place, step.writing
-        self.version = self._place.state["version"]
+        self._writing, self.version = step.writing, place.state["version"]
         began, self._finished_at = max(step.began, self._finished_at), time.monotonic()
         seconds = self._finished_at - began
         for told in step.skips:
@@ -283,6 +282,7 @@ class Loop:
             self._run.keep_bundle(step.number)
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
         self._run.log_metrics(step.number, phase.name, metrics)
+        self._place = place  # a step without its line of metrics is made again
         self._interruption.pace = f" (the last one took {duration(seconds)})"
         return metrics
 

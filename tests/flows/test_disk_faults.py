@@ -105,6 +105,7 @@ WRITES = {
 KILL = -1
 EVERY_DAY = {
     ("write", "metrics.jsonl", errno.ENOSPC),
+    ("write", "metrics.jsonl", errno.EIO),
     ("write", f"rollouts/.{ROLLOUTS}.tmp", errno.EIO),
     ("write", f"{BEGUN}/policy/model.safetensors", errno.ENOSPC),
     ("rename", "checkpoints/step-N", errno.EIO),
