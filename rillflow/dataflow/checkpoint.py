@@ -17,7 +17,6 @@ one less than before.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rillflow.errors import RunDirectoryError
-from rillflow.observe.durable import flush, write_error
+from rillflow.observe.durable import digest_of, flush, write_error
 
 FORMAT = 2
 AHEAD = "ahead"
@@ -219,7 +218,7 @@ def _problem(path: Path, run: str) -> str | None:
         if not isinstance(files, dict) or not files:
             return "its manifest lists no files"
         for name, expected in files.items():
-            if _digest(_inside(path, name)) != expected:
+            if digest_of(_inside(path, name)) != expected:
                 return f"{name} is not what was written"
         if "state.json" not in files:
             return "its manifest lists no state.json"
@@ -240,12 +239,7 @@ def _digests(folder: Path, known: Collection[str]) -> dict[str, dict[str, Any]]:
     """Of files that nobody has hashed: the small ones."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix(): path for path in files}
-    return {name: _digest(path) for name, path in names.items() if name not in known}
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {name: digest_of(path) for name, path in names.items() if name not in known}
 
 
 def _flush_below(folder: Path, known: Collection[str]) -> None:

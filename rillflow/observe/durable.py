@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -131,6 +132,12 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+def digest_of(path: Path) -> dict[str, int | str]:
+    """A file's length and SHA-256, by which it is known again."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def publish_folder(draft: Path, folder: Path) -> None:

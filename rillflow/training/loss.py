@@ -95,8 +95,7 @@ class TokenLoss:
         routed = () if self.is_scalar else ROUTES & there.keys()
         rows = minibatch.only("tokens", "loss_mask", *names, *routed)
         check_finite(loss_tokens(rows), *names)
-        every = torch.ones(len(rows), dtype=torch.bool)
-        active = _not_zero(rows, self._resting) if self._resting else every
+        active = _not_zero(rows, self._resting) if self._resting else None
         weights = loss_weights(rows.ragged("loss_mask"), self._aggregation, self._constant)
         if not weights.denominator:
             raise TrainingError(

@@ -62,10 +62,9 @@ class PairLoss:
         pairs = _paired(minibatch)
         rows = last_tokens(minibatch)
         halves = rows.ragged("loss_mask").with_values(rows.ragged("loss_mask").values.double() / 2)
-        active = torch.ones(len(rows), dtype=torch.bool)
         rows = rows.with_fields(**{name: minibatch.dense(name) for name in self._fields})
         check_finite(rows, *self._fields)
-        return prepared(rows, halves, len(rows) / 2, active).with_fields(**pairs)
+        return prepared(rows, halves, len(rows) / 2).with_fields(**pairs)
 
     def __call__(self, read: Tensor, part: Batch, /) -> LossPart:
         """The terms of one part: ``read`` [2P] are the scores, one a row."""
@@ -122,8 +121,7 @@ class PolicyPairLoss:
                 fix="remove pairs with an answer of no token",
             )
         weights = mask.with_values(mask.values.double() / (2 * mask.expand(lengths)))
-        active = torch.ones(len(rows), dtype=torch.bool)
-        return prepared(rows, weights, len(rows) / 2, active).with_fields(**pairs)
+        return prepared(rows, weights, len(rows) / 2).with_fields(**pairs)
 
     def __call__(self, read: TokenLogprobs, part: Batch, /) -> LossPart:
         """The terms of one part: each of a row's N tokens carries its share of half the pair's loss."""

@@ -38,9 +38,10 @@ class LossPart:
     """Measurements of these tokens."""
 
 
-def prepared(rows: Batch, weights: Ragged, denominator: float, active: Tensor) -> Batch:
-    """The rows with one denominator for all."""
+def prepared(rows: Batch, weights: Ragged, denominator: float, active: Tensor | None = None) -> Batch:
+    """The rows with one denominator for all; each may have a gradient, or those that are ``active`` alone."""
     each = torch.full((len(rows),), denominator, dtype=torch.float64)
+    active = torch.ones(len(rows), dtype=torch.bool) if active is None else active
     return rows.with_fields(loss_weights=weights, loss_denominator=each, loss_active=active)
 
 

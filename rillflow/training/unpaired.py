@@ -67,8 +67,7 @@ class UnpairedLoss:
                 fix="remove rows with an answer of no token",
             )
         weights = mask.with_values(mask.values.double() / mask.expand(lengths))
-        active = torch.ones(len(rows), dtype=torch.bool)
-        return prepared(rows, weights, len(rows), active)
+        return prepared(rows, weights, len(rows))
 
     def settled(
         self, rows: Batch | None, minibatch: Batch, score: Callable[[Batch], Ragged], ranks: Ranks

@@ -144,10 +144,11 @@ class Resharding:
         parts, crossing = self.plan.buckets[place].parts, self.plan.crossing
         crossed = [*crossing("sent", parts, self.rank), *crossing("received", parts, self.rank)]
         peers = sorted({each.peer for each in crossed})
+        told = (str(error).splitlines() or [type(error).__name__])[0]
         return ClusterError(
             f"rank {self.rank} got no further than bucket {place + 1} of {len(self.plan.buckets)} "
             f"({parts[0].name}) while weights crossed between it and ranks {peers}",
-            why=f"one of them died, or did not come within {self.deadline_s:g} s: {_first_line(error)}",
+            why=f"one of them died, or did not come within {self.deadline_s:g} s: {told}",
             fix="what arrived is not used; start the ranks again from the last checkpoint",
         )
 
@@ -333,7 +334,3 @@ class _Packed:
     def unload(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
         for box in self.boxes:
             own(tensors[box.name])[box.index].copy_(box.within(buffer))
-
-
-def _first_line(error: RuntimeError) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

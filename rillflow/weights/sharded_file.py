@@ -32,7 +32,7 @@ from torch import Tensor
 from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RillflowError, RunDirectoryError
 from rillflow.models.tensor_file import KINDS, Digest, on_host
-from rillflow.observe.durable import replace, write_error
+from rillflow.observe.durable import digest_of, replace, write_error
 from rillflow.parallel.tensor import device_of, own
 from rillflow.placement.slices import Slice, slices
 from rillflow.weights.digest import owned
@@ -227,7 +227,7 @@ def _check_file(
     if not _FILE.fullmatch(name):
         raise _unusable(f"{name!r} is no name of a file of a checkpoint")
     path = _plain(folder, name)
-    if _hash(path) != written:
+    if digest_of(path) != written:
         raise _unusable(f"{name} is not what was written")
     with safe_open(path, framework="pt") as file:
         here = [(weight, one) for weight, each in found.items() for one in each if one.file == name]
@@ -297,11 +297,6 @@ def together(
 
 def _unusable(problem: str) -> RunDirectoryError:
     return RunDirectoryError(problem, why="weights that differ from what was written must not be used")
-
-
-def _hash(path: Path) -> Digest:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _hash_of(body: Any) -> str:

@@ -325,11 +325,16 @@ class Lane:
             return
         row = step.rows[int(logprobs.isfinite().logical_not().nonzero()[0])]
         position = step.clock - row.start_step + 1
-        raise RolloutError(
-            f"the logits of row ({row.rollout.row}) at position {position} are not finite",
-            why="a weight is NaN or infinite, or an activation overflowed",
-            fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
-        )
+        raise not_finite(row.rollout.row, position)
+
+
+def not_finite(row: RowId, position: int) -> RolloutError:
+    """The error of logits from which no token can be drawn."""
+    return RolloutError(
+        f"the logits of row ({row}) at position {position} are not finite",
+        why="a weight is NaN or infinite, or an activation overflowed",
+        fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
+    )
 
 
 def _sampled(rollout: Rollout) -> list[int]:

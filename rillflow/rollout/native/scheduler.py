@@ -26,12 +26,12 @@ place; the first always runs on, so every row ends.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import count, islice
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
@@ -50,6 +50,7 @@ LEAST_SHARED = 64
 """A beginning that two different prefixes share is taken over when it is as long."""
 AHEAD = 64
 """Positions that every row has to have besides, with a budget, before one more is admitted."""
+_T = TypeVar("_T")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -236,12 +237,7 @@ class Scheduler:
         Raises:
             RolloutError: there is none.
         """
-        if row not in self._rows:
-            raise RolloutError(
-                f"row ({row}) is not in the engine",
-                why="it was never added, or has finished and was handed back",
-            )
-        return self._rows[row]
+        return row_in(self._rows, row)
 
     def overdue(self) -> list[Sequence]:
         """The running rows, those that came last, that have to wait for the room of the others."""
@@ -418,6 +414,18 @@ class Scheduler:
 def _place(row: Sequence) -> CachePlace:
     assert row.place is not None, "a running row has one"
     return row.place
+
+
+def row_in(rows: Mapping[RowId, _T], row: RowId) -> _T:
+    """What an engine has by a row's id.
+
+    Raises:
+        RolloutError: there is no such row.
+    """
+    if row not in rows:
+        why = "it was never added, or has finished and was handed back"
+        raise RolloutError(f"row ({row}) is not in the engine", why=why)
+    return rows[row]
 
 
 def twice(row: RowId) -> RolloutError:

@@ -33,8 +33,8 @@ from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, RowByRow
-from rillflow.rollout.native.lane import check_stop, check_stop_tokens, check_tokens, limit_of
-from rillflow.rollout.native.scheduler import check_ids
+from rillflow.rollout.native.lane import check_stop, check_stop_tokens, check_tokens, limit_of, not_finite
+from rillflow.rollout.native.scheduler import check_ids, row_in
 from rillflow.rollout.stops import Stops
 from rillflow.rollout.vllm.asks import ENVIRONMENT, LOUDNESS, AnyCore, Ask, CoreSettings, told
 from rillflow.rollout.vllm.served import ServedCore, StartRefused
@@ -263,12 +263,7 @@ class VllmEngine(RowByRow):
         Raises:
             RolloutError: the row is not in the engine.
         """
-        if row not in self._rows:
-            raise RolloutError(
-                f"row ({row}) is not in the engine",
-                why="it was never added, or has finished and was handed back",
-            )
-        return self._rows[row].settled(self._version)
+        return row_in(self._rows, row).settled(self._version)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See Engine; rows that run go on meanwhile."""
@@ -296,12 +291,7 @@ class VllmEngine(RowByRow):
         if not odd:
             return
         self._clear()
-        position = len(row.rollout.tokens) + odd[0]
-        raise RolloutError(
-            f"the logits of row ({row.rollout.row}) at position {position} are not finite",
-            why="a weight is NaN or infinite, or an activation overflowed",
-            fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
-        )
+        raise not_finite(row.rollout.row, len(row.rollout.tokens) + odd[0])
 
 
 def _tied(module: nn.Module) -> dict[str, str]:

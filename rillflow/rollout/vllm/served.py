@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rillflow.data_plane.wire import Channel, Message
+from rillflow.data_plane.wire import Arrays, Channel, Message
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
 from rillflow.rollout.vllm.asks import ENVIRONMENT, LOUDNESS, Ask, CoreSettings, Piece
@@ -105,16 +105,11 @@ class ServedCore:
     def add(self, tokens: Sequence[int], ask: Ask) -> None:
         """See AnyCore; it goes with the next ask, whose answer has an error of vLLM's."""
         arrays = {"tokens": np.array(tokens, np.int64), "given": np.array(ask.given, np.int64)}
-        self._met(
-            Word.ADD,
-            lambda: self._channel.send(Word.ADD, said_of(ask), arrays, later=True),
-            is_answered=False,
-        )
+        self._tell(Word.ADD, said_of(ask), arrays)
 
     def abort(self, row: RowId) -> None:
         """See AnyCore; it goes with the next ask, whose answer has an error of vLLM's."""
-        says = {"row": list(row)}
-        self._met(Word.ABORT, lambda: self._channel.send(Word.ABORT, says, later=True), is_answered=False)
+        self._tell(Word.ABORT, {"row": list(row)}, {})
 
     def step(self, most: int) -> list[Piece]:
         """See AnyCore."""
@@ -135,6 +130,10 @@ class ServedCore:
     def wake(self) -> None:
         """See AnyCore."""
         self._ask(Word.WAKE, {})
+
+    def _tell(self, word: Word, says: Mapping[str, Any], arrays: Arrays) -> None:
+        """Say something that is not answered, together with what is said next."""
+        self._met(word, lambda: self._channel.send(word, says, arrays, later=True), is_answered=False)
 
     def _ask(
         self, word: Word, says: Mapping[str, Any], weights: Iterator[tuple[str, Tensor]] | None = None
