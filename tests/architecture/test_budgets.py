@@ -35,7 +35,7 @@ TRUNK = [
     "pipeline",
     "algorithms",
 ]
-TRUNK_LINES = 10_938
+TRUNK_LINES = 10_917
 """Code lines of the trunk at most: no blank, no comment, no docstring; what it grew by since stands below."""
 GROWN = {
     "several machines": 264,
@@ -64,7 +64,7 @@ GROWN = {
     "frames that a chat template writes, vLLM's models without a head of their own": 12,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 32_470
+PACKAGE_LINES = 32_453
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
