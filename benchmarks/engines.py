@@ -30,7 +30,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 
-from rillflow.formulas.interval import mean_interval
+from intervals import interval
+
 from rillflow.observe.reader import read_evaluations, read_metrics, read_spans
 
 ROOT = Path(__file__).parents[1]
@@ -205,12 +206,6 @@ def load_of(engine: str, vllm: str, base: Path) -> float:
     return float(said_by(command).split()[-1])
 
 
-def told(values: Sequence[float]) -> str:
-    """A mean, and where there are several how far it may be off."""
-    interval = mean_interval(values)
-    return f"{fmean(values):.3f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
-
-
 def table(seeds: Sequence[int], steps: int, vllm: str, chosen: Sequence[str]) -> list[str]:
     """Every form with every seed."""
     found: dict[Form, list[Ran]] = {}
@@ -242,15 +237,15 @@ def table(seeds: Sequence[int], steps: int, vllm: str, chosen: Sequence[str]) ->
                     f"seed {seed}, {form.name}, {form.pace}: {found[form][-1]}", file=sys.stderr, flush=True
                 )
     lines = [
-        "| engine | pace | accuracy, by seed: before, after | mean after (95% interval) | last rewards "
+        "| engine | pace | accuracy, by seed: before, after | mean after | last rewards "
         "| tokens/s | a step, s | a publish, s: stage + engine | largest gap | kl, nats |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for form, each in found.items():
         by_seed = ", ".join(f"{one.before:.3f} {one.accuracy:.3f}" for one in each)
         lines.append(
-            f"| {form.name} | {form.pace} | {by_seed} | {told([one.accuracy for one in each])} "
-            f"| {told([one.reward for one in each])} | {median(one.tokens_s for one in each):,.0f} "
+            f"| {form.name} | {form.pace} | {by_seed} | {interval([one.accuracy for one in each])} "
+            f"| {interval([one.reward for one in each])} | {median(one.tokens_s for one in each):,.0f} "
             f"| {median(one.step_s for one in each):.2f} "
             f"| {median(one.publish_s for one in each):.3f} + {loads[form.engine]:.3f} "
             f"| {max(one.gap for one in each):.1e} | {fmean(one.kl for one in each):.1e} |"
@@ -285,7 +280,8 @@ def main() -> None:
         f"`python benchmarks/engines.py --seeds {seeds} --steps {given.steps}`, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}, torch {version('torch')}, "
         f"transformers {version('transformers')}; the recipe is at the head of the script. Gap and kl are "
-        "between sampler and trainer: one version ahead, a step's training too.",
+        "between sampler and trainer: one version ahead, a step's training too. Means are of the seeds, with "
+        "half of their 95% interval by Student's t.",
         "",
         *table(given.seeds, given.steps, vllm, given.engines),
         "",

@@ -137,8 +137,8 @@ class Tokenizer:
         if self._library.chat_template is None:
             raise ModelError(
                 "the model has no chat template",
-                why="the prompt is a list of messages, and only a template makes one text of them",
-                fix="give the prompt as text, or choose a model with a chat template",
+                why="there are messages, and only a template makes one text of them",
+                fix="give text (a judge: frame.chat = false), or choose a model with a chat template",
             )
         self._refuse_special(chat)
         from jinja2 import TemplateError

@@ -24,7 +24,6 @@ from rillflow.config.section import Section
 KEPT = "judge_frame"
 """What a model's config.json calls its frame."""
 _PLACES = re.compile(r"\{([a-z]+)\}")
-_OURS = re.compile(r"\{(prompt|first|second|answer)\}")
 PAIR, ONE = ["prompt", "first", "second"], ["prompt", "answer"]
 """The places of a frame that compares, and of one that rates."""
 
@@ -81,10 +80,9 @@ class FrameConfig(Section):
         """
         return tuple(float(label) for label in self.labels)
 
-    @staticmethod
-    def split(text: str) -> list[str]:
-        """A template's pieces and the names of the places between them, by turns."""
-        return _OURS.split(text)
+    def split(self, text: str) -> list[str]:
+        """The pieces of a text that has the template in it, and the names of the places between, by turns."""
+        return re.split(rf"\{{({'|'.join(self.places)})\}}", text)
 
 
 class _Kept(Section):

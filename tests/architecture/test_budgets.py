@@ -64,7 +64,7 @@ GROWN = {
     "frames that a chat template writes, vLLM's models without a head of their own": 12,
 }
 """Code lines in the trunk by the capability that needed them; docs/architecture.md says why."""
-PACKAGE_LINES = 32_453
+PACKAGE_LINES = 32_451
 """Code lines of the whole package at most, the subsystems below aside; lowered whenever something goes."""
 SUBSYSTEMS = {
     "data_plane/": 2_051,
