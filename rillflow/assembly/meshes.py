@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from rillflow.cluster.config import GENERATE_AXES, SAMPLER, TRAIN_AXES, MeshSizes, PlacementConfig
-from rillflow.errors import ClusterError, ConfigError, nearest
-from rillflow.placement.mesh import Mesh, divisors
+from rillflow.errors import ClusterError, ConfigError, PlacementError, nearest
+from rillflow.placement.mesh import Mesh, divisors, require_whole_beside_experts
 
 
 def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigError]:
@@ -66,14 +66,14 @@ def _wrong_axes(where: str, axes: Mapping[str, int], known: Sequence[str]) -> It
 def _filled(placement: PlacementConfig, role: str) -> Iterator[ConfigError]:
     mesh, key = placement.mesh_of(role), placement.grid_key(role)
     size = placement.pools[placement.pool_of(role)]
-    beside = [name for name, other in (("fsdp", mesh.fsdp), ("pp", mesh.pp), ("tp", mesh.tp)) if other > 1]
-    if mesh.ep > 1 and beside:
-        yield ConfigError(
-            f"placement.train.{key} is {mesh}: ep and {beside[0]}",
-            why="experts go over ranks that hold all else of every layer whole",
-            fix=f"leave {beside[0]} or ep out; dp goes with both",
+    try:
+        require_whole_beside_experts(
+            f"placement.train.{key} is {mesh}", ep=mesh.ep, fsdp=mesh.fsdp, pp=mesh.pp, tp=mesh.tp
         )
-    elif mesh.ranks != size:
+    except PlacementError as error:
+        yield ConfigError(error.what, why=error.why, fix=error.fix)
+        return
+    if mesh.ranks != size:
         yield ConfigError(
             f"placement.train.{key} is {mesh} = {mesh.ranks} ranks and the pool has {size}",
             why=f"every rank has one place in the grid; {size} / ({mesh.pp} x {mesh.tp}) is "

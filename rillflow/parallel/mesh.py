@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rillflow.cluster.ranks import ProcessRanks, Ranks, SingleRank
 from rillflow.errors import PlacementError
-from rillflow.placement.mesh import Mesh, divisors
+from rillflow.placement.mesh import Mesh, divisors, require_whole_beside_experts
 
 AXES = ("dp", "pp", "tp")
 """The axes of a training mesh, the slowest first."""
@@ -32,6 +32,9 @@ class RankGroups:
 
     Example:
         rank_groups(Mesh.of(dp=2, pp=1, tp=2), ranks).tp.size == 2
+
+    Raises:
+        PlacementError: ep is above 1 beside fsdp, pp or tp.
     """
 
     mesh: Mesh
@@ -56,6 +59,11 @@ class RankGroups:
     """On the first and the last stage, the two of them; alone on those between."""
     _made: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
     """Torch's mesh by the kind of its devices, once it was asked for."""
+
+    def __post_init__(self) -> None:
+        sizes = {"ep": self.ep.size, "fsdp": self.fsdp.size, "pp": self.pp.size, "tp": self.tp.size}
+        mesh = " x ".join(f"{axis} {size}" for axis, size in {"dp": self.dp.size, **sizes}.items())
+        require_whole_beside_experts(f"a mesh is {mesh}", **sizes)
 
     @staticmethod
     def whole(ranks: Ranks) -> RankGroups:
@@ -135,7 +143,7 @@ def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1, ep: int = 1) -> RankGro
 
     Raises:
         PlacementError: the mesh has other axes, or not as many places as there are ranks; fsdp or ep does
-            not divide dp.
+            not divide dp; ep is above 1 beside fsdp, pp or tp.
     """
     if mesh.names != AXES:
         raise PlacementError(

@@ -121,6 +121,28 @@ def divisors(*counts: int) -> list[int]:
     return [part for part in range(1, min(counts) + 1) if not any(count % part for count in counts)]
 
 
+def require_whole_beside_experts(where: str, *, ep: int, fsdp: int, pp: int, tp: int) -> None:
+    """Refuse expert parallelism on ranks that cut other weights too.
+
+    Args:
+        where: how the error names the mesh.
+        ep: ranks that share one copy of the experts.
+        fsdp: ranks that share one copy of the parameters.
+        pp: pipeline stages.
+        tp: ranks that hold other parts of the same layers.
+
+    Raises:
+        PlacementError: ep and another of these axes are above 1.
+    """
+    beside = [name for name, size in (("fsdp", fsdp), ("pp", pp), ("tp", tp)) if size > 1]
+    if ep > 1 and beside:
+        raise PlacementError(
+            f"{where}: ep and {beside[0]}",
+            why="expert parallelism needs ranks that hold every other weight whole",
+            fix=f"leave {beside[0]} or ep out; dp goes with both",
+        )
+
+
 def _twice(values: Iterable[Hashable]) -> list[Hashable]:
     """Those that stand there more than once."""
     return [value for value, times in Counter(values).items() if times > 1]

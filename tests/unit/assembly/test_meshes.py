@@ -99,7 +99,7 @@ def test_a_pool_called_as_a_role_is_the_pool() -> None:
         (
             {"pools": {"main": 4}, "train": {"main": {"ep": 2, "tp": 2}}},
             "is ep 2 x pp 1 x tp 2: ep and tp",
-            "ranks that hold all else of every layer whole",
+            "ranks that hold every other weight whole",
         ),
         ({"sequence_parallel": True}, "no model is trained with tp above 1", "over the ranks of tp"),
         ({"generate": {"pp": 2}}, "placement.generate has an axis 'pp'", "it may have tp"),

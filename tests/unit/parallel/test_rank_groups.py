@@ -58,6 +58,29 @@ def test_ranks_that_share_a_copy_follow_one_another() -> None:
         rank_groups(Mesh.of(dp=3, pp=1, tp=1), ThreadRanks(ThreadGroup(3, 20.0), 0), 2)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "fsdp", "said"),
+    [
+        ({"dp": 4, "pp": 1, "tp": 1}, 2, "dp 4 x ep 2 x fsdp 2 x pp 1 x tp 1: ep and fsdp"),
+        ({"dp": 2, "pp": 2, "tp": 1}, 1, "dp 2 x ep 2 x fsdp 1 x pp 2 x tp 1: ep and pp"),
+        ({"dp": 2, "pp": 1, "tp": 2}, 1, "dp 2 x ep 2 x fsdp 1 x pp 1 x tp 2: ep and tp"),
+    ],
+)
+def test_experts_are_not_shared_out_where_other_weights_are_cut(
+    sizes: dict[str, int], fsdp: int, said: str
+) -> None:
+    group, mesh = ThreadGroup(4, 20.0), Mesh.of(**sizes)
+
+    def words(rank: int) -> str:
+        with pytest.raises(PlacementError) as error:
+            rank_groups(mesh, ThreadRanks(group, rank), fsdp, ep=2)
+        return str(error.value)
+
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(words, range(4)):
+            assert said in found and "leave" in found and "ranks that hold every other weight whole" in found
+
+
 def test_a_mesh_has_as_many_places_as_there_are_ranks() -> None:
     with pytest.raises(PlacementError, match=r"dp 2 x pp 1 x tp 3 for 1 ranks\n.*6 places") as error:
         rank_groups(Mesh.of(dp=2, pp=1, tp=3), SingleRank())
