@@ -30,11 +30,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from intervals import half_width
-
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
+from rillflow.formulas.interval import half_width
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 NAMES = [

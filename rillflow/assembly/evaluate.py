@@ -43,7 +43,8 @@ def judged(
     interval = wilson(correct, count) if binary and correct is not None else None
     samples = int(rollouts.ids[:, 2].max()) + 1 if count else 1
     if samples > 1:  # answers to one prompt are no trials of their own
-        interval = mean_interval(_prompt_means(right if binary else rewards, valid, binary, samples))
+        means = _prompt_means(right if binary else rewards, valid, binary, samples)
+        interval = mean_interval(means, (0.0, 1.0)) if binary else mean_interval(means)
         more |= {"samples": samples}
         if correct is not None:
             counts = right.view(-1, samples).sum(1).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import NormalDist, fmean, stdev
 
 from rillflow.errors import FormulaError
 
@@ -31,15 +31,65 @@ def wilson(correct: float, count: int, z: float = Z95) -> tuple[float, float]:
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding left out
 
 
-def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float] | None:
-    """The normal interval (low, high) of a mean: mean -+ z s / sqrt(n), s with n - 1.
+def student_t(freedom: int, level: float = 0.95) -> float:
+    """Student's t: the two-sided quantile at a confidence level, for so many degrees of freedom.
+
+    Newton's steps from the normal quantile. P(|T| <= t) is concave in t and the normal quantile is the
+    smaller one, so every step comes nearer from below.
+
+    Raises:
+        FormulaError: there is no degree of freedom, or the level is not between 0 and 1.
+    """
+    if freedom < 1 or not 0 < level < 1:
+        raise FormulaError(
+            f"student_t: {freedom} degrees of freedom, level {level}",
+            why="it takes one degree of freedom at least, and a level between 0 and 1",
+        )
+    log_peak = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
+    found, step = NormalDist().inv_cdf((1 + level) / 2), math.inf
+    while abs(step) > 1e-9 * found:
+        density = 2 * math.exp(log_peak - (freedom + 1) / 2 * math.log1p(found * found / freedom))
+        step = (level - _student_within(found, freedom)) / density
+        found += step
+    return found
+
+
+def _student_within(t: float, freedom: int) -> float:
+    """P(|T| <= t) as a finite sum (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3, 4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, square, is_odd = math.sin(angle), math.cos(angle) ** 2, freedom % 2
+    term = math.cos(angle) if is_odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for place in range(1, (freedom - is_odd) // 2):
+        term *= square * (2 * place - 1 + is_odd) / (2 * place + is_odd)
+        total += term
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half of Student's 95% interval of a mean: t s / sqrt(n), s with n - 1, t of n - 1 degrees of freedom.
+
+    Raises:
+        FormulaError: there are fewer than two values.
+    """
+    return student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+
+
+def mean_interval(
+    values: Sequence[float], possible: tuple[float, float] = (-math.inf, math.inf)
+) -> tuple[float, float] | None:
+    """Student's 95% interval (low, high) of a mean: mean -+ ``half_width``.
 
     None where the values do not differ: how far their mean may be off is then unknown.
+
+    Args:
+        values: independent ones, such as one a prompt.
+        possible: the range that every value lies in; the interval ends at its bounds.
     """
     if len(set(values)) < 2:
         return None
-    mean, half = fmean(values), z * stdev(values) / math.sqrt(len(values))
-    return mean - half, mean + half
+    mean, half = fmean(values), half_width(values)
+    return max(possible[0], mean - half), min(possible[1], mean + half)
 
 
 def calibration_error(likely: Sequence[float], bins: int = 10) -> float:
