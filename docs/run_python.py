@@ -2,6 +2,7 @@
 
     python docs/run_python.py docs/notebooks/first_run.ipynb     writes what its cells give into it
     python docs/run_python.py --check docs/python.md             changes nothing; a cell that fails ends it
+    python docs/run_python.py --check README.md --inside FOLDER  the same, in a folder that is there
 
 A notebook is run as Jupyter does it: the text of a cell can be looked up, and the value of its last
 expression is shown. Jupyter itself is not needed.
@@ -75,11 +76,11 @@ def lines(text: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def folder_of_its_own() -> Iterator[None]:
-    """A new folder as the present one, with this process's."""
+def entered(inside: Path | None) -> Iterator[None]:
+    """Make a folder, or else a new one, the present one; restore what cells change of the process."""
     before, main, shown = Path.cwd(), sys.modules["__main__"], sys.displayhook
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
+        os.chdir(inside or folder)
         try:
             yield
         finally:
@@ -87,18 +88,18 @@ def folder_of_its_own() -> Iterator[None]:
             sys.modules["__main__"], sys.displayhook = main, shown
 
 
-def run_file(path: Path, *, check: bool) -> None:
+def run_file(path: Path, *, check: bool, inside: Path | None = None) -> None:
     """Run a page's blocks, or a notebook's cells, whose outputs are then written or, to check, compared."""
     text = path.read_text("utf-8")
     if path.suffix == ".md":
-        with folder_of_its_own():
+        with entered(inside):
             notebook = Notebook()
             for number, block in enumerate(BLOCK.findall(text), 1):
                 notebook.run(block, number)
         return
     document = json.loads(text)
     cells = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
-    with folder_of_its_own():
+    with entered(inside):
         notebook = Notebook()
         for number, cell in enumerate(cells, 1):
             outputs = notebook.run("".join(cell["source"]), number)
@@ -115,9 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the Python of pages and notebooks.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--check", action="store_true", help="compare a notebook's outputs, write nothing")
+    parser.add_argument("--inside", type=Path, metavar="FOLDER", help="run here, not in a new folder")
     arguments = parser.parse_args(argv)
     for path in arguments.files:
-        run_file(path.absolute(), check=arguments.check)
+        run_file(path.absolute(), check=arguments.check, inside=arguments.inside)
     return 0
 
 

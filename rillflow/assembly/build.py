@@ -126,6 +126,7 @@ class Build:
             max_skipped=recipe.run.max_skipped,
             rollouts_every=1 if recipe.run.rollouts_every is None else recipe.run.rollouts_every,
             rollouts_share=recipe.run.rollouts_share or 1.0,
+            last_set="" if self.encoded.held_out else next(iter(self._sets()), ""),
         )
         total = plans[-1].first + plans[-1].config.steps
         evaluate, deadline_s = self._evaluator(plans[-1]), recipe.placement.deadline_s
@@ -263,8 +264,8 @@ class Build:
         )
 
     def _evaluator(self, plan: PhasePlan) -> Callable[[GroupExecutor], Sequence[Evaluation]] | None:
-        """What evaluates on held-out rows; None where there are none, or nothing could tell."""
-        if not self.encoded.held_out or not self._recipe.evaluate.problems:
+        """Return what evaluates on held-out rows and named sets; None without rows or without a scorer."""
+        if not self._recipe.evaluate.problems or not (self.encoded.held_out or self._sets()):
             return None
         if plan.algorithm.score is not None:
             return self._of_every_set(plan.algorithm.data, partial(self._evaluate_ranking, plan))
@@ -278,11 +279,17 @@ class Build:
     def _of_every_set(
         self, data: Data, judge: Callable[[GroupExecutor, Batch], Evaluation]
     ) -> Callable[[GroupExecutor], Sequence[Evaluation]]:
-        """What evaluates on the held-out rows, and then on each named set."""
+        """Return what evaluates on the held-out rows, if there are any, and then on each named set."""
         most = self._recipe.evaluate.problems
-        sets = {"": self.encoded.held_out, **self.encoded.sets}
-        found = {name: _batch(data, rows[:most], HELD_OUT_EPOCH) for name, rows in sets.items() if rows}
+        sets = {"": self.encoded.held_out} if self.encoded.held_out else {}
+        found = {
+            name: _batch(data, rows[:most], HELD_OUT_EPOCH) for name, rows in (sets | self._sets()).items()
+        }
         return lambda executor: [replace(judge(executor, rows), set=name) for name, rows in found.items()]
+
+    def _sets(self) -> dict[str, Sequence[Encoded]]:
+        """The named sets that have rows."""
+        return {name: rows for name, rows in self.encoded.sets.items() if rows}
 
     def _evaluate_ranking(self, plan: PhasePlan, executor: GroupExecutor, rows: Batch) -> Evaluation:
         """Which of two held-out answers is scored higher, or whether a labelled one is scored as labelled."""

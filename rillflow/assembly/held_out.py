@@ -52,7 +52,7 @@ def evaluated(recipe: Path, model: Path) -> Evaluation:
         settings = resolved(loaded.recipe, sound.rows, loaded.base)
         run = stack.enter_context(RunDirectory.open(folder, settings))
         build = Build(loaded.recipe, loaded.base, sound.rows, sound.encoded, run, None, stack)
-        found = build.evaluate()
+        found = [each for each in build.evaluate() if not each.set]
     if not found:
         raise ConfigError(
             f"{recipe} holds no rows out by which a model could be judged",

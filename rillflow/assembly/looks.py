@@ -233,17 +233,28 @@ def _data_lines(recipe: Recipe, task: Task[Example], report: Report) -> list[str
             f"a step draws {recipe.algorithm.prompts_per_step:,} {word} and there are {len(task.train):,}: "
             f"within a step, {word} repeat"
         )
+    sets = [
+        f"the set {name} ({min(recipe.evaluate.problems, len(rows)):,})" for name, rows in task.sets.items()
+    ]
     if not judged and recipe.evaluate.problems:
-        report.notes.append("nothing is held out, so nothing will be evaluated")
+        rest = f"only {' and '.join(sets)} will be evaluated" if sets else "nothing will be evaluated"
+        report.notes.append(f"nothing is held out, so {rest}")
     elif judged < recipe.evaluate.problems:
         report.notes.append(
             f"of evaluate.problems = {recipe.evaluate.problems:,} only {judged:,} are held out"
         )
+    if task.shared_prompts:
+        report.notes.append(
+            f"{task.shared_prompts:,} rows to train on have the prompt of a held-out row and differ from it "
+            "in another column: they are trained on"
+        )
+    counts = [f"{judged:,} {word}", *sets] if judged else sets
+    is_judged = bool(counts) and recipe.evaluate.problems > 0
     return [
         f"{task.name}: {len(task.train):,} {word} to train on, {len(task.held_out):,} held out, "
         f"{task.left_out:,} left out because they are among those",
         f"the algorithm draws {prompts:,} {word}: {prompts / len(task.train):.1f} passes over them",
-        f"judged by {judged:,} {word}{how}" if judged else "never evaluated",
+        f"judged by {', '.join(counts)}{how}" if is_judged else "never evaluated",
     ]
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.assembly.launch import launch
 from rillflow.assembly.preflight import Given
-from rillflow.assembly.recipe import load_recipe
+from rillflow.assembly.recipe import LoadedRecipe, leaves, load_recipe
 from rillflow.assembly.run import Run
 from rillflow.errors import CallbackError, Interrupted, RewardError
 from rillflow.observe.raised import innermost_line
@@ -61,8 +61,9 @@ def train(
     Args:
         recipe: a recipe's TOML file, or its sections as a dict.
         prompts: texts, conversations, rows with a column ``prompt``, a Hugging Face data set, or a file or
-            task as ``task.source`` names them; without, the recipe's. Given as rows, none are held out
-            unless a setting says so.
+            task as ``task.source`` names them; without, the recipe's. Of rows none are held out unless
+            ``settings`` asks for it, or a recipe that names no source of its own: what a recipe holds out
+            belongs to its own source.
         reward: ``reward(prompts, completions, **columns)``, also one of a notebook's cell; several of them,
             or pairs with a weight, are summed; a text names one in a file. Without, the recipe's.
         settings: values by dotted keys over the recipe's, such as ``{"policy.lr": 1e-5}``.
@@ -87,8 +88,9 @@ def train(
     if dir is not None:
         over["run.dir"] = str(dir)
     loaded = load_recipe(recipe, over, algorithms)
-    if rows is not None and not {"task.held_out", "task.held_out_source"} & loaded.given.keys():
-        loaded = load_recipe(recipe, {**over, "task.held_out": 0}, algorithms)
+    if rows is not None and not _holds_out(loaded, recipe):
+        over |= {"task.held_out": 0, "task.held_out_source": None}
+        loaded = load_recipe(recipe, over, algorithms)
     asked = Interruption()
     run = Run(Path(str(loaded.recipe.run.dir)), asked)
     try:
@@ -100,6 +102,16 @@ def train(
         if not run.is_stopped:
             raise
     return run
+
+
+def _holds_out(loaded: LoadedRecipe, recipe: object) -> bool:
+    """Whether a setting for held-out rows is meant for rows given in Python.
+
+    One of ``settings`` is, and so is one of a dict that names no source. A recipe's others belong to its own.
+    """
+    is_bare = isinstance(recipe, Mapping) and "task.source" not in leaves(recipe)
+    origins = {loaded.given.get(name) for name in ("task.held_out", "task.held_out_source")} - {None}
+    return bool(origins) if is_bare else "--set" in origins
 
 
 def _relative(named: str, base: Path) -> str:

@@ -49,7 +49,7 @@ from rillflow.observe import layout
 from rillflow.observe.durable import write_error
 from rillflow.observe.json_lines import read_lines
 from rillflow.observe.progress import Progress
-from rillflow.observe.reader import Evaluation, best_checkpoint, read_evaluations
+from rillflow.observe.reader import Evaluation, best_checkpoint, read_every_evaluation
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.observe.wording import duration
 from rillflow.pipeline.interrupt import Interruption
@@ -81,6 +81,8 @@ class Cadence:
     """Steps between two whose rollouts are kept."""
     rollouts_share: float = 1.0
     """Share of their prompts whose rollouts are."""
+    last_set: str = ""
+    """The set whose line is written last in an evaluation; empty for the held-out rows."""
 
 
 class Loop:
@@ -90,8 +92,8 @@ class Loop:
         run: where everything is recorded.
         progress: what the user sees.
         cadence: how often to evaluate and to checkpoint.
-        evaluator: says how good what is trained is, on the held-out rows and then on each named set; None
-            where nothing is held out.
+        evaluator: evaluates the trained model on the held-out rows, if there are any, and then on each
+            named set; None where there are neither.
         deadline_s: longest wait for any stage.
         interruption: the user's wish to stop.
         total_steps: steps of all phases; after the last one there is nothing left to interrupt.
@@ -121,7 +123,9 @@ class Loop:
         self._finished_at = 0.0
         self._arriving: list[Pending] = []
         self._writing: Sequence[Pending] = ()
-        self._evaluated = {record.step for record in read_evaluations(run.path)}
+        self._evaluated = {
+            record.step for record in read_every_evaluation(run.path) if record.set == cadence.last_set
+        }
         best = best_checkpoint(run.path)
         self._best_reward = -math.inf if best is None else best.mean_reward
         self._saves = deque[Save]()
@@ -287,18 +291,22 @@ class Loop:
         return metrics
 
     def _evaluate(self, phase: Phase, step: int) -> float:
-        """Evaluate what is trained, where that is wanted and not yet done; its reward, or minus infinity."""
+        """Evaluate the trained model if that is due and not done yet.
+
+        Returns:
+            The mean reward of the held-out rows; minus infinity without an evaluation of them.
+        """
         if self._evaluator is None or not phase.evaluated or step in self._evaluated:
             return -math.inf
         self._written(self._deadline_s)  # until then its rows take their room
         if phase.ready is not None:
             phase.ready.settle()
         every = self._evaluator(phase.executor)
-        for found in reversed(every):  # the held-out rows last: what has their line has all of them
+        for found in reversed(every):  # in this order the last line shows that all of them are written
             self._run.log_evaluation(step, found)
             self._progress.note(f"after step {step}: {found.text}")
         self._evaluated.add(step)
-        return every[0].mean_reward
+        return -math.inf if every[0].set else every[0].mean_reward
 
     def _is_due(self, done: int) -> bool:
         """Whether a checkpoint is, by steps or by the clock."""

@@ -10,7 +10,7 @@ travel to a reward's child and into a run directory as it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,18 @@ class Example:
 
     @property
     def key(self) -> str:
-        """What two rows with the same prompt share."""
+        """The prompt as text, equal for rows with the same prompt."""
         return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt)
+
+    @property
+    def compared(self) -> frozenset[str]:
+        """Columns by which rows with one prompt differ; ``id`` names a row and is none of them."""
+        return frozenset(self.columns) - {"id"}
+
+    def identity(self, names: Collection[str]) -> str:
+        """Text that two rows share if and only if their prompt and these columns are equal."""
+        columns = {name: value for name, value in self.columns.items() if name in names}
+        return json.dumps([self.prompt, columns], sort_keys=True)
 
 
 def example_of(row: dict[str, Any], index: int, place: str) -> Example:

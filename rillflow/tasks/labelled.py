@@ -28,6 +28,11 @@ class LabelledAnswer(Example):
     label: bool
     """Whether the answer is a good one."""
 
+    @property
+    def compared(self) -> frozenset[str]:
+        """See Example; all answers to one prompt are held out together, so there are none."""
+        return frozenset()
+
     def plain(self) -> list[Any]:
         """See Example."""
         return [*Example.plain(self), self.label]

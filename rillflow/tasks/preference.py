@@ -32,6 +32,11 @@ class Preference(Example):
     rejected: str
     """The worse answer."""
 
+    @property
+    def compared(self) -> frozenset[str]:
+        """See Example; all answers to one prompt are held out together, so there are none."""
+        return frozenset()
+
     def plain(self) -> list[Any]:
         """See Example."""
         return [*Example.plain(self), self.rejected]

@@ -1,9 +1,11 @@
 """Task: what a run trains on, and what it is judged by.
 
-    source ─ made or read ─> examples ─ split by prompt ─┬─> train
-    held_out_source ───────────────────────────────────> └─> held_out
+    source ─ made or read ─> examples ─ split by row ─┬─> train
+    held_out_source ────────────────────────────────> └─> held_out
 
-No prompt is in both: a training row whose prompt is held out is left out of training, and counted.
+No row is in both: a training row that is held out too is left out of training, and counted. Two rows are the
+same where the prompt and the other columns are equal. The column ``id``, answers to compare and answers to
+imitate do not count.
 Opening a task imports neither torch nor transformers.
 """
 
@@ -44,7 +46,9 @@ class Task(Generic[RowOut]):
     held_out: tuple[RowOut, ...]
     """Rows to judge by; any first part of them is as good a sample as another."""
     left_out: int
-    """Training rows left out because their prompt is held out."""
+    """Training rows left out because the same row is held out."""
+    shared_prompts: int
+    """Training rows whose prompt is held out in a row with other columns."""
     reward: tuple[FunctionPath, ...]
     """The task's own scorers, which are summed; none where the recipe must name one."""
     fingerprint: Fingerprint
@@ -151,13 +155,14 @@ def _split(
         held_out = tuple(read_rows(_file("held_out_source", config.held_out_source, base), make))
     else:
         held_out = _drawn(examples[:drawn], config.held_out, seed, config.source)
-    apart = {example.key for example in held_out}
-    train = tuple(example for example in examples if example.key not in apart)
+    names = examples[0].compared & held_out[0].compared if held_out else frozenset[str]()
+    apart, prompts = {row.identity(names) for row in held_out}, {row.key for row in held_out}
+    train = tuple(example for example in examples if example.identity(names) not in apart)
     if not train:
         raise DataError(
             f"nothing of {config.source!r} is left to train on",
-            why=f"every one of its {len(examples)} rows has a prompt that is held out",
-            fix="hold out other prompts",
+            why=f"every one of its {len(examples)} rows is held out",
+            fix="hold out other rows",
         )
     left_out = len(examples) - len(train) - (0 if config.held_out_source else len(held_out))
     return Task(
@@ -165,6 +170,7 @@ def _split(
         train=train,
         held_out=held_out,
         left_out=left_out,
+        shared_prompts=sum(row.key in prompts for row in train),
         reward=() if reward is None else (reward,),
         fingerprint=Fingerprint(
             drawn=len(examples) if drawn is None else drawn,
@@ -196,14 +202,17 @@ def _file(setting: str, source: str, base: Path) -> Path:
 
 
 def _drawn(examples: Sequence[Row], count: int, seed: int, source: str) -> tuple[Row, ...]:
-    """The first row of each of ``count`` prompts, drawn by the seed."""
+    """Draw ``count`` rows by the seed, of rows that are equal only the first."""
+    if not count:
+        return ()
     first: dict[str, Row] = {}
+    names = examples[0].compared
     for example in examples:
-        first.setdefault(example.key, example)
+        first.setdefault(example.identity(names), example)
     if count >= len(first):
         raise DataError(
-            f"task.held_out is {count} and {source!r} has {len(first)} different prompts",
+            f"task.held_out is {count} and {source!r} has {len(first)} different rows",
             why="at least one must be left to train on",
-            fix=f"hold out fewer than {len(first)}",
+            fix=f"hold out fewer than {len(first)}; rows differ by their prompt or a column other than 'id'",
         )
     return tuple(Random(seed).sample(list(first.values()), count))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
@@ -30,6 +33,15 @@ def test_a_page_and_a_notebook_run_and_give_what_is_shown(
     page: str, root: Path, run: Callable[[list[str]], int]
 ) -> None:
     assert run(["--check", str(root / page)]) == 0
+
+
+def test_the_front_page_runs_as_printed(root: Path, tmp_path: Path, run: Callable[[list[str]], int]) -> None:
+    """The blocks run where the commands above them have run: the recipe's model is made."""
+    pattern = tmp_path / "recipes/your_own"
+    shutil.copytree(root / "recipes/your_own", pattern, ignore=shutil.ignore_patterns("model"))
+    subprocess.run([sys.executable, pattern / "make_model.py"], check=True, capture_output=True)
+    assert run(["--check", str(root / "README.md"), "--inside", str(tmp_path)]) == 0
+    assert (tmp_path / "runs/mine/report.html").is_file()
 
 
 def test_a_notebook_is_executed_and_shows_a_curve_that_rises(root: Path) -> None:

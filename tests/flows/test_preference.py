@@ -242,5 +242,10 @@ def test_answers_are_judged_by_several_samples_named_sets_and_beside_the_proxy(r
     page = (use / "report.html").read_text()
     assert "Gold over the divergence" in page and "Proxy over the divergence" in page
     assert "hard: " in page and "Best answer" in page
+    ran(recipe.parent / "use.toml", "sets", *settings, "algorithm.steps=1", "task.held_out=0")
+    again = ran(recipe.parent / "use.toml", "sets", *settings, "algorithm.steps=2", "task.held_out=0")
+    assert [(line["step"], line["set"]) for line in lines(again, "evaluations.jsonl")] == [
+        (step, "hard") for step in range(3)
+    ]
     problems = check(loaded(recipe.parent / "use.toml", "use", 'evaluate.sets={x="missing.jsonl"}')).problems
     assert any("missing.jsonl" in str(each) for each in problems)

@@ -78,6 +78,23 @@ def test_python_and_the_command_have_the_same_bits_whether_stopped_or_not(tiny: 
     assert "return [len(text) / 3 for text in completions]" in kept.read_text()
 
 
+def test_rows_given_in_python_replace_what_the_recipe_holds_out(tiny: Tiny) -> None:
+    tiny.write(REST)
+    tiny.write_rows(12)
+    how: dict[str, Any] = {"reward": LENGTH, "dir": tiny.folder / "run", "quiet": True}
+    run = rillflow.train(tiny.recipe, prompts=["1+1=", "2+1="], settings={"algorithm.steps": 1}, **how)
+    assert (run.settings["task"]["held_out"], run.evaluations) == (0, [])  # type: ignore[index,call-overload]
+    file = str(tiny.folder / "prompts.jsonl")
+    for recipe, settings, judged in (
+        (tiny.recipe, {"task.held_out": 2}, 2),
+        (tiny.recipe, {"task.held_out_source": file}, 4),
+        (RECIPE | {"task": {"held_out": 3}}, {}, 3),
+    ):
+        rows = [{"prompt": f"2{n}+1=", "answer": ""} for n in range(4)]
+        how |= {"settings": {"algorithm.steps": 1, **settings}, "fresh": True}
+        assert rillflow.train(recipe, prompts=rows, **how).evaluations[0].count == judged
+
+
 def test_a_run_is_opened_by_its_path_and_read(tiny: Tiny) -> None:
     def right(completions: list[str], answer: list[str]) -> list[float | None]:
         pairs = zip(completions, answer, strict=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rillflow.errors import DataError
 from rillflow.rewards.function import FunctionPath
 from rillflow.tasks.config import TaskConfig
-from rillflow.tasks.task import Task, open_task
+from rillflow.tasks.task import Task, open_labelled, open_preferences, open_task
 
 
 def arithmetic(seed: int = 0, **settings_: object) -> Task:
@@ -116,6 +116,29 @@ def test_no_prompt_is_both_trained_on_and_held_out(
         assert row.columns["id"] == row.index and row.prompt == prompts[row.index]
 
 
+def test_rows_of_one_prompt_that_differ_in_a_column_are_different_rows(tmp_path: Path) -> None:
+    games = [{"prompt": "?", "secret": secret} for secret in (1, 2, 3, 4, 5, 6, 7, 3)]
+    task = from_rows(tmp_path, games, held_out=3)
+    trained, judged = ([row.columns["secret"] for row in rows] for rows in (task.train, task.held_out))
+    assert len(set(judged)) == 3 and set(trained) == set(range(1, 8)) - set(judged)
+    assert (len(trained) + task.left_out, task.shared_prompts) == (5, len(trained))
+    with pytest.raises(DataError, match=r"has 7 different rows.*\n.*\n.*a column other than 'id'"):
+        from_rows(tmp_path, games, held_out=7)
+    (tmp_path / "test.jsonl").write_text('{"prompt": "?", "secret": 2}\n{"prompt": "?", "secret": 9}\n')
+    task = from_rows(tmp_path, games, held_out_source="test.jsonl")
+    assert [row.columns["secret"] for row in task.train] == [1, 3, 4, 5, 6, 7, 3] and task.left_out == 1
+
+
+@pytest.mark.parametrize("answers", ["pairs", "labels"])
+def test_all_answers_to_one_prompt_are_held_out_together(tmp_path: Path, answers: str) -> None:
+    columns = {"pairs": {"chosen": "a", "rejected": "b"}, "labels": {"completion": "a", "label": True}}
+    rows = [{"prompt": prompt, "margin": place} | columns[answers] for place, prompt in enumerate("xyxyx")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    opened = {"pairs": open_preferences, "labels": open_labelled}[answers]
+    task = opened(TaskConfig(source="rows.jsonl", held_out=1), base=tmp_path, seed=0)
+    assert {row.prompt for row in task.train} == {"x", "y"} - {task.held_out[0].prompt}
+
+
 def test_equal_chats_are_equal_prompts(tmp_path: Path) -> None:
     def chat(text: str) -> dict:
         return {"prompt": [{"role": "user", "content": text}]}
@@ -125,7 +148,7 @@ def test_equal_chats_are_equal_prompts(tmp_path: Path) -> None:
 
 
 def test_a_held_out_file_is_kept_whole_and_its_prompts_leave_training(tmp_path: Path) -> None:
-    (tmp_path / "test.jsonl").write_text('{"prompt": "b", "answer": 1}\n{"prompt": "z", "answer": 2}\n')
+    (tmp_path / "test.jsonl").write_text('{"prompt": "b", "level": 1}\n{"prompt": "z", "level": 2}\n')
     rows = [{"prompt": prompt, "answer": 0} for prompt in "abcb"]
     task = from_rows(tmp_path, rows, held_out_source="test.jsonl")
     assert [row.prompt for row in task.train] == ["a", "c"]
