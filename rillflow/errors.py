@@ -79,6 +79,17 @@ class RolloutError(RillflowError):
     """Generation that cannot go on."""
 
 
+class RowError(RolloutError):
+    """A pass that one row made fail; the same rows without it can go on."""
+
+    def __init__(
+        self, what: str, why: str = "", fix: str = "", *, row: tuple[int, int, int] | None = None
+    ) -> None:
+        super().__init__(what, why, fix)
+        self.row = row
+        """The row's id: epoch, prompt and sample."""
+
+
 class RewardError(RillflowError):
     """A reward function that cannot be used, or that fails too often to be trusted."""
 

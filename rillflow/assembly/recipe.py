@@ -27,7 +27,7 @@ from rillflow.config.schema import tags
 from rillflow.config.section import Section
 from rillflow.models.config import ModelConfig
 from rillflow.rewards.config import CostConfig, RewardConfig
-from rillflow.rollout.config import NATIVE, RolloutConfig
+from rillflow.rollout.config import NATIVE, RolloutConfig, Temperature
 from rillflow.tasks.config import TaskConfig
 from rillflow.training.config import TrainConfig
 
@@ -93,7 +93,7 @@ class EvaluateConfig(Section):
 
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 for before and after only.")
     problems: int = Field(500, ge=0, description="Held-out prompts that are answered, at most; 0 for none.")
-    temperature: float = Field(0.0, ge=0, description="Sampling temperature of the answers; 0 is greedy.")
+    temperature: Temperature = Field(0.0, description="Sampling temperature of the answers; 0 is greedy.")
     samples: int | None = Field(
         None, gt=0, description="Answers to each held-out prompt, of which pass@k follows; left out, one."
     )

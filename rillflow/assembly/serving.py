@@ -27,6 +27,7 @@ from rillflow.models.language_model import LanguageModel, choose_device, load_mo
 from rillflow.observe import layout
 from rillflow.observe.reader import read_config
 from rillflow.rollout.config import RolloutConfig
+from rillflow.service.app import Declined
 from rillflow.service.door import Door, NewRows
 from rillflow.service.engine_queue import EngineQueue
 from rillflow.service.server import LoopbackServer, bound
@@ -55,17 +56,38 @@ class _Served:
     version: int
     """The step of its checkpoint; 0 for a model."""
     looked: float = 0.0
+    """When the run was looked at last."""
+    failure: RillflowError | None = None
+    """What broke the engine."""
 
-    def serve(self) -> None:
-        """Make passes for as long as the process lives."""
-        while True:
-            try:
-                if self.run is not None and time.monotonic() - self.looked > FOLLOW_S:
-                    self._follow(self.run)
-                if not self.queue.turn():
-                    select.select([self.queue.woken], [], [], FOLLOW_S)
-            except RillflowError as error:
-                logger.warning("%s", error)
+    def serve(self, ended: Callable[[], None]) -> None:
+        """Make passes for as long as the process lives; an engine that breaks ends the command.
+
+        Args:
+            ended: is called when the engine has broken and every client has been told.
+        """
+        try:
+            while True:
+                self._turn()
+        except BaseException as error:
+            logger.exception("the engine has broken")
+            self.failure = StreamError(
+                "the engine has broken, and the door is closed",
+                why=f"{type(error).__name__}: {error}",
+                fix="look at the log, and start the command again",
+            )
+            self.failure.is_underway = True
+            self.queue.fail(Declined(503, self.failure.what, self.failure.why, "ask again later"))
+            ended()
+
+    def _turn(self) -> None:
+        try:
+            if self.run is not None and time.monotonic() - self.looked > FOLLOW_S:
+                self._follow(self.run)
+            if not self.queue.turn():
+                select.select([self.queue.woken], [], [], FOLLOW_S)
+        except RillflowError as error:
+            logger.warning("%s", error)
 
     def _follow(self, run: Path) -> None:
         """Take over a newer checkpoint; rows that run go on with its weights."""
@@ -97,7 +119,7 @@ def serve(
         announce: is told where it is served, and the token where no file holds it.
 
     Raises:
-        RillflowError: there is no model, or the port is taken.
+        RillflowError: there is no model, the port is taken, or the engine broke.
     """
     token, is_new = _token(token_file)
     listening = bound(port)
@@ -110,12 +132,14 @@ def serve(
         visitor=lambda key: visitor if secrets.compare_digest(key.encode(), token.encode()) else None,
     )
     server = LoopbackServer(door.app(), listening)
-    Thread(target=served.serve, name="rillflow-engine", daemon=True).start()
+    Thread(target=served.serve, args=[server.stop], name="rillflow-engine", daemon=True).start()
     newest = f", step {served.version}" if served.run is not None else ""
     announce(f"{source}{newest}: {server.url}")
     if is_new:
         announce(f"token: {token}" if token_file is None else f"token: in {token_file}")
     server.run()
+    if served.failure is not None:
+        raise served.failure
 
 
 def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
@@ -135,8 +159,9 @@ def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
     model = load_model(chosen, seed=0, device=choose_device("auto"), base=Path())
     engine = native_engine(model, usual)
     engine.load(version, {})
-    queue, encoder = EngineQueue(engine, model.tokenizer), Encoder.of(model.tokenizer, task)
-    return _Served(model=model, config=chosen, queue=queue, run=run, version=version), NewRows(encoder, usual)
+    queue = EngineQueue(engine, model.tokenizer, max_rows=max_rows)
+    served = _Served(model=model, config=chosen, queue=queue, run=run, version=version)
+    return served, NewRows(Encoder.of(model.tokenizer, task), usual, context=model.context)
 
 
 def _token(file: Path | None) -> tuple[str, bool]:

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from rillflow.config.section import Section
+
+LEAST_TEMPERATURE = 1e-3
+"""Below it float32 logits overflow when they are divided; 0 takes the likeliest token instead."""
+MOST_PENALTY = 1e4
+"""The largest penalty, either way, and the largest factor of one: beyond, float32 logits may overflow."""
+MOST_TOP_K = 2**31 - 1
+"""The largest top-k, beyond every vocabulary."""
+
+
+def _divides(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise PydanticCustomError(
+            "temperature", f"it must be 0, which is greedy, or at least {LEAST_TEMPERATURE}"
+        )
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_divides)]
+"""0, or a temperature that float32 logits can be divided by."""
+Penalty = Annotated[float, Field(ge=-MOST_PENALTY, le=MOST_PENALTY, allow_inf_nan=False)]
+"""What is taken off a logit."""
+Factor = Annotated[float, Field(ge=1 / MOST_PENALTY, le=MOST_PENALTY, allow_inf_nan=False)]
+"""What a logit is divided or multiplied by."""
+TopK = Annotated[int, Field(ge=0, le=MOST_TOP_K)]
+"""A number of likeliest tokens."""
 
 
 class SamplingConfig(Section):
@@ -17,8 +43,8 @@ class SamplingConfig(Section):
     says, by which it is trained.
     """
 
-    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token.")
-    top_k: int = Field(0, ge=0, description="Draw from the k likeliest tokens; 0 from all.")
+    temperature: Temperature = Field(1.0, description="0 takes the likeliest token.")
+    top_k: TopK = Field(0, description="Draw from the k likeliest tokens; 0 from all.")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Draw from the least set of tokens with this probability."
     )
@@ -28,16 +54,15 @@ class SamplingConfig(Section):
         le=1,
         description="Leave out tokens less likely than so many times the likeliest, before top-k and top-p.",
     )
-    repetition_penalty: float | None = Field(
+    repetition_penalty: Factor | None = Field(
         None,
-        gt=0,
         description="Divide by it the positive logits of tokens that the row has, its prompt included, and "
         "multiply the negative ones.",
     )
-    presence_penalty: float | None = Field(
+    presence_penalty: Penalty | None = Field(
         None, description="Taken off the logits of tokens that the row has sampled."
     )
-    frequency_penalty: float | None = Field(
+    frequency_penalty: Penalty | None = Field(
         None, description="Taken off the logit of a token once for each time that the row has sampled it."
     )
     max_tokens: int = Field(256, gt=0, description="New tokens of one row at most.")

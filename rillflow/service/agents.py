@@ -88,7 +88,7 @@ class AgentEngine(RowByRow):
         assert config.agent is not None, "an agent is named"
         self._inner, self._config, self._agent = inner(module, config, **given), config, config.agent
         self._function, self._encoder, self._stack = function, encoder, stack
-        self._queue = EngineQueue(self._inner, encoder.tokenizer)
+        self._queue = EngineQueue(self._inner, encoder.tokenizer, max_rows=config.max_rows)
         self._waiting = deque[tuple[Rollout, SamplingConfig]]()
         self._running: dict[Child, _Agent] = {}
         self._children: list[Child] = []

@@ -46,6 +46,8 @@ TENSORS = "application/x-safetensors"
 BODY_WITHIN_S = 30.0
 SLOWEST_BYTES_S = 2**20
 """A body is to come within 30 s, and a second more for each MiB that is announced."""
+MAX_JSON_DEPTH = 64
+"""Levels of objects and lists within one request."""
 CLIENT = "x-rillflow-client"
 """The header in which a client says who it is; leases are its."""
 
@@ -274,7 +276,7 @@ def json_object(body: bytearray) -> dict[str, Any]:
     """What a body says.
 
     Raises:
-        StreamError: it is no JSON object.
+        StreamError: it is no JSON object, is nested too deeply, or has a text that is not Unicode.
     """
     try:
         found = json.loads(body)
@@ -282,7 +284,33 @@ def json_object(body: bytearray) -> dict[str, Any]:
         raise StreamError(f"a request is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise StreamError("a request is no object")
+    _check_json(found)
     return found
+
+
+def _check_json(found: dict[str, Any]) -> None:
+    """Refuse what JSON can spell and nothing behind the door can use."""
+    level: list[Any] = [found]
+    for _ in range(MAX_JSON_DEPTH):
+        if not level:
+            return
+        inner = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+        texts = [part for part in inner if isinstance(part, str)]
+        texts += [key for each in level if isinstance(each, dict) for key in each]
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise StreamError(
+                    f"a text of the request has U+{ord(text[error.start]):04X} at place {error.start}",
+                    why="half of a surrogate pair is no character",
+                    fix="send the character whole, as UTF-8 or as both halves",
+                ) from None
+        level = [part for part in inner if isinstance(part, dict | list)]
+    if level:
+        raise StreamError(
+            f"the request is nested deeper than {MAX_JSON_DEPTH} levels", why=f"{MAX_JSON_DEPTH} are the most"
+        )
 
 
 def _number(request: Request, name: str, default: int | None = None) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 from rillflow.errors import DataError
@@ -46,16 +47,19 @@ class Conversation:
         self._said: list[dict[str, Any]] | str | None = None
         self._known: list[dict[str, Any]] | tuple[str, ...] = ()
         self._begin, self._has_own_limit = 0, False
+        self._lock = Lock()
 
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
-        """See Visitor."""
-        if self.is_asking:
-            raise DataError("an answer is being sampled", why="a row is one conversation", fix="wait for it")
-        self._require_usual(asked)
-        tokens = self._of_chat(asked) if isinstance(asked, ChatRequest) else self._of_text(asked)
-        row = self.row if self.is_begun else Rollout.start(self.row.row, (), self.row.columns)
-        self.is_asking, self._begin = True, len(row.tokens) + len(tokens)
-        return [row.inserted(tokens)]
+        """See Visitor; any thread may call it."""
+        with self._lock:
+            if self.is_asking:
+                why, fix = "a row is one conversation", "wait for it"
+                raise DataError("an answer is being sampled", why=why, fix=fix)
+            self._require_usual(asked)
+            tokens = self._of_chat(asked) if isinstance(asked, ChatRequest) else self._of_text(asked)
+            row = self.row if self.is_begun else Rollout.start(self.row.row, (), self.row.columns)
+            self.is_asking, self._begin = True, len(row.tokens) + len(tokens)
+            return [row.inserted(tokens)]
 
     def sampling(self, asked: SamplingRequest) -> SamplingConfig:
         """See Visitor; the recipe's ``max_tokens`` are those of the whole row."""

@@ -6,6 +6,7 @@
 
 A visitor says which rows a request means: new ones (``NewRows``), or its own row going on (an agent's). A
 client that goes away takes its rows with it. An error is OpenAI's object, its message our three sentences.
+Encoding runs in a thread beside the server's loop, so a long prompt delays no other client.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from asyncio import to_thread
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -24,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rillflow.errors import DataError, RillflowError
+from rillflow.errors import DataError, RillflowError, StreamError
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
@@ -38,7 +40,13 @@ from rillflow.tasks.example import Example, prompt_of
 MAX_REQUEST_BYTES = 2**24
 ASKED_EPOCH = -3
 """The epoch in the row ids of what clients ask: their random numbers are no other row's."""
+MAX_REQUEST_ROWS = 1024
+"""Prompts of a request, times answers to each."""
+LONGEST_TOKEN = 32
+"""Characters a token: a prompt with more of them than the context has room for is not encoded at all."""
 _GONE_S = 0.5
+_KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error"}
+"""What OpenAI's protocol calls an error, by its status, where it is not the request's fault."""
 
 
 class Visitor(Protocol):
@@ -60,14 +68,17 @@ class NewRows:
     Args:
         encoder: makes tokens of prompts.
         usual: how tokens are drawn where a request does not say.
+        context: tokens of a row at most.
     """
 
-    def __init__(self, encoder: Encoder, usual: SamplingConfig) -> None:
+    def __init__(self, encoder: Encoder, usual: SamplingConfig, *, context: int) -> None:
         self._encoder, self._usual, self._numbers = encoder, usual, count()
+        self._most = LONGEST_TOKEN * context
 
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
         """See Visitor."""
         prompts = [chat_of(asked)] if isinstance(asked, ChatRequest) else prompts_of(asked)
+        self._require_few(prompts, asked.n)
         tokens = [
             self._encoder.rows([each])[0].prompt.tolist() if isinstance(each, Example) else each
             for each in prompts
@@ -85,6 +96,22 @@ class NewRows:
 
     def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
         """See Visitor; nothing is kept."""
+
+    def _require_few(self, prompts: Sequence[Example | list[int]], samples: int) -> None:
+        """Refuse a request before its prompts take time and memory."""
+        if len(prompts) * samples > MAX_REQUEST_ROWS:
+            raise DataError(
+                f"{len(prompts)} prompts with n = {samples} are {len(prompts) * samples:,} rows",
+                why=f"{MAX_REQUEST_ROWS:,} rows are the most of one request",
+                fix="send several requests",
+            )
+        longest = max(len(each.key if isinstance(each, Example) else each) for each in prompts)
+        if longest > self._most:
+            raise DataError(
+                f"a prompt has a length of {longest:,}",
+                why=f"the context has room for no more than {self._most:,} characters",
+                fix="shorten the prompt",
+            )
 
 
 def chat_of(asked: ChatRequest) -> Example:
@@ -149,14 +176,23 @@ class Door:
             del error
             return await refuse(request)
 
-        return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
+        async def failed(request: Request, error: Exception) -> Response:
+            del request
+            what = "the door failed at the request"
+            told = StreamError(what, why=type(error).__name__, fix="see the log of the server")
+            return JSONResponse(_told(told, "server_error"), status_code=500)
+
+        # The server logs what nobody expected, after ``failed`` has answered.
+        handlers: dict[Any, Any] = {404: unknown, 405: unknown, Exception: failed}
+        return Starlette(routes=routes, exception_handlers=handlers)
 
     async def _complete(self, kind: type[SamplingRequest], request: Request, visitor: Visitor) -> Response:
         asked = checked(kind, json_object(await body_of(request, MAX_REQUEST_BYTES)))
         if asked.model not in ("", self._model):
             what = f"there is no model {asked.model[:80]!r}"
             raise Declined(404, what, why="one is served", fix=f"{self._model!r}, or leave it out")
-        answer = _Answer(self._queue, asked, visitor, self._tokenizer)
+        begun = await to_thread(visitor.begin, asked)
+        answer = _Answer(self._queue, asked, begun, visitor, self._tokenizer)
         around = partial(envelope, asked, f"{kind.kind}-{secrets.token_hex(8)}", self._model)
         if asked.stream:
             return StreamingResponse(self._events(answer, around), media_type="text/event-stream")
@@ -202,8 +238,9 @@ class Door:
                 return answer
             except RillflowError as error:
                 status = error.status if isinstance(error, Declined) else 400
-                kind = "authentication_error" if status == 401 else "invalid_request_error"
-                return JSONResponse(_told(error, kind), status_code=status)
+                return JSONResponse(
+                    _told(error, _KINDS.get(status, "invalid_request_error")), status_code=status
+                )
 
         return guarded
 
@@ -212,9 +249,14 @@ class _Answer:
     """The rows of one request, which run while it is entered."""
 
     def __init__(
-        self, queue: EngineQueue, asked: SamplingRequest, visitor: Visitor, tokenizer: Tokenizer
+        self,
+        queue: EngineQueue,
+        asked: SamplingRequest,
+        begun: list[Rollout],
+        visitor: Visitor,
+        tokenizer: Tokenizer,
     ) -> None:
-        self.asked, self.begun = asked, visitor.begin(asked)
+        self.asked, self.begun = asked, begun
         self.choices = [Choice(asked, index, begin, tokenizer) for index, begin in enumerate(self.begun)]
         self.rows: dict[int, Rollout] = {}
         """Those that have ended, by their number."""
@@ -242,12 +284,21 @@ class _Answer:
 
         how: dict[str, Any] = {"sampling": sampling, "stops": asked.stops, "is_streamed": asked.stream}
         self._queue.put(
-            *(Wanted(begin=each, tell=partial(tell, index), **how) for index, each in enumerate(self.begun))
+            *(
+                Wanted(begin=each, tell=partial(tell, index), name=self._name(index), **how)
+                for index, each in enumerate(self.begun)
+            )
         )
 
     async def __aexit__(self, *_: object) -> None:
         self._queue.put(*(each.row for index, each in enumerate(self.begun) if index not in self.rows))
         self._visitor.over(self.asked, [self.rows[index] for index in sorted(self.rows)] * self.is_over)
+
+    def _name(self, index: int) -> str:
+        """What errors call a row."""
+        if len(self.begun) == self.asked.n:
+            return "the request"
+        return f"prompt {index // self.asked.n + 1} of the request"
 
     async def wait(self, within_s: float | None = None) -> tuple[int, Rollout] | None:
         """The next row of which something is told, and its number; None where nothing is in time.

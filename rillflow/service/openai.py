@@ -10,13 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from rillflow.data_plane.requests import checked_request
 from rillflow.errors import StreamError, nearest
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Finish, Rollout
-from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.config import Factor, Penalty, SamplingConfig, Temperature, TopK
 
 NOT_OFFERED = {
     "seed": "a row's random numbers follow from the engine's own seed and the row's id",
@@ -33,20 +34,23 @@ DRAWING = (
 )
 """Parameters that say how a token is drawn, by the names of ``SamplingConfig``."""
 
+MOST_STOPS, LONGEST_STOP = 16, 1_000
+"""Texts that end an answer, and the characters of one: every look at a row searches all of them."""
+
 
 class SamplingRequest(BaseModel):
     """What both kinds of request have."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     model: str = Field(default="", description="the one that /v1/models names; may be left out")
     n: int = Field(default=1, ge=1, le=128, description="answers to each prompt")
-    temperature: float | None = Field(default=None, ge=0, le=100, description="0 is greedy")
+    temperature: Temperature | None = Field(default=None, le=100, description="0 is greedy")
     top_p: float | None = Field(default=None, gt=0, le=1, description="the least set with this mass")
-    top_k: int | None = Field(default=None, ge=0, description="the k likeliest tokens; 0 for all")
+    top_k: TopK | None = Field(default=None, description="the k likeliest tokens; 0 for all")
     min_p: float | None = Field(default=None, gt=0, le=1, description="of the likeliest token's probability")
-    repetition_penalty: float | None = Field(default=None, gt=0, description="for tokens that the row has")
-    presence_penalty: float | None = Field(default=None, description="for tokens that were sampled")
-    frequency_penalty: float | None = Field(default=None, description="the same for each time they were")
+    repetition_penalty: Factor | None = Field(default=None, description="for tokens that the row has")
+    presence_penalty: Penalty | None = Field(default=None, description="for tokens that were sampled")
+    frequency_penalty: Penalty | None = Field(default=None, description="the same for each time they were")
     max_tokens: int | None = Field(default=None, gt=0, description="new tokens at most")
     stop: str | list[str] = Field(default=[], description="texts that end an answer, left out of its text")
     stream: bool = Field(default=False, description="answers as they are sampled")
@@ -55,6 +59,15 @@ class SamplingRequest(BaseModel):
     user: str = Field(default="", description="read by nobody")
     kind: ClassVar[str]
     """What an answer calls itself."""
+
+    @field_validator("stop")
+    @classmethod
+    def _few_and_short(cls, stop: str | list[str]) -> str | list[str]:
+        texts = [stop] if isinstance(stop, str) else stop
+        if len(texts) > MOST_STOPS or max(map(len, texts), default=0) > LONGEST_STOP:
+            told = f"it must be at most {MOST_STOPS} texts of at most {LONGEST_STOP:,} characters"
+            raise PydanticCustomError("stop", told)
+        return stop
 
     @property
     def stops(self) -> tuple[str, ...]:

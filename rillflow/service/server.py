@@ -81,6 +81,10 @@ class LoopbackServer(AbstractContextManager["LoopbackServer"]):
         """Serve until told to end."""
         self._inner.run(sockets=[self._socket])
 
+    def stop(self) -> None:
+        """Tell ``run`` to end: answers that are ready still leave; from any thread."""
+        self._inner.should_exit = True
+
     def __enter__(self) -> LoopbackServer:
         self._thread.start()
         while not self._inner.started and self._thread.is_alive():
@@ -88,5 +92,5 @@ class LoopbackServer(AbstractContextManager["LoopbackServer"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._inner.should_exit = True
+        self.stop()
         self._thread.join()

@@ -80,3 +80,31 @@ def test_a_run_is_served_and_followed(tmp_path: Path) -> None:
         finally:
             process.terminate()
             process.wait(20)
+
+
+@pytest.mark.slow
+def test_an_engine_that_breaks_closes_the_door_and_the_command_fails(tmp_path: Path) -> None:
+    data = {
+        "policy": {"model": {"new": NEW.model_dump()}},
+        "rollout": {"max_tokens": 6},
+        "algorithm": {"name": "grpo", "steps": 4},
+    }
+    recipe = validate(Recipe, data, "recipe")
+    wider = load_model(
+        ModelConfig(new=NEW.model_copy(update={"hidden": 64})),
+        seed=0,
+        device=torch.device("cpu"),
+        base=Path(),
+    )
+    command = [sys.executable, "-m", "rillflow.cli.main", "serve", str(tmp_path / "run"), "--port", "0"]
+    with RunDirectory.open(tmp_path / "run", recipe.model_dump(mode="json")) as directory:
+        save_checkpoint(directory.checkpoints, 2, saved(2), {}, keep=5)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert "step 2: http" in process.stdout.readline()
+        save_checkpoint(
+            directory.checkpoints, 4, lambda folder: save_model(wider, folder / "policy") or {}, {}, keep=5
+        )
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "error: the engine has broken, and the door is closed\n  why: RuntimeError: " in said

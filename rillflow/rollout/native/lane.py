@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.cluster.ranks import Ranks
-from rillflow.errors import RolloutError
+from rillflow.errors import RolloutError, RowError
 from rillflow.models.architecture import vocabulary_of
 from rillflow.models.routing import Routers
 from rillflow.observe.wording import size
@@ -328,12 +328,13 @@ class Lane:
         raise not_finite(row.rollout.row, position)
 
 
-def not_finite(row: RowId, position: int) -> RolloutError:
+def not_finite(row: RowId, position: int) -> RowError:
     """The error of logits from which no token can be drawn."""
-    return RolloutError(
+    return RowError(
         f"the logits of row ({row}) at position {position} are not finite",
         why="a weight is NaN or infinite, or an activation overflowed",
         fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
+        row=row,
     )
 
 

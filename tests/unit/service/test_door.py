@@ -76,8 +76,8 @@ def door(model: LanguageModel) -> Iterator[tuple[str, Passes]]:
         replay_after=1e9,
     )
     engine.load(7, {})
-    queue = EngineQueue(engine, model.tokenizer)
-    visitor = NewRows(Encoder(tokenizer=model.tokenizer), usual)
+    queue = EngineQueue(engine, model.tokenizer, max_rows=usual.max_rows)
+    visitor = NewRows(Encoder(tokenizer=model.tokenizer), usual, context=model.context)
     app = Door(
         queue,
         tokenizer=model.tokenizer,
@@ -147,7 +147,7 @@ def test_what_is_unlikely_may_be_left_out_and_what_was_said_made_unlikelier(door
     _, greedy = asked(door[0], "/completions", {**says, "temperature": 0})
     _, likely = asked(door[0], "/completions", {**says, "min_p": 1})
     assert likely["choices"][0]["token_ids"] == greedy["choices"][0]["token_ids"]
-    for name, value in (("presence_penalty", 1e4), ("frequency_penalty", 1e4), ("repetition_penalty", 1e9)):
+    for name, value in (("presence_penalty", 1e4), ("frequency_penalty", 1e4), ("repetition_penalty", 1e4)):
         _, found = asked(door[0], "/completions", {**says, "temperature": 0, name: value})
         tokens = found["choices"][0]["token_ids"]
         assert len(set(tokens)) == len(tokens) > 1, name
