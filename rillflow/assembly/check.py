@@ -120,6 +120,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
             "algorithm.loss.correction_bounds": config.loss.correction == "none",
             "algorithm.loss.kl_estimator": config.loss.kl == 0,
             "algorithm.loss.kl_in": config.loss.kl == 0,
+            "algorithm.loss.kl_bound": config.loss.kl_paid != "loss" or config.loss.estimator != "k3",
         }
     return [name for name, is_unread in unread.items() if is_unread]
 

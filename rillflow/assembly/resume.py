@@ -22,7 +22,7 @@ from rillflow.tasks.example import Example
 from rillflow.tasks.fingerprint import first_changed
 from rillflow.tasks.task import Task
 
-_LOSS = ("kl", "entropy", "clip_low", "clip_high", "dual_clip", "correction", "correction_bounds")
+_LOSS = ("kl", "kl_bound", "entropy", "clip_low", "clip_high", "dual_clip", "correction", "correction_bounds")
 _TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight_decay", "balance")
 _MEMORY = ("tokens_per_micro_batch", "gradient_checkpointing", "moments", "offload")
 _RUN = (

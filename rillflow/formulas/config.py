@@ -51,6 +51,12 @@ class PolicyLossConfig(LossSection):
         None, description="Estimator of the divergence; none: k1 in the reward, k3 in the loss."
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the divergence is paid.")
+    kl_bound: float = Field(
+        100.0,
+        gt=1,
+        le=4e8,
+        description="k3 in the loss: a token's gradient is 1 - reference / policy, with at most this ratio.",
+    )
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     correction: Correction = Field(
         "none", description="Weights of tokens of another policy: trainer / sampler; tis by another engine."

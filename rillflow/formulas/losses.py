@@ -14,6 +14,7 @@
 
 Tokens that another policy sampled are weighed by a correction: ``formulas.ratios``.
 A log ratio is held within +-20 before its exponential: a ratio beyond e^20 is finite and has no gradient.
+The divergence alone keeps a gradient there, a bounded one: ``divergence``.
 
 Legend: N loss tokens of one micro-batch (pairs, where the model learns from pairs), B its rows;
 r = pi / old the probability ratio, A the advantage, sg[] no gradient.
@@ -41,8 +42,9 @@ class TokenLosses:
     losses: Tensor
     """[N] with a gradient."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """By metric, [N] numbers; the last word of its name says what the run shows of them: ``max``,
-    ``variance``, ``histogram`` (of log ratios), and else, as ``mean`` and ``share``, the mean."""
+    """By metric, [N] numbers. The last word of its name chooses the reduction: ``max``, ``variance``,
+    ``histogram`` (of log ratios), ``largest_share`` (of one token in their sum, weighted as the loss is);
+    any other, such as ``mean`` and ``share``, is the mean."""
 
 
 def policy_loss(
@@ -87,7 +89,7 @@ def policy_loss(
     )
     metrics = _policy_metrics(log_ratio.detach(), advantages, mismatch, config)
     metrics["policy/entropy/mean"] = entropy.detach()
-    clamped = _beyond(log_ratio) | _beyond(mismatch)
+    clamped = (log_ratio.detach().abs() > LARGEST_LOG_RATIO) | (mismatch.abs() > LARGEST_LOG_RATIO)
     if config.correction != "none":
         moved = Ragged(values=old_logprobs - sampler_logprobs, lengths=row_lengths)
         weights, is_bounded = correction_weights(moved, advantages, config, is_kept)
@@ -95,8 +97,11 @@ def policy_loss(
         losses = losses * weights
     if reference_logprobs is not None:
         apart = logprobs - reference_logprobs
-        distance, clamped = divergence(apart, config.estimator), clamped | _beyond(apart)
-        metrics["policy/kl/mean"] = distance.detach()
+        distance = divergence(apart, config.estimator, config.kl_bound)
+        metrics["policy/kl/mean"] = divergence(apart.detach(), config.estimator)
+        metrics["policy/kl/largest_share"] = distance.detach().clamp_min(0)  # k3 near 0 is rounded
+        if config.estimator == "k3":
+            clamped = clamped | (apart.detach() < -math.log(config.kl_bound))
         losses = losses + config.kl * distance
     if config.entropy:
         losses = losses - config.entropy * entropy
@@ -277,17 +282,15 @@ def _policy_metrics(
     }
 
 
-def _beyond(log_ratio: Tensor) -> Tensor:
-    """[N] bool, True where a log ratio is held at its bound before it is an exponent."""
-    return log_ratio.detach().abs() > LARGEST_LOG_RATIO
-
-
-def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:
+def divergence(log_ratio: Tensor, estimator: Estimator, bound: float = math.inf) -> Tensor:
     """[N] an estimate of KL(pi || ref) from each token, d = log pi - log ref its log ratio.
 
     k1 = d; k2 = d^2 / 2; k3 = e^-d - 1 + d (J. Schulman, "Approximating KL divergence", 2020). On tokens
-    of pi the means of k1 and k3 are the divergence; k2 and k3 are never negative. Below -20 k3 holds d at
-    -20, without a gradient.
+    of pi the means of k1 and k3 are the divergence; k2 and k3 are never negative.
+
+    The gradient of k3 is 1 - ref / pi. It grows exponentially with -d, so one token could outweigh a step.
+    Where ref / pi is above ``bound``, or above e^20, k3 continues along its tangent: the gradient stays
+    1 - bound, and still pulls the token back.
 
     Where an estimate is paid decides which one has the right gradient, over tokens of pi:
 
@@ -298,6 +301,7 @@ def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     Args:
         log_ratio: [N] float.
         estimator: which of the three.
+        bound: the largest ref / pi in the gradient of k3, above 1.
 
     Raises:
         FormulaError: the estimator is unknown.
@@ -307,5 +311,7 @@ def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    bounded = log_ratio.clamp_min(-LARGEST_LOG_RATIO)
-    return (-bounded).expm1() + bounded
+    least = -min(math.log(bound), LARGEST_LOG_RATIO)
+    inside = log_ratio.clamp_min(least)
+    exact, slope = (-inside).expm1() + inside, -math.expm1(-least)
+    return exact.where(log_ratio >= least, exact.detach() + slope * (log_ratio - least))

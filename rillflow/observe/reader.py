@@ -20,7 +20,7 @@ from rillflow.observe import layout
 from rillflow.observe.fields import Fields
 from rillflow.observe.json_lines import JSON, read_json, read_lines
 from rillflow.observe.rollouts import RolloutRecord, prompt_text, read_columns, rollout_records
-from rillflow.records.metrics import Histogram, Max, Mean, Metric, Min, Sum, Variance
+from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Min, Sum, Variance
 from rillflow.records.row import RowId
 
 Record = TypeVar("Record")
@@ -317,6 +317,10 @@ def _metric(fields: Fields, name: str, parts: JSON) -> Metric:
             found = fields.note(f"metrics.{name}.variance") if value is None else value
             mean = fields.note(f"metrics.{name}.about") if about is None else about
             return Variance(squares=found * count if count else 0.0, mean=mean, count=count)
+        case {"largest_share": int() | float() | None as value, "total": int() | float() | None as total}:
+            share = fields.note(f"metrics.{name}.largest_share") if value is None else value
+            over = fields.note(f"metrics.{name}.total") if total is None else total
+            return LargestShare(most=share * over, total=over)
         case {"histogram": [*counts], "edges": [*edges]} if len(counts) == len(edges) + 1:
             return Histogram(edges=tuple(map(float, edges)), counts=tuple(map(int, counts)))
         case {"sum": int() | float() | None as value}:
@@ -327,7 +331,7 @@ def _metric(fields: Fields, name: str, parts: JSON) -> Metric:
             return Min(value=fields.note(f"metrics.{name}.min") if value is None else value)
     raise fields.refusal(
         f"metric {name!r} is {parts!r}",
-        "it should be a mean or a variance with its count, a histogram, a sum, a max or a min",
+        "it should be a mean or variance with its count, a largest share, a histogram, a sum, a max or a min",
     )
 
 

@@ -26,7 +26,7 @@ from rillflow.observe.fields import Fields
 from rillflow.observe.json_lines import JSON, encode, read_json, read_lines
 from rillflow.observe.lock import Lock
 from rillflow.observe.reader import Evaluation, RankSpan, SpanRecord, read_metrics, read_spans, read_starts
-from rillflow.records.metrics import Histogram, Max, Mean, Metric, Metrics, Min, Sum, Variance
+from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Metrics, Min, Sum, Variance
 
 
 class RunDirectory(ExitStack):
@@ -247,6 +247,8 @@ def metric_json(metric: Metric) -> dict[str, JSON]:
             return {"mean": metric.value, "count": metric.count}
         case Variance():
             return {"variance": metric.value, "about": metric.mean, "count": metric.count}
+        case LargestShare():
+            return {"largest_share": metric.value, "total": metric.total}
         case Histogram():
             return {"histogram": [*metric.counts], "edges": [*metric.edges]}
         case Sum() | Max() | Min():

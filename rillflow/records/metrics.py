@@ -1,6 +1,7 @@
 """Metrics that carry their reduction, so that parts from micro-batches and ranks merge exactly.
 
-A metric is named ``area/thing/stat`` and is a Mean (sum and count), Variance, Sum, Max, Min or Histogram.
+A metric is named ``area/thing/stat`` and is a Mean (sum and count), Variance, Sum, Max, Min, LargestShare or
+Histogram.
 Merging is associative and commutative for counts and extremes, and up to rounding for sums.
 """
 
@@ -101,6 +102,26 @@ class Min:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LargestShare:
+    """How much the largest of some numbers is of their sum. Example: ``(most=2, total=8)`` is 0.25."""
+
+    most: float
+    """The largest number; none is negative."""
+    total: float
+    """The sum of all; where it is 0 the share is 0."""
+
+    @property
+    def value(self) -> float:
+        """The largest over the sum, 0 to 1."""
+        return self.most / self.total if self.total else 0.0
+
+    def merge(self, other: LargestShare) -> LargestShare:
+        """The share over both sets of numbers; NaN where one has a NaN."""
+        most = self.most if self.most >= other.most or math.isnan(self.most) else other.most
+        return LargestShare(most=most, total=self.total + other.total)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Histogram:
     """How many values lie where. Example: ``histogram_of(tensor([0, 1, 1]), (0, 1)).counts == (1, 2, 0)``."""
 
@@ -120,7 +141,7 @@ class Histogram:
         return Histogram(edges=self.edges, counts=tuple(counts))
 
 
-Metric = Mean | Variance | Sum | Max | Min | Histogram
+Metric = Mean | Variance | Sum | Max | Min | LargestShare | Histogram
 Metrics = Mapping[str, Metric]
 
 

@@ -118,7 +118,9 @@ class TokenLoss:
         given = {name: known[name] for name in self.reads}
         given |= {name: part.ragged(name).values for name in self.where_there if name in part.fields}
         found = checked_losses(self.function(**given, **self.options), self.function, len(weights.values))
-        return LossPart(terms=found.losses * weights.values.to(dtype), metrics=measured(found))
+        return LossPart(
+            terms=found.losses * weights.values.to(dtype), metrics=measured(found, weights.values)
+        )
 
 
 class SupervisedLoss(TokenLoss):

@@ -19,7 +19,7 @@ from torch import Tensor
 from rillflow.errors import TrainingError, nearest
 from rillflow.formulas.losses import TokenLosses
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Max, Mean, Metric, Variance, histogram_of
+from rillflow.records.metrics import LargestShare, Max, Mean, Metric, Variance, histogram_of
 from rillflow.records.ragged import Ragged
 
 SAMPLED = "sampler_logprobs"
@@ -73,15 +73,17 @@ def checked_losses(found: Any, function: Callable[..., Any], count: int) -> Toke
     return losses
 
 
-def measured(found: TokenLosses) -> dict[str, Metric]:
-    """Metrics of [N] or [P] values, fetched from the device at once."""
-    asked = {name: _asked(name, values.detach()) for name, values in found.metrics.items()}
+def measured(found: TokenLosses, weights: Tensor | None = None) -> dict[str, Metric]:
+    """Metrics of [N] or [P] values, fetched from the device at once; ``weights`` are those of the losses."""
+    asked = {name: _asked(name, values.detach(), weights) for name, values in found.metrics.items()}
     wanted = [number for _, numbers in asked.values() for number in numbers]
     fetched = iter(torch.stack(wanted).tolist() if wanted else ())
     return {name: make(*islice(fetched, len(numbers))) for name, (make, numbers) in asked.items()}
 
 
-def _asked(name: str, values: Tensor) -> tuple[Callable[..., Metric], tuple[Tensor, ...]]:
+def _asked(
+    name: str, values: Tensor, weights: Tensor | None
+) -> tuple[Callable[..., Metric], tuple[Tensor, ...]]:
     """What makes a metric of values [N], one at least, and the numbers [] that it makes the metric of."""
     wide, count = values.double(), float(values.numel())
     match name.rpartition("/")[2]:
@@ -89,6 +91,9 @@ def _asked(name: str, values: Tensor) -> tuple[Callable[..., Metric], tuple[Tens
             return lambda: histogram_of(values, LOG_RATIOS), ()
         case "max":
             return lambda most: Max(value=most), (wide.max(),)
+        case "largest_share":
+            wide = wide if weights is None else wide * weights
+            return lambda most, total: LargestShare(most=most, total=total), (wide.max(), wide.sum())
         case "variance":
             squares = (wide - wide.mean()).square().sum()
             return lambda about, mean: Variance(squares=about, mean=mean, count=count), (squares, wide.mean())

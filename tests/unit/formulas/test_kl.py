@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rillflow.errors import FormulaError
@@ -114,10 +116,54 @@ def test_the_estimator_follows_the_place(place: str, estimator: str) -> None:
     assert (config.estimator, config.kl_paid) == (estimator, place)
 
 
-def test_k3_far_below_the_reference_is_finite_and_has_no_gradient() -> None:
+def test_k3_far_below_the_reference_is_finite_and_keeps_a_gradient() -> None:
     ratio = torch.tensor([-95.0, -20.5, -3.0, 30.0, 95.0], requires_grad=True)
     found = divergence(ratio, "k3")
     found.sum().backward()
     assert ratio.grad is not None
     assert bool(found.isfinite().all())
-    assert ratio.grad.tolist() == pytest.approx([0.0, 0.0, 1 - math.exp(3), 1.0, 1.0])
+    held = 1 - math.exp(20)
+    assert ratio.grad.tolist() == pytest.approx([held, held, 1 - math.exp(3), 1.0, 1.0])
+
+
+RATIOS = st.floats(-300, 300, allow_nan=False)
+BOUNDS = st.floats(1.01, 4e8)
+
+
+def bounded_k3(ratios: list[float], bound: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and gradients."""
+    ratio = torch.tensor(ratios, dtype=torch.float64, requires_grad=True)
+    found = divergence(ratio, "k3", bound)
+    (gradient,) = torch.autograd.grad(found.sum(), ratio)
+    return found.detach(), gradient
+
+
+@settings(max_examples=200, deadline=None)
+@given(ratio=RATIOS, bound=BOUNDS)
+def test_the_bounded_gradient_of_k3_is_one_minus_the_bounded_ratio(ratio: float, bound: float) -> None:
+    value, gradient = bounded_k3([ratio], bound)
+    ratio_to_policy = math.exp(min(-ratio, math.log(bound)))
+    assert float(gradient) == pytest.approx(1 - ratio_to_policy, rel=1e-9, abs=1e-12)
+    exact = math.expm1(-ratio) + ratio
+    assert -1e-12 <= float(value) <= exact * (1 + 1e-9) + 1e-12, "the bound only ever lowers the estimate"
+
+
+@settings(max_examples=200, deadline=None)
+@given(ratio=RATIOS, bound=BOUNDS)
+def test_within_the_bound_k3_and_its_gradient_keep_their_bits(ratio: float, bound: float) -> None:
+    ratio = max(ratio, -math.log(bound) * (1 - 1e-12))
+    plain = torch.tensor([ratio], dtype=torch.float64, requires_grad=True)
+    expected = (-plain).expm1() + plain
+    (gradient,) = torch.autograd.grad(expected.sum(), plain)
+    found = bounded_k3([ratio], bound)
+    assert torch.equal(found[0], expected.detach()) and torch.equal(found[1], gradient)
+
+
+@settings(max_examples=100, deadline=None)
+@given(bound=BOUNDS, step=st.floats(1e-6, 1e-3))
+def test_bounded_k3_has_no_jump_and_grows_away_from_the_reference(bound: float, step: float) -> None:
+    edge = -math.log(bound)
+    values, gradients = (each.tolist() for each in bounded_k3([edge - step, edge + step, edge - 10], bound))
+    assert 0 < values[0] - values[1] < 2.01 * step * (bound - 1)
+    assert abs(gradients[0] - gradients[1]) < 1.01 * step * bound
+    assert values[2] > values[0] and gradients[2] == gradients[0]

@@ -29,7 +29,7 @@ from rillflow.observe.reader import (
     rollout_columns,
 )
 from rillflow.observe.run_directory import RunDirectory
-from rillflow.records.metrics import Histogram, Max, Mean, Metric, Min, Sum, Variance
+from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Min, Sum, Variance
 from rillflow.records.row import RowId
 from tests.unit.written_rollouts import write_rollouts
 
@@ -68,6 +68,7 @@ def test_metrics_come_back_with_their_reductions(tmp_path: Path) -> None:
         "d": Min(value=-2.5),
         "e": Variance(squares=8.0, mean=-1.5, count=4),
         "f": Histogram(edges=(0.0, 1.5), counts=(3, 0, 2)),
+        "g": LargestShare(most=3.0, total=8.0),
     }
     with RunDirectory.open(tmp_path / "run", {}) as run:
         run.log_metrics(5, "grpo", metrics)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rillflow.errors import RecordError
 from rillflow.records.metrics import (
     Histogram,
+    LargestShare,
     Max,
     Mean,
     Metric,
@@ -33,6 +34,7 @@ def measure(values: list[float]) -> dict[str, Metric]:
         "a/value/sum": Sum(value=sum(values)),
         "a/value/max": Max(value=max(values)),
         "a/value/min": Min(value=min(values)),
+        "a/value/largest_share": LargestShare(most=max(map(abs, values)), total=sum(map(abs, values))),
         "a/value/histogram": histogram_of(torch.tensor(values), (-500, 0, 3)),
     }
 
@@ -69,6 +71,14 @@ def test_a_value_that_is_an_edge_lies_below_it() -> None:
     assert histogram_of(torch.tensor([2, 0, 2]), range(2)).counts == (1, 0, 2)
     with pytest.raises(ValueError, match="argument 2 is shorter"):
         found.merge(Histogram(edges=(0,), counts=(1, 1)))
+
+
+def test_a_largest_share_is_of_the_sum() -> None:
+    merged = LargestShare(most=3.0, total=4.0).merge(LargestShare(most=2.0, total=8.0))
+    assert merged.value == 0.25 and LargestShare(most=0.0, total=0.0).value == 0
+    for one, other in ((math.nan, 1.0), (1.0, math.nan)):
+        merged = LargestShare(most=one, total=one).merge(LargestShare(most=other, total=other))
+        assert math.isnan(merged.most) and math.isnan(merged.value)
 
 
 def test_a_mean_weighs_by_count() -> None:

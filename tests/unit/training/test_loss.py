@@ -282,6 +282,7 @@ def test_metrics_say_what_they_are_named_for() -> None:
             "policy/advantage/mean": 0.0,
             "policy/entropy/mean": 1.0,
             "policy/kl/mean": sum(k3) / 4,
+            "policy/kl/largest_share": (math.exp(2) - 3) / sum(k3),
             "mismatch/kl/mean": math.exp(0.5) - 1 - 0.5,
             "mismatch/logprob_gap/max": 0.5,
             "mismatch/bounded/share": 0.0,
@@ -293,15 +294,26 @@ def test_metrics_say_what_they_are_named_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("far", "share"),
-    [("old_logprobs", 0.25), ("sampler_logprobs", 0.25), ("reference_logprobs", 0.25), ("", 0.0)],
+    ("far", "value", "share"),
+    [
+        ("old_logprobs", -120.0, 0.25),
+        ("sampler_logprobs", -120.0, 0.25),
+        ("reference_logprobs", 119.0, 0.25),
+        ("reference_logprobs", 3.61, 0.25),
+        ("reference_logprobs", 3.60, 0.0),
+        ("reference_logprobs", -120.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
 )
-def test_tokens_held_at_twenty_nats_are_counted_and_leave_the_loss_finite(far: str, share: float) -> None:
+def test_tokens_that_meet_a_bound_are_counted_and_leave_the_loss_finite(
+    far: str, value: float, share: float
+) -> None:
+    """The bounds are 20 nats, and log 100 = 4.605 above the policy's -1 for the reference."""
     rows = four_tokens()
     if far:
         column = rows.ragged(far)
         values = column.values.clone()
-        values[3] = -120.0
+        values[3] = value
         rows = rows.with_fields(**{far: column.with_values(values)})
     now = torch.full((4,), -1.0, requires_grad=True)
     found = call(PolicyLossConfig(kl=0.5, correction="tis"), rows, now)
