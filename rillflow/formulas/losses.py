@@ -97,12 +97,9 @@ def policy_loss(
         losses = losses * weights
     if reference_logprobs is not None:
         apart = logprobs - reference_logprobs
-        distance = divergence(apart, config.estimator, config.kl_bound)
-        metrics["policy/kl/mean"] = divergence(apart.detach(), config.estimator)
-        metrics["policy/kl/largest_share"] = distance.detach().clamp_min(0)  # k3 near 0 is rounded
-        if config.estimator == "k3":
-            clamped = clamped | (apart.detach() < -math.log(config.kl_bound))
-        losses = losses + config.kl * distance
+        metrics |= _divergence_metrics(apart.detach(), config)
+        clamped = clamped | ((config.estimator == "k3") & (apart.detach() < -math.log(config.kl_bound)))
+        losses = losses + config.kl * divergence(apart, config.estimator, config.kl_bound)
     if config.entropy:
         losses = losses - config.entropy * entropy
     metrics |= {"policy/clamped/share": clamped, "policy/ratio/max": metrics["policy/ratio/mean"]}
@@ -280,6 +277,12 @@ def _policy_metrics(
         "policy/advantage/mean": advantages,
         "mismatch/kl/mean": divergence(mismatch, "k3"),
     }
+
+
+def _divergence_metrics(log_ratio: Tensor, config: PolicyLossConfig) -> dict[str, Tensor]:
+    """The divergence as it is, and as the loss counts it."""
+    paid = divergence(log_ratio, config.estimator, config.kl_bound).clamp_min(0)  # k3 near 0 is rounded
+    return {"policy/kl/mean": divergence(log_ratio, config.estimator), "policy/kl/largest_share": paid}
 
 
 def divergence(log_ratio: Tensor, estimator: Estimator, bound: float = math.inf) -> Tensor:

@@ -323,6 +323,22 @@ def test_tokens_that_meet_a_bound_are_counted_and_leave_the_loss_finite(
     assert all(math.isfinite(metric.value) for metric in found.metrics.values())
 
 
+@pytest.mark.parametrize("bound", [2.0, 100.0, 4e8])
+def test_one_token_far_below_the_reference_pulls_by_the_bound(bound: float) -> None:
+    """Of four tokens three are the reference's own; the last has d = -10, and e^10 is 22,026."""
+    rows = four_tokens()
+    near = rows.ragged("reference_logprobs")
+    values = near.values.masked_scatter(near.values != 0, torch.tensor([-1.0, -1.0, -1.0, 9.0]))
+    rows = rows.with_fields(reference_logprobs=near.with_values(values), advantages=torch.zeros(2))
+    now = torch.full((4,), -1.0, requires_grad=True)
+    found = call(PolicyLossConfig(kl=0.5, kl_bound=bound), rows, now)
+    found.terms.sum().backward()
+    assert now.grad is not None
+    assert now.grad.tolist() == pytest.approx([0, 0, 0, 0.5 * (1 - min(bound, math.exp(10)))], rel=1e-5)
+    assert found.metrics["policy/kl/largest_share"].value == 1
+    assert found.metrics["policy/kl/mean"].value == pytest.approx((math.exp(10) - 11) / 4, rel=1e-5)
+
+
 def test_the_metrics_of_other_ratios_and_surrogates_are_theirs() -> None:
     rows, now = four_tokens(), torch.tensor([-1.0, 0.0, -1.0, -3.0])  # log ratios 0, 1 and 0, -2
     found = call(PolicyLossConfig(ratio="sequence"), rows, now).metrics
