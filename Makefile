@@ -5,7 +5,8 @@
 #   make workflow     from demonstrations over pairs and a reward model to a policy, all stages (minutes)
 #   make test         the everyday tests             make test-all    the slow ones too, new examples
 #   make test-vllm    the flow tests through vLLM, in an environment of its own (.venv-vllm, without a GPU)
-#   make lint         ruff and mypy                  make benchmark   what benchmarks/ measures
+#   make lint         ruff and mypy                  make benchmark   the smallest round of every benchmark
+#   make oracles      gradients against plain loops, PEFT, TRL and verl: before training or sampling changes
 #   make mutation     random small faults of the trunk: does a test notice each? (an hour or more)
 #   make docs         draws the graphs of docs/algorithms anew
 #   make clean        removes .venv and caches; runs/ stays
@@ -34,7 +35,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -
 # installed, and the result is kept: every process that is started imports the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart workflow test test-all test-vllm lint benchmark mutation docs setup clean
+.PHONY: quickstart workflow test test-all test-vllm lint benchmark oracles mutation docs setup clean
 
 quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
@@ -57,7 +58,16 @@ lint: $(FULL)
 	$(BIN)/mypy
 
 benchmark: $(FULL)
-	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+	$(BIN)/python benchmarks/smallest.py
+
+# Peers have environments of their own: python -m venv .trl && .trl/bin/pip install trl; the same for verl.
+TRL_PYTHON ?= $(wildcard .trl/bin/python)
+VERL_PYTHON ?= $(wildcard .verl/bin/python)
+
+oracles: $(FULL)
+	$(PYTEST) tests/unit/models/test_adapters.py tests/unit/models/test_int8.py
+	$(BIN)/python benchmarks/differential.py $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) \
+		$(if $(VERL_PYTHON),--verl-python $(VERL_PYTHON))
 
 mutation: $(FULL)
 	$(BIN)/python benchmarks/mutation

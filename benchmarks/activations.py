@@ -21,6 +21,9 @@ from typing import Any
 
 from loading import forgotten, resident
 
+SMALLEST = []
+SLOW = ["--tokens 64"]  # starts six processes
+
 RANKS = 2
 MIB = 2**20
 CASES = [

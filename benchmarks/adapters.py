@@ -28,6 +28,9 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+SMALLEST = []
+SLOW = ["--trained lora --threads 1"]  # trains the quickstart twice
+
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic" / "run.toml"
 COMMAND = "import sys; from rillflow.cli.main import main; sys.exit(main())"

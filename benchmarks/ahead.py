@@ -50,7 +50,6 @@ from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.engine import Capability
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.view.html import el
 from rillflow.view.measured import measured, measured_bars
@@ -58,7 +57,11 @@ from rillflow.view.run_data import load
 from rillflow.view.style import STYLE
 from rillflow.view.timeline import colours_of, draw_timeline
 
-SHAPES = {"verl": (357.0, 108.0, 270.0), "balanced": (245.0, 245.0, 245.0), "none": (0.0, 0.0, 0.0)}
+SMALLEST = ["ladder --shape tiny --rungs 'in sequence'"]
+SLOW = ["pools --rounds 1"]  # starts Ray
+
+SHAPES = {"verl": (357.0, 108.0, 270.0), "balanced": (245.0, 245.0, 245.0)}
+SHAPES |= {"tiny": (8.0, 8.0, 8.0), "none": (0.0, 0.0, 0.0)}
 """Seconds that the longest row, scoring and update take. verl: Qwen2.5-Math-7B, DAPO, 32 GPUs in step (verl's
 documentation: generation, old log probabilities, update). balanced: the same in three equal ones; AsyncFlow's
 are not published, and stages whose sum is less than 2.74 times the longest cannot give its 2.74."""
@@ -170,7 +173,7 @@ def row_milliseconds() -> list[int]:
 class SleepingEngine(NativeEngine):
     """The native engine, which hands rows over when they would have been sampled."""
 
-    can: ClassVar = frozenset(Capability)
+    can: ClassVar = NativeEngine.can
 
     def __init__(self, *given: Any, **how: Any) -> None:
         super().__init__(*given, **how)
@@ -312,7 +315,7 @@ def written(folder: Path) -> Path:
 
 
 def ladder(arguments: argparse.Namespace) -> list[str]:
-    """Every rung: seconds of a step, simulated and then run; how many times as fast as the first."""
+    """Simulate and run each rung: seconds of a step, and how many times as fast as the first of them."""
     os.environ[SHAPE] = arguments.shape
     longest = max(seconds_of(place) for place in range(3))
     lines = [
@@ -325,15 +328,16 @@ def ladder(arguments: argparse.Namespace) -> list[str]:
     ]
     with tempfile.TemporaryDirectory() as folder:
         recipe = written(Path(folder))
+        rungs = {name: LADDER[name] for name in LADDER if name in (arguments.rungs or LADDER)}
         beside = {
             parts: overheads(recipe, Path(folder) / f"dry-{parts}", f"rollout.parts={parts}")
-            for parts in (1, MINIBATCHES)
+            for parts in sorted({MINIBATCHES if PARTS in settings else 1 for settings in rungs.values()})
         }
         for parts, each in beside.items():
             told = ", ".join(f"{stage or 'no stage'} {1000 * spent:.0f} ms" for stage, spent in each.items())
             print(f"without sleep, in {parts} parts: {told}", flush=True)
         first = dict[str, float]()
-        for index, (name, settings) in enumerate(LADDER.items()):
+        for index, (name, settings) in enumerate(rungs.items()):
             bound = 4 if "4 ahead" in name else int("1 ahead" in name)
             skipped = 2 + 4 * bound
             counted = -(-COUNTED // (bound + 1)) * (bound + 1)
@@ -342,8 +346,6 @@ def ladder(arguments: argparse.Namespace) -> list[str]:
             told = simulated_seconds(recipe, beside[parts], steps, *settings)
             predicted = statistics.fmean(told[skipped:])
             first.setdefault("predicted", predicted)
-            if arguments.rungs and name not in arguments.rungs:
-                continue
             print(f"{name}: {predicted:.3f} s a step predicted", flush=True)
             run = run_of(recipe, Path(folder) / str(index), *settings, f"algorithm.steps={steps}")
             spent = step_seconds(run, skipped)
@@ -473,20 +475,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("ladder", "parts", "pools", "pictures", "learning"))
-    parser.add_argument("--shape", choices=("verl", "balanced"), default="verl", help="of the ladder")
+    parser.add_argument("--shape", choices=("verl", "balanced", "tiny"), default="verl", help="of the ladder")
     parser.add_argument("--rungs", nargs="+", choices=LADDER, help="those that are run; all if left out")
     parser.add_argument("--rounds", type=int, default=3, help="of parts, and of the two pools")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--bounds", nargs="*", help="rows of the table; all if left out")
     parser.add_argument("--write", type=Path, help="also write the table here")
     arguments = parser.parse_args()
-    tables = {
-        "ladder": ladder,
-        "parts": parts,
-        "pools": pools,
-        "pictures": pictures,
-        "learning": learning,
-    }
+    tables = {each.__name__: each for each in (ladder, parts, pools, pictures, learning)}
     lines = tables[arguments.what](arguments)
     versions = f"rillflow {version('rillflow')}, torch {version('torch')}, {os.cpu_count()} cores"
     text = "\n".join([*lines, "", versions, ""])

@@ -47,6 +47,9 @@ from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.transfer import DP, TOGETHER, TRAIN
 
+SMALLEST = []
+SLOW = ["--rounds 1"]  # starts eight ranks on Ray
+
 settle()  # before Ray is imported
 import ray  # noqa: E402  # isort: skip
 

@@ -43,6 +43,9 @@ from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.transfer import DP, TRAIN
 
+SMALLEST = ["telemetry"]
+SLOW = ["calls --ranks 4", "step --ranks 2"]  # start Ray
+
 WAIT_S = 600.0
 ROUNDS = 3
 """After one that warms up; of 1,000 ranks and more there is one alone: their one process takes its time."""

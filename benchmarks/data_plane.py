@@ -44,6 +44,9 @@ from rillflow.data_plane.table import Table
 from rillflow.records.batch import Field
 from rillflow.records.ragged import Ragged
 
+SMALLEST = ["scheduling", "exactly-once --rows 2000 --producers 1 --consumers 4 --kill-every-s 0.5"]
+SLOW = ["transfer --rounds 1 --smaller 64"]  # starts Ray
+
 SMALL = (1024, 9, 8192)
 STAGES, GROUP, AT_ONCE = 4, 8, 64
 Rounds = dict[str, list[float]]
@@ -148,7 +151,7 @@ def transfer(asked: argparse.Namespace) -> list[str]:
     lines += ["|---|---|---|---|---|---|---|"]
     for kind in asked.columns:
         fields = columns(rows, count, length, is_ragged=kind == "ragged")
-        size = sum(field.nbytes for field in fields.values()) / 1e9
+        size = sum(values_of(field).nbytes for field in fields.values()) / 1e9
         measured: list[tuple[str, dict[str, Any]]] = [("Rillflow", ours(fields, asked.rounds))]
         measured.append(("Rillflow over TCP", ours(fields, asked.rounds, is_remote=True)))
         measured.append((f"Ray {version('ray')} objects", ray_objects(fields, asked.rounds)))

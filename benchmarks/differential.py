@@ -36,6 +36,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from whole_updates import LIMIT, Compared, off_policy, whole_runs
 
+SMALLEST = ["--seeds 1 --only formulas"]
+
 HERE = Path(__file__).parent
 EPSILON = {"verl": 1e-6, "TRL": 1e-4}
 """What a peer adds to a group's deviation; 1e-6 here."""

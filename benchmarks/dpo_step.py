@@ -41,6 +41,9 @@ from typing import Any
 
 from grpo_step import MARK, SHAPES, STOP, _versions, make_model
 
+SMALLEST = []
+SLOW = ["--steps 1 --threads 1 --only steps"]  # its model and pairs have full size
+
 SHAPE, PAIRS, RATE, BETA = SHAPES["3.3m"], 8, 1e-5, 0.1
 
 

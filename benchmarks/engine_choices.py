@@ -28,6 +28,9 @@ from rillflow.formulas.logprobs import token_logprobs
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.sampling import DrawSettings, draw
 
+SMALLEST = []
+SLOW = ["--repeats 1"]  # its vocabulary has full size
+
 LAYERS = 4
 ATTENTION = (
     (64, 2, 2, 64, 80),

@@ -51,6 +51,8 @@ from rillflow.rollout.vllm.engine import VllmEngine
 from rillflow.training.config import TrainConfig
 from rillflow.training.scorer import LogprobReader, Scorer
 
+SMALLEST = ["qwen2"]
+
 CPU = torch.device("cpu")
 VOCABULARY, CONTEXT = 64, 256
 MOST = 10_000_000

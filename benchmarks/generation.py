@@ -35,6 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SMALLEST = ["--rounds 1 --threads 1 --smaller 16 --dtypes float32"]
+
 VOCABULARY, CONTEXT, PROMPT, SLOTS = 256, 512, 32, 64
 NEW, MEDIAN, TIMES_LONGER = 64, 32, 8
 MARK = "generation:"
@@ -71,6 +73,9 @@ def main() -> None:
         serve_vllm(Path(arguments.child), arguments.dtypes[0])
         return
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # before torch is imported, here and in the child
+    import torch
+
+    torch.set_num_threads(arguments.threads)  # where another module has imported it already
     lines, shown = _head(arguments), 0
     for dtype in arguments.dtypes:
         with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +84,7 @@ def main() -> None:
             with vllm_engine(arguments.vllm, Path(folder), dtype) as vllm:
                 if vllm is not None:
                     engines["vLLM"] = vllm
-                for workload in workloads():
+                for workload in workloads(arguments.smaller):
                     found = measured(engines, workload, arguments.rounds)
                     lines += table(workload, dtype, found)
                     if len(set(workload.lengths)) == 1:
@@ -90,17 +95,22 @@ def main() -> None:
         Path(arguments.write).write_text("\n".join(lines) + "\n")
 
 
-def workloads() -> list[Workload]:
-    """Equal lengths, then log-normal ones: as many rows as slots, and four times as many."""
+def workloads(smaller: int = 1) -> list[Workload]:
+    """Equal lengths, then log-normal ones: as many rows as slots, and four times as many.
+
+    Args:
+        smaller: rows and their lengths are divided by this.
+    """
+    slots, new = SLOTS // smaller, NEW // smaller
     return [
-        Workload(name=f"{SLOTS} rows of {NEW}", prompts=prompts(SLOTS), lengths=[NEW] * SLOTS),
+        Workload(name=f"{slots} rows of {new}", prompts=prompts(slots), lengths=[new] * slots),
         *(
             Workload(
                 name=f"{rows} log-normal rows, {SLOTS} at once",
                 prompts=prompts(rows),
-                lengths=log_normal(rows),
+                lengths=[max(1, length // smaller) for length in log_normal(rows)],
             )
-            for rows in (SLOTS, 4 * SLOTS)
+            for rows in (slots, 4 * slots)
         ),
     ]
 
@@ -164,7 +174,9 @@ def make_module(dtype: str, folder: Path, context: int = CONTEXT) -> Any:
 
 def native_engines(module: Any) -> dict[str, Run]:
     """Ours as it is, without recordings, and deterministic."""
-    from rillflow.rollout.config import RolloutConfig
+    from rillflow.records.rollout import Rollout
+    from rillflow.records.row import RowId
+    from rillflow.rollout.config import RolloutConfig, SamplingConfig
     from rillflow.rollout.native.engine import NativeEngine
 
     def engine(deterministic: bool = False, replay_after: float = 64) -> Run:
@@ -178,10 +190,15 @@ def native_engines(module: Any) -> dict[str, Run]:
         )
 
         def run(workload: Workload) -> Timing:
-            batch = _batch(workload)
+            rows = [Rollout.start(RowId(0, row, 0), each) for row, each in enumerate(workload.prompts)]
+            limits = [SamplingConfig(max_tokens=length) for length in workload.lengths]
+            ended: list[Rollout] = []
             with _clock() as timing:
-                rollouts = native.generate(batch)
-            assert int(rollouts.ragged("loss_mask").sums().sum()) == sum(workload.lengths)
+                for row, sampling in zip(rows, limits, strict=True):
+                    native.add(row, sampling)
+                while native.has_work:
+                    ended += native.step()
+            assert sum(sum(row.loss_mask) for row in ended) == sum(workload.lengths)
             return timing()
 
         return run
@@ -351,24 +368,6 @@ def _fastest(function: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(seconds)
 
 
-def _batch(workload: Workload) -> Any:
-    import torch
-
-    from rillflow.records.batch import Batch, row_ids
-    from rillflow.records.ragged import Ragged
-    from rillflow.records.row import RowId
-
-    rows = len(workload.prompts)
-    return Batch(
-        ids=row_ids([RowId(0, index, 0) for index in range(rows)]),
-        fields={
-            "tokens": Ragged.from_rows(workload.prompts),
-            "columns": Ragged.from_text(["{}"] * rows),
-            "max_tokens": torch.tensor(workload.lengths),
-        },
-    )
-
-
 @contextmanager
 def _clock() -> Iterator[Callable[[], Timing]]:
     begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -413,6 +412,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
     )
+    parser.add_argument("--smaller", type=int, default=1, help="divide rows and lengths by this (1)")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--write", metavar="FILE", help="where the table goes, besides the screen")
     parser.add_argument("--child", help=argparse.SUPPRESS)

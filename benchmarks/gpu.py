@@ -31,6 +31,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+SMALLEST = []
+SLOW = ["--rehearse --ranks 1"]  # starts Ray
+
 MESHES = {
     "one device": {},
     "dp": {"dp": 0},

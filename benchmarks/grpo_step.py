@@ -42,6 +42,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SMALLEST = ["--shape tiny --steps 1 --threads 1 --dtypes float32 bfloat16"]
+
 STOP, WANTED, GROUPS, SAMPLES = 1, 7, 8, 8
 
 
@@ -68,29 +70,16 @@ class Shape:
 
 
 SHAPES = {
+    "tiny": Shape(vocabulary=64, hidden=32, inner=64, layers=1, heads=2, kv_heads=1, prompt=4, answer=8),
     "3.3m": Shape(vocabulary=256, hidden=256, inner=768, layers=4, heads=4, kv_heads=2, prompt=32, answer=64),
     "0.5b": Shape(
-        vocabulary=151_936,
-        hidden=896,
-        inner=4864,
-        layers=24,
-        heads=14,
-        kv_heads=2,
-        prompt=128,
-        answer=512,
+        vocabulary=151_936, hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, prompt=128, answer=512
     ),
     "7b": Shape(
-        vocabulary=152_064,
-        hidden=3584,
-        inner=18_944,
-        layers=28,
-        heads=28,
-        kv_heads=4,
-        prompt=128,
-        answer=512,
+        vocabulary=152_064, hidden=3584, inner=18_944, layers=28, heads=28, kv_heads=4, prompt=128, answer=512
     ),
 }
-"""The usual setting, and Qwen2.5's shapes."""
+"""The smallest round, the usual setting, and Qwen2.5's shapes."""
 RATE, ALPHA = 1e-5, 32.0
 MARK = "grpo_step:"
 

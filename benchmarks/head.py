@@ -19,6 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+SMALLEST = []
+SLOW = ["--tokens 64"]  # starts a process for each of eight cells, with a vocabulary of full size
+
 VOCABULARY, WIDTH = 151_936, 896
 WAYS = {
     "slices": "Rillflow, logits in slices of 2^26",

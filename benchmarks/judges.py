@@ -45,6 +45,8 @@ from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.task import open_preferences
 from rillflow.training.config import TrainConfig
 
+SMALLEST = ["--only position --seeds 0 --judge-steps 6"]
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 WINDOW = 5
 """Steps that are averaged, at the beginning and at the end."""

@@ -8,6 +8,7 @@ with a newer one, the cache kept (``rollout.keep_cache``) or read again.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import statistics
@@ -31,6 +32,8 @@ from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+
+SMALLEST = ["--set warm_start.steps=1 --set algorithm.prompts_per_step=4 --set policy.warmup_steps=0"]
 
 ROOT = Path(__file__).parents[1]
 KEPT = (
@@ -97,6 +100,9 @@ def log_probabilities(module: torch.nn.Module, tokens: Sequence[int]) -> Tensor:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting")
+    more = parser.parse_args().set
     print(
         "| versions newer | the policy moved, nats a token | kept: off by, mean | largest "
         "| read again: largest | first pass after, kept | read again |"
@@ -104,7 +110,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        loaded = load_recipe(ROOT / "recipes/arithmetic/run.toml", [f"run.dir='{run}'", *KEPT])
+        loaded = load_recipe(ROOT / "recipes/arithmetic/run.toml", [f"run.dir='{run}'", *KEPT, *more])
         launch(loaded.recipe, loaded.base, quiet=True)
         steps = sorted((run / layout.CHECKPOINTS).glob("step-*"))
         rows = read_rollouts(run, max(layout.rollout_files(run)))[:256]

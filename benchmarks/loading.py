@@ -24,6 +24,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+SMALLEST = []
+SLOW = ["--layers 1 --hidden 64"]  # starts four processes for each mesh
+
 RANKS = 4
 MESHES = {
     "tp 4": {"tp": 4},

@@ -37,6 +37,9 @@ from rillflow.planner.ranking import Ranking
 from rillflow.planner.search import search
 from rillflow.planner.workload import Lengths, Workload
 
+SMALLEST = []
+SLOW = ["--runs 1 --wholes 1"]  # searches for seven models on thousands of devices
+
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = ModelShape(
     name="llama-7b",

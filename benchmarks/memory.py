@@ -20,6 +20,9 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+SMALLEST = []
+SLOW = ["--steps 100"]  # its table begins after 80 steps
+
 WARM = 80
 """Steps after which nothing new happens."""
 

@@ -32,6 +32,9 @@ from torch import Tensor, nn
 from rillflow.merging.merge import MergeSettings, merge
 from rillflow.merging.transport import Dense, fuse
 
+SMALLEST = ["digits --seeds 2"]
+NEEDS = ["sklearn"]
+
 SIZES = (64, 128, 64, 10)
 EPOCHS, RATE, DECAY, ROWS = 40, 1e-3, 0.3, 32
 SPECIAL = 4

@@ -44,6 +44,9 @@ from rillflow.training.trainer import Trainer
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/distributed"))
 from processes import together
 
+SMALLEST = []
+SLOW = ["--rounds 1"]  # sizes are those of the page
+
 EXPERTS, CHOSEN, WIDTH = 16, 2, 768
 SIZES: dict[str, Any] = {
     "vocab_size": 512,

@@ -34,6 +34,9 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.formulas import best_of_n_bound
 
+SMALLEST = []
+SLOW = ["--seeds 0"]  # trains seven policies
+
 RECIPE: dict[str, Any] = {
     "run": {"threads": 1, "checkpoint_minutes": 0, "rollouts_every": 0},
     "task": {"source": "arithmetic", "digits": 1, "operators": "+-", "held_out": 20},

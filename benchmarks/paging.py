@@ -35,6 +35,9 @@ from rillflow.rollout.native.cache import Cache, LayerShape
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.rollout.native.scheduler import Scheduler, Sequence
 
+SMALLEST = []
+SLOW = ["--rounds 1"]  # its rows have a thousand tokens
+
 CONTEXT = 8192
 POSITION_BYTES = 4 * 2 * 2 * 64 * 4
 """Of the model: 4 layers of 2 heads, keys and values of 64 numbers of 4 bytes."""

@@ -25,6 +25,9 @@ from rillflow.assembly.looks import Report, look
 from rillflow.assembly.peaks import peaks_of, rank_bytes
 from rillflow.assembly.recipe import load_recipe
 
+SMALLEST = []
+SLOW = ["weights"]  # starts four processes
+
 MIB = 2**20
 RECIPE = """
 [task]

@@ -21,6 +21,8 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.training.scorer import micro_batches
 
+SMALLEST = ["--prompts 4 --samples 2 --prompt 16 --answer 16"]
+
 
 def drawn(prompts: int, samples: int, prompt: int, answer: int, seed: int = 0) -> Batch:
     """Rows whose answers have lengths of an exponential distribution, cut at four times their mean."""

@@ -35,6 +35,9 @@ from rillflow.cluster.start import settle
 from rillflow.observe.layout import rollout_files
 from rillflow.observe.reader import rollout_columns
 
+SMALLEST = []
+SLOW = ["--backend inline --ranks 1"]  # trains PPO under 15 placements
+
 ROLES = ("policy", "critic", "reference", "reward")
 LIMIT = 1e-5
 """How far a loss may be from that of one rank, as a share of it."""

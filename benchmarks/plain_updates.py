@@ -2,7 +2,7 @@
 
     files of a run ─> rows ─ rewards, advantages of each algorithm ─ loss of a row ─ backward ──> gradient
 
-Nothing of ``rillflow.formulas`` or ``rillflow.train`` computes anything here; ``whole_updates.py`` compares.
+``rillflow.formulas`` and ``rillflow.training`` compute nothing here. ``whole_updates.py`` compares the two.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rillflow.formulas.config import PolicyLossConfig
+from rillflow.observe.reader import rollout_columns
 
 TEMPERATURE, MAX_TOKENS, EPSILON = 0.7, 6, 1e-6
 
@@ -244,9 +245,9 @@ class Files:
         return self.run / "checkpoints" / f"step-{step:06d}"
 
     def rows(self) -> list[Row]:
-        """The rollouts of the second step."""
-        lines = (self.run / "rollouts" / "step-000002.jsonl").read_text().splitlines()
-        return [row_of(json.loads(line)) for line in lines]
+        """Return the rollouts of the second step."""
+        columns = rollout_columns(self.run, 2)
+        return [row_of(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
     def model(self, path: Path) -> Any:
         """A language model in float64, eager."""
@@ -277,7 +278,7 @@ class Files:
 
 
 def row_of(line: dict[str, Any]) -> Row:
-    """A line of a rollouts file."""
+    """Make a row from the columns of one recorded rollout."""
     places = [place for place, version in enumerate(line["versions"]) if version >= 0]
     return Row(
         tokens=line["tokens"],
@@ -364,7 +365,7 @@ def with_critics(files: Files, config: Any, rows: Sequence[Row], policy: Any) ->
             known = values.tolist()
             earned = earnings(row, config, name)
             if config.truncated == "bootstrap" and row.finish == "length":
-                earned[-1] += config.gamma * float(every[-1])
+                earned[-1] += config.gamma * float(every[-1].detach())
             advantages = estimates(earned, known, config.gamma, config.lam)
             if row.reward is None and name == "critic":
                 advantages = [0.0] * len(known)

@@ -28,6 +28,8 @@ from published.fitting import Fit, Values, spread, summary
 
 from rillflow.planner.hardware import Accuracy, shipped_stacks
 
+SMALLEST = [""]
+
 ROOT = Path(__file__).resolve().parent
 COMMAND = "python benchmarks/planner.py --write benchmarks/results/planner.md"
 FITS = ROOT / "results/fits.json"

@@ -44,6 +44,9 @@ from rillflow.training.config import TrainConfig
 from rillflow.training.loss import SupervisedLoss
 from rillflow.training.trainer import Trainer
 
+SMALLEST = []
+SLOW = ["--rounds 1"]  # times many sizes after five rounds of warm-up
+
 FITTED = (
     "train_flops",
     "score_flops",

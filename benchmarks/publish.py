@@ -32,7 +32,10 @@ from rillflow.assembly.recipe import load_recipe
 from rillflow.observe.reader import SpanRecord, read_metrics, read_spans
 from rillflow.observe.wording import size
 
-SIZES = {"7M": (256, 8), "85M": (768, 12)}
+SMALLEST = ["--sizes tiny --backends inline --steps 2"]
+SLOW = ["--sizes tiny --backends ray --steps 2"]  # starts Ray
+
+SIZES = {"tiny": (32, 2), "7M": (256, 8), "85M": (768, 12)}
 """Hidden size and layers."""
 RECIPE = """
 [run]
@@ -76,7 +79,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["7M", "85M"])
+    parser.add_argument("--backends", nargs="+", choices=("inline", "ray"), default=["inline", "ray"])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--write", help="a file for the table")
     parser.add_argument("--exposed", action="store_true", help="in step and ahead, on Ray")
@@ -96,7 +100,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|",
     ]
     for name in arguments.sizes:
-        for backend in ("inline", "ray"):
+        for backend in arguments.backends:
             with tempfile.TemporaryDirectory() as folder:
                 lines.append(_line(name, backend, Path(folder), arguments.steps))
                 print(lines[-1], flush=True)

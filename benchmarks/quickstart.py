@@ -28,6 +28,10 @@ from statistics import mean, median
 
 from rillflow.assembly.recipe import load_recipe
 
+# Trains in a process of its own, which imports everything.
+SMALLEST = []
+SLOW = ["--seeds 0 --set warm_start.steps=1 --set algorithm.steps=1 --set policy.warmup_steps=0"]
+
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic" / "run.toml"
 

@@ -58,6 +58,9 @@ from rillflow.weights.switch import WeightSwitch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/distributed"))
 from sharded import save_sharded
 
+SMALLEST = []
+SLOW = ["--rounds 1"]  # starts eight ranks
+
 RANKS, TP, LAYERS, HIDDEN, INNER, WORDS = 8, 2, 8, 1024, 4096, 8192
 CASES = {"(p, t, d) = (1, 8, 1)": (1, 8), "(p, t, d) = (2, 4, 1)": (2, 4)}
 DTYPE = torch.bfloat16

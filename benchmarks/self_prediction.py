@@ -39,6 +39,9 @@ from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.evaluate import evaluate, stages_by_name
 from rillflow.planner.hardware import Factors
 
+SMALLEST = []
+SLOW = ["--only batch --rounds 1"]  # runs the recipe three times at its sizes
+
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/arithmetic/run.toml"
 REWARD = "def spread(completions, **_):\n    return [sum(text.encode()) % 97 / 97 for text in completions]\n"

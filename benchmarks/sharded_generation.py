@@ -24,6 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+SMALLEST = []
+SLOW = ["--tp 2 --sizes 3.3M --rounds 1"]  # starts ranks
+
 SIZES = {"3.3M": (256, 768, 4), "27M": (768, 2304, 4)}
 """Hidden size, feed-forward size, layers."""
 

@@ -31,6 +31,9 @@ from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss
 from rillflow.training.trainer import Trainer
 
+SMALLEST = []
+SLOW = ["--steps 1 --prompt 4"]  # its model and rows have full size
+
 ROWS, ANSWER, VOCABULARY = 64, 64, 256
 SAMPLES = (1, 2, 4, 8, 16)
 

@@ -38,6 +38,10 @@ from rillflow.planner.simulator.result import Simulation
 from rillflow.planner.simulator.simulate import simulate
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
+# Simulates plans of thousands of devices.
+SMALLEST = []
+SLOW = ["--only speed"]
+
 NETWORK = 50e9
 COMMAND = "python benchmarks/simulator.py --write benchmarks/results/simulator.md"
 BOUNDS = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
@@ -129,7 +133,7 @@ def case(
 
 def group_graph() -> Graph:
     """The step with groups and no critic, its roles programmed but for the policy."""
-    return graphs(load_recipe(Path("recipes/arithmetic/run.toml")).recipe)[-1]
+    return graphs(load_recipe(Path(__file__).parents[1] / "recipes/arithmetic/run.toml").recipe)[-1]
 
 
 ROLES = ("policy", "critic", "reference", "reward")
@@ -143,7 +147,7 @@ def ppo(pools: Mapping[str, int], homes: Mapping[str, str], freshness: int = 0) 
         prompt=Lengths(kind="fixed", limit=1024),
         response=Lengths(kind="lognormal", limit=8192, median=800, sigma=0.9),
     )
-    graph = graphs(load_recipe(Path("recipes/ppo/run.toml")).recipe)[-1]
+    graph = graphs(load_recipe(Path(__file__).parents[1] / "recipes/ppo/run.toml").recipe)[-1]
     return case(
         graph,
         "Qwen2.5-7B",

@@ -25,6 +25,9 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
+SMALLEST = []
+SLOW = ["--before HEAD --rounds 1 --only 'GRPO, inline'"]  # runs a worktree of another commit
+
 ROOT = Path(__file__).parents[1]
 COMMAND = "import sys; from rillflow.cli.main import main; sys.exit(main())"
 TIMES = "run/step_seconds/mean"

@@ -43,6 +43,8 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 
+SMALLEST = ["--steps 1 --shares 1 1.25 --pass-ms 0"]
+
 NAMES = (
     *("run/step_seconds/mean", "rollout/length/max", "rollout/tokens/sum"),
     *("tail/passes/sum", "tail/wasted_tokens/sum"),

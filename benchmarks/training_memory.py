@@ -43,6 +43,9 @@ from rillflow.training.config import TrainConfig
 from rillflow.training.loss import SupervisedLoss
 from rillflow.training.trainer import Trainer
 
+SMALLEST = ["saves --mib 16"]
+SLOW = ["sums --mib 16", "steps --mib 16 --tokens 32 --rounds 1"]  # start ranks
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/distributed"))
 REPEATS = 3
 

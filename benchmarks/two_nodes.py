@@ -28,6 +28,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+SMALLEST = []
+SLOW = ["--only 'dp 2'"]  # starts Ray in network namespaces
+
 ROOT = Path(__file__).parents[1]
 HARNESS = ROOT / "tests" / "distributed"
 STEPS = ("warm_start.steps=4", "warm_start.warmup_steps=1", "algorithm.steps=2", "policy.warmup_steps=1")

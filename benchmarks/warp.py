@@ -29,6 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rillflow
 
+SMALLEST = []
+SLOW = ["--seeds 0"]  # trains seven policies
+
 RECIPE = Path(__file__).parents[1] / "recipes" / "warp"
 ROUNDS, POLICIES, STEPS, ETA = 3, 2, 20, 0.5
 ANSWERS, LONGEST = 16, 4

@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -29,8 +30,8 @@ TOGETHER = 'placement.roles={ reward = "answers" }'
 """The pool of the other ranks is the reward's, so that one line changes."""
 
 
-def ran(folder: Path, *settings: str, name: str = "grpo") -> tuple[list[str], list[bytes]]:
-    """Every rollout as it was written, and the weights of the last checkpoint."""
+def ran(folder: Path, *settings: str, name: str = "grpo") -> tuple[list[dict[str, list[Any]]], list[bytes]]:
+    """Run a recipe; return the rollouts of each step as columns, and the weights of the last checkpoint."""
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text(RECIPE.replace("NAME", name))
     (folder / "reward.py").write_text(REWARD)
@@ -131,8 +132,5 @@ def test_any_tp_answers_for_one_rank_that_trains(tmp_path: Path) -> None:
     """One rank trains, two share a copy: the same tokens; their log probabilities but for rounding."""
     alone = ran(tmp_path / "a", *pools(1, 1), TOGETHER)
     apart = ran(tmp_path / "b", *pools(1, 2), "placement.generate={ tp = 2 }", APART)
-    tokens = [
-        [[json.loads(line)["tokens"] for line in rows.splitlines()] for rows in found[0]]
-        for found in (alone, apart)
-    ]
-    assert tokens[0] == tokens[1]
+    tokens = [[rows["tokens"] for rows in found[0]] for found in (alone, apart)]
+    assert tokens[0] == tokens[1] and all(tokens[0])

@@ -1,0 +1,166 @@
+"""Run the smallest round of every benchmark: the real code with tiny sizes, and no page of results.
+
+    benchmarks/NAME.py   SMALLEST = ["ladder --shape tiny"]   arguments of runs that take seconds
+                         SLOW = ["pools --rounds 1"]          of longer ones: a comment beside it says why
+                         NEEDS = ["ray"]                      modules that a plain installation lacks
+
+    name ─ read_round, no import ─> Round ─ run_command ─> one forked process a command line ─> output
+
+    python benchmarks/smallest.py                  # the smallest round of every benchmark
+    python benchmarks/smallest.py ahead publish    # of two of them
+    python benchmarks/smallest.py --slow head      # the longer command lines
+
+A new process needs seconds to import PyTorch and Rillflow. One fork server imports both once, and each
+command line runs in a fork of it: it may set threads, signals and the environment, and start processes.
+``tests/architecture/test_benchmarks.py`` runs SMALLEST in the everyday tests and SLOW in the slow ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import resource
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+PRELOADED = ["torch", "transformers", "rillflow.assembly.launch", "rillflow.rollout.native.engine"]
+LIMIT_S = 600.0
+"""Seconds that one command line may take: many times its own on an idle machine."""
+LOG = "output.txt"
+_ALL = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """The smallest round of one benchmark."""
+
+    path: Path
+    """The benchmark's file."""
+    commands: list[list[str]]
+    """The arguments of each command line of the everyday tests."""
+    slow: list[list[str]]
+    """The arguments of each command line of the slow tests."""
+    missing: list[str]
+    """Needed modules that are not installed."""
+
+
+def found(folder: Path = FOLDER) -> dict[str, Path]:
+    """Return the benchmarks by name: the modules of a folder that can be run, without this one."""
+    files = [path for path in sorted(folder.glob("*.py")) if path.resolve() != Path(__file__).resolve()]
+    return {path.stem: path for path in files if '__name__ == "__main__"' in path.read_text("utf-8")}
+
+
+def read_round(path: Path) -> Round:
+    """Read a benchmark's round without importing it; raise LookupError where it states none."""
+    stated = dict(_constants(path))
+    commands, slow = ([shlex.split(line) for line in stated.get(kind, [])] for kind in ("SMALLEST", "SLOW"))
+    if not commands and not slow:
+        raise LookupError(
+            f"benchmarks/{path.name} states no smallest round, so no test runs it: "
+            f"add SMALLEST = [...], the arguments of runs that end in seconds"
+        )
+    missing = [each for each in stated.get("NEEDS", []) if importlib.util.find_spec(each) is None]
+    return Round(path=path, commands=commands, slow=slow, missing=missing)
+
+
+def _constants(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The module-level constants that describe a round."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="SMALLEST" | "NEEDS" | "SLOW" as name)]):
+                yield name, ast.literal_eval(node.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One command line that ended with exit code 0."""
+
+    said: str
+    """Its standard output and standard error."""
+    processor_s: float
+    """Processor time of its process and of all child processes that it waited for."""
+
+
+def run_command(path: Path, command: list[str], folder: Path) -> Ran:
+    """Run one command line in a process group of its own, then kill the group.
+
+    Raises:
+        RuntimeError: the command line failed or took too long; the message ends with its output.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    answer, given = context.Pipe(duplex=False)
+    process = context.Process(target=_call_main, args=(path, command, folder, given))
+    process.start()
+    given.close()
+    process.join(LIMIT_S)
+    is_late = process.is_alive()
+    assert process.pid
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    log = folder / LOG
+    said = log.read_text("utf-8", "replace") if log.exists() else ""
+    shown = shlex.join(["python", f"benchmarks/{path.name}", *command])
+    if is_late or process.exitcode:
+        why = f"not done after {LIMIT_S:.0f} s" if is_late else f"exit code {process.exitcode}"
+        raise RuntimeError(f"{shown}: {why}\n{said[-4000:]}")
+    return Ran(said=said, processor_s=answer.recv())
+
+
+def _call_main(path: Path, command: list[str], folder: Path, given: Connection) -> None:
+    """Call a benchmark's ``main`` as its command line does, in a process group of its own."""
+    os.setsid()
+    with (folder / LOG).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [str(path), *command]
+    sys.path.insert(0, str(path.parent))
+    os.chdir(folder)
+    try:
+        sys.exit(importlib.import_module(path.stem).main())
+    finally:
+        given.send(sum(sum(resource.getrusage(whose)[:2]) for whose in _ALL))
+
+
+def main() -> int:
+    """Run the rounds; return 1 where one fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks; all if left out")
+    parser.add_argument("--slow", action="store_true", help="the command lines of the slow tests")
+    asked, failed = parser.parse_args(), 0
+    paths = found()
+    if unknown := set(asked.names) - paths.keys():
+        parser.error(f"no benchmark is named {', '.join(sorted(unknown))}; there are {', '.join(paths)}")
+    for name in asked.names or paths:
+        small = read_round(paths[name])
+        if small.missing:
+            print(f"{name:20} left out: {', '.join(small.missing)} not installed", flush=True)
+            continue
+        began, processor_s, told = time.monotonic(), 0.0, "ok"
+        for command in small.slow if asked.slow else small.commands:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    processor_s += run_command(small.path, command, Path(folder)).processor_s
+                except RuntimeError as error:
+                    failed, told = failed + 1, f"FAILED\n{error}"
+        seconds = time.monotonic() - began
+        print(f"{name:20} {seconds:6.1f} s, {processor_s:6.1f} s of processor time  {told}", flush=True)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

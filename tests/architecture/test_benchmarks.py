@@ -1,0 +1,64 @@
+"""Every benchmark runs: its smallest round, by the code that makes its figures.
+
+benchmarks/NAME.py ─ SMALLEST, SLOW ─> benchmarks/smallest.py ─> a process for each command line
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import smallest
+
+FOUND = smallest.found()
+ROUNDS = {name: smallest.read_round(path) for name, path in FOUND.items()}
+
+
+def test_the_folder_is_searched() -> None:
+    assert {"generation", "ahead", "grpo_step"} <= set(FOUND)
+    assert not {"smallest", "intervals", "plain_updates"} & set(FOUND), "these are no benchmarks"
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_smallest_round_is_stated_and_writes_no_page(name: str) -> None:
+    small = smallest.read_round(FOUND[name])
+    words = {word for command in (*small.commands, *small.slow) for word in command}
+    assert not words & {"--write", "--out"}
+
+
+def test_a_benchmark_without_a_smallest_round_is_named(tmp_path: Path) -> None:
+    (tmp_path / "fast.py").write_text('SMALLEST = []\nif __name__ == "__main__":\n    print(1)\n')
+    assert list(smallest.found(tmp_path)) == ["fast"]
+    with pytest.raises(LookupError, match=r"benchmarks/fast\.py states no smallest round"):
+        smallest.read_round(tmp_path / "fast.py")
+
+
+def test_a_benchmark_that_fails_is_told_with_its_output(tmp_path: Path) -> None:
+    broken = 'def main():\n    print("so far")\n    raise SystemExit("the peer is gone")\n'
+    (tmp_path / "broken.py").write_text(broken)
+    with pytest.raises(RuntimeError, match=r"(?s)broken\.py --fast: exit code 1.*so far.*the peer is gone"):
+        smallest.run_command(tmp_path / "broken.py", ["--fast"], tmp_path)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name, small in ROUNDS.items() if small.commands])
+def test_the_smallest_round_runs(name: str, tmp_path: Path) -> None:
+    _run(ROUNDS[name], ROUNDS[name].commands, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [name for name, small in ROUNDS.items() if small.slow])
+def test_the_slow_part_of_the_smallest_round_runs(name: str, tmp_path: Path) -> None:
+    _run(ROUNDS[name], ROUNDS[name].slow, tmp_path)
+
+
+def _run(small: smallest.Round, commands: list[list[str]], folder: Path) -> None:
+    if small.missing:
+        pytest.skip(f"{', '.join(small.missing)} is not installed")
+    for place, command in enumerate(commands):
+        (folder / str(place)).mkdir()
+        assert smallest.run_command(small.path, command, folder / str(place)).said.strip()
