@@ -75,7 +75,10 @@ def write_index(directory: Path, files: Mapping[str, Iterable[str]], total_bytes
 
 
 def write_settings(module: PreTrainedModel, directory: Path) -> None:
-    """Write what a model's directory says beside weights and tokeniser.
+    """Write config.json and generation_config.json of a model's directory.
+
+    ``GenerationConfig.save_pretrained`` refuses sampling flags that a greedy default leaves unused. Published
+    models have such flags, so the file is written without that check.
 
     Raises:
         OSError: the disk fails.
@@ -84,7 +87,7 @@ def write_settings(module: PreTrainedModel, directory: Path) -> None:
     module.config.architectures = [type(module).__name__.removeprefix("FSDP")]
     module.config.save_pretrained(directory)
     if module.can_generate():
-        module.generation_config.save_pretrained(directory)
+        module.generation_config.to_json_file(directory / "generation_config.json")
 
 
 def layer_of(name: str) -> str:

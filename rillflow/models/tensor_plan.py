@@ -13,8 +13,9 @@ SPLIT_ROWS  ROWS of inputs that every rank has whole: what follows a GATHERED la
 LOOKED_UP   an embedding whose tokens are shared out (dim 0), its outputs added up
 SUMMED      whole on every rank, which uses it on its own heads alone: its gradients are added up
 
-The plan is the model's own. An embedding is in it only where it is tied to a head that is cut: the two are
-one weight. What no entry names is whole on every rank.
+The plan is the model's own. The input embedding is cut only where it is tied to a head that is cut: the two
+are one weight. Releases of transformers differ in whether the plan names it; that entry changes nothing here.
+A module without an entry is whole on every rank.
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ def tensor_plan(module: PreTrainedModel) -> dict[str, Style]:
     parts = dict(module.named_modules())
     found: dict[str, Style] = {}
     for pattern, style in written.items():
-        names = _matching(pattern, parts)
         known = _NAMES.get(style)
+        names = _matching(pattern, parts)
+        if known is Style.LOOKED_UP:
+            names = [name for name in names if parts[name] is not module.get_input_embeddings()]
         fits = known is Style.SUMMED or all(type(parts[name]) in _LINEAR for name in names)
         if names and (known is None or known is Style.LOOKED_UP or not fits):
             raise ModelError(

@@ -158,3 +158,18 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         assign(module, {**given, "odd": given[name]})
     with pytest.raises(ModelError, match=r"model\.norm\.weight is given the shape \[2\]"):
         assign(module, {**given, name: torch.zeros(2)})
+
+
+def test_a_plan_that_names_the_input_embedding_is_the_same_plan() -> None:
+    whole = whole_module()
+    usual = tensor_plan(whole)
+    whole.config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise"} | whole.config.base_model_tp_plan
+    assert tensor_plan(whole) == usual
+
+
+def test_a_plan_that_cuts_another_embedding_is_refused() -> None:
+    whole = whole_module()
+    whole.model.types = torch.nn.Embedding(4, 24)
+    whole.config.base_model_tp_plan = {"types": "embedding_rowwise"} | whole.config.base_model_tp_plan
+    with pytest.raises(ModelError, match="'model.types': 'embedding_rowwise'"):
+        tensor_plan(whole)

@@ -148,3 +148,12 @@ def test_saving_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     capfd.readouterr()
     save_model(model, tmp_path / "saved")
     assert capfd.readouterr() == ("", "")
+
+
+def test_sampling_flags_that_a_greedy_default_leaves_unused_are_saved(tmp_path: Path) -> None:
+    model = new()
+    model.module.generation_config.update(do_sample=False, temperature=0.5, top_k=7)
+    save_model(model, tmp_path / "saved")
+    kept = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert (kept["temperature"], kept["top_k"]) == (0.5, 7)
+    assert not GenerationConfig.from_pretrained(tmp_path / "saved").do_sample
