@@ -2,6 +2,8 @@
 
 ``Files`` are for who shares a machine, ``Memory`` for who shares a process. Either way a frame is copied in
 once, and read where it lies: columns are views, copied page by page where they are written to.
+
+Segments need Linux: `memfd_create`, `posix_fallocate` and `MADV_REMOVE`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +43,7 @@ class Files:
     """
 
     def __init__(self, folder: Path) -> None:
+        require_linux(sys.platform)
         self.folder = folder
 
     def create(self, number: int, size: int) -> None:
@@ -81,6 +85,7 @@ class Memory:
     """Ranges of one file without a name, which ends with this process."""
 
     def __init__(self) -> None:
+        require_linux(sys.platform)
         self._file = os.memfd_create("rillflow")
         self._end = 0
         self._ranges: dict[int, _Range] = {}
@@ -118,6 +123,20 @@ class Memory:
 
     def _mapped(self, there: _Range, access: int) -> mmap.mmap:
         return mmap.mmap(self._file, there.size, access=access, offset=there.at)
+
+
+def require_linux(system: str) -> None:
+    """Refuse another operating system, given as ``sys.platform`` names it.
+
+    Raises:
+        StreamError: the system is not Linux.
+    """
+    if system != "linux":
+        raise StreamError(
+            f"the data plane does not run on {system}",
+            why="its shared memory uses system calls that only Linux has",
+            fix="use a Linux machine or container; training with the native engine needs no data plane",
+        )
 
 
 def _gone(number: int) -> StreamError:
