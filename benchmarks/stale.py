@@ -1,11 +1,11 @@
-"""What a correction does for rows of old weights: three tasks, two learning rates, seven arms, over seeds.
+"""What a correction does for rows of old weights: three tasks, two learning rates, eight arms, over seeds.
 
     in step          freshness 0: every row is sampled by the weights that its step begins with
     none             freshness 4; the ratio is taken against the trainer, and nothing is weighed
     sampler's clip   freshness 4; the ratio is taken against the sampler's own log probabilities
     tis, decoupled   freshness 4; truncated importance weights up to 2, up to 5 (AReaL's decoupled loss)
     sequence_tis     freshness 4; one truncated weight a row
-    icepop           freshness 4; a token whose weight leaves [0.5, 5] teaches nothing
+    icepop, m2po     freshness 4; tokens far from the sampler are left out
 
     python benchmarks/stale.py --keep /tmp/stale.jsonl                       # most of an hour on one core
     python benchmarks/stale.py --keep /tmp/stale.jsonl --write benchmarks/results/stale.md
@@ -30,6 +30,7 @@ from itertools import cycle
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from textwrap import wrap
 from typing import Any
 
 from intervals import interval
@@ -48,6 +49,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "decoupled": {"freshness": AHEAD, "loss.correction": "tis", "loss.correction_bounds": [0, 5]},
     "sequence_tis": {"freshness": AHEAD, "loss.correction": "sequence_tis"},
     "icepop": {"freshness": AHEAD, "loss.correction": "icepop"},
+    "m2po": {"freshness": AHEAD, "loss.correction": "m2po"},
 }
 """Each arm's settings of the algorithm."""
 COMMON: dict[str, Any] = {
@@ -286,8 +288,9 @@ def ran(recipe: Mapping[str, Any], base: Path, run: Path, overrides: Mapping[str
 
 
 def commit() -> str:
-    """The commit of the code that runs."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """The commit that last changed the package."""
+    root = Path(__file__).parents[1]
+    asked = ["git", "-C", str(root), "log", "-1", "--format=%h", "--", "rillflow"]
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -308,16 +311,21 @@ def page(kept: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# What a correction does for rows of old weights",
         "",
-        f"Command: `python benchmarks/stale.py --keep FILE`, then `--keep FILE --write "
-        f"benchmarks/results/stale.md`; commit {', '.join(commits)}; one thread of {os.cpu_count()} cores, "
+        "Command: `python benchmarks/stale.py --keep FILE`, then the same with `--write "
+        "benchmarks/results/stale.md`;",
+        f"package at commit {', '.join(commits)}; one thread of {os.cpu_count()} cores, "
         f"Python {platform.python_version()}, {versions}.",
         "",
-        f"GRPO, seeds {', '.join(map(str, seeds))}, 16 prompts x 8 samples a step, a policy of 2 layers and hidden",
-        f"size 48. Every arm but the first runs {AHEAD} versions ahead. *End* is the mean held-out reward (100",
-        "prompts, greedy) after the last step. *Less in step* is the difference within a seed. Both have",
-        "Student's 95% interval over seeds. *Collapse* is the largest fall from one evaluation to a later one, of",
-        "all seeds. *KL* is the k3 estimate of the divergence of trainer and sampler, *bounded* the share of",
-        "tokens whose weight met a bound, *clipped* the share where the clip binds; all are means over steps.",
+        *wrap(
+            f"GRPO, seeds {', '.join(map(str, seeds))}, 16 prompts x 8 samples a step, a policy of 2 layers "
+            f"and hidden size 48. Every arm but the first runs {AHEAD} versions ahead. *End* is the mean "
+            "held-out reward (100 prompts, greedy) after the last step. *Less in step* is the difference "
+            "within a seed. Both have Student's 95% interval over seeds. *Collapse* is the largest fall from "
+            "one evaluation to a later one, of all seeds. *KL* is the k3 estimate of the divergence of "
+            "trainer and sampler, *bounded* the share of tokens whose weight met a bound, *clipped* the "
+            "share where the clip binds; all three are means over steps.",
+            108,
+        ),
         "",
     ]
     for name, task in TASKS.items():
@@ -325,7 +333,7 @@ def page(kept: Sequence[Mapping[str, Any]]) -> str:
             f"- **{name}**: {task.said}; {task.start} supervised steps, then {task.steps} of GRPO with "
             f"{task.minibatches} minibatch{'es' if task.minibatches > 1 else ''} a step"
         )
-    by_arm: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
+    by_arm: dict[str, list[dict[int, float]]] = {arm: [] for arm in ARMS}
     for name, task in TASKS.items():
         for rate in task.rates:
             runs = {
@@ -345,9 +353,9 @@ def key_of(line: Mapping[str, Any]) -> tuple[str, float, str, int]:
     return line["task"], line["rate"], line["arm"], line["steps"]
 
 
-def behind(of: Mapping[int, Any], in_step: Mapping[int, Any]) -> list[float]:
-    """The last held-out reward less that of the run in step, seed by seed."""
-    return [of[seed]["held_out"][-1] - in_step[seed]["held_out"][-1] for seed in of if seed in in_step]
+def behind(of: Mapping[int, Any], in_step: Mapping[int, Any]) -> dict[int, float]:
+    """The last held-out reward less that of the run in step, by seed."""
+    return {seed: of[seed]["held_out"][-1] - in_step[seed]["held_out"][-1] for seed in of if seed in in_step}
 
 
 def cell(runs: Mapping[str, Mapping[int, Any]]) -> list[str]:
@@ -358,7 +366,7 @@ def cell(runs: Mapping[str, Mapping[int, Any]]) -> list[str]:
         if not of:
             continue
         every = list(of.values())
-        apart = "" if arm == "in step" else interval(behind(of, runs["in step"]))
+        apart = "" if arm == "in step" else interval([*behind(of, runs["in step"]).values()])
         worst = max(collapse(each["held_out"]) for each in every)
         shown = [
             f"{fmean(each[name] for each in every):.{places}f}" if name in every[0] else ""
@@ -381,14 +389,15 @@ def cell(runs: Mapping[str, Mapping[int, Any]]) -> list[str]:
     return lines
 
 
-def overall(by_arm: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
-    """Every arm over all tasks and rates: the mean of a seed's differences, and the worst mean of them."""
-    lines = ["| arm | less in step, mean of all six | worst of the six |", "|---|---|---|"]
+def overall(by_arm: Mapping[str, Sequence[Mapping[int, float]]]) -> list[str]:
+    """Every arm over all tasks and rates, of the seeds that have run in all of them."""
+    lines = ["| arm | seeds | less in step, mean of all six | worst of the six |", "|---|---|---|---|"]
     for arm, cells in by_arm.items():
-        if arm == "in step" or not all(cells) or not cells:
-            continue
-        by_seed = [fmean(each) for each in zip(*cells, strict=False)]
-        lines.append(f"| {arm} | {interval(by_seed)} | {min(fmean(each) for each in cells):+.3f} |")
+        seeds = set[int].intersection(*map(set, cells)) if cells else set()
+        if arm != "in step" and seeds:
+            by_seed = [fmean(each[seed] for each in cells) for seed in sorted(seeds)]
+            worst = min(fmean(each.values()) for each in cells)
+            lines.append(f"| {arm} | {len(seeds)} | {interval(by_seed)} | {worst:+.3f} |")
     return lines
 
 

@@ -30,7 +30,7 @@ def with_logprobs(flow: Flow, rollouts: Handle, config: OnlineConfig) -> list[Ha
     is_own = is_held and config.reference == "previous"
     if is_held and not is_own:
         batches.append(flow.reference.logprobs(rollouts))
-    if is_own or (config.is_off_policy and config.old_logprobs == "trainer"):
+    if is_own or (config.is_off_policy and not config.reads_sampler):
         batches.append(flow.policy.logprobs(rollouts))
     if is_own:
         batches[-1] = flow.compute(formulas.previous_logprobs, batches[-1], into="reference_logprobs")

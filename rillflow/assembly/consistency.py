@@ -65,9 +65,8 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
         return
     if isinstance(config, AnchoredConfig) and "reference" in roles_of(recipe) and config.moves_reference:
         yield from _moving(recipe, config)
-    is_same = config.is_off_policy and config.old_logprobs == "sampler"
     correction = config.loss.correction if isinstance(config, OnlineConfig) else "none"
-    if correction != "none" and is_same:
+    if correction != "none" and config.reads_sampler:
         yield ConfigError(
             f'algorithm.loss.correction is "{correction}", and algorithm.old_logprobs is "sampler"',
             why="a correction weighs trainer over sampler, and these are then the same numbers",

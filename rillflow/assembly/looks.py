@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.assembly.corrections import correction_notes
 from rillflow.assembly.doctor import available_memory, cuda_devices
 from rillflow.assembly.encoding import EncodedTask, encode_task, read_model_input
 from rillflow.assembly.memory import (
@@ -126,6 +127,7 @@ def look(
     """
     report.attempt(lambda: _look_at_step(recipe, report))
     report.attempt(lambda: _look_at_engine(recipe, base, report))
+    report.notes += correction_notes(recipe)
     report.notes += _unreachable(recipe)
     report.attempt(lambda: _look_at_data(recipe, base, report, drawn, given))
     report.attempt(lambda: _look_at_model(recipe, base, report))

@@ -18,6 +18,7 @@ from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig, WarmStartConfig
 from rillflow.algorithms.registry import ALGORITHMS, warm_start
 from rillflow.assembly.consistency import inconsistencies
+from rillflow.assembly.corrections import with_correction
 from rillflow.assembly.role_table import SECTION_ROLES
 from rillflow.cluster.config import PlacementConfig
 from rillflow.config.load import read_toml, validate
@@ -27,7 +28,7 @@ from rillflow.config.schema import tags
 from rillflow.config.section import Section
 from rillflow.models.config import ModelConfig
 from rillflow.rewards.config import CostConfig, RewardConfig
-from rillflow.rollout.config import NATIVE, RolloutConfig, Temperature
+from rillflow.rollout.config import RolloutConfig, Temperature
 from rillflow.tasks.config import TaskConfig
 from rillflow.training.config import TrainConfig
 
@@ -144,15 +145,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _corrected(self) -> Recipe:
-        """Another engine computes otherwise: truncated weights, unless a recipe names a correction."""
-        config = self.algorithm
-        if self.rollout.engine == NATIVE or not isinstance(config, OnlineConfig):
+        """Give a policy loss the default correction where its tokens may be off-policy."""
+        if not isinstance(self.algorithm, OnlineConfig):
             return self
-        is_same = config.is_off_policy and config.old_logprobs == "sampler"
-        if is_same or "correction" in config.loss.model_fields_set:
-            return self
-        loss = type(config.loss).model_validate({**config.loss.model_dump(), "correction": "tis"})
-        return self.model_copy(update={"algorithm": config.model_copy(update={"loss": loss})})
+        algorithm = with_correction(self.algorithm, self.rollout.engine)
+        return self.model_copy(update={"algorithm": algorithm})
 
     @property
     def chosen(self) -> Algorithm:

@@ -59,9 +59,16 @@ class PolicyLossConfig(LossSection):
     )
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     correction: Correction = Field(
-        "none", description="Weights of tokens of another policy: trainer / sampler; tis by another engine."
+        "none",
+        description="Importance weights trainer / sampler; tis if freshness or another engine asks for them.",
     )
     correction_bounds: tuple[float, float] | None = Field(None, description="Its bounds; none: its paper's.")
+
+    @field_validator("correction", mode="before")
+    @classmethod
+    def _null_is_none(cls, value: object) -> object:
+        """``--set algorithm.loss.correction=none`` arrives as null."""
+        return "none" if value is None else value
 
     @property
     def reads(self) -> tuple[str, ...]:

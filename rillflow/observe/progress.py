@@ -28,6 +28,8 @@ HEADLINE = {
     "preference/loss/mean": "loss",
     "preference/accuracy/mean": "accuracy",
     "policy/entropy/mean": "entropy",
+    "mismatch/weight/mean": "importance weight",
+    "mismatch/bounded/share": "bounded",
     "rollout/length/mean": "length",
 }
 """The metrics a step's line shows, where the step has them."""

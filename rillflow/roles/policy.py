@@ -186,7 +186,7 @@ class Policy(TrainedRole[LanguageModel]):
         if sampled and isinstance(passes, UpdateConfig):
             if part[0] == 0:
                 ratio, gap = (passes.ratio_tolerance, None) if self._exact else (None, passes.gap_tolerance)
-            if passes.is_off_policy and passes.old_logprobs == "sampler":
+            if passes.reads_sampler:
                 rows = rows.with_fields(old_logprobs=rows.ragged(SAMPLED))
             reads = objective.reads if isinstance(objective, TokenLoss) else ()
             if passes.is_off_policy and "old_logprobs" in reads and "old_logprobs" not in rows.fields:

@@ -133,3 +133,8 @@ class UpdateConfig(PassesConfig):
     def is_off_policy(self) -> bool:
         """See PassesConfig; with a bound above 0 also the first step's rows are of older weights."""
         return self.freshness > 0 or super().is_off_policy
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the ratio is taken against the sampler's own log probabilities."""
+        return self.is_off_policy and self.old_logprobs == "sampler"

@@ -16,6 +16,7 @@ import pytest
 
 from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
+from rillflow.cli.main import main
 from rillflow.dataflow.checkpoint import _problem
 from rillflow.errors import ConfigError, Interrupted
 from rillflow.models.tensor_file import write_tensors
@@ -220,6 +221,48 @@ def test_every_correction_runs_ahead(tmp_path: Path, correction: str) -> None:
     assert last["staleness/versions/histogram"] == last["mismatch/log_ratio/histogram"] == tokens
     report = (tmp_path / "run" / layout.REPORT).read_text()
     assert report.count('class="cell"') > 5 and "staleness/versions" in report
+
+
+MOVING = (*INLINE, APART, "policy.lr=0.02", "evaluate=none")
+"""Learning fast enough for a bound on weights to act within a few steps."""
+
+
+def test_a_stale_run_is_corrected_by_default(tmp_path: Path) -> None:
+    found = ran(tmp_path / "default", 2, *MOVING)
+    fresh, *stale = found["metrics"][-STEPS:]
+    assert fresh["mismatch/weight/mean"] == pytest.approx(1, abs=1e-4)
+    assert fresh["mismatch/bounded/share"] == 0
+    assert all(abs(each["mismatch/weight/mean"] - 1) > 1e-3 for each in stale)
+    assert max(each["mismatch/bounded/share"] for each in stale) > 0
+    assert ran(tmp_path / "named", 2, *MOVING, "algorithm.loss.correction=tis") == found
+    plain = ran(tmp_path / "none", 2, *MOVING, "algorithm.loss.correction=none")
+    assert "mismatch/weight/mean" not in plain["metrics"][-1] and plain["weights"] != found["weights"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            [],
+            'note: algorithm.freshness is 2: tokens may be 2 versions old. algorithm.loss.correction = "tis"',
+        ),
+        (["algorithm.loss.correction=none"], "note: warning: algorithm.freshness is 2: tokens may be 2"),
+    ],
+)
+def test_check_and_the_start_of_a_run_say_what_corrects_stale_tokens(
+    settings: Sequence[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "grpo"))
+    (tmp_path / "reward.py").write_text(REWARD)
+    words = ["algorithm.freshness=2", "evaluate=none", *INLINE, APART, *settings]
+    given = [part for word in words for part in ("--set", word)]
+    where = [str(tmp_path / "run.toml"), "--dir", str(tmp_path / "run"), *given]
+    assert main(["check", *where]) == 0
+    assert said in capfd.readouterr().out
+    assert main(["run", *where]) == 0
+    shown = capfd.readouterr().out
+    assert shown.index(said) < shown.index("grpo 1/2")
+    assert ("importance weight" in shown.split("grpo 2/2")[1].splitlines()[0]) == (not settings)
 
 
 def test_a_correction_of_the_samplers_own_numbers_is_refused(tmp_path: Path) -> None:
