@@ -22,6 +22,7 @@ from rillflow.assembly.resume import (
     MAY_CHANGE,
     after,
     drawn_from,
+    fresher_steps,
     is_finished,
     keep_data,
     keep_sources,
@@ -165,6 +166,8 @@ def _train(
     again = f"; {lost} steps that no checkpoint has are made again" if lost > 0 else ""
     if checkpoint:
         progress.note(f"resuming after step {kept} from {checkpoint.path}{again}")
+        if fresher := fresher_steps(recipe, checkpoint):
+            progress.note(f"note: {fresher}")
     else:
         if again:
             progress.note(f"beginning again{again}")

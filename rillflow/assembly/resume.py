@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.assembly.recipe import Recipe
-from rillflow.dataflow.checkpoint import kept_steps
+from rillflow.dataflow.checkpoint import Checkpoint, kept_steps
 from rillflow.errors import DataError, RunDirectoryError
 from rillflow.observe import durable, layout
 from rillflow.observe.changes import Change
@@ -175,6 +176,26 @@ def kill_cost(recipe: Recipe) -> str:
     if not parts:
         return "a kill costs all steps of the phase: run.checkpoint_minutes and run.checkpoint_every are 0"
     return f"a kill costs at most {' or '.join(parts)} of work, and the step that runs"
+
+
+def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
+    """Which steps of a finished run that goes on are sampled by fresher weights; empty where none are.
+
+    A finished run has sampled nothing ahead, and older weights are gone. An interrupted run has: its
+    checkpoint keeps the rows.
+    """
+    config, step = recipe.algorithm, checkpoint.step
+    begun = step > (recipe.warm_start.steps if recipe.warm_start is not None else 0)
+    if not isinstance(config, SampledConfig) or is_ready_first(config) or not (config.freshness and begun):
+        return ""
+    last = min(step + config.freshness, recipe.total_steps)
+    if last <= step or checkpoint.sampled(step + 1):
+        return ""
+    which = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
+    return (
+        f"{which} sampled by the weights after step {step}: the finished run sampled nothing ahead. "
+        "A run that was this long from the start samples them with older weights: its bits differ"
+    )
 
 
 def after(step: int, change: Change) -> str:

@@ -92,6 +92,7 @@ def merge(arguments: argparse.Namespace) -> int:
         weights=arguments.weights,
         density=arguments.density,
         scale=arguments.scale,
+        trim=arguments.trim,
         seed=arguments.seed,
         reg=arguments.reg,
     )

@@ -230,6 +230,8 @@ def _merge_models_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="share of changes that ties and dare keep (0.5)",
     )
+    told = "ties keeps that share of each tensor (tensor, the default) or of the model, as its paper (model)"
+    add("--trim", default="tensor", metavar="WHAT", help=told)
     add("--scale", type=float, default=1.0, metavar="S", help="of the merged change of ties and dare (1)")
     add("--seed", type=int, default=0, metavar="N", help="of what dare drops (0)")
     told = "prompts, by what is said of which ot aligns; without, by weights"

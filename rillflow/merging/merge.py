@@ -9,7 +9,7 @@ Memory: a piece of every model, float64; with a transport the present weight of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -23,13 +23,15 @@ from torch import Tensor
 
 from rillflow.errors import ConfigError, ModelError, nearest
 from rillflow.merging import methods
-from rillflow.merging.methods import Combine, Method, Span, normalised
+from rillflow.merging.methods import Combine, Method, Span, Spans, normalised
 from rillflow.merging.parents import PIECE, Parent, Readable, Stored, open_parents, require_alike
 from rillflow.merging.stream import copy_settings, new_directory, require_new, write_merge, write_weights
 from rillflow.models.model_files import layer_of
 
 METHODS = ("linear", "slerp", "ties", "dare", "ot", "greedy")
 """What ``rillflow merge --method`` knows."""
+TRIMS = ("tensor", "model")
+"""What ties keeps a share of: every tensor's changes, or those of the whole task vector, as the paper."""
 OF_TASK_VECTORS = ("slerp", "ties", "dare")
 """Methods that need the base which all parents were trained from."""
 
@@ -50,9 +52,10 @@ class MergeSettings:
     """The share of changes that ties and dare keep."""
     scale: float = 1.0
     """What ties and dare multiply the merged change with."""
+    trim: str = "tensor"
+    """What ties keeps that share of: one of ``TRIMS``."""
     seed: int = 0
     """Of what dare drops."""
-
     reg: float | None = None
     """Of ot: Sinkhorn's regularisation, in units of the mean cost; None for exact transport."""
 
@@ -86,6 +89,12 @@ class MergeSettings:
         if not 0 < self.density <= 1:
             raise ConfigError(
                 f"--density is {self.density:g}", why="it is a share of the changes", fix="try 0.5"
+            )
+        if self.trim not in TRIMS or (self.trim == "model" and self.method != "ties"):
+            raise ConfigError(
+                f"--trim is {self.trim}, and --method {self.method}",
+                why=f"it is {' or '.join(TRIMS)}, and of ties alone",
+                fix=nearest(self.trim, TRIMS) if self.trim not in TRIMS else "add --method ties",
             )
         return MergeSettings(**asdict(self) | {"weights": tuple(normalised(self.weights, count))})
 
@@ -177,7 +186,7 @@ def write_merged(
         RunDirectoryError: ``out`` cannot be written.
     """
     kinds = {name: (_type(name, aligned), each.shape) for name, each in aligned[like].weights.items()}
-    merged = _Merged(aligned, _method(settings), base, kinds)
+    merged = _Merged(aligned, settings, base, kinds)
     with new_directory(out) as draft, ThreadPoolExecutor(1) as pool:
         digests = [pool.submit(each.digest) for each in (*parents, *([base] if base else []))]
         write_weights(draft, kinds, merged.pieces)
@@ -206,20 +215,23 @@ class _Merged:
     def __init__(
         self,
         parents: Sequence[Readable],
-        method: Method,
+        settings: MergeSettings,
         base: Readable | None,
         kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     ) -> None:
-        self._parents, self._method, self._base, self._kinds = parents, method, base, kinds
+        self._parents, self._base, self._kinds = parents, base, kinds
+        self._method = _method(settings, partial(self._read, self._floats(kinds)))
 
     def pieces(self, names: Sequence[str]) -> Iterator[Tensor]:
         """The numbers of weights in their order, in the types that files have."""
         for _, layer in groupby(names, key=layer_of):
             inside = list(layer)
-            floats = [name for name in inside if self._kinds[name][0].is_floating_point]
-            combine = self._method(partial(self._read, floats))
+            combine = self._method(partial(self._read, self._floats(inside)))
             for name in inside:
                 yield from self._of(name, combine)
+
+    def _floats(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self._kinds[name][0].is_floating_point]
 
     def _of(self, name: str, combine: Combine) -> Iterator[Tensor]:
         dtype, _ = self._kinds[name]
@@ -252,14 +264,16 @@ class _Merged:
         return ((first, min(PIECE, size - first)) for first in range(0, size, PIECE))
 
 
-def _method(settings: MergeSettings) -> Method:
+def _method(settings: MergeSettings, model: Spans) -> Method:
+    """How layers are merged; ``model`` reads every float weight."""
     weights = settings.weights
     assert weights is not None, "the settings were not checked"
     match settings.method:
         case "slerp":
             return methods.slerp(weights)
         case "ties":
-            return methods.ties(weights, settings.density, settings.scale)
+            whole = model if settings.trim == "model" else None
+            return methods.ties(weights, settings.density, settings.scale, whole)
         case "dare":
             return methods.dare(weights, settings.density, settings.scale, settings.seed)
     return methods.linear(weights)

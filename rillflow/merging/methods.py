@@ -27,6 +27,8 @@ from rillflow.formulas.counter import philox
 
 SMALL_ANGLE = 1e-4
 """Radians from 0 or from half a turn within which slerp is a straight line."""
+WHOLE = ""
+"""The name of the threshold that all weights of a model share."""
 _WORD = 2**32
 
 
@@ -137,20 +139,28 @@ def slerp_shares(gram: Tensor, weights: Sequence[float]) -> list[float]:
     return [float(share) for share in shares]
 
 
-def ties(weights: Sequence[float], density: float, scale: float) -> Method:
+def ties(weights: Sequence[float], density: float, scale: float, model: Spans | None = None) -> Method:
     """Trimmed task vectors, averaged where they have the elected sign (arXiv 2306.01708).
 
-    Of every weight of a parent the largest changes stay, a share of ``density``; the sign of their weighted
-    sum is elected for each element.
+    Each parent keeps its largest changes, a share of ``density``. The sign of their weighted sum is elected
+    for each element.
+
+    Args:
+        weights: one a parent, summing to 1.
+        density: the share of changes that a parent keeps.
+        scale: what the merged change is multiplied with.
+        model: every piece of the model, to keep this share of the whole task vector, as the paper does; it
+            is read twice. None: this share of every weight tensor.
     """
+    of_model = None if model is None else thresholds(model, density, together=True)
 
     def of_layer(pieces: Spans) -> Combine:
-        least = thresholds(pieces, density)
+        least = thresholds(pieces, density) if of_model is None else of_model
 
         def combine(piece: Span) -> Tensor:
             assert piece.base is not None
             changes = torch.stack(piece.changes)
-            small = changes.float().abs() < least[piece.name][:, None]
+            small = changes.float().abs() < least[piece.name if of_model is None else WHOLE][:, None]
             changes[small] = 0.0
             share = torch.tensor(weights, dtype=torch.float64)[:, None]
             elected = (share * changes).sum(0).sign()
@@ -163,25 +173,28 @@ def ties(weights: Sequence[float], density: float, scale: float) -> Method:
     return of_layer
 
 
-def thresholds(pieces: Spans, density: float) -> dict[str, Tensor]:
+def thresholds(pieces: Spans, density: float, *, together: bool = False) -> dict[str, Tensor]:
     """[M] float32 by weight: the least change that is among the largest, a share of ``density`` of them.
+
+    ``together`` counts the changes of all weights as one vector, named ``WHOLE``.
 
     Exact, and without a sort: the bits of a positive float32 are in the order of its size, so that the place
     is found by counting their upper halves, then the lower halves under one upper half.
     """
     high, sizes = dict[str, Tensor](), dict[str, int]()
     for piece in pieces():
-        bits = _bits(piece)
+        bits, name = _bits(piece), WHOLE if together else piece.name
         counted = torch.stack([torch.bincount(row >> 16, minlength=2**15) for row in bits])
-        high[piece.name] = high.get(piece.name, 0) + counted
-        sizes[piece.name] = sizes.get(piece.name, 0) + bits.shape[1]
+        high[name] = high.get(name, 0) + counted
+        sizes[name] = sizes.get(name, 0) + bits.shape[1]
     wanted = {name: math.ceil(density * size) for name, size in sizes.items()}
     upper = {name: torch.stack([_place(row, wanted[name]) for row in high[name]]) for name in high}
     low = {name: torch.zeros(len(rows), 2**16, dtype=torch.int64) for name, rows in upper.items()}
     for piece in pieces():
+        name = WHOLE if together else piece.name
         for index, row in enumerate(_bits(piece)):
-            within = row[row >> 16 == upper[piece.name][index, 0]] & 0xFFFF
-            low[piece.name][index] += torch.bincount(within, minlength=2**16)
+            within = row[row >> 16 == upper[name][index, 0]] & 0xFFFF
+            low[name][index] += torch.bincount(within, minlength=2**16)
     found = {}
     for name, rows in upper.items():
         places = [_place(low[name][index], int(row[1]))[0] for index, row in enumerate(rows)]

@@ -208,6 +208,39 @@ def test_a_run_that_was_cut_goes_on_with_the_same_bits(
         assert ran(folder, freshness, *settings) == whole
 
 
+def test_a_finished_run_goes_on_with_its_last_weights_and_says_so(
+    tmp_path: Path, apart: dict[int, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has sampled nothing ahead: the next k steps are fresher than those of a run that was longer."""
+    ran(tmp_path / "a", 2, *INLINE, APART, "algorithm.steps=2")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    words = ["--dir", str(tmp_path / "b/run"), "--set", f"algorithm.steps={STEPS}"]
+    settings = ["algorithm.freshness=2", "evaluate.every=2", "policy.model.new.layers=1", *INLINE, APART]
+    words += [word for each in settings for word in ("--set", each)]
+    capsys.readouterr()
+    assert main(["run", str(tmp_path / "b/run.toml"), *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "steps 6 to 7 are sampled by the weights after step 5" in said
+    found, again, whole = (
+        ran(tmp_path / "a", 2, *INLINE, APART),
+        ran(tmp_path / "b", 2, *INLINE, APART),
+        apart[2],
+    )
+    (warm,) = versions(whole)[0]
+    assert versions(found) == [{warm + version} for version in (0, 0, 2, 2, 2)]
+    assert versions(whole) == [{warm + version} for version in (0, 0, 0, 1, 2)]
+    assert found["rows"][:2] == whole["rows"][:2] and found["weights"] != whole["weights"]
+    assert found["rows"] == again["rows"] and found["weights"] == again["weights"]
+
+
+def test_a_finished_run_in_step_says_nothing_of_fresher_weights(
+    tmp_path: Path, apart: dict[int, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran(tmp_path, 0, *INLINE, APART, "algorithm.steps=2")
+    assert ran(tmp_path, 0, *INLINE, APART)["weights"] == apart[0]["weights"]
+    assert "sampled by the weights after" not in capsys.readouterr().out
+
+
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("tis", "sequence_tis", "icepop", "topr")]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -84,6 +85,45 @@ def test_equal_parents_are_the_parent_and_a_merge_has_the_same_bits_again(
         torch.testing.assert_close(parts[name], one[name], rtol=0, atol=1e-7 if method == "slerp" else 0)
 
 
+def plain_ties(base: torch.Tensor, parents: list[torch.Tensor], density: float) -> torch.Tensor:
+    """The paper's algorithm on whole vectors: trim, elect the sign, mean of those that agree."""
+    trimmed = []
+    for parent in parents:
+        change = parent.double() - base.double()
+        kept = change.abs().argsort(descending=True)[: math.ceil(density * len(change))]
+        trimmed.append(torch.zeros_like(change).index_copy(0, kept, change[kept]))
+    changes = torch.stack(trimmed)
+    agrees = (changes.sign() == changes.sum(0).sign()) & (changes != 0)
+    return base.double() + (changes * agrees).sum(0) / agrees.sum(0).clamp_min(1)
+
+
+@pytest.mark.parametrize("trim", ["tensor", "model"])
+def test_ties_trims_each_tensor_or_the_whole_task_vector(
+    make: Made, tmp_path: Path, trim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, a, b, out = make("base"), make("a", noise=1), make("b", noise=2), tmp_path / "out"
+    for parent, seed in ((a, 5), (b, 6)):  # the embedding changed ten times as much as the rest
+        changed = weights(parent)
+        noise = torch.randn(12, 16, generator=torch.Generator().manual_seed(seed))
+        changed["model.embed_tokens.weight"][:12] += 0.5 * noise
+        save_file(changed, parent / "model.safetensors", {"format": "pt"})
+    for module in (merging, reading):
+        monkeypatch.setattr(module, "PIECE", 512)
+    words = ["--method", "ties", "--base", str(base), "--density", "0.3", "--trim", trim, "--out", str(out)]
+    assert main(["merge", str(a), str(b), *words]) == 0
+    start, one, two, found = map(weights, (base, a, b, out))
+    names = sorted(found)
+    cuts = [[name] for name in names] if trim == "tensor" else [names]
+    for cut in cuts:
+        vectors = [torch.cat([each[name].flatten() for name in cut]) for each in (start, one, two, found)]
+        expected = plain_ties(vectors[0], vectors[1:3], 0.3)
+        torch.testing.assert_close(vectors[3], expected.float(), rtol=0, atol=1e-7)
+    assert json.loads((out / "merge.json").read_text())["trim"] == trim
+    name = "model.embed_tokens.weight"
+    kept = float((found[name] != start[name])[:12].double().mean())
+    assert kept > 0.9 if trim == "model" else 0.3 <= kept < 0.6, "what changed more keeps more of the model's"
+
+
 def test_slerp_ends_at_its_parents_and_turns_between(make: Made, tmp_path: Path) -> None:
     base, a, b = make("base"), make("a", noise=1), make("b", noise=2)
     for name, shares, end in (("first", (1, 0), a), ("last", (0, 1), b)):
@@ -130,6 +170,8 @@ def test_what_cannot_be_merged_is_refused_with_a_reason(make: Made, tmp_path: Pa
     assert "1 parent to merge" in refused([a], out)
     assert "did you mean 'linear'?" in refused([a, b], out, method="linaer")
     assert "--method ties needs --base" in refused([a, b], out, method="ties")
+    assert "--trim is layer, and --method ties" in refused([a, b], out, a, method="ties", trim="layer")
+    assert "--trim is model, and --method linear" in refused([a, b], out, trim="model")
     assert "--method linear has no use for --base" in refused([a, b], out, base=a)
     assert "--weights has 3 numbers for 2 parents" in refused([a, b], out, weights=(1, 2, 3))
     assert "divided by their sum" in refused([a, b], out, weights=(1, -1))

@@ -103,6 +103,25 @@ def test_ties_averages_what_agrees() -> None:
     assert merged(ties([0.5, 0.5], 0.75, 2.0), parents, base).tolist() == pytest.approx([6.0, 10.0, 0.0, 0.0])
 
 
+@settings(max_examples=20)
+@given(st.integers(0, 99), st.floats(0.01, 1))
+def test_a_shared_threshold_is_that_of_all_weights_as_one_vector(seed: int, density: float) -> None:
+    """Three weights whose changes are of other sizes, one of them in several pieces."""
+    parents, base = drawn(seed, 2, size=97)
+    parents = base + (parents - base) * torch.linspace(0.01, 1, 97).double()
+    cuts = {"a": (0, 50), "b": (50, 60), "c": (60, 97)}
+
+    def found() -> Iterator[Span]:
+        for name, (first, last) in cuts.items():
+            for at in range(first, last, 16):
+                span = slice(at, min(at + 16, last))
+                yield Span(name=name, first=at - first, parents=list(parents[:, span]), base=base[span])
+
+    (least,) = thresholds(found, density, together=True).values()
+    sizes = (parents - base).float().abs()
+    assert torch.equal(least, sizes.sort(1, descending=True).values[:, math.ceil(density * 97) - 1])
+
+
 def test_dare_drops_the_share_it_should_and_keeps_the_mean() -> None:
     base = torch.zeros(2**16, dtype=torch.float64)
     parents = torch.ones(2, 2**16, dtype=torch.float64)
