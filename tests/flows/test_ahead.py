@@ -208,17 +208,21 @@ def test_a_run_that_was_cut_goes_on_with_the_same_bits(
         assert ran(folder, freshness, *settings) == whole
 
 
+def goes_on(folder: Path, freshness: int) -> None:
+    """Extend a finished run of a folder by the command."""
+    settings = [f"algorithm.steps={STEPS}", f"algorithm.freshness={freshness}", "evaluate.every=2"]
+    settings += ["policy.model.new.layers=1", *INLINE, APART]
+    words = [word for each in settings for word in ("--set", each)]
+    assert main(["run", str(folder / "run.toml"), "--dir", str(folder / "run"), *words]) == 0
+
+
 def test_a_finished_run_goes_on_with_its_last_weights_and_says_so(
     tmp_path: Path, apart: dict[int, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has sampled nothing ahead: the next k steps are fresher than those of a run that was longer."""
     ran(tmp_path / "a", 2, *INLINE, APART, "algorithm.steps=2")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    words = ["--dir", str(tmp_path / "b/run"), "--set", f"algorithm.steps={STEPS}"]
-    settings = ["algorithm.freshness=2", "evaluate.every=2", "policy.model.new.layers=1", *INLINE, APART]
-    words += [word for each in settings for word in ("--set", each)]
-    capsys.readouterr()
-    assert main(["run", str(tmp_path / "b/run.toml"), *words]) == 0
+    goes_on(tmp_path / "b", 2)
     said = " ".join(capsys.readouterr().out.split())
     assert "steps 6 to 7 are sampled by the weights after step 5" in said
     found, again, whole = (
@@ -237,8 +241,10 @@ def test_a_finished_run_in_step_says_nothing_of_fresher_weights(
     tmp_path: Path, apart: dict[int, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran(tmp_path, 0, *INLINE, APART, "algorithm.steps=2")
+    goes_on(tmp_path, 0)
+    said = capsys.readouterr().out
+    assert "resuming after step 5" in said and "sampled by the weights after" not in said
     assert ran(tmp_path, 0, *INLINE, APART)["weights"] == apart[0]["weights"]
-    assert "sampled by the weights after" not in capsys.readouterr().out
 
 
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("tis", "sequence_tis", "icepop", "topr")]
