@@ -165,9 +165,8 @@ def _train(
     run.rewind(checkpoint.step if checkpoint else -1)
     again = f"; {lost} steps that no checkpoint has are made again" if lost > 0 else ""
     if checkpoint:
+        again += fresher_steps(recipe, checkpoint)
         progress.note(f"resuming after step {kept} from {checkpoint.path}{again}")
-        if fresher := fresher_steps(recipe, checkpoint):
-            progress.note(f"note: {fresher}")
     else:
         if again:
             progress.note(f"beginning again{again}")
@@ -176,9 +175,8 @@ def _train(
     for change in run.changes:
         progress.note(f"changed: {after(kept, change)}")
     build = Build(recipe, base, task, encoded, run, checkpoint, stack)
-    for note in build.encoded.notes if build.encoded is not encoded else ():
-        progress.note(f"note: {note}")
-    for note in clock_notes(build.nodes):
+    encoding_notes = build.encoded.notes if build.encoded is not encoded else ()
+    for note in (*encoding_notes, *clock_notes(build.nodes)):
         progress.note(f"note: {note}")
     is_planned = keep_plan(run.path, plan, recipe.placement)
     left = run.path / layout.PLAN

@@ -179,7 +179,7 @@ def kill_cost(recipe: Recipe) -> str:
 
 
 def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
-    """Which steps of a finished run that goes on are sampled by fresher weights; empty where none are.
+    """Say which steps of a finished run that goes on are sampled by fresher weights; empty where none are.
 
     A finished run has sampled nothing ahead, and older weights are gone. An interrupted run has: its
     checkpoint keeps the rows.
@@ -193,7 +193,7 @@ def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
         return ""
     which = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
     return (
-        f"{which} sampled by the weights after step {step}: the finished run sampled nothing ahead. "
+        f"; {which} sampled by the weights after step {step}: the finished run sampled nothing ahead. "
         "A run that was this long from the start samples them with older weights: its bits differ"
     )
 
