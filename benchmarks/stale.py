@@ -52,6 +52,14 @@ ARMS: dict[str, dict[str, Any]] = {
     "m2po": {"freshness": AHEAD, "loss.correction": "m2po"},
 }
 """Each arm's settings of the algorithm."""
+PAIRS = (
+    ("tis", "none"),
+    ("sampler's clip", "none"),
+    ("sampler's clip", "tis"),
+    ("decoupled", "tis"),
+    ("sequence_tis", "tis"),
+)
+"""Arms that the page compares with each other."""
 COMMON: dict[str, Any] = {
     "run": {"threads": 1, "checkpoint_minutes": 0, "rollouts_every": 0},
     "task": {"source": "prompts.jsonl", "held_out": 100},
@@ -360,8 +368,8 @@ def behind(of: Mapping[int, Any], in_step: Mapping[int, Any]) -> dict[int, float
 
 def cell(runs: Mapping[str, Mapping[int, Any]]) -> list[str]:
     """The table of a task and a rate: ends, then the curves."""
-    lines = ["| arm | end | less in step | collapse | KL | mean weight | bounded | clipped |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines = ["| arm | seeds | end | less in step | collapse | KL | mean weight | bounded | clipped |"]
+    lines += ["|---" * 9 + "|"]
     for arm, of in runs.items():
         if not of:
             continue
@@ -378,7 +386,7 @@ def cell(runs: Mapping[str, Mapping[int, Any]]) -> list[str]:
             )
         ]
         end = interval([each["held_out"][-1] for each in every])
-        lines.append(f"| {arm} | {end} | {apart} | {worst:.3f} | {' | '.join(shown)} |")
+        lines.append(f"| {arm} | {len(of)} | {end} | {apart} | {worst:.3f} | {' | '.join(shown)} |")
     at = next(iter(runs["in step"].values()))["at"]
     lines += ["", "Mean over seeds after each step:", ""]
     lines += [f"| arm | {' | '.join(map(str, at))} |", "|---" * (len(at) + 1) + "|"]
@@ -398,6 +406,18 @@ def overall(by_arm: Mapping[str, Sequence[Mapping[int, float]]]) -> list[str]:
             by_seed = [fmean(each[seed] for each in cells) for seed in sorted(seeds)]
             worst = min(fmean(each.values()) for each in cells)
             lines.append(f"| {arm} | {len(seeds)} | {interval(by_seed)} | {worst:+.3f} |")
+    lines += ["", "Two arms, seed by seed:", "", "| difference | seeds | mean of all six | each of the six |"]
+    lines += ["|---|---|---|---|"]
+    for one, other in PAIRS:
+        both = [
+            {seed: each[seed] - less[seed] for seed in each if seed in less}
+            for each, less in zip(by_arm[one], by_arm[other], strict=True)
+        ]
+        seeds = set[int].intersection(*map(set, both)) if both else set()
+        if seeds:
+            apart = interval([fmean(each[seed] for each in both) for seed in sorted(seeds)])
+            shown = ", ".join(f"{fmean(each.values()):+.3f}" for each in both)
+            lines.append(f"| {one} - {other} | {len(seeds)} | {apart} | {shown} |")
     return lines
 
 
