@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import measured_at
 import torch
 from formula_batches import CREDIT, Scene, Tensors, adaptive_weights, batch_of, ours, scenes
 from safetensors.torch import load_file, save_file
@@ -252,6 +253,8 @@ def _head() -> list[str]:
     machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
     return [
         "# Formulas and gradients, against other code",
+        "",
+        measured_at.line(),
         "",
         f"`python {' '.join(sys.argv)}`; {machine}.",
     ]

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import measured_at
 from grpo_step import MARK, SHAPES, STOP, _versions, make_model
 
 SMALLEST = []
@@ -419,6 +420,8 @@ def _head(arguments: argparse.Namespace) -> list[str]:
     command = " ".join(["python", *sys.argv])
     return [
         "# One DPO step",
+        "",
+        measured_at.line(),
         "",
         f"`{command}`, {os.cpu_count()} cores, {arguments.threads} threads, {_versions(arguments.trl)}. "
         f"Median and spread of {arguments.steps} steps after the first; the setting is at the script's head.",

@@ -35,6 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import measured_at
+
 SMALLEST = ["--rounds 1 --threads 1 --smaller 16 --dtypes float32"]
 
 VOCABULARY, CONTEXT, PROMPT, SLOTS = 256, 512, 32, 64
@@ -174,7 +176,8 @@ def make_module(dtype: str, folder: Path, context: int = CONTEXT) -> Any:
 
 def native_engines(module: Any) -> dict[str, Run]:
     """Ours as it is, without recordings, and deterministic."""
-    from rillflow.records.rollout import Rollout
+    from rillflow.records.batch import Batch, row_ids
+    from rillflow.records.ragged import Ragged
     from rillflow.records.row import RowId
     from rillflow.rollout.config import RolloutConfig, SamplingConfig
     from rillflow.rollout.native.engine import NativeEngine
@@ -190,15 +193,18 @@ def native_engines(module: Any) -> dict[str, Run]:
         )
 
         def run(workload: Workload) -> Timing:
-            rows = [Rollout.start(RowId(0, row, 0), each) for row, each in enumerate(workload.prompts)]
             limits = [SamplingConfig(max_tokens=length) for length in workload.lengths]
-            ended: list[Rollout] = []
+            rows = len(workload.prompts)
+            batch = Batch(
+                ids=row_ids([RowId(0, row, 0) for row in range(rows)]),
+                fields={
+                    "tokens": Ragged.from_rows(workload.prompts),
+                    "columns": Ragged.from_text(["{}"] * rows),
+                },
+            )
             with _clock() as timing:
-                for row, sampling in zip(rows, limits, strict=True):
-                    native.add(row, sampling)
-                while native.has_work:
-                    ended += native.step()
-            assert sum(sum(row.loss_mask) for row in ended) == sum(workload.lengths)
+                rollouts = native.generate(batch, sampling=limits)
+            assert int(rollouts.ragged("loss_mask").sums().sum()) == sum(workload.lengths)
             return timing()
 
         return run
@@ -394,6 +400,8 @@ def _head(arguments: argparse.Namespace) -> list[str]:
     bfloat16 = "with" if torch.cpu.get_capabilities().get("avx512_bf16") else "without"
     return [
         "# Generation",
+        "",
+        measured_at.line(),
         "",
         "What is measured, and how: the head of `benchmarks/generation.py`.",
         "",

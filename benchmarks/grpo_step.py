@@ -42,6 +42,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import measured_at
+
 SMALLEST = ["--shape tiny --steps 1 --threads 1 --dtypes float32 bfloat16"]
 
 STOP, WANTED, GROUPS, SAMPLES = 1, 7, 8, 8
@@ -415,6 +417,8 @@ def _head(arguments: argparse.Namespace) -> list[str]:
     command = " ".join(["python", *sys.argv])
     return [
         f"# One GRPO step{f', LoRA of rank {arguments.adapter}' if arguments.adapter else ''}",
+        "",
+        measured_at.line(),
         "",
         f"`{command}`, {os.cpu_count()} cores, {arguments.threads} threads, {_versions(arguments.trl)}. "
         f"Median and spread of {arguments.steps} steps after the first; the setting is at the script's head.",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import measured_at
 import smallest
 
 FOUND = smallest.found()
@@ -41,6 +42,18 @@ def test_a_benchmark_that_fails_is_told_with_its_output(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(broken)
     with pytest.raises(RuntimeError, match=r"(?s)broken\.py --fast: exit code 1.*so far.*the peer is gone"):
         smallest.run_command(tmp_path / "broken.py", ["--fast"], tmp_path)
+
+
+def test_every_page_of_results_names_its_commit() -> None:
+    pages = sorted((smallest.FOLDER / "results").glob("*.md"))
+    pages = [page for page in pages if page.name != "mutation.md"]  # its command says where it was drawn
+    unnamed = [page.name for page in pages if measured_at.BEGINNING not in page.read_text("utf-8")]
+    assert not unnamed, "write measured_at.line() below the title"
+
+
+def test_the_line_names_the_commit_of_a_page(tmp_path: Path) -> None:
+    said = measured_at.below_title("# Title\n\nText.\n", "Measured at commit abc (2026-01-01).")
+    assert said == "# Title\n\nMeasured at commit abc (2026-01-01).\n\nText.\n"
 
 
 @pytest.mark.timeout(900)

@@ -155,13 +155,19 @@ class NativeEngine:
         """The most that each lane held at once, with what was there twice while it was laid anew."""
         return sum(lane.peak_bytes for lane in self._lanes)
 
-    def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
+    def generate(
+        self,
+        prompts: Batch,
+        samples: int = 1,
+        sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
+    ) -> Batch:
         """Continue every prompt ``samples`` times.
 
         Args:
             prompts: ids [B, 3] (epoch, prompt, 0), ragged ``tokens``, ragged text ``columns``.
             samples: rows of each prompt.
-            sampling: how tokens are drawn; None for the engine's own configuration.
+            sampling: how tokens are drawn, for all rows or one for each prompt; None for the engine's own
+                configuration.
 
         Returns:
             B x samples rows as ``rollout_batch`` makes them, ordered by prompt, then sample.
@@ -174,7 +180,10 @@ class NativeEngine:
         return rollouts
 
     def generate_parts(
-        self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
+        self,
+        parts: Sequence[Batch],
+        samples: int = 1,
+        sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
     ) -> Iterator[Batch]:
         """As ``generate`` of all prompts at once; the rows of each part as soon as all of them have ended.
 
@@ -190,13 +199,20 @@ class NativeEngine:
             raise RolloutError(f"samples is {samples}", why="a prompt is continued at least once")
         prompts = concatenate(parts)
         check_ids(prompts.row_ids())
+        chosen = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        if len(chosen) != len(prompts):
+            raise RolloutError(
+                f"there are {len(chosen)} sampling settings for {len(prompts)} prompts",
+                why="each prompt is drawn by its own settings, or all by one",
+                fix="give one SamplingConfig, or as many as prompts",
+            )
         used = self._lanes[: max(1, min(len(self._lanes), len(prompts)))]
         try:
             begun = starts(prompts, samples)
             groups = [begun[first : first + samples] for first in range(0, len(begun), samples)]
             for place, group in enumerate(groups):
                 for rollout in group:
-                    used[place % len(used)].add(rollout, sampling)
+                    used[place % len(used)].add(rollout, chosen[place])
             finished, begin = dict[RowId, Rollout](), 0
             for part in parts:
                 stop, end, work = Event(), begin + len(part), []

@@ -14,6 +14,7 @@ from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.rollout import Rollout, completions
 from rillflow.records.row import RowId
+from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.engine import LANE_ROWS, NativeEngine
 from tests.unit.records.singles import rollouts_of
 
@@ -53,6 +54,24 @@ def test_parts_laid_end_to_end_are_what_all_prompts_give_at_once(
     assert torch.equal(whole.ids, parted.ids)
     for name in ("tokens", "sampler_logprobs", "versions"):
         assert torch.equal(whole.ragged(name).values, parted.ragged(name).values)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_each_prompt_may_have_settings_of_its_own(lanes: int, engine: Engines, prompts: Prompts) -> None:
+    """A row's tokens are those of a call in which all rows have its settings."""
+    batch = prompts(*[[1 + index, 2, 3] for index in range(7)])
+    settings = [SamplingConfig(max_tokens=2 + index, temperature=0.5 + index / 4) for index in range(7)]
+    mixed = rollouts_of(engine(lanes=lanes, max_rows=6).generate(batch, samples=2, sampling=settings))
+    for place, own in enumerate(settings):
+        alike = rollouts_of(engine(lanes=lanes, max_rows=6).generate(batch, samples=2, sampling=own))
+        rows = slice(2 * place, 2 * place + 2)
+        assert [row.tokens for row in mixed[rows]] == [row.tokens for row in alike[rows]]
+        assert all(sum(row.loss_mask) == own.max_tokens for row in mixed[rows])
+
+
+def test_settings_for_another_number_of_prompts_are_refused(engine: Engines, prompts: Prompts) -> None:
+    with pytest.raises(RolloutError, match="3 sampling settings for 2 prompts"):
+        engine(lanes=2).generate(prompts([1, 2], [3, 4]), sampling=[SamplingConfig()] * 3)
 
 
 def test_a_repeated_call_has_the_same_bits(engine: Engines, prompts: Prompts) -> None:
