@@ -36,13 +36,15 @@ from rillflow.rewards.frames import Frame, encode, read_frames, write_all
 MESSAGE_CHARACTERS = 2000
 """Longest text about one exception."""
 
+VERDICT_CHARACTERS = 1000
+"""Longest text about one row."""
 _VALUE_CHARACTERS = 200
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _NOT_ROWS = (str, bytes, bytearray, Mapping, Set)
 
-Verdict = float | str | None
-"""A score, what is wrong with it, or an abstention."""
+Verdict = float | str | dict[str, str] | None
+"""A score, what is wrong with it, ``{"late": message}``, or an abstention."""
 
 
 class Refused(Exception):
@@ -102,7 +104,7 @@ def serve(requests: int, answers: int, shortcomings: list[str]) -> None:
         answer({"type": "refused", "what": str(refusal)})
         return
     for request in frames:
-        answer(_called(loaded, request))
+        answer({**_called(loaded, request), "number": request["number"]})
 
 
 def _limit(memory_bytes: int) -> list[str]:
@@ -187,7 +189,7 @@ def _entries(result: Any) -> Iterator[Any] | None:
 
 
 def verdict_of(value: Any) -> Verdict:
-    """Say what one returned value is: a finite float, None, or a sentence on what is wrong with it."""
+    """Return a finite float32 number, None, or a sentence on what is wrong with the value."""
     if value is None:
         return None
     if isinstance(value, str | bytes | bytearray):

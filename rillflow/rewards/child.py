@@ -6,6 +6,8 @@
     consumes      four pipes: answers, status (how the process ended), output (its prints), room for requests
     waits for     nothing: ``advance`` moves the bytes there are; the caller polls ``events`` to ``deadline``
     produces      one Answer for each call
+    believes      one frame, of the type and size that the open call asks for, with the call's secret number;
+                  anything else, or a death, voids the call
     shuts down    ``stop``: SIGTERM to the supervisor, which ends everything below it; SIGKILL if it does not
 
 The caller, ``RewardWorkers``, polls all its children at once; nothing here blocks but ``stop``.
@@ -14,8 +16,11 @@ The caller, ``RewardWorkers``, polls all its children at once; nothing here bloc
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
+import reprlib
+import secrets
 import select
 import subprocess
 import sys
@@ -25,6 +30,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from rillflow.errors import RewardError
+from rillflow.rewards.calling import VERDICT_CHARACTERS, Verdict, verdict_of
 from rillflow.rewards.columns import Parameters
 from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode
 from rillflow.rewards.function import FunctionPath
@@ -34,6 +40,14 @@ from rillflow.rewards.supervisor import Containment
 
 START_LIMIT_S = 60.0
 """Longest time to load the user's file: imports may be heavy."""
+READY_BYTES = 1 << 20
+"""Longest answer to loading the file."""
+ROW_BYTES = 12 * VERDICT_CHARACTERS
+"""Longest answer for one row: JSON writes a character with up to 12 bytes."""
+CALL_BYTES = 1 << 16
+"""Longest answer of a call besides its rows: what the whole function raised."""
+RETURNED_BYTES = 1 << 22
+"""Longest JSON that an agent may return."""
 STOP_LIMIT_S = 10.0
 """Longest time a supervisor has to end what is below it before it is killed itself."""
 
@@ -90,7 +104,8 @@ class Child:
         self._memory_bytes = memory_bytes
         self._num_rows = 0
         self._limit_s = START_LIMIT_S
-        self._reader = FrameReader()
+        self._asked: Frame = {}
+        self._reader = FrameReader(READY_BYTES)
         self._output = b""
         try:
             self._spawn(containment)
@@ -128,14 +143,29 @@ class Child:
             )
             self._pipes = ours.pop_all()
 
-    def send(self, call: bytes, *, num_rows: int, limit_s: float) -> None:
-        """Begin a call; ``advance`` gives its answer, or ``expire`` ends it after ``deadline``."""
+    def send(self, call: Frame, *, num_rows: int, limit_s: float) -> None:
+        """Begin a call; ``advance`` gives its answer, or ``expire`` ends it after ``deadline``.
+
+        Raises:
+            RewardError: the call is too long for one message.
+        """
         assert self.state is State.IDLE, f"a child that is {self.state.name} takes no call"
+        self._asked = {**call, "number": secrets.token_hex(8)}
+        try:
+            message = encode(self._asked)
+        except FrameError as error:
+            raise RewardError(
+                f"{num_rows} rows are too much for one call: {error}",
+                why="a call is one message",
+                fix="raise reward.workers, or take fewer rows a step",
+            ) from None
+        rows_bytes = num_rows * ROW_BYTES if call["type"] == "call" else RETURNED_BYTES
+        self._reader.limit_bytes = CALL_BYTES + rows_bytes
         self.state = State.BUSY
         self.deadline = time.monotonic() + limit_s
         self._limit_s = limit_s
         self._num_rows = num_rows
-        self._unsent = memoryview(call)
+        self._unsent = memoryview(message)
         self._output = b""
 
     def events(self) -> dict[int, int]:
@@ -151,19 +181,19 @@ class Child:
         Raises:
             RewardError: the function cannot be loaded, or returned something else than one entry a row.
         """
-        ended = self._read(self._status)  # first: what was answered before the end still counts
+        ended = self._read(self._status)
         self._send_some()
         answered = self._read(self._answers) or b""
         self._output = (self._output + (self._read(self._printed) or b""))[-_OUTPUT_BYTES:]
         try:
-            answer = self._interpret(self._reader.feed(answered))
+            answer = self._interpret(self._reader.feed(answered), is_over=ended is not None)
         except FrameError as error:
             self.stop()
             return self._ended(f"wrote to the descriptor of the answers: {error}")
         if ended is None:
             return answer
         self.stop()
-        return answer or self._ended(
+        return self._ended(
             ended.decode(errors="replace") or "was killed together with its supervisor"
         )
 
@@ -204,12 +234,15 @@ class Child:
             why=f"it was killed {STOP_LIMIT_S:g} s ago; the kernel waits for a device or a file system",
         )
 
-    def _interpret(self, frames: list[Frame]) -> Answer | None:
-        if not frames:
-            return None
-        if len(frames) > 1 or self.state is State.IDLE:
-            raise FrameError("an answer nobody asked for")
+    def _interpret(self, frames: list[Frame], *, is_over: bool) -> Answer | None:
+        """The answer that the frames are; none from a process that has ended, but why it refused to start."""
         loading = self.state is State.STARTING
+        if not frames or (is_over and not loading):
+            return None
+        if len(frames) > 1 or self._reader.num_held or self.state is State.IDLE:
+            raise FrameError("an answer nobody asked for")
+        if not loading and frames[0].get("number") != self._asked["number"]:
+            raise FrameError("an answer to another call")
         self.state = State.IDLE
         self.deadline = math.inf
         if loading:
@@ -239,14 +272,18 @@ class Child:
                 raise FrameError(f"an answer of type {frame['type']!r}")
 
     def _called(self, frame: Frame) -> Answer:
+        is_scored = self._asked["type"] == "call"
         match frame:
-            case {"type": "scores", "scores": list(verdicts)} if len(verdicts) == self._num_rows:
+            case {"type": "scores", "scores": list(verdicts)} if is_scored:
+                if len(verdicts) != self._num_rows:
+                    raise FrameError(f"{len(verdicts)} scores for {self._num_rows} rows")
                 return [_score(verdict) for verdict in verdicts]
-            case {"type": "returned", "what": str(what)}:
+            case {"type": "returned", "what": str(what)} if not is_scored:
+                _require_json(what)
                 return [Score(outcome=Outcome.SCORE, message=what)]
             case {"type": "raised", "what": str(what)}:
                 return self._failure(Outcome.ERROR, what)
-            case {"type": "malformed", "what": str(what)}:
+            case {"type": "malformed", "what": str(what)} if is_scored:
                 raise RewardError(
                     f"{self._function} {what}",
                     why="it returns one entry, a number or None, for every completion",
@@ -305,12 +342,22 @@ def _pipe(*, read: contextlib.ExitStack, write: contextlib.ExitStack) -> tuple[i
     return reading, writing
 
 
-def _score(verdict: object) -> Score:
+def _score(verdict: Verdict) -> Score:
+    """The score that a verdict says; its number is checked again here."""
     match verdict:
         case None:
             return Score(outcome=Outcome.ABSTAIN)
         case str():
             return Score(outcome=Outcome.ERROR, message=verdict)
-        case float() if math.isfinite(verdict):
+        case float() if verdict_of(verdict) == verdict:
             return Score(outcome=Outcome.SCORE, value=verdict)
-    raise FrameError(f"a verdict {verdict!r}")
+        case {"late": str(message)}:
+            return Score(outcome=Outcome.TIMEOUT, message=message)
+    raise FrameError(f"a verdict {reprlib.repr(verdict)}")
+
+
+def _require_json(text: str) -> None:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"what was returned is not JSON: {error}") from None

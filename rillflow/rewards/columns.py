@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rillflow.errors import RewardError, nearest
-from rillflow.rewards.frames import FrameError, encode
+from rillflow.rewards.frames import Frame
 
 Text = str | Sequence[Mapping[str, object]]
 """A prompt or a completion: a text, or a list of chat messages."""
@@ -50,18 +50,7 @@ def choose(columns: Columns, parameters: Parameters, function: object) -> Column
     return {name: values for name, values in columns.items() if name in parameters.accepted}
 
 
-def encode_call(columns: Columns, rows: Sequence[int]) -> bytes:
-    """The frame that asks for the scores of these rows.
-
-    Raises:
-        RewardError: the frame is too long.
-    """
+def call_frame(columns: Columns, rows: Sequence[int]) -> Frame:
+    """The frame that asks for the scores of these rows."""
     taken = {name: [values[row] for row in rows] for name, values in columns.items()}
-    try:
-        return encode({"type": "call", "rows": len(rows), "columns": taken})
-    except FrameError as error:
-        raise RewardError(
-            f"{len(rows)} rows are too much for one call: {error}",
-            why="a call is one message",
-            fix="raise reward.workers, or take fewer rows a step",
-        ) from None
+    return {"type": "call", "rows": len(rows), "columns": taken}

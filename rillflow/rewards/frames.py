@@ -2,7 +2,8 @@
 
     driver ── [length, 4 bytes big-endian][JSON, UTF-8] ──> child, and back the same way
 
-Both ends are strict: whatever is no frame is a FrameError, never a guess.
+Both ends are strict: anything that is not a frame is a FrameError. The driver also limits an answer by the
+call that is open: ``FrameReader.limit_bytes``.
 """
 
 from __future__ import annotations
@@ -48,8 +49,15 @@ def write_all(descriptor: int, data: bytes) -> None:
 class FrameReader:
     """Puts frames together from whatever pieces arrive."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        """Length of a frame that is refused before its body is read."""
         self._held = bytearray()
+
+    @property
+    def num_held(self) -> int:
+        """Bytes of a frame that is not complete yet."""
+        return len(self._held)
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are complete with this piece.
@@ -61,8 +69,8 @@ class FrameReader:
         frames = []
         while len(self._held) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._held)
-            if length > MAX_FRAME_BYTES:
-                raise FrameError(f"a frame announces {length} bytes")
+            if length > self.limit_bytes:
+                raise FrameError(f"a frame announces {length} bytes, and {self.limit_bytes} are allowed")
             end = _LENGTH.size + length
             if len(self._held) < end:
                 break

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 from rillflow.errors import RewardError
 from rillflow.rewards.child import Answer, Child, Failure, State
-from rillflow.rewards.columns import Columns, Parameters, Text, choose, encode_call
+from rillflow.rewards.columns import Columns, Parameters, Text, call_frame, choose
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
@@ -212,7 +212,7 @@ class RewardWorkers(ExitStack):
                 if waiting and child.state is State.IDLE:
                     call = running[child] = waiting.popleft()
                     limit_s = min(call.limit_s, until() - time.monotonic())
-                    child.send(encode_call(columns, call.rows), num_rows=len(call.rows), limit_s=limit_s)
+                    child.send(call_frame(columns, call.rows), num_rows=len(call.rows), limit_s=limit_s)
             for child, answer in self._turn(until()):
                 if child in running:
                     replies.append(_Reply(rows=running.pop(child).rows, answer=answer))

@@ -32,7 +32,6 @@ from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rewards.child import Answer, Child, Failure, State
 from rillflow.rewards.columns import choose
-from rillflow.rewards.frames import encode
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
 from rillflow.rewards.supervisor import Containment
@@ -189,7 +188,7 @@ class AgentEngine(RowByRow):
         assert child.parameters is not None, "a child that is idle has told them"
         columns = {name: [value] for name, value in {**known, "base_url": self._url, "api_key": key}.items()}
         chosen = choose(columns, child.parameters, self._function)
-        call = encode({"type": "run", "columns": {name: value[0] for name, value in chosen.items()}})
+        call = {"type": "run", "columns": {name: value[0] for name, value in chosen.items()}}
         self._keys[key], self._running[child] = agent.conversation, agent
         child.send(call, num_rows=1, limit_s=self._agent.timeout_s)
 
