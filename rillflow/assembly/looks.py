@@ -49,7 +49,9 @@ from rillflow.observe.environment import usable_cores
 from rillflow.observe.wording import size
 from rillflow.rewards.columns import Text
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.levels import SENTENCES, Level
 from rillflow.rewards.outcome import RETURNED, Outcome, Score
+from rillflow.rewards.text_execution import Setting, is_shut_in, text_uses
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.rollout.config import NATIVE
 from rillflow.tasks.example import Example
@@ -58,6 +60,7 @@ from rillflow.tasks.task import Task
 MOST_REPEATS = 100
 """Times a step may draw the same prompt: beyond, the number of prompts is a slip of the pen."""
 _TRIED = 2
+_PLACES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +137,7 @@ def look(
     if not report.problems:
         report.attempt(lambda: _look_at_tokens(recipe, base, report, say))
     report.attempt(lambda: _look_at_scorers(recipe, base, report))
-    report.attempt(lambda: agent_function(recipe, base))
+    report.attempt(lambda: _look_at_agent(recipe, base, report))
     report.attempt(lambda: _look_at_machine(recipe, report))
     report.attempt(lambda: _look_at_functions(reward_functions(recipe, base, report.task), recipe, report))
     report.attempt(lambda: _look_at_functions(cost_functions(recipe, base), recipe, report))
@@ -333,6 +336,31 @@ def _look_at_machine(recipe: Recipe, report: Report) -> None:
         )
 
 
+def _look_at_agent(recipe: Recipe, base: Path, report: Report) -> None:
+    function = agent_function(recipe, base)
+    if function is not None and recipe.rollout.agent is not None:
+        setting = recipe.rollout.agent.sandbox
+        is_shut_in(function, setting)
+        report.notes += _execution_notes(function, "rollout.agent.sandbox", setting, level=None)
+
+
+def _execution_notes(function: FunctionPath, name: str, setting: Setting, level: Level | None) -> list[str]:
+    """What a function does with text, and how much apart it is kept; nothing where it runs none."""
+    uses = text_uses(function)
+    if not uses and setting != "auto":
+        return [f"{function} has {name} = {shown(setting)}"] if setting else []
+    if not uses:
+        return []
+    places = ", ".join(map(str, uses[:_PLACES])) + (", ..." if len(uses) > _PLACES else "")
+    held = "in a sandbox" if level is None else f"{level}: {SENTENCES[level]}"
+    if not setting:
+        held = f"{Level.NONE}: {SENTENCES[Level.NONE]}"
+    said = [f"{function} runs text or starts processes ({places}); {name} = {shown(setting)}; {held}"]
+    if setting is True and any(use.is_in_process for use in uses):
+        said.append(f"{function} runs text in its own process: an answer can set its own row's result")
+    return said
+
+
 def _look_at_functions(functions: Sequence[FunctionPath], recipe: Recipe, report: Report) -> None:
     """Call functions on two rows, in the child process a run would use, each row with its own answer."""
     if report.task is None or not recipe.has_policy:
@@ -346,7 +374,8 @@ def _look_at_function(
     function: FunctionPath, recipe: Recipe, report: Report, rows: Sequence[Example]
 ) -> None:
     answers = [row.completion or "" for row in rows]
-    scores = _tried(function, recipe, rows, answers)
+    scores, level = _tried(function, recipe, rows, answers)
+    report.notes += _execution_notes(function, "reward.sandbox", recipe.reward.sandbox, level)
     report.say("reward", [f"{function}", *map(_scored, rows, answers, scores)])
     failed = [score for score in scores if score.outcome in (Outcome.TIMEOUT, Outcome.ERROR)]
     if len(failed) > recipe.reward.max_failures * len(scores):
@@ -364,7 +393,7 @@ def _look_at_function(
 
 def _tried(
     function: FunctionPath, recipe: Recipe, rows: Sequence[Example], answers: list[str]
-) -> list[Score]:
+) -> tuple[list[Score], Level]:
     prompts: list[Text] = [row.prompt if isinstance(row.prompt, str) else list(row.prompt) for row in rows]
     replies: list[Text] = [
         answer if isinstance(row.prompt, str) else [{"role": "assistant", "content": answer}]
@@ -375,7 +404,8 @@ def _tried(
     if recipe.rollout.agent is not None:
         columns[RETURNED] = list(answers)
     with RewardWorkers(function, recipe.reward.model_copy(update={"workers": 1})) as workers:
-        return workers.score(prompts, replies, columns)
+        scores = workers.score(prompts, replies, columns)
+        return scores, workers.level
 
 
 def _scored(row: Example, answer: str, score: Score) -> str:

@@ -21,7 +21,7 @@ from rillflow.models.locate import base_of, locate
 from rillflow.observe import layout
 from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.frame import KEPT
-from rillflow.rewards.function import FunctionPath, parse_function
+from rillflow.rewards.function import FunctionPath, parse_files, parse_function
 from rillflow.tasks.example import Example, example_of, shown
 from rillflow.tasks.files import Rows
 from rillflow.tasks.labelled import labelled_of
@@ -161,8 +161,9 @@ def reward_functions(recipe: Recipe, base: Path, task: Task[Example] | None) -> 
         RewardError: there is no such function.
         ConfigError: neither the recipe nor the task names one.
     """
+    files = parse_files(recipe.reward.files or (), base, "reward.files")
     if recipe.reward.function is not None:
-        return (parse_function(recipe.reward.function, base),)
+        return (replace(parse_function(recipe.reward.function, base), files=files),)
     is_model = recipe.reward.model is not None or recipe.reward.judge is not None
     if task is not None and not task.reward and not is_model and "reward" in recipe.roles:
         raise ConfigError(
@@ -170,7 +171,7 @@ def reward_functions(recipe: Recipe, base: Path, task: Task[Example] | None) -> 
             why=f"{task.name} has no scorer of its own",
             fix='write [reward] function = "reward.py:name"',
         )
-    return () if task is None else task.reward
+    return () if task is None else tuple(replace(function, files=files) for function in task.reward)
 
 
 def cost_functions(recipe: Recipe, base: Path) -> tuple[FunctionPath, ...]:
@@ -187,7 +188,10 @@ def cost_functions(recipe: Recipe, base: Path) -> tuple[FunctionPath, ...]:
             why=f"{recipe.algorithm.name} bounds a cost, and nothing says what a row costs",
             fix='write cost.function = "cost.py:name", relative to the recipe',
         )
-    return () if text is None or recipe.cost.model is not None else (parse_function(text, base),)
+    if text is None or recipe.cost.model is not None:
+        return ()
+    files = parse_files(recipe.reward.files or (), base, "reward.files")
+    return (replace(parse_function(text, base), files=files),)
 
 
 def agent_function(recipe: Recipe, base: Path) -> FunctionPath | None:
@@ -206,7 +210,8 @@ def agent_function(recipe: Recipe, base: Path) -> FunctionPath | None:
             why="an agent asks the policy over HTTP",
             fix="pip install 'rillflow[service]'",
         )
-    return parse_function(agent.function, base, "agent")
+    files = parse_files(agent.files or (), base, "rollout.agent.files")
+    return replace(parse_function(agent.function, base, "agent"), files=files)
 
 
 def prompt_length(example: Example) -> int:

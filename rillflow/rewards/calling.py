@@ -3,6 +3,7 @@
     load frame ── limits, import, signature ──> ready | refused
     call frame ── function(**columns) ── one verdict a row ──> scores | raised | malformed
     run frame ─── function(**columns) ── any JSON ───────────> returned | raised
+    in the sandbox: the same calls, each row in a fork of its own; see rewards/rows.py
 
     consumes      frames from the request pipe
     waits for     the next frame; the supervisor ends this process when the driver goes
@@ -18,33 +19,26 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import math
 import os
-import reprlib
 import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 from rillflow.rewards.frames import Frame, encode, read_frames, write_all
+from rillflow.rewards.rows import RowCells
+from rillflow.rewards.verdict import VALUE_CHARACTERS, shown_value, verdict_of
 
 MESSAGE_CHARACTERS = 2000
 """Longest text about one exception."""
 
-VERDICT_CHARACTERS = 1000
-"""Longest text about one row."""
-_VALUE_CHARACTERS = 200
-
-_LARGEST_FLOAT32 = 3.4028234663852886e38
 _NOT_ROWS = (str, bytes, bytearray, Mapping, Set)
-
-Verdict = float | str | dict[str, str] | None
-"""A score, what is wrong with it, ``{"late": message}``, or an abstention."""
 
 
 class Refused(Exception):
@@ -70,13 +64,22 @@ class _Loader(SourceFileLoader):
         return self.text.encode() or super().get_data(path)
 
 
-def serve(requests: int, answers: int, shortcomings: list[str]) -> None:
+def serve(
+    requests: int,
+    answers: int,
+    *,
+    level: str = "none",
+    shortcomings: Sequence[str] = (),
+    cells: RowCells | None = None,
+) -> None:
     """Answer every frame until the request pipe ends.
 
     Args:
         requests: the descriptor frames come from.
         answers: the descriptor answers go to.
+        level: of the sandbox, told to the driver.
         shortcomings: what does not hold on this machine, told to the driver.
+        cells: run every row in a cell; None calls the function in this process.
     """
     process = os.getpid()
 
@@ -92,10 +95,13 @@ def serve(requests: int, answers: int, shortcomings: list[str]) -> None:
     try:
         shortcomings = [*shortcomings, *_limit(load["memory_bytes"])]
         loaded = _load(load)
+        if cells is not None:
+            _require_cells(cells)
         answer(
             {
                 "type": "ready",
                 "at_s": time.monotonic(),  # one clock for all processes: a busy driver reads this late
+                "level": level,
                 "shortcomings": "; ".join(shortcomings),
                 **_parameters(loaded.function),
             }
@@ -104,7 +110,20 @@ def serve(requests: int, answers: int, shortcomings: list[str]) -> None:
         answer({"type": "refused", "what": str(refusal)})
         return
     for request in frames:
-        answer({**_called(loaded, request), "number": request["number"]})
+        call = partial(_called, loaded)
+        answered = call(request) if cells is None else cells.call(call, request)
+        answer({**answered, "number": request["number"]})
+
+
+def _require_cells(cells: RowCells) -> None:
+    """Try a cell before a row needs one.
+
+    Raises:
+        Refused: the kernel gives none.
+    """
+    tried = cells.call(lambda _: {"type": "returned", "what": "null"}, {"type": "run"})
+    if tried["type"] != "returned":
+        raise Refused(f"could not be shut in: a process for one row {tried['what']}")
 
 
 def _limit(memory_bytes: int) -> list[str]:
@@ -137,7 +156,7 @@ def _load(request: Frame) -> _Loaded:
         raise Refused(f"cannot be loaded: {describe(error, file)}") from None
     function = vars(module).get(request["name"])
     if not callable(function):
-        raise Refused(f"is {_shown(function)}, which cannot be called")
+        raise Refused(f"is {shown_value(function)}, which cannot be called")
     return _Loaded(function=function, file=file)
 
 
@@ -168,7 +187,7 @@ def _called(loaded: _Loaded, request: Frame) -> Frame:
             return {"type": "returned", "what": json.dumps(result)}
         values = _entries(result)
         if values is None:
-            return {"type": "malformed", "what": f"returned {_shown(result)}"}
+            return {"type": "malformed", "what": f"returned {shown_value(result)}"}
         verdicts = [verdict_of(value) for value in values]
     except BaseException as error:  # noqa: BLE001  the supervision boundary: the user's function may raise anything
         return {"type": "raised", "what": f"raised {describe(error, loaded.file)}"}
@@ -188,27 +207,6 @@ def _entries(result: Any) -> Iterator[Any] | None:
     return entries
 
 
-def verdict_of(value: Any) -> Verdict:
-    """Return a finite float32 number, None, or a sentence on what is wrong with the value."""
-    if value is None:
-        return None
-    if isinstance(value, str | bytes | bytearray):
-        return f"the score is {_shown(value)}, not a number"
-    try:
-        number = float(value)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        return f"the score is {_shown(value)}, not a number: {str(error)[:_VALUE_CHARACTERS]}"
-    if not math.isfinite(number):
-        return f"the score is {number}, not a finite number"
-    if abs(number) > _LARGEST_FLOAT32:
-        return f"the score is {number}, beyond float32"
-    return number
-
-
-def _shown(value: Any) -> str:
-    return f"{reprlib.repr(value)[:_VALUE_CHARACTERS]} ({type(value).__name__})"
-
-
 def describe(error: BaseException, file: Path) -> str:
     """The error's type and message, and the last line of the user's file it came through."""
     text = "".join(traceback.format_exception_only(error)).strip()
@@ -217,5 +215,5 @@ def describe(error: BaseException, file: Path) -> str:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     if not own:
         return text
-    line = (own[-1].line or "")[:_VALUE_CHARACTERS]
+    line = (own[-1].line or "")[:VALUE_CHARACTERS]
     return f"{text} ({file.name}, line {own[-1].lineno}, in {own[-1].name}: {line})"

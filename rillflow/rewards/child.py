@@ -27,16 +27,16 @@ import sys
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 
 from rillflow.errors import RewardError
-from rillflow.rewards.calling import VERDICT_CHARACTERS, Verdict, verdict_of
 from rillflow.rewards.columns import Parameters
 from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.levels import Level
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.sandbox import clean_environment
-from rillflow.rewards.supervisor import Containment
+from rillflow.rewards.sandbox import Visible
+from rillflow.rewards.supervised import REFUSED, Containment, Supervised
+from rillflow.rewards.verdict import VERDICT_CHARACTERS, Verdict, is_verdict
 
 START_LIMIT_S = 60.0
 """Longest time to load the user's file: imports may be heavy."""
@@ -51,12 +51,12 @@ RETURNED_BYTES = 1 << 22
 STOP_LIMIT_S = 10.0
 """Longest time a supervisor has to end what is below it before it is killed itself."""
 
+_GRACE_S = 1.0
+"""What a sandbox has beyond a call's time, to end the row that was late and to answer."""
 _OUTPUT_BYTES = 2000
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_PER_TURN = 64
-_PACKAGE_ROOT = Path(__file__).parents[2]
-_BOOT = "import sys; sys.path.append(sys.argv[1]); from rillflow.rewards import supervisor; supervisor.main()"
-_INTERPRETER = (sys.executable, "-I", "-u", "-c", _BOOT)
+NOTHING_VISIBLE = Visible()
 
 
 class State(Enum):
@@ -88,15 +88,26 @@ class Child:
         function: what it loads.
         memory_bytes: its address space.
         containment: the strongest way to hold its processes together that is tried.
+        visible: what of the user's files a sandbox shows.
+        door: a socket over which a sandbox hands out a listening socket of its network.
 
     Raises:
         RewardError: the system starts no more processes.
     """
 
-    def __init__(self, function: FunctionPath, *, memory_bytes: int, containment: Containment) -> None:
+    def __init__(
+        self,
+        function: FunctionPath,
+        *,
+        memory_bytes: int,
+        containment: Containment,
+        visible: Visible = NOTHING_VISIBLE,
+        door: int | None = None,
+    ) -> None:
         self.state = State.STARTING
         self.parameters: Parameters | None = None
         self.shortcomings = ""
+        self.level = Level.NONE
         self.start_s = 0.0
         self._started = time.monotonic()
         self.deadline = self._started + START_LIMIT_S
@@ -108,7 +119,7 @@ class Child:
         self._reader = FrameReader(READY_BYTES)
         self._output = b""
         try:
-            self._spawn(containment)
+            self._spawn(containment, visible, door)
         except OSError as error:
             raise RewardError(f"no process can be started for {function}", why=str(error)) from None
         load = {
@@ -121,26 +132,25 @@ class Child:
         self._unsent = memoryview(encode({**load, "path": [entry for entry in sys.path if entry]}))
         self._send_some()  # at once: it loads while the driver is busy elsewhere, and is not late then
 
-    def _spawn(self, containment: Containment) -> None:
+    def _spawn(self, containment: Containment, visible: Visible, door: int | None) -> None:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             requests, self._requests = _pipe(read=theirs, write=ours)
             self._answers, answers = _pipe(read=ours, write=theirs)
             self._status, status = _pipe(read=ours, write=theirs)
             self._printed, printed = _pipe(read=ours, write=theirs)
-            folder = "" if self._function.text else str(self._function.file.parent)
-            numbers = [str(number) for number in (requests, answers, status, os.getpid())]
             self._watched = {self._answers, self._status, self._printed}
             for descriptor in (self._requests, *self._watched):
                 os.set_blocking(descriptor, False)
-            self._process = subprocess.Popen(
-                [*_INTERPRETER, str(_PACKAGE_ROOT), *numbers, containment, folder],
-                env=clean_environment() if containment is Containment.SANDBOX else None,
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                pass_fds=(requests, answers, status),
-                start_new_session=True,
+            plan = Supervised(
+                containment=containment,
+                visible=visible,
+                requests=requests,
+                answers=answers,
+                status=status,
+                door=-1 if door is None else door,
+                memory_bytes=self._memory_bytes,
             )
+            self._process = plan.start(printed)
             self._pipes = ours.pop_all()
 
     def send(self, call: Frame, *, num_rows: int, limit_s: float) -> None:
@@ -150,7 +160,7 @@ class Child:
             RewardError: the call is too long for one message.
         """
         assert self.state is State.IDLE, f"a child that is {self.state.name} takes no call"
-        self._asked = {**call, "number": secrets.token_hex(8)}
+        self._asked = {**call, "number": secrets.token_hex(8), "limit_s": limit_s}
         try:
             message = encode(self._asked)
         except FrameError as error:
@@ -162,7 +172,7 @@ class Child:
         rows_bytes = num_rows * ROW_BYTES if call["type"] == "call" else RETURNED_BYTES
         self._reader.limit_bytes = CALL_BYTES + rows_bytes
         self.state = State.BUSY
-        self.deadline = time.monotonic() + limit_s
+        self.deadline = time.monotonic() + limit_s + (_GRACE_S if self.level is not Level.NONE else 0.0)
         self._limit_s = limit_s
         self._num_rows = num_rows
         self._unsent = memoryview(message)
@@ -193,9 +203,7 @@ class Child:
         if ended is None:
             return answer
         self.stop()
-        return self._ended(
-            ended.decode(errors="replace") or "was killed together with its supervisor"
-        )
+        return self._ended(ended.decode(errors="replace") or "was killed together with its supervisor")
 
     def expire(self) -> Failure:
         """End a child that is past its deadline.
@@ -256,10 +264,11 @@ class Child:
                 "type": "ready",
                 "at_s": float(at_s),
                 "shortcomings": str(told),
+                "level": str(level),
                 "accepted": list(accepted),
                 "required": list(required),
             }:
-                self.shortcomings = told
+                self.shortcomings, self.level = told, Level(level)
                 self.start_s = at_s - self._started
                 self.parameters = Parameters(
                     accepted=frozenset(accepted),
@@ -293,6 +302,13 @@ class Child:
 
     def _ended(self, how: str) -> Failure:
         """What it means that the process ended by itself."""
+        if self.parameters is None and how.startswith(REFUSED):
+            raise RewardError(
+                f"{self._function} {how}",
+                why="it runs text or starts processes, or its sandbox setting is true",
+                fix="run where Linux gives user namespaces (`rillflow doctor` says what is missing); "
+                "sandbox = false accepts that an answer can set its own reward",
+            )
         if self.parameters is None:
             raise self._unusable(f"cannot be loaded: the process {how}")
         return self._failure(Outcome.ERROR, how)
@@ -349,7 +365,7 @@ def _score(verdict: Verdict) -> Score:
             return Score(outcome=Outcome.ABSTAIN)
         case str():
             return Score(outcome=Outcome.ERROR, message=verdict)
-        case float() if verdict_of(verdict) == verdict:
+        case float() if is_verdict(verdict):
             return Score(outcome=Outcome.SCORE, value=verdict)
         case {"late": str(message)}:
             return Score(outcome=Outcome.TIMEOUT, message=message)

@@ -58,10 +58,13 @@ class RewardConfig(Section):
     timeout_s: float = Field(10.0, gt=0, description="Longest time for one call.")
     memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")
     workers: int = Field(1, gt=0, description="Children that score side by side.")
-    sandbox: bool = Field(
-        False,
-        description="Whether the function, code that a model wrote say, is shut in: no network, no files "
-        "but its folder's and Python's, read only, none of the environment's variables. Linux alone.",
+    sandbox: Literal["auto"] | bool = Field(
+        "auto",
+        description="Run every row of the function in a sandbox: no network, no files but its own and "
+        "Python's, no variables of the environment. auto: where its source runs text or starts processes.",
+    )
+    files: tuple[str, ...] | None = Field(
+        None, description="Files and folders that the sandbox shows too, read only, relative to the recipe."
     )
     max_failures: float = Field(
         0.5,

@@ -8,7 +8,7 @@ A decorated function, a lambda or an import under that name is as good as a ``de
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,8 @@ class FunctionPath:
     """What is loaded in the file's place, where a function given in Python has no file of its own."""
     weight: float = 1.0
     """Of its scores, where several functions are summed."""
+    files: tuple[Path, ...] = ()
+    """Further files and folders that its sandbox shows, absolute."""
 
     def __str__(self) -> str:
         return self.name if self.text else f"{self.file.name}:{self.name}"
@@ -63,6 +65,24 @@ def parse_function(text: str, base: Path, what: str = "reward function") -> Func
             f"{file} has no function {name!r}", why="the file binds no such name", fix=nearest(name, names)
         )
     return FunctionPath(file=file, name=name)
+
+
+def parse_files(names: Sequence[str], base: Path, setting: str) -> tuple[Path, ...]:
+    """The files and folders that a setting lists, relative to ``base``.
+
+    Raises:
+        RewardError: there is none by a name.
+    """
+    found = []
+    for name in names:
+        path = (base / name).resolve()
+        if not path.exists():
+            beside = [other.name for other in path.parent.glob("*")]
+            raise RewardError(
+                f"{setting} lists {name!r}", why=f"there is no {path}", fix=nearest(path.name, beside)
+            )
+        found.append(path)
+    return tuple(found)
 
 
 def _locate(path: Path, named: str) -> Path:

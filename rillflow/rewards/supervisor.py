@@ -22,21 +22,30 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import select
 import signal
+import socket
+import struct
 import sys
 import time
-import traceback
-from collections.abc import Callable
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from rillflow.rewards import sandbox
+from rillflow.rewards import seccomp
 from rillflow.rewards.calling import serve
-from rillflow.rewards.sandbox import PIDS, USERS, ask, enclose, isolate, show_own_processes
+from rillflow.rewards.cell import CellRules, describe_end, fork
+from rillflow.rewards.kernel import PIDS, USERS, adopt_orphans, end_with_parent
+from rillflow.rewards.levels import Level
+from rillflow.rewards.memory_group import MemoryGroup
+from rillflow.rewards.rows import RowCells
+from rillflow.rewards.runner import serve_programs
+from rillflow.rewards.sandbox import SHUT_IN, enclose, isolate, python_folders, show_own_processes
+from rillflow.rewards.supervised import REFUSED, RUNNER, Containment, Supervised
 
 MAX_PROCESSES = 512
 """Processes one reward function may have at a time; more are taken for a fork bomb."""
@@ -46,19 +55,7 @@ _KILL_LIMIT_S = 1.0
 _NOTICED = MAX_PROCESSES // 8
 _LINUX = sys.platform == "linux"
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-class Containment(StrEnum):
-    """How the processes of a reward function are held together, the strongest first."""
-
-    SANDBOX = "sandbox"
-    """Namespaces of every kind and a root of its own, or an error; see rewards/sandbox.py."""
-    NAMESPACE = "namespace"
-    """A pid namespace: the kernel ends every process in it at once."""
-    DESCENDANTS = "descendants"
-    """Orphans are adopted, and what /proc shows below; without a /proc, the process group alone."""
-
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 _NO_NAMESPACE = (
     "there is no pid namespace: a process that a reward function detaches may outlive a killed supervisor"
@@ -68,18 +65,14 @@ _NO_NAMESPACE = (
 
 
 def main() -> NoReturn:
-    """Run one child until it ends or must end.
-
-    The command line tells the package's root, the descriptors of requests, answers and status, the driver's
-    process id, the containment wanted and, for the sandbox, the function's folder.
-    """
-    requests, answers, status, driver = (int(argument) for argument in sys.argv[2:6])
-    for descriptor in (requests, answers, status):
+    """Run one child until it ends or must end; the command line tells the package's root and a plan."""
+    plan = Supervised.told(sys.argv[2])
+    for descriptor in {plan.requests, plan.answers, plan.status, plan.programs, plan.door} - {-1}:
         os.set_inheritable(descriptor, False)  # programs the function starts have no part in this
     try:
-        containment = _contain(Containment(sys.argv[6]))
+        held = _contain(plan)
     except OSError as error:
-        os.write(status, _refused(error).encode())
+        os.write(plan.status, _refused(error).encode())
         os._exit(1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -91,36 +84,23 @@ def main() -> NoReturn:
         signal.set_wakeup_fd(-1)
         for descriptor in (woken, wake):
             os.close(descriptor)
-        _keep(requests, answers, status, containment)
+        _keep(plan, held)
 
-    keeper = _fork(keep)
-    for descriptor in (requests, answers):
+    keeper = fork(keep)
+    for descriptor in {plan.requests, plan.answers, plan.programs, plan.door} - {-1}:
         os.close(descriptor)
-    reason = _watch(keeper, driver, woken)
+    reason = _watch(keeper, plan.driver, woken)
     if reason:
         with contextlib.suppress(OSError):
-            os.write(status, reason.encode())
+            os.write(plan.status, reason.encode())
     _end_all(keeper)
+    if held.group is not None:
+        held.group.remove()
     os._exit(0)
 
 
 def _note(number: int, frame: object) -> None:
     """Make a signal wake the supervisor instead of ending it."""
-
-
-def _fork(run: Callable[[], None]) -> int:
-    """Fork a process that runs this function and then ends, whatever happens in it."""
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
-        run()
-        code = 0
-    except BaseException:  # noqa: BLE001  the supervision boundary: a fork must not return into its parent's code
-        traceback.print_exc()
-    finally:
-        os._exit(code)
 
 
 # ---- the supervisor
@@ -217,36 +197,97 @@ def _signal_group(keeper: int, number: signal.Signals) -> None:
 # ---- the keeper, and what the child does before the user's code
 
 
-def _keep(requests: int, answers: int, status: int, containment: Containment) -> None:
+def _keep(plan: Supervised, held: _Held) -> None:
     """Run the child, collect orphans, and tell how the child ended."""
     os.setsid()
-    _end_with_parent()
+    end_with_parent()
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     _go_first()
-    if containment is Containment.NAMESPACE:
+    if held.group is not None:
+        held.group.join()
+    if held.containment is Containment.NAMESPACE:
         show_own_processes()
-    elif containment is Containment.SANDBOX:
-        try:
-            enclose(sys.argv[7])
-        except OSError as error:
-            os.write(status, _refused(error).encode())
-            return
+    try:
+        runner = _shut_in(plan, held) if held.containment.is_sandbox else None
+    except OSError as error:
+        os.write(plan.status, _refused(error).encode())
+        return
 
     def run() -> None:
-        os.close(status)
-        _end_with_parent()
+        os.close(plan.status)
+        end_with_parent()
         faulthandler.enable()
-        serve(requests, answers, [_NO_NAMESPACE] if containment is Containment.DESCENDANTS else [])
+        cells = None
+        if runner is not None:
+            os.environ[RUNNER] = str(runner.fileno())
+            sys.dont_write_bytecode = True
+            kept = (plan.requests, plan.answers)
+            cells = RowCells(rules=_rules(plan, held), kept=kept, folder=plan.visible.folder)
+        serve(
+            plan.requests,
+            plan.answers,
+            level=held.level,
+            shortcomings=held.shortcomings,
+            cells=cells,
+        )
 
-    child = _fork(run)
-    for descriptor in (requests, answers):
+    child = held.runner if runner is None and held.runner else fork(run)
+    for descriptor in filter(lambda each: each >= 0, (plan.requests, plan.answers)):
         os.close(descriptor)
     while True:
         process, ended = os.wait()
         if process == child:
-            os.write(status, _describe_end(ended).encode())
+            os.write(plan.status, describe_end(ended).encode())
             return
+
+
+def _shut_in(plan: Supervised, held: _Held) -> socket.socket | None:
+    """Enter the sandbox and start its runner; the socket to ask it, None where the driver has that."""
+    enclose(plan.visible)
+    if plan.door >= 0:
+        _open_door(plan.door)
+    if plan.programs >= 0:
+        ours, theirs = None, socket.socket(fileno=plan.programs)
+    else:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def run_programs() -> None:
+        end_with_parent()
+        for descriptor in {plan.requests, plan.answers, plan.status} - {-1}:
+            os.close(descriptor)
+        if ours is not None:
+            ours.close()
+        serve_programs(theirs, _rules(plan, held), plan.visible)
+
+    held.runner = fork(run_programs)
+    theirs.close()
+    if ours is not None and not ours.recv(16):
+        raise OSError(0, "the process that runs programs ended at once")
+    return ours
+
+
+def _open_door(door: int) -> None:
+    """Switch on the loopback device and hand out a socket that listens on it."""
+    with socket.socket(fileno=door) as driver, socket.socket() as listening:
+        fcntl.ioctl(listening, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(128)
+        socket.send_fds(driver, [b"door"], [listening.fileno()])
+
+
+def _rules(plan: Supervised, held: _Held) -> CellRules:
+    return CellRules(
+        has_users=held.level is Level.FULL,
+        is_memory_counted=held.is_memory_counted,
+        has_door=plan.door >= 0,
+        python=_below_tmp(python_folders()),
+        visible=_below_tmp([plan.visible.folder, *plan.visible.copies, *plan.visible.shown]),
+    )
+
+
+def _below_tmp(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.startswith("/tmp/")]
 
 
 def _go_first() -> None:
@@ -257,51 +298,77 @@ def _go_first() -> None:
 
 
 def _refused(error: OSError) -> str:
-    return f"could not be shut in, as reward.sandbox asks: {error}"
-
-
-def _describe_end(ended: int) -> str:
-    code = os.waitstatus_to_exitcode(ended)
-    if code >= 0:
-        return f"exited with status {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else "no name"
-    memory = ", as happens when the machine runs out of memory" if -code == signal.SIGKILL else ""
-    return f"was killed by signal {-code} ({name}){memory}"
+    reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror or str(error)
+    return f"{REFUSED}: {reason}"
 
 
 # ---- the kernel's part
 
 
-def _contain(wanted: Containment) -> Containment:
+@dataclass(kw_only=True)
+class _Held:
+    """How everything below a supervisor is held together."""
+
+    containment: Containment
+    """What could be had."""
+    level: Level = Level.NONE
+    """Of the sandbox."""
+    group: MemoryGroup | None = None
+    """What bounds its memory."""
+    shortcomings: list[str] = field(default_factory=list)
+    """What does not hold on this machine."""
+    runner: int = 0
+    """The process that runs programs."""
+
+    @property
+    def is_memory_counted(self) -> bool:
+        """Whether a memory group bounds the sandbox."""
+        return self.group is not None
+
+
+def _contain(plan: Supervised) -> _Held:
     """Take the strongest containment there is, up to the one wanted.
 
     Raises:
-        OSError: the sandbox is wanted, and not to be had.
+        OSError: a sandbox is wanted, and not to be had.
     """
-    if not _LINUX and wanted is Containment.SANDBOX:
-        raise OSError(0, f"user namespaces: this is {sys.platform}, and Linux has them")
+    wanted = plan.containment
+    if not _LINUX and wanted.is_sandbox:
+        raise OSError(0, f"this is {sys.platform}, and the sandbox needs Linux")
     if not _LINUX:
-        return Containment.DESCENDANTS
-    ask("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if wanted is Containment.SANDBOX:
-        isolate(sandbox.SHUT_IN)
-        return wanted
+        return _Held(containment=Containment.DESCENDANTS, shortcomings=[_NO_NAMESPACE])
+    adopt_orphans()
+    if wanted.is_sandbox:
+        return _sandboxed(plan)
     for namespaces in (PIDS, PIDS | USERS) if wanted is Containment.NAMESPACE else ():
         # Asked of a fork first: a namespace that turns out half made cannot be left again.
-        if os.waitpid(_fork(partial(_try, namespaces)), 0)[1] == 0:
+        if os.waitpid(fork(partial(_try, namespaces)), 0)[1] == 0:
             isolate(namespaces)
-            return wanted
-    return Containment.DESCENDANTS
+            return _Held(containment=wanted)
+    return _Held(containment=Containment.DESCENDANTS, shortcomings=[_NO_NAMESPACE])
 
 
-def _try(namespaces: int) -> None:
+def _sandboxed(plan: Supervised) -> _Held:
+    if not seccomp.is_known():
+        raise OSError(0, f"there is no seccomp filter for {os.uname().machine}")
+    held = _Held(containment=plan.containment)
+    try:
+        held.group = MemoryGroup.make(plan.memory_bytes) if plan.memory_bytes else None
+    except OSError as error:
+        held.shortcomings.append(f"no memory cgroup bounds the sandbox as a whole ({error.strerror})")
+    try:
+        mapped = isolate(SHUT_IN, further_users=plan.containment is Containment.SANDBOX)
+    except OSError:
+        if held.group is not None:
+            held.group.remove()
+        raise
+    held.level = Level.FULL if mapped else Level.SHARED_USER
+    return held
+
+
+def _try(namespaces: int) -> int:
     try:
         isolate(namespaces)
     except OSError:
-        os._exit(1)
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this process when the one that forked it ends."""
-    if _LINUX:
-        ask("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        return 1
+    return 0

@@ -34,8 +34,11 @@ from rillflow.rewards.child import Answer, Child, Failure, State
 from rillflow.rewards.columns import Columns, Parameters, Text, call_frame, choose
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.levels import Level
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.supervisor import Containment
+from rillflow.rewards.sandbox import Visible
+from rillflow.rewards.supervised import Containment
+from rillflow.rewards.text_execution import is_shut_in, visible_to
 
 RETRIES = 4
 """Time-outs, with the restarts they cost, that the rows of failed calls have together."""
@@ -96,7 +99,10 @@ class RewardWorkers(ExitStack):
         self.callback(self._stop)
         self._function = function
         self._config = config
-        self._containment = Containment.SANDBOX if config.sandbox else containment
+        self._containment = containment
+        if is_shut_in(function, config.sandbox) and not containment.is_sandbox:
+            self._containment = Containment.SANDBOX
+        self._visible = visible_to(function) if self._containment.is_sandbox else Visible()
         self._parameters: Parameters | None = None
         self._children: list[Child] = []
         self._start_s = 0.0
@@ -119,6 +125,11 @@ class RewardWorkers(ExitStack):
     def shortcomings(self) -> str:
         """Which of the guarantees do not hold on this machine, and why; known after the first score."""
         return next((child.shortcomings for child in self._children if child.shortcomings), "")
+
+    @property
+    def level(self) -> Level:
+        """How much apart this machine keeps a model's text; known after the first score."""
+        return max((child.level for child in self._children), key=[*Level][::-1].index)
 
     def score(self, prompts: Sequence[Text], completions: Sequence[Text], columns: Columns) -> list[Score]:
         """Score every row, in order; the function gets copies of the arguments.
@@ -212,7 +223,8 @@ class RewardWorkers(ExitStack):
                 if waiting and child.state is State.IDLE:
                     call = running[child] = waiting.popleft()
                     limit_s = min(call.limit_s, until() - time.monotonic())
-                    child.send(call_frame(columns, call.rows), num_rows=len(call.rows), limit_s=limit_s)
+                    frame = call_frame(columns, call.rows)
+                    child.send(frame, num_rows=len(call.rows), limit_s=limit_s)
             for child, answer in self._turn(until()):
                 if child in running:
                     replies.append(_Reply(rows=running.pop(child).rows, answer=answer))
@@ -241,7 +253,12 @@ class RewardWorkers(ExitStack):
         return self._children[slot]
 
     def _start(self) -> Child:
-        return Child(self._function, memory_bytes=self._config.memory_bytes, containment=self._containment)
+        return Child(
+            self._function,
+            memory_bytes=self._config.memory_bytes,
+            containment=self._containment,
+            visible=self._visible,
+        )
 
     def _load(self) -> Parameters:
         """Notice what happened since the last batch, and wait until a child has loaded the file."""

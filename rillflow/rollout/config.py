@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -99,6 +99,13 @@ class AgentConfig(Section):
     )
     workers: int = Field(16, gt=0, description="Children of a sampler's rank, each with one row at a time.")
     memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")
+    sandbox: Literal["auto"] | bool = Field(
+        "auto",
+        description="Run the agent in a sandbox that reaches nothing but the policy, as reward.sandbox says.",
+    )
+    files: tuple[str, ...] | None = Field(
+        None, description="What the sandbox shows too, as reward.files says."
+    )
 
 
 class RolloutConfig(SamplingConfig):

@@ -34,7 +34,7 @@ from rillflow.rewards.child import Answer, Child, Failure, State
 from rillflow.rewards.columns import choose
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
-from rillflow.rewards.supervisor import Containment
+from rillflow.rewards.supervised import Containment
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, Engine, RowByRow
 from rillflow.service.conversation import Conversation

@@ -193,7 +193,7 @@ def test_a_fork_that_comes_back_does_not_answer_twice(write: Write) -> None:
             return [len(calls)]
         """
     )
-    with RewardWorkers(function, RewardConfig()) as workers:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as workers:
         for call in (1.0, 2.0, 3.0):  # a second answer would be garbage, and the child started anew
             assert workers.score(["p"], ["c"], {}) == [Score(outcome=Outcome.SCORE, value=call)]
             time.sleep(0.05)

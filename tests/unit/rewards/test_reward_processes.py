@@ -17,7 +17,7 @@ import pytest
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.supervisor import Containment
+from rillflow.rewards.supervised import Containment
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]
@@ -98,7 +98,9 @@ def test_detached_processes_end_with_the_call_that_fails(
     write: Write, containment: Containment, kind: str
 ) -> None:
     marker = f"marker-{uuid.uuid4()}"
-    with RewardWorkers(write(SPAWNING), RewardConfig(timeout_s=1.0), containment=containment) as rewards:
+    with RewardWorkers(
+        write(SPAWNING), RewardConfig(sandbox=False, timeout_s=1.0), containment=containment
+    ) as rewards:
         (score,) = rewards.score(["p"], [kind], {"marker": [marker]})
         assert score.outcome is (Outcome.TIMEOUT if kind == "hang" else Outcome.ERROR)
         assert not alive(marker)
@@ -108,7 +110,9 @@ def test_detached_processes_end_with_the_call_that_fails(
 def test_nothing_is_left_after_close(write: Write, containment: Containment) -> None:
     marker = f"marker-{uuid.uuid4()}"
     before = {process.pid for process in below(os.getpid())}
-    with RewardWorkers(write(SPAWNING), RewardConfig(workers=2), containment=containment) as rewards:
+    with RewardWorkers(
+        write(SPAWNING), RewardConfig(sandbox=False, workers=2), containment=containment
+    ) as rewards:
         scores = rewards.score(["p"], ["c"], {"marker": [marker]})
         assert scores[0].outcome is Outcome.SCORE, scores[0].message
         assert len(alive(marker)) == 3
@@ -121,11 +125,11 @@ import sys
 from pathlib import Path
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.supervisor import Containment
+from rillflow.rewards.supervised import Containment
 from rillflow.rewards.workers import RewardWorkers
 
 function = parse_function("rewards.py:reward", Path(sys.argv[1]))
-config = RewardConfig(workers=2, timeout_s=600)
+config = RewardConfig(sandbox=False, workers=2, timeout_s=600)
 with RewardWorkers(function, config, containment=Containment(sys.argv[2])) as rewards:
     rewards.score(["p"] * 2, ["c", "c"], {"marker": [sys.argv[3]] * 2})
     print("idle", flush=True)
@@ -174,7 +178,9 @@ def test_a_killed_supervisor_takes_its_child_along(
             while True: pass
         """
     )
-    with RewardWorkers(function, RewardConfig(timeout_s=30), containment=containment) as rewards:
+    with RewardWorkers(
+        function, RewardConfig(sandbox=False, timeout_s=30), containment=containment
+    ) as rewards:
         columns = {"marker": ["m"]}
         assert rewards.score(["p"], ["c"], columns)[0].value == 1.0
         tree = mine()
@@ -206,7 +212,9 @@ def test_a_fork_bomb_is_ended_and_its_neighbours_are_scored(
             return [1.0] * len(completions)
         """
     )
-    with RewardWorkers(function, RewardConfig(timeout_s=20), containment=containment) as rewards:
+    with RewardWorkers(
+        function, RewardConfig(sandbox=False, timeout_s=20), containment=containment
+    ) as rewards:
         rewards.score(["p"], ["c"], {})
         before, bomb, after = rewards.score(["p"] * 3, ["c", "bomb", "c"], {})
         assert (before.value, after.value) == (1.0, 1.0)
@@ -226,7 +234,7 @@ def test_an_eighth_of_a_gigabyte_of_output_is_read_and_let_go(write: Write) -> N
             return [1.0] * len(completions)
         """
     )
-    with RewardWorkers(function, RewardConfig(timeout_s=60)) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False, timeout_s=60)) as rewards:
         before = psutil.Process().memory_info().rss
         assert [score.value for score in rewards.score(["p"] * 2, ["c"] * 2, {})] == [1.0, 1.0]
         assert psutil.Process().memory_info().rss - before < 32 * 1024**2
@@ -234,7 +242,7 @@ def test_an_eighth_of_a_gigabyte_of_output_is_read_and_let_go(write: Write) -> N
 
 def test_endless_output_times_out(write: Write) -> None:
     function = write("def reward(completions):\n    while True: print('x' * 10000)")
-    with RewardWorkers(function, RewardConfig(timeout_s=0.5)) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False, timeout_s=0.5)) as rewards:
         (score,) = rewards.score(["p"], ["c"], {})
     assert score.outcome is Outcome.TIMEOUT
     assert len(score.message) < 4000
@@ -248,7 +256,7 @@ def test_fifty_calls_leak_no_descriptor_and_no_process(
         "def reward(completions):\n"
         "    return [1.0 if completion == 'c' else os._exit(1) for completion in completions]"
     )
-    with RewardWorkers(function, RewardConfig(workers=2)) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False, workers=2)) as rewards:
         rewards.score(["p"] * 4, ["c"] * 4, {})
         descriptors = psutil.Process().num_fds()
         for call in range(50):

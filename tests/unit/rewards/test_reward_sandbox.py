@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import pytest
 from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.levels import Level
 from rillflow.rewards.outcome import Outcome
 from rillflow.rewards.source import shipped
-from rillflow.rewards.supervisor import Containment
+from rillflow.rewards.supervised import Containment
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]
@@ -127,30 +129,51 @@ def test_outside_the_sandbox_the_corpus_finds_its_way(
     )
     harmless += ("connects to a port", "connects to a named socket", "connects to an abstract socket")
     monkeypatch.setattr(sys.modules[__name__], "CORPUS", {name: CORPUS[name] for name in harmless})
-    assert escapes(write(TRYING), outside, RewardConfig()) == dict.fromkeys(harmless, 1.0)
+    assert escapes(write(TRYING), outside, RewardConfig(sandbox=False)) == dict.fromkeys(harmless, 1.0)
 
 
 def test_a_sandboxed_function_computes_and_has_room_for_files_of_its_own(
     write: Write, tmp_path: Path
 ) -> None:
     (tmp_path / "words.txt").write_text("four")
+    (tmp_path / "beside.py").write_text("WORD = 'more'")
     function = write(
         """
         import json, os, tempfile
         import numpy
+        from beside import WORD
 
         def reward(completions):
             with tempfile.NamedTemporaryFile("w", delete=False) as file:
                 json.dump(completions, file)
             word = open(os.path.join(os.path.dirname(__file__), "words.txt")).read()
-            return [float(numpy.float64(len(word)))] * len(json.load(open(file.name)))
+            return [float(numpy.float64(len(word + WORD)))] * len(json.load(open(file.name)))
+        """
+    )
+    function = replace(function, files=(tmp_path / "words.txt",))
+    with RewardWorkers(function, RewardConfig(sandbox=True)) as workers:
+        scores = workers.score(["p"] * 2, ["a", "b"], {})
+        assert workers.level is not Level.NONE
+    assert [score.value for score in scores] == [8.0, 8.0], scores
+    assert {path.name for path in tmp_path.iterdir()} == {"rewards.py", "words.txt", "beside.py"}
+
+
+def test_nothing_of_the_recipes_folder_is_visible_but_the_function_and_its_imports(
+    write: Write, tmp_path: Path
+) -> None:
+    for name in ("prompts.jsonl", ".env", "unused.py"):
+        (tmp_path / name).write_text("secret = 1")
+    (tmp_path / "beside.py").write_text("from further import WORD")
+    (tmp_path / "further.py").write_text("WORD = 'more'")
+    function = write(
+        """
+        import os, beside
+        def reward(completions):
+            return [float(sorted(os.listdir(".")) == ["beside.py", "further.py", "rewards.py"])]
         """
     )
     with RewardWorkers(function, RewardConfig(sandbox=True)) as workers:
-        scores = workers.score(["p"] * 2, ["a", "b"], {})
-        assert workers.shortcomings == ""
-    assert [score.value for score in scores] == [4.0, 4.0]
-    assert {path.name for path in tmp_path.iterdir()} == {"rewards.py", "words.txt"}
+        assert [score.value for score in workers.score(["p"], ["c"], {})] == [1.0]
 
 
 def test_the_room_for_files_ends(write: Write) -> None:
@@ -188,12 +211,12 @@ def test_a_kernel_that_refuses_the_sandbox_is_an_error_and_nothing_runs(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = write(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef reward(completions):\n    return []")
-    boot = "import sys; sys.path.append(sys.argv[1]); from rillflow.rewards import sandbox, supervisor; "
-    refusing = "sandbox.SHUT_IN = 1; supervisor.main()"  # no such flag: the kernel says so
+    boot = "import sys; sys.path.append(sys.argv[1]); from rillflow.rewards import supervisor; "
+    refusing = "supervisor.SHUT_IN = 1; supervisor.main()"  # no such flag: the kernel says so
     interpreter = (sys.executable, "-I", "-u", "-c", boot + refusing)
-    monkeypatch.setattr("rillflow.rewards.child._INTERPRETER", interpreter)
+    monkeypatch.setattr("rillflow.rewards.supervised._INTERPRETER", interpreter)
     with (
-        pytest.raises(RewardError, match=r"could not be shut in, as reward\.sandbox asks: .*unshare"),
+        pytest.raises(RewardError, match=r"could not be shut in: .*unshare"),
         RewardWorkers(function, RewardConfig(), containment=Containment.SANDBOX) as workers,
     ):
         workers.score(["p"], ["a"], {})

@@ -10,7 +10,7 @@ import pytest
 from rillflow.rewards import child
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.supervisor import Containment
+from rillflow.rewards.supervised import Containment
 from rillflow.rewards.workers import RewardWorkers
 
 CODE = """

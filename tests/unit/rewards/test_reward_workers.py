@@ -19,7 +19,7 @@ from rillflow.rewards.child import START_LIMIT_S, Child
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.supervisor import Containment
+from rillflow.rewards.supervised import Containment
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]

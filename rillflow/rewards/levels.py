@@ -1,0 +1,26 @@
+"""Levels: how much apart a machine can keep a model's text from what scores it. Standard library only."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    """What holds on this machine, the strongest first."""
+
+    FULL = "full"
+    """A sandbox, and users of their own for the function and for programs."""
+    SHARED_USER = "shared-user"
+    """A sandbox in which function, programs and driver share one user."""
+    NONE = "none"
+    """No sandbox."""
+
+
+SENTENCES = {
+    Level.FULL: "function and programs run in a sandbox, each row in processes of its own, under other users "
+    "than the driver",
+    Level.SHARED_USER: "function and programs run in a sandbox, each row in processes of its own, but under "
+    "the driver's user: only root may give them others",
+    Level.NONE: "no sandbox: what the function runs can set its own reward and has the user's rights",
+}
+"""A level in words."""

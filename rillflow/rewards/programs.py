@@ -1,0 +1,129 @@
+"""Programs: run a model's Python text where it cannot reach what scores it.
+
+    run_python(code) ──> a fresh process: no network, no files of the user's, its own /tmp, processes and user
+                  <── FinishedProgram: exit code, stdout, stderr
+
+Within a sandboxed reward or agent the sandbox's runner runs it, in a few milliseconds; elsewhere each call
+starts a sandbox of its own. Standard library only, so that a reward function starts quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from rillflow.errors import RewardError
+from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode
+from rillflow.rewards.runner import OUTPUT_BYTES
+from rillflow.rewards.sandbox import Visible
+from rillflow.rewards.supervised import RUNNER, Containment, Supervised
+
+_ANSWER_BYTES = 12 * OUTPUT_BYTES + (1 << 16)
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedProgram:
+    """How a program ended.
+
+    Example:
+        FinishedProgram(exit_code=0, stdout="42\\n", stderr="", timed_out=False)
+    """
+
+    exit_code: int | None
+    """Its exit status; negative: the signal that killed it; None: it ran out of time."""
+    stdout: str
+    """What it wrote, the first MiB."""
+    stderr: str
+    """What it wrote there, the first MiB; a traceback, where it raised."""
+    timed_out: bool
+    """Whether it was ended because its time was over."""
+
+
+def run_python(
+    code: str, *, stdin: str = "", timeout_s: float = 5.0, memory_bytes: int = 512 * 1024**2
+) -> FinishedProgram:
+    """Run a text as ``python program.py`` in a sandbox; return what came of it.
+
+    The program sees Python and what is installed, and an empty /tmp. It sees no network, no file of the
+    user's, no variable of the environment that could hold a secret, and no process but its own. All that it
+    starts ends with it. Compare its output with what you expect in your own process: what the program does
+    not read, it cannot copy.
+
+    Args:
+        code: the program.
+        stdin: what it reads.
+        timeout_s: longest time.
+        memory_bytes: address space of each of its processes.
+
+    Raises:
+        RewardError: this machine gives no sandbox.
+
+    Example:
+        run_python("print(6 * 7)").stdout == "42\\n"
+    """
+    request = {
+        "type": "program",
+        "code": code,
+        "stdin": stdin,
+        "timeout_s": timeout_s,
+        "memory_bytes": memory_bytes,
+    }
+    with ExitStack() as stack:
+        runner = stack.enter_context(_runner(stack))
+        ours, theirs = map(stack.enter_context, socket.socketpair())
+        socket.send_fds(runner, [b"program"], [theirs.fileno()])
+        theirs.close()
+        ours.settimeout(timeout_s + _GRACE_S)
+        ours.sendall(encode(request))
+        return _finished(ours)
+
+
+def _runner(stack: ExitStack) -> socket.socket:
+    """The socket of this sandbox's runner, or of one that is started for one program."""
+    if RUNNER in os.environ:
+        return socket.fromfd(int(os.environ[RUNNER]), socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        status, said = os.pipe()
+        stack.callback(os.close, status)
+        plan = Supervised(
+            status=said, programs=theirs.fileno(), containment=Containment.SANDBOX, visible=Visible()
+        )
+        process = plan.start()
+        os.close(said)
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+    if select.select([ours.fileno(), status], [], [])[0] == [status]:
+        told = os.read(status, 4096).decode(errors="replace")
+        raise RewardError(
+            "run_python can run no program on this machine",
+            why=told or "its sandbox ended at once",
+            fix="run where Linux gives user namespaces; `rillflow doctor` says what is missing",
+        )
+    ours.recv(16)
+    return ours
+
+
+def _finished(answers: socket.socket) -> FinishedProgram:
+    reader, frames = FrameReader(_ANSWER_BYTES), list[Frame]()
+    try:
+        while not frames and (piece := answers.recv(1 << 16)):
+            frames += reader.feed(piece)
+    except (FrameError, OSError) as error:
+        raise RewardError("a program's sandbox gave no result", why=str(error)) from None
+    match frames:
+        case [
+            {
+                "type": "finished",
+                "exit_code": int() | None as code,
+                "stdout": str(stdout),
+                "stderr": str(stderr),
+                "timed_out": bool(timed_out),
+            }
+        ]:
+            return FinishedProgram(exit_code=code, stdout=stdout, stderr=stderr, timed_out=timed_out)
+    raise RewardError("a program's sandbox ended without a result", why="the kernel refused a part of it")

@@ -1,0 +1,156 @@
+"""Rows: in the sandbox, each row of a call in a fork of the process that has loaded the function.
+
+    warm process ─┬─ row 0 ── start ──> cell: function(**columns of row 0) ──> one frame, exit 0 ──> verdict
+                  ├─ row 1 ── ...       late, dead, or anything but one frame: an outcome of that row alone
+                  └─ all verdicts ──> one answer to the driver
+
+    consumes      one frame from each cell, on a pipe of its own
+    waits for     the frame and the cell's end, to the row's deadline
+    unblocked by  either; a late cell is killed, and all that it started with it
+    produces      one verdict a row
+
+A row gets an equal share of the time that is left; late rows are tried once more with what the others did not
+use. The pipe to the driver is closed in a cell. Standard library only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rillflow.rewards.cell import CellRules, describe_end, furnish, give_up, start
+from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode, write_all
+from rillflow.rewards.sandbox import FUNCTION_USER
+from rillflow.rewards.verdict import VERDICT_CHARACTERS, Verdict, is_verdict
+
+CELL_BYTES = 1 << 22
+"""Longest answer of one cell."""
+LEAST_LIMIT_S = 0.05
+"""Least time that a row gets at first."""
+
+_HIGH_DESCRIPTOR = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCells:
+    """Calls a function row by row, each in a cell."""
+
+    rules: CellRules
+    """What a cell is like."""
+    kept: Sequence[int]
+    """Descriptors that no cell has: those of the driver."""
+    folder: str
+    """Where the function begins; empty: in /tmp."""
+
+    def call(self, run: Callable[[Frame], Frame], request: Frame) -> Frame:
+        """Answer a request of the driver's.
+
+        Args:
+            run: calls the function in this process, and returns a frame.
+            request: a ``run``, or a ``call`` of several rows with ``limit_s``.
+        """
+        if request["type"] == "run":
+            return self._one(run, request, math.inf)
+        rows, until = range(request["rows"]), time.monotonic() + request["limit_s"]
+        verdicts: dict[int, Verdict] = {}
+        waiting = list(rows)
+        for _ in range(2):  # late rows once more
+            late: list[int] = []
+            for place, row in enumerate(waiting):
+                share_s = (until - time.monotonic()) / (len(waiting) - place)
+                answer = self._one(run, _row_of(request, row), max(LEAST_LIMIT_S, share_s))
+                if answer["type"] == "malformed":
+                    return answer
+                verdicts[row] = _verdict(answer)
+                if answer["type"] == "late":
+                    late.append(row)
+                if time.monotonic() > until:
+                    break
+            waiting = late
+        unseen = f"no time was left of the {request['limit_s']:.3g} s of the call"
+        return {"type": "scores", "scores": [verdicts.get(row, {"late": unseen}) for row in rows]}
+
+    def _one(self, run: Callable[[Frame], Frame], request: Frame, limit_s: float) -> Frame:
+        """The answer of one cell; ``raised`` where it died, ``late`` where it took too long."""
+        reading, writing = os.pipe()
+        try:
+            process = start(partial(self._within, run, request, reading, writing))
+        finally:
+            os.close(writing)
+        try:
+            return _awaited(process, reading, limit_s)
+        finally:
+            os.close(reading)
+
+    def _within(self, run: Callable[[Frame], Frame], request: Frame, reading: int, writing: int) -> int:
+        """Process 1 of the cell."""
+        answers = fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, _HIGH_DESCRIPTOR)
+        for descriptor in (reading, writing, *self.kept):
+            os.close(descriptor)
+        furnish(self.rules)
+        os.chdir(self.folder or "/tmp")
+        give_up(FUNCTION_USER if self.rules.has_users else None, self.rules)
+        answer = encode(run(request))
+        if os.getpid() == 1:  # a fork that came back from the user's code has nothing to say
+            write_all(answers, answer)
+        return 0
+
+
+def _row_of(request: Frame, row: int) -> Frame:
+    columns = {name: values[row : row + 1] for name, values in request["columns"].items()}
+    return {**request, "rows": 1, "columns": columns}
+
+
+def _awaited(process: int, reading: int, limit_s: float) -> Frame:
+    """One frame and a clean end, or what came instead."""
+    until = time.monotonic() + limit_s
+    ended = os.pidfd_open(process)
+    poller = select.poll()
+    for descriptor in (reading, ended):
+        poller.register(descriptor, select.POLLIN)
+    reader, frames, refused = FrameReader(CELL_BYTES), list[Frame](), ""
+    try:
+        while True:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return {"type": "late", "what": f"gave no answer within {limit_s:.3g} s"}
+            found = {
+                each for each, _ in poller.poll(None if left_s == math.inf else math.ceil(1000 * left_s))
+            }
+            if reading in found:
+                piece = os.read(reading, 1 << 16)
+                frames += reader.feed(piece)
+                if not piece:
+                    poller.unregister(reading)
+            elif ended in found:  # all that could write is gone, and what it wrote is read
+                break
+    except FrameError as error:
+        refused = f"wrote to the descriptor of the answers: {error}"
+    finally:
+        os.close(ended)
+        os.kill(process, signal.SIGKILL)
+        status = os.waitpid(process, 0)[1]
+    if refused:
+        return {"type": "raised", "what": refused}
+    if status or len(frames) != 1 or reader.num_held:
+        return {"type": "raised", "what": describe_end(status)}
+    return frames[0]
+
+
+def _verdict(answer: Frame) -> Verdict:
+    match answer:
+        case {"type": "scores", "scores": [value]} if is_verdict(value):
+            verdict: Verdict = value
+            return verdict
+        case {"type": "raised", "what": str(what)}:
+            return what[:VERDICT_CHARACTERS]
+        case {"type": "late", "what": str(what)}:
+            return {"late": what}
+    return f"answered with a frame of type {answer['type']!r}"

@@ -1,0 +1,218 @@
+"""Runner: runs the programs of ``run_python``; a process that has never seen a row.
+
+    reward function ── a socket for one request ──> runner ── start ──> process 1 of a cell: limits, output
+                                                                           └─ fork ─> the program
+    FinishedProgram <──────────────── stdout, stderr, exit code ─────────────┘
+
+    consumes      requests on a socket that the function's process holds and no program can reach
+    waits for     the next request; process 1 waits for the program, its output and its deadline
+    unblocked by  any of these, or the end of whoever asked
+    produces      one frame a request
+    shuts down    healthy: the socket ends; crash: the keeper's end takes all of it along
+
+The program is a fork of the runner, so that it starts without the time that an interpreter takes. The runner
+is forked before the function is loaded: its memory holds nothing but the standard library and this package.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import io
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rillflow.rewards.cell import CellRules, fork, furnish, give_up, start
+from rillflow.rewards.frames import Frame, encode, read_frames, write_all
+from rillflow.rewards.kernel import BIND, MOUNTS, NO_DEVICES, NO_SET_USER, READ_ONLY, ask, mount
+from rillflow.rewards.sandbox import PROGRAM_USER, Visible
+
+OUTPUT_BYTES = 1 << 20
+"""Bytes of stdout, and of stderr, that are kept; what is beyond is read and dropped."""
+
+_FILE = "/tmp/program.py"
+_LAST_DESCRIPTOR = 4096
+
+
+def serve_programs(requests: socket.socket, rules: CellRules, visible: Visible) -> None:
+    """Run programs until the socket of requests ends.
+
+    Args:
+        requests: each message carries the socket of one request.
+        rules: see CellRules.
+        visible: the user's files that the sandbox shows; programs do not see them.
+    """
+    _hide(visible)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what has ended
+    requests.send(b"ready")
+    while True:
+        message, descriptors, *_ = socket.recv_fds(requests, 16, 1)
+        if not message:
+            return
+        for descriptor in descriptors:
+            start(partial(_one_program, descriptor, requests, rules))
+            os.close(descriptor)
+
+
+def _hide(visible: Visible) -> None:
+    """Cover the user's files, in a mount namespace of the runner's own."""
+    ask("unshare", MOUNTS)
+    for name in dict.fromkeys((*visible.shown, *visible.copies)):
+        if Path(name).is_dir():
+            mount("none", name, "tmpfs", READ_ONLY | NO_SET_USER | NO_DEVICES, "mode=555,size=4k")
+        elif Path(name).exists():
+            mount("/dev/null", name, None, BIND)
+
+
+def _one_program(descriptor: int, requests: socket.socket, rules: CellRules) -> int:
+    """Process 1 of a program's cell: start the program, collect what it writes, answer."""
+    requests.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request = next(read_frames(descriptor))
+    furnish(rules, is_program=True)
+    Path(_FILE).write_text(request["code"], "utf-8", "surrogatepass")
+    stdin, stdout, stderr = os.pipe(), os.pipe(), os.pipe()
+    program = fork(partial(_run, (stdin[0], stdout[1], stderr[1]), request["memory_bytes"], rules))
+    for end in (stdin[0], stdout[1], stderr[1]):
+        os.close(end)
+    kept = {stdout[0]: b"", stderr[0]: b""}
+    text = request["stdin"].encode("utf-8", "surrogatepass")
+    status = _collect(program, descriptor, stdin[1], text, kept, request["timeout_s"])
+    answer: Frame = {
+        "type": "finished",
+        "exit_code": None if status is None else os.waitstatus_to_exitcode(status),
+        "stdout": kept[stdout[0]].decode("utf-8", "replace"),
+        "stderr": kept[stderr[0]].decode("utf-8", "replace"),
+        "timed_out": status is None,
+    }
+    write_all(descriptor, encode(answer))
+    return 0
+
+
+def _collect(
+    program: int, asker: int, stdin: int, text: bytes, kept: dict[int, bytes], limit_s: float
+) -> int | None:
+    """Move bytes until the program ends; its status as ``waitpid`` tells it, None where it was late.
+
+    Args:
+        program: its process.
+        asker: the socket whose other end asked; where that is gone, nobody waits.
+        stdin: the end of a pipe to write to.
+        text: what the program reads.
+        kept: what the program wrote, by the descriptor to read from.
+        limit_s: longest time.
+    """
+    until = time.monotonic() + limit_s
+    ended, unsent = os.pidfd_open(program), memoryview(text)
+    poller = select.poll()
+    for descriptor in (ended, *kept):
+        poller.register(descriptor, select.POLLIN)
+    poller.register(asker, select.POLLRDHUP)
+    poller.register(stdin, select.POLLOUT)
+    for descriptor in (stdin, *kept):
+        os.set_blocking(descriptor, False)
+    while (left_s := until - time.monotonic()) > 0:
+        found = dict(poller.poll(math.ceil(1000 * left_s)))
+        if asker in found:
+            os._exit(0)
+        if stdin in found:
+            unsent = _write_some(stdin, unsent)
+            if not unsent:
+                poller.unregister(stdin)
+                os.close(stdin)
+        for descriptor in kept:
+            if descriptor in found and not _read_some(descriptor, kept):
+                poller.unregister(descriptor)
+        if ended in found:
+            while any(_read_some(descriptor, kept) for descriptor in kept):
+                pass
+            return os.waitpid(program, 0)[1]
+    return None
+
+
+def _write_some(stdin: int, unsent: memoryview) -> memoryview:
+    try:
+        return unsent[os.write(stdin, unsent) :] if unsent else unsent
+    except BlockingIOError:
+        return unsent
+    except BrokenPipeError:
+        return memoryview(b"")
+
+
+def _read_some(descriptor: int, kept: dict[int, bytes]) -> bool:
+    """Read what there is; say whether more may come at once."""
+    try:
+        piece = os.read(descriptor, 1 << 16)
+    except BlockingIOError:
+        return False
+    kept[descriptor] += piece[: OUTPUT_BYTES - len(kept[descriptor])]
+    return bool(piece)
+
+
+# ---- the program's own process
+
+
+def _run(standard: tuple[int, int, int], memory_bytes: int, rules: CellRules) -> int:
+    """Give up all rights, then run the file as ``python program.py`` does; its exit status."""
+    for number, descriptor in enumerate(standard):
+        os.dup2(descriptor, number)
+    os.closerange(3, _LAST_DESCRIPTOR)
+    os.chdir("/tmp")
+    give_up(PROGRAM_USER if rules.has_users else None, rules)
+    for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, memory_bytes)):
+        resource.setrlimit(limit, (value, value))
+    sys.stdin = _text(io.BufferedReader(io.FileIO(0)), "surrogateescape")
+    sys.stdout = _text(io.BufferedWriter(io.FileIO(1, "w")), "surrogateescape")
+    sys.stderr = _text(io.BufferedWriter(io.FileIO(2, "w")), "backslashreplace")
+    sys.argv, sys.dont_write_bytecode = [_FILE], True
+    sys.path.insert(0, "/tmp")
+    code = _status_of(_run_main)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    return code
+
+
+def _text(stream: io.BufferedReader | io.BufferedWriter, errors: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        stream, encoding="utf-8", errors=errors, line_buffering=errors != "surrogateescape"
+    )
+
+
+def _run_main() -> None:
+    spec = importlib.util.spec_from_file_location("__main__", _FILE)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["__main__"] = module
+    spec.loader.exec_module(module)
+
+
+def _status_of(run: Callable[[], None]) -> int:
+    """The exit status with which an interpreter would end."""
+    try:
+        run()
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return int(ended.code or 0) & 0xFF
+        sys.stderr.write(f"{ended.code}\n")
+        return 1
+    except BaseException as error:  # noqa: BLE001  the supervision boundary: a program may raise anything
+        own = error.__traceback__
+        while own is not None and own.tb_frame.f_code.co_filename != _FILE:
+            own = own.tb_next
+        traceback.print_exception(type(error), error, own)
+        return 1
+    return 0

@@ -1,0 +1,189 @@
+"""Text execution: where a function's source runs text or starts processes, seen without running it.
+
+    function ── its file, the modules beside it that it imports ── ast ──> [TextUse(file, line, call)]
+             ── reward.sandbox: auto | true | false ─────────────────────> shut in, or not, or refused
+
+A name counts by what the file's imports make of it: ``re.compile``, ``model.eval()`` and ``ast.literal_eval``
+are none of these. Libraries are not read: what they evaluate inside is not seen. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rillflow.errors import RewardError
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.sandbox import Visible
+
+Setting = Literal["auto"] | bool
+"""``reward.sandbox``."""
+
+_BUILTINS = ("exec", "eval", "compile", "__import__")
+_IN_PROCESS = re.compile(
+    r"(builtins\.)?(exec|eval|compile|__import__)|runpy\.run_\w+|code\.(Interactive\w+|interact|compile_command)"
+    r"|codeop\.\w+|importlib\.import_module|importlib\.util\.spec_from_file_location"
+    r"|importlib\.machinery\.SourceFileLoader"
+)
+_STARTS = re.compile(
+    r"subprocess\.(run|Popen|call|check_call|check_output|getoutput|getstatusoutput)"
+    r"|os\.(system|popen|exec\w+|spawn\w+|posix_spawnp?|fork|forkpty)"
+    r"|asyncio\.(subprocess\.)?create_subprocess_(exec|shell)"
+    r"|multiprocessing\.(\w+\.)?(Process|Pool|Manager|get_context)"
+    r"|concurrent\.futures\.(process\.)?ProcessPoolExecutor"
+    r"|pty\.(spawn|fork)|ctypes\.\w+|_ctypes\.\w+|_posixsubprocess\.\w+"
+    r"|rillflow\.rewards\.(programs\.)?run_python"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextUse:
+    """One place that runs text, or starts a process that may.
+
+    Example:
+        TextUse(file=Path("/home/me/reward.py"), line=12, call="subprocess.run", is_in_process=False)
+    """
+
+    file: Path
+    """The file."""
+    line: int
+    """The line, from 1."""
+    call: str
+    """What is called, by its full name."""
+    is_in_process: bool
+    """Whether the text would share the process that computes the score."""
+
+    def __str__(self) -> str:
+        return f"{self.file.name}:{self.line} {self.call}"
+
+
+def text_uses(function: FunctionPath) -> list[TextUse]:
+    """Return where a function's file, or a module beside it that it imports, runs text."""
+    found: list[TextUse] = []
+    for file, tree in _sources(function):
+        found += _uses(file, tree)
+    return found
+
+
+def source_files(function: FunctionPath) -> list[Path]:
+    """Return the function's file, if it has one, and the modules beside it that it imports."""
+    return [file for file, _ in _sources(function) if file.is_file()]
+
+
+def visible_to(function: FunctionPath) -> Visible:
+    """What a function's sandbox shows of the user's files."""
+    return Visible(
+        folder="" if function.text else str(function.file.parent),
+        copies=[str(file) for file in source_files(function)],
+        shown=[str(file) for file in function.files],
+    )
+
+
+def is_shut_in(function: FunctionPath, setting: Setting) -> bool:
+    """Decide whether a function runs in the sandbox.
+
+    Args:
+        function: what would run.
+        setting: ``reward.sandbox`` or ``rollout.agent.sandbox``.
+
+    Raises:
+        RewardError: under ``auto``, the function runs text in its own process.
+    """
+    if setting != "auto":
+        return setting
+    uses = text_uses(function)
+    for use in uses:
+        if use.is_in_process:
+            raise RewardError(
+                f"{function} runs text in its own process: {use.call} in {use.file}, line {use.line}",
+                why="a text in the process that computes a score can set that score, in a sandbox too",
+                fix="run it with run_python of rillflow.rewards.programs and compare its output there, or "
+                "check syntax with ast.parse; sandbox = false accepts that an answer can set its own reward",
+            )
+    return bool(uses)
+
+
+def _sources(function: FunctionPath) -> Iterator[tuple[Path, ast.Module]]:
+    """The function's file and those beside it that are imported from there, each once, with its tree."""
+    folder, seen = function.file.parent, {function.file}
+    waiting = [function.file]
+    while waiting:
+        file = waiting.pop(0)
+        try:
+            text = function.text.encode() if function.text and file == function.file else file.read_bytes()
+            tree = ast.parse(text)
+        except (OSError, SyntaxError, ValueError):
+            continue  # loading it says what is wrong
+        yield file, tree
+        for name in _imported(tree):
+            for beside in _beside(folder, name):
+                if beside not in seen:
+                    seen.add(beside)
+                    waiting.append(beside)
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """The first parts of the modules that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module.split(".")[0]
+
+
+def _beside(folder: Path, name: str) -> list[Path]:
+    """The files of a module in a folder: one, or all of a package."""
+    if (folder / f"{name}.py").is_file():
+        return [folder / f"{name}.py"]
+    if (folder / name / "__init__.py").is_file():
+        return sorted((folder / name).rglob("*.py"))
+    return []
+
+
+def _uses(file: Path, tree: ast.Module) -> Iterator[TextUse]:
+    names = _meanings(tree)
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    constant = {
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if id(node) in inner or not isinstance(node, ast.Name | ast.Attribute):
+            continue
+        if not isinstance(node.ctx, ast.Load):
+            continue
+        call = _full_name(node, names)
+        is_in_process = _IN_PROCESS.fullmatch(call) is not None
+        if (is_in_process and id(node) not in constant) or _STARTS.fullmatch(call):
+            yield TextUse(file=file, line=node.lineno, call=call, is_in_process=is_in_process)
+
+
+def _meanings(tree: ast.Module) -> dict[str, str]:
+    """What a file's names stand for: imports, and builtins that it does not bind itself."""
+    names = {name: name for name in _BUILTINS}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.pop(node.name, None) if node in tree.body else None
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.split(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def _full_name(node: ast.expr, names: dict[str, str]) -> str:
+    """A dotted name with its first part replaced by what it stands for; empty for anything else."""
+    parts: Sequence[str] = ()
+    while isinstance(node, ast.Attribute):
+        parts, node = (node.attr, *parts), node.value
+    if not isinstance(node, ast.Name) or node.id not in names:
+        return ""
+    return ".".join((names[node.id], *parts))

@@ -1,0 +1,45 @@
+"""Verdict: what is said of one row, as JSON carries it. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any
+
+VERDICT_CHARACTERS = 1000
+"""Longest text about one row."""
+VALUE_CHARACTERS = 200
+"""Longest text about one value."""
+
+_LARGEST_FLOAT32 = 3.4028234663852886e38
+
+Verdict = float | str | dict[str, str] | None
+"""A score, what is wrong with it, ``{"late": message}``, or an abstention."""
+
+
+def verdict_of(value: Any) -> Verdict:
+    """Return a finite float32 number, None, or a sentence on what is wrong with the value."""
+    if value is None:
+        return None
+    if isinstance(value, str | bytes | bytearray):
+        return f"the score is {shown_value(value)}, not a number"
+    try:
+        number = float(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        return f"the score is {shown_value(value)}, not a number: {str(error)[:VALUE_CHARACTERS]}"
+    if not math.isfinite(number):
+        return f"the score is {number}, not a finite number"
+    if abs(number) > _LARGEST_FLOAT32:
+        return f"the score is {number}, beyond float32"
+    return number
+
+
+def shown_value(value: Any) -> str:
+    return f"{reprlib.repr(value)[:VALUE_CHARACTERS]} ({type(value).__name__})"
+
+
+def is_verdict(value: object) -> bool:
+    """Whether a value from another process is a score, a sentence of fit length or an abstention."""
+    if isinstance(value, str):
+        return len(value) <= VERDICT_CHARACTERS
+    return value is None or (isinstance(value, float) and verdict_of(value) == value)
