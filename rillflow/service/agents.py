@@ -19,6 +19,7 @@ import json
 import math
 import secrets
 import select
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +31,12 @@ from torch import Tensor, nn
 
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
-from rillflow.rewards.child import Answer, Child, Failure, State
+from rillflow.rewards.child import START_LIMIT_S, Answer, Child, Failure, State
 from rillflow.rewards.columns import choose
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
 from rillflow.rewards.supervised import Containment
+from rillflow.rewards.text_execution import is_shut_in, visible_to
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, Engine, RowByRow
 from rillflow.service.conversation import Conversation
@@ -92,7 +94,11 @@ class AgentEngine(RowByRow):
         self._running: dict[Child, _Agent] = {}
         self._children: list[Child] = []
         self._keys: dict[str, Conversation] = {}
-        self._version, self._url = 0, ""
+        self._is_shut_in = is_shut_in(function, self._agent.sandbox)
+        self._version = 0
+        self._door: Door | None = None
+        self._shared_url = ""
+        self._urls: dict[Child, str] = {}
         stack.callback(self.close)
 
     @property
@@ -157,25 +163,53 @@ class AgentEngine(RowByRow):
             child.stop()
 
     def _begin(self) -> None:
-        """Give waiting rows to children that are free; the first time, open the door."""
-        if not self._url:
-            door = Door(
+        """Give waiting rows to children that are free; the first time, make the door."""
+        if self._door is None:
+            self._door = Door(
                 self._queue,
                 tokenizer=self._encoder.tokenizer,
                 model=POLICY,
                 version=lambda: self._version,
                 visitor=self._keys.get,
             )
-            self._url = self._stack.enter_context(LoopbackServer(door.app(), bound(0))).url
         self._children = [child for child in self._children if child.state is not State.ENDED]
         wanted = min(self._agent.workers, len(self._waiting) + len(self._running))
         while len(self._children) < wanted:
-            room = self._agent.memory_bytes
-            child = Child(self._function, memory_bytes=room, containment=Containment.NAMESPACE)
-            self._children.append(child)
+            self._children.append(self._started(self._door))
+        self._urls = {child: url for child, url in self._urls.items() if child in self._children}
         for child in self._children:
             if self._waiting and child.state is State.IDLE:
                 self._call(child, *self._waiting.popleft())
+
+    def _started(self, door: Door) -> Child:
+        """A child that reaches the door: over its sandbox's network, or over this machine's."""
+        room = self._agent.memory_bytes
+        if not self._is_shut_in:
+            if not self._shared_url:
+                self._shared_url = self._serve(door, bound(0))
+            child = Child(self._function, memory_bytes=room, containment=Containment.NAMESPACE)
+            self._urls[child] = self._shared_url
+            return child
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            child = Child(
+                self._function,
+                memory_bytes=room,
+                containment=Containment.SANDBOX,
+                visible=visible_to(self._function),
+                door=theirs.fileno(),
+            )
+            self._children.append(child)  # ended with the others, should there be no door
+            theirs.close()
+            ours.settimeout(START_LIMIT_S)
+            _, descriptors, *_ = socket.recv_fds(ours, 16, 1)
+        self._children.remove(child)
+        if descriptors:
+            self._urls[child] = self._serve(door, socket.socket(fileno=descriptors[0]))
+        return child  # one without a door has ended, and says why
+
+    def _serve(self, door: Door, listening: socket.socket) -> str:
+        return self._stack.enter_context(LoopbackServer(door.app(), listening)).url
 
     def _call(self, child: Child, start: Rollout, sampling: SamplingConfig) -> None:
         key, known = secrets.token_urlsafe(24), json.loads(start.columns)
@@ -186,7 +220,9 @@ class AgentEngine(RowByRow):
             key=key,
         )
         assert child.parameters is not None, "a child that is idle has told them"
-        columns = {name: [value] for name, value in {**known, "base_url": self._url, "api_key": key}.items()}
+        columns = {
+            name: [value] for name, value in {**known, "base_url": self._urls[child], "api_key": key}.items()
+        }
         chosen = choose(columns, child.parameters, self._function)
         call = {"type": "run", "columns": {name: value[0] for name, value in chosen.items()}}
         self._keys[key], self._running[child] = agent.conversation, agent

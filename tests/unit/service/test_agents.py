@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -198,3 +199,51 @@ def test_rows_are_taken_out_and_begun_again(agents: Agents, model: LanguageModel
     while engine.has_work:
         ended |= {each.row: each for each in engine.step()}
     assert [list(ended[each.row].tokens) for each in rows] == alone.ragged("tokens").lists()
+
+
+SHUT_IN = """
+import json, os, socket, subprocess, sys
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+from rillflow.rewards.programs import run_python
+
+def solve(prompt, kind, base_url, api_key):
+    at = urlsplit(base_url)
+    connection = HTTPConnection(at.hostname, at.port)
+    says = json.dumps({"messages": [{"role": "user", "content": prompt}], "max_tokens": 2})
+    connection.request("POST", at.path + "/chat/completions", says, {"Authorization": "Bearer " + api_key})
+    assert "choices" in json.load(connection.getresponse())
+    try:
+        socket.create_connection(("127.0.0.1", int(kind)), 1)
+        return "reached the machine"
+    except OSError:
+        pass
+    reach = f"import socket; socket.create_connection(({at.hostname!r}, {at.port}), 1); print('in')"
+    kill = "import os; os.kill(os.getppid(), 9); open(f'/proc/{os.getppid()}/mem', 'r+b')"
+    subprocess.run([sys.executable, "-c", kill], capture_output=True)
+    return [run_python(reach).stdout, os.listdir(".")]
+"""
+
+
+def test_a_sandboxed_agent_reaches_its_door_and_nothing_else(model: LanguageModel, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(SHUT_IN)
+    (tmp_path / "prompts.jsonl").write_text("secret")
+    agent = AgentConfig(function="agent.py:solve", workers=2, timeout_s=60.0)
+    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as machine:
+        engine = AgentEngine(
+            model.module,
+            RolloutConfig(max_tokens=12, max_rows=8, deterministic=True, agent=agent),
+            inner=NativeEngine,
+            function=parse_function(agent.function, tmp_path, "agent"),
+            encoder=Encoder(tokenizer=model.tokenizer),
+            stack=stack,
+            stop_tokens=model.tokenizer.stop_tokens,
+            seed=11,
+            context=model.context,
+        )
+        port = str(machine.getsockname()[1])
+        rows = engine.generate(prompts(model, [port, port, port]), samples=1)
+    for text in rows.ragged("columns").to_text():
+        columns = json.loads(text)
+        assert FAILED not in columns, columns[FAILED]
+        assert columns[RETURNED] == ["", ["agent.py"]]
