@@ -171,5 +171,5 @@ def test_a_plan_that_cuts_another_embedding_is_refused() -> None:
     whole = whole_module()
     whole.model.types = torch.nn.Embedding(4, 24)
     whole.config.base_model_tp_plan = {"types": "embedding_rowwise"} | whole.config.base_model_tp_plan
-    with pytest.raises(ModelError, match="'model.types': 'embedding_rowwise'"):
+    with pytest.raises(ModelError, match=r"'model\.types': 'embedding_rowwise'"):
         tensor_plan(whole)
