@@ -115,7 +115,7 @@ shuffle = false
 old_logprobs = "sampler"
 [reward]
 function = "ahead.py:sleeping_reward"
-timeout_s = 60
+timeout_s = 300
 [placement]
 backend = "inline"
 pools = { main = 1, answers = 1, scores = 1 }
