@@ -39,6 +39,9 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.recipe import load_recipe
 from rillflow.observe.reader import read_evaluations, read_metrics
 
+SMALLEST = []
+SLOW = ["--smallest"]  # runs every arm of three tasks
+
 AHEAD = 4
 """The freshness bound of every arm but the first."""
 ARMS: dict[str, dict[str, Any]] = {
