@@ -351,6 +351,13 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
             why="all answers to a prompt would be the same one, so none is better than another",
             fix="0.7 to 1.0 are usual; evaluate.temperature is apart and may be 0",
         )
+    samples, judged = recipe.evaluate.samples or 1, recipe.evaluate.problems > 0
+    if samples > 1 and judged and recipe.evaluate.temperature == 0 and recipe.rollout.agent is None:
+        yield ConfigError(
+            f"evaluate.samples is {samples}, and evaluate.temperature is 0",
+            why="all answers to a prompt would be the same one",
+            fix="evaluate.temperature = 1.0, or evaluate.samples = 1",
+        )
     if recipe.rollout.agent is None:
         return
     judge = recipe.reward.judge

@@ -208,16 +208,47 @@ def shared_memory() -> list[Finding]:
 
 def available_memory() -> int | None:
     """Bytes this process may still take; None where the system does not tell."""
+    free, limit = _main_memory("MemAvailable"), _memory_limit()
+    used = words_of(CONTROL_GROUP / "memory.current")
+    if free is not None and limit is not None and used:
+        return min(free, limit - int(used[0]))
+    return free
+
+
+def machine_memory() -> int | None:
+    """Bytes of main memory within a container's limit; None where the system does not tell."""
+    there, limit = _main_memory("MemTotal"), _memory_limit()
+    return min(there, limit) if there is not None and limit is not None else there
+
+
+def _main_memory(name: str) -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     except OSError:
         return None
     entries = dict(line.split(":", 1) for line in lines if ":" in line)
-    free = int(entries["MemAvailable"].split()[0]) * 1024
-    limit, used = words_of(CONTROL_GROUP / "memory.max"), words_of(CONTROL_GROUP / "memory.current")
-    if limit and limit[0].isdigit() and used:
-        return min(free, int(limit[0]) - int(used[0]))
-    return free
+    return int(entries[name].split()[0]) * 1024
+
+
+def _memory_limit() -> int | None:
+    limit = words_of(CONTROL_GROUP / "memory.max")
+    return int(limit[0]) if limit and limit[0].isdigit() else None
+
+
+def device_memory(device: str) -> int | None:
+    """Bytes of the CUDA device that a run computes on, without importing torch; None where it uses none.
+
+    Args:
+        device: the setting ``run.device``; ``auto`` takes a CUDA device where there is one.
+    """
+    if device != "auto" and not device.startswith("cuda"):
+        return None
+    if not cuda_devices():
+        return None
+    driver, handle, total = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.c_size_t(0)
+    number = int(device.partition(":")[2] or 0)
+    found = driver.cuDeviceGet(ctypes.byref(handle), number) == 0
+    return total.value if found and driver.cuDeviceTotalMem_v2(ctypes.byref(total), handle) == 0 else None
 
 
 def disk(folder: Path) -> list[Finding]:

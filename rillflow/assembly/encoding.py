@@ -127,6 +127,18 @@ def encode_task(
     )
 
 
+def longest_row(recipe: Recipe, encoded: EncodedTask) -> int:
+    """Return the most tokens of a row, prompt and answer; an agent's row may fill the context."""
+    if recipe.rollout.agent is not None:
+        return encoded.model_input.context
+    answers, limit = ANSWERS[recipe.chosen.data], recipe.rollout.max_tokens
+    rows = [row for row in encoded.train[recipe.chosen.data] if row is not None]
+    trained = max((row.length(answers, limit) for row in rows), default=0)
+    judged = [*encoded.held_out, *(row for rows in encoded.sets.values() for row in rows)]
+    asked = max((len(row.prompt) + limit for row in judged), default=0) if recipe.has_policy else 0
+    return max(trained, asked)
+
+
 class _Sieve:
     """Rows as tokens, and what does not go through: refused, or left out with a note."""
 

@@ -19,12 +19,14 @@ from pathlib import Path
 
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.corrections import correction_notes
-from rillflow.assembly.doctor import available_memory, cuda_devices
-from rillflow.assembly.encoding import EncodedTask, encode_task, read_model_input
+from rillflow.assembly.doctor import available_memory, cuda_devices, device_memory, machine_memory
+from rillflow.assembly.encoding import EncodedTask, encode_task, longest_row, read_model_input
 from rillflow.assembly.memory import (
     ModelSizes,
     estimate,
+    holds_whole,
     rank_lines,
+    require_memory,
     require_row,
     sizes_of_directory,
     sizes_of_new,
@@ -100,6 +102,11 @@ class Report:
         """Add a topic."""
         self.topics.append(Topic(title=title, lines=lines))
 
+    def add(self, title: str, lines: Sequence[str]) -> None:
+        """Add lines to the topic of this title."""
+        place = next(place for place, topic in enumerate(self.topics) if topic.title == title)
+        self.topics[place] = Topic(title=title, lines=[*self.topics[place].lines, *lines])
+
     def attempt(self, look: Callable[[], object]) -> None:
         """Look at one thing; what stops it is a problem, and the next thing is looked at all the same."""
         try:
@@ -136,6 +143,7 @@ def look(
     report.attempt(lambda: _look_at_model(recipe, base, report))
     if not report.problems:
         report.attempt(lambda: _look_at_tokens(recipe, base, report, say))
+        report.attempt(lambda: _look_at_memory(recipe, report))
     report.attempt(lambda: _look_at_scorers(recipe, base, report))
     report.attempt(lambda: _look_at_agent(recipe, base, report))
     report.attempt(lambda: _look_at_machine(recipe, report))
@@ -290,19 +298,28 @@ def _look_at_model(recipe: Recipe, base: Path, report: Report) -> None:
         placement.mesh_of("policy"), placement.generate_tp, sizes.heads, sizes.kv_heads, sizes.layers
     ):
         raise problem
-    parts = estimate(recipe, sizes)
-    total, free = sum(parts.values()), available_memory()
-    terms = " + ".join(f"{what} {size(amount)}" for what, amount in parts.items())
-    report.say(
-        "model",
-        [
-            f"{name}: {sizes.parameters:,} parameters, context {sizes.context:,} tokens",
-            f"memory: {terms} = {size(total)}, and activations",
-            *rank_lines(recipe, sizes),
-        ],
-    )
-    if free is not None and total > free and not recipe.run.device.startswith("cuda"):
-        report.notes.append(f"about {size(total)} are needed and {size(free)} are free in main memory")
+    report.say("model", [f"{name}: {sizes.parameters:,} parameters, context {sizes.context:,} tokens"])
+
+
+def _look_at_memory(recipe: Recipe, report: Report) -> None:
+    """What a rank takes for rows of the length that the data and the settings allow."""
+    sizes, encoded = report.sizes, report.encoded
+    if sizes is None or encoded is None:
+        return
+    longest = longest_row(recipe, encoded)
+    found = estimate(recipe, sizes, longest)
+    report.add("model", [f"memory: {found.text}", *rank_lines(recipe, sizes, longest)])
+    if not holds_whole(recipe) or recipe.placement.address is not None:
+        return
+    device = device_memory(recipe.run.device)
+    if device is not None:
+        require_memory(recipe, sizes, longest, device, f"the device {recipe.run.device!r}")
+        return
+    there, free = machine_memory(), available_memory()
+    if there is not None:
+        require_memory(recipe, sizes, longest, there, "this machine")
+    if free is not None and found.total > free and not recipe.run.device.startswith("cuda"):
+        report.notes.append(f"about {size(found.total)} are needed and {size(free)} are free in main memory")
 
 
 def _has_chat(task: Task[Example] | None) -> bool:

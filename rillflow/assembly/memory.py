@@ -1,9 +1,9 @@
-"""Memory: what a run will hold, from the model's sizes alone.
+"""Memory: estimate what a run will hold from the model's sizes and its longest row.
 
     NewModel ─────────────────────┐
-    directory: headers and config ┴─> ModelSizes ─ with the recipe ─> bytes of every part
+    directory: headers and config ┴─> ModelSizes ─ recipe, longest row ─> Estimate ─> require_memory
 
-An estimate to decide by before launch: activations and the libraries' own memory come on top.
+The libraries' own memory comes on top. ``peaks`` counts activations exactly, with the same key-value cache.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from rillflow.algorithms.config import SampledConfig
 from rillflow.assembly.recipe import Recipe
 from rillflow.cluster.config import SAMPLER
 from rillflow.errors import ConfigError, ModelError
-from rillflow.models.config import NewModel
+from rillflow.formulas.config import MOST_LOGITS
+from rillflow.models.config import AdapterConfig, NewModel
 from rillflow.observe.wording import size
 from rillflow.rollout.config import VLLM
+from rillflow.rollout.native.layout import PLACES
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT32_BYTES = 4
@@ -39,6 +41,19 @@ _NAMES = (
     ("vocab_size",),
     ("max_position_embeddings", "n_positions"),
 )
+_INNER = ("intermediate_size", "n_inner")
+_HIDDEN_STATES, _INNER_STATES, _OUTSIDE_STATES = 8.5, 4, 7
+"""Copies of a token's states that training keeps: of the hidden and the inner one in a layer, and outside."""
+_NARROW = 0.65
+"""Bytes of the same in bfloat16, of which some stay float32."""
+SAMPLED_LOGITS = 3
+"""Copies of the logits of a running row while its token is drawn."""
+VLLM_PLACES = {"cpu": 128, "cuda": 16}
+"""Tokens of a block of vLLM's keys and values."""
+_NAMED, _MOST_NAMED = 3, 5
+"""Settings that a refusal names; more only until the run fits."""
+_FEW_TOKENS, _SMALL_CACHE_GIB = 2048, 4
+"""Values that it tries for ``policy.tokens_per_micro_batch`` and ``rollout.cache_gib``."""
 """What model types call hidden size, layers, heads, vocabulary and context."""
 
 
@@ -62,6 +77,10 @@ class ModelSizes:
     """Longest row in tokens."""
     experts: int = 0
     """Numbers of a mixture's routed experts, where its files say so."""
+    hidden: int = 0
+    """Numbers of a token's hidden state."""
+    inner: int = 0
+    """Numbers of a token's state in the feed-forward layer."""
     linear: int = 0
     """Numbers of its layers' other matrices, where its files say so; an int8 base keeps those in 8 bits."""
 
@@ -81,6 +100,8 @@ def sizes_of_new(new: NewModel) -> ModelSizes:
         kv_width=kv_width,
         vocabulary=vocabulary,
         context=new.context,
+        hidden=new.hidden,
+        inner=inner,
         linear=new.layers * matrices,
     )
 
@@ -117,6 +138,8 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
         vocabulary=vocabulary,
         context=context,
         experts=experts,
+        hidden=hidden,
+        inner=_first(config, _INNER) or 4 * hidden,
         linear=sum(math.prod(shape) for name, shape in matrices.items() if _LAYER.search(name)),
     )
 
@@ -142,8 +165,45 @@ def rows_at_once(recipe: Recipe) -> int:
     return min(recipe.rollout.max_rows, max(rows, judged))
 
 
+def cache_bytes(recipe: Recipe, sizes: ModelSizes, longest: int) -> int:
+    """Return the bytes of keys and values on one rank that samples, at most.
+
+    The native engine holds the rows that run, each as long as the longest. vLLM holds ``rollout.max_rows``
+    rows of the model's whole context. Both keep to ``rollout.cache_gib``.
+
+    Args:
+        recipe: the run's.
+        sizes: the policy's.
+        longest: tokens of the longest row, prompt and answer.
+    """
+    placement, allowed = recipe.placement, recipe.rollout.cache_gib
+    on_gpu, tp = recipe.run.device.startswith("cuda"), placement.generate_tp
+    if recipe.rollout.engine == VLLM:
+        block = VLLM_PLACES["cuda" if on_gpu else "cpu"]
+        places = recipe.rollout.max_rows * -(-sizes.context // block) * block + block
+        item, tp = _ITEM_BYTES[recipe.policy.model.dtype], 1
+    else:
+        places = rows_a_rank(recipe) * -(-min(longest, sizes.context) // PLACES) * PLACES
+        item = _cache_item(recipe)
+    found = 2 * places * sizes.layers * sizes.kv_width * item // tp
+    return found if allowed is None else min(found, int(allowed * 2**30))
+
+
+def rows_a_rank(recipe: Recipe) -> int:
+    """Rows that run at once on a rank that samples."""
+    placement = recipe.placement
+    ranks = placement.pools[placement.pool_of(SAMPLER)]
+    return -(-rows_at_once(recipe) * placement.generate_tp // ranks)
+
+
+def _cache_item(recipe: Recipe) -> int:
+    """Bytes of one number of a key: the native engine keeps float32 on a processor."""
+    on_gpu = recipe.run.device.startswith("cuda")
+    return _ITEM_BYTES[recipe.policy.model.dtype] if on_gpu else _FLOAT32_BYTES
+
+
 def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
-    """Show that the longest row finds room in what keys and values may take.
+    """Refuse a longest row that does not fit into ``rollout.cache_gib``.
 
     Args:
         recipe: the run's.
@@ -151,13 +211,11 @@ def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
         prompt: tokens of the longest prompt.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not fit.
     """
     allowed, tp = recipe.rollout.cache_gib, recipe.placement.generate_tp
     tokens = min(prompt + recipe.rollout.max_tokens, sizes.context)
-    on_gpu = recipe.run.device.startswith("cuda")
-    item = _ITEM_BYTES[recipe.policy.model.dtype] if on_gpu else _FLOAT32_BYTES
-    row = 2 * tokens * sizes.layers * sizes.kv_width * item // tp
+    row = 2 * tokens * sizes.layers * sizes.kv_width * _cache_item(recipe) // tp
     if allowed is not None and row > allowed * 2**30:
         raise ConfigError(
             f"rollout.cache_gib is {allowed:g}, which is {size(int(allowed * 2**30))}",
@@ -167,7 +225,7 @@ def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
         )
 
 
-def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
+def rank_lines(recipe: Recipe, sizes: ModelSizes, longest: int) -> list[str]:
     """What the model of section ``policy`` takes on one rank, by phase; empty where a rank holds it whole.
 
     Weights that tensor parallelism leaves whole (norms, an embedding that is not tied) count as if they
@@ -176,15 +234,14 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes) -> list[str]:
     placement, item = recipe.placement, _ITEM_BYTES[recipe.policy.model.dtype]
     mesh, tp = placement.mesh_of(recipe.trained_role), placement.generate_tp
     answering = placement.pools[placement.pool_of(SAMPLER)] if placement.samples_apart else mesh.ranks
-    if mesh.is_plain and tp == 1 and not placement.samples_apart:
+    if holds_whole(recipe):
         return []
     whole, away = _weights(recipe, sizes), sizes.experts - sizes.experts // mesh.ep
     parts = mesh.pp * mesh.tp * mesh.fsdp
-    rows = -(-rows_at_once(recipe) * tp // answering)
-    cache = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item // tp
+    rows, cache = rows_a_rank(recipe), cache_bytes(recipe, sizes, longest)
     held = (sizes.parameters - away) // parts
     trained = (whole - away * item) // parts
-    state = (2 if item == _FLOAT32_BYTES else 3) * held * _FLOAT32_BYTES
+    state = _optimiser(recipe, held)
     apart = f" - {size(away * item)} of other ranks' experts" if away else ""
     share = size(trained)
     lines = [
@@ -210,20 +267,150 @@ def _weights(recipe: Recipe, sizes: ModelSizes) -> int:
     return sizes.parameters * item - narrow * (item - 1)
 
 
-def estimate(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, int]:
-    """Bytes by what they are for."""
-    item = _ITEM_BYTES[recipe.policy.model.dtype]
-    weights, full = _weights(recipe, sizes), sizes.parameters * item
-    is_copied, is_frozen = recipe.rollout.engine == VLLM, recipe.policy.model.adapter is not None
-    rows = recipe.rollout.max_rows if is_copied else rows_at_once(recipe)
-    parts = {"weights": weights}
+def _optimiser(recipe: Recipe, numbers: int) -> int:
+    """Bytes of AdamW's two moments, and of float32 masters where weights are narrower."""
+    moment = _ITEM_BYTES[recipe.policy.moments or "float32"]
+    master = _FLOAT32_BYTES if recipe.policy.model.dtype != "float32" else 0
+    return numbers * (2 * moment + master)
+
+
+def holds_whole(recipe: Recipe) -> bool:
+    """Whether a rank holds the whole model, and samples with the weights it trains."""
+    placement = recipe.placement
+    is_plain = placement.mesh_of(recipe.trained_role).is_plain and placement.generate_tp == 1
+    return is_plain and not placement.samples_apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes on a rank that holds the whole model, by what they are for."""
+
+    kept: Mapping[str, int]
+    """From step to step."""
+    training: Mapping[str, int]
+    """Beside those, while an update is made."""
+    sampling: Mapping[str, int]
+    """Beside those, while rows are sampled."""
+
+    @property
+    def total(self) -> int:
+        """The most at one time."""
+        return sum(self.kept.values()) + max(sum(self.training.values()), sum(self.sampling.values()))
+
+    @property
+    def text(self) -> str:
+        """In a line. Example: ``weights 6.0 MiB kept; training adds ...; at most 20.0 MiB``."""
+        parts = [f"{_terms(self.kept)} kept"]
+        parts += [f"training adds {_terms(self.training)}"] if self.training else []
+        parts += [f"sampling adds {_terms(self.sampling)}"] if self.sampling else []
+        return f"{'; '.join(parts)}; at most {size(self.total)}"
+
+
+def _terms(parts: Mapping[str, int]) -> str:
+    return " + ".join(f"{what} {size(amount)}" for what, amount in parts.items())
+
+
+def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> Estimate:
+    """Estimate the memory of the section ``policy``'s model and its reference.
+
+    Args:
+        recipe: the run's.
+        sizes: the model's.
+        longest: tokens of the longest row, prompt and answer.
+    """
+    weights, is_frozen = _weights(recipe, sizes), recipe.policy.model.adapter is not None
+    is_copied = recipe.has_policy and recipe.rollout.engine == VLLM
+    kept, training, sampling = {"weights": weights}, dict[str, int](), dict[str, int]()
     if not is_frozen:  # an adapter's own are small beside the base
-        parts |= {"gradients": weights, "optimiser": 2 * sizes.parameters * _FLOAT32_BYTES}
-    if recipe.has_policy:
-        parts["KV cache"] = 2 * rows * sizes.context * sizes.layers * sizes.kv_width * item
-        parts["logits"] = 2 * recipe.policy.tokens_per_micro_batch * sizes.vocabulary * _FLOAT32_BYTES
-    if recipe.has_policy and is_copied:
-        parts["vLLM's weights"] = full
+        kept["optimiser"] = _optimiser(recipe, sizes.parameters)
+        training["gradients"] = weights
     if "reference" in recipe.roles and not is_frozen:
-        parts["reference"] = weights
-    return parts
+        kept["reference"] = weights
+    training |= _activations(recipe, sizes, longest)
+    if is_copied:
+        kept["vLLM's weights"] = sizes.parameters * _ITEM_BYTES[recipe.policy.model.dtype]
+        kept["vLLM's KV cache"] = cache_bytes(recipe, sizes, longest)
+    elif recipe.has_policy:
+        sampling["KV cache"] = cache_bytes(recipe, sizes, longest)
+        sampling["logits"] = SAMPLED_LOGITS * rows_a_rank(recipe) * sizes.vocabulary * _FLOAT32_BYTES
+    return Estimate(kept=kept, training=training, sampling=sampling)
+
+
+def _activations(recipe: Recipe, sizes: ModelSizes, longest: int) -> dict[str, int]:
+    """What a micro-batch leaves for its backward pass; fitted to what ``peaks`` counts."""
+    config, policy = recipe.algorithm, recipe.policy
+    every = -(-config.rows_per_step // config.minibatches) * longest
+    tokens = max(longest, min(policy.tokens_per_micro_batch, every))
+    layer = _HIDDEN_STATES * sizes.hidden + _INNER_STATES * sizes.inner + 2 * sizes.kv_width
+    beside, layers = _OUTSIDE_STATES * sizes.hidden, sizes.layers
+    numbers = beside + (layer + layers * sizes.hidden if policy.gradient_checkpointing else layer * layers)
+    narrow = _NARROW if policy.model.dtype == "bfloat16" else 1.0
+    logits = min(tokens * sizes.vocabulary, MOST_LOGITS)
+    return {
+        "activations": int(tokens * numbers * _FLOAT32_BYTES * narrow),
+        "logits": 2 * logits * _FLOAT32_BYTES,
+    }
+
+
+def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, what: str) -> None:
+    """Refuse a run whose ranks cannot fit, and name the settings that help most.
+
+    Args:
+        recipe: the run's; its ranks hold the whole model.
+        sizes: the model's.
+        longest: tokens of the longest row, prompt and answer.
+        there: bytes of the memory that a rank may fill.
+        what: the memory, for the error. Example: ``"this machine"``.
+
+    Raises:
+        ConfigError: the estimate exceeds it.
+    """
+    found = estimate(recipe, sizes, longest)
+    if found.total <= there:
+        return
+    helps: list[tuple[str, int]] = []
+    now = recipe
+    while len(helps) < _NAMED or (helps[-1][1] > there and len(helps) < _MOST_NAMED):
+        changed = {text: other for text, other in _smaller(now) if text not in dict(helps)}
+        amounts = {text: estimate(other, sizes, longest).total for text, other in changed.items()}
+        best = min(amounts, key=lambda text: amounts[text], default=None)
+        if best is None or amounts[best] >= estimate(now, sizes, longest).total:
+            break
+        helps.append((best, amounts[best]))
+        now = changed[best]
+    told = ", then ".join(f"{text} (at most {size(amount)})" for text, amount in helps)
+    last = "" if estimate(now, sizes, longest).total <= there else "a smaller model or more ranks; "
+    raise ConfigError(
+        f"a rank takes {size(found.total)}, and {what} has {size(there)}",
+        why=found.text,
+        fix=f"{last}set {told}" if told else "choose a smaller model, or cut it over ranks (placement.train)",
+    )
+
+
+def _smaller(recipe: Recipe) -> list[tuple[str, Recipe]]:
+    """Settings that save memory, as text, each with the recipe in which it alone is changed."""
+    policy, model, rollout = recipe.policy, recipe.policy.model, recipe.rollout
+    found: list[tuple[str, Recipe]] = []
+
+    def try_policy(text: str, **update: object) -> None:
+        found.append((text, recipe.model_copy(update={"policy": policy.model_copy(update=update)})))
+
+    if model.dtype == "float32":
+        narrow = model.model_copy(update={"dtype": "bfloat16"})
+        try_policy('policy.model.dtype = "bfloat16"', model=narrow)
+    if not policy.gradient_checkpointing:
+        try_policy("policy.gradient_checkpointing = true", gradient_checkpointing=True)
+    if model.adapter is None and model.path is not None:
+        light = model.model_copy(update={"adapter": AdapterConfig()})
+        try_policy(f"policy.model.adapter.rank = {AdapterConfig().rank}", model=light)
+    if model.adapter is not None and model.adapter.base == "full":
+        light = model.model_copy(update={"adapter": model.adapter.model_copy(update={"base": "int8"})})
+        try_policy('policy.model.adapter.base = "int8"', model=light)
+    if policy.tokens_per_micro_batch > _FEW_TOKENS:
+        try_policy(f"policy.tokens_per_micro_batch = {_FEW_TOKENS}", tokens_per_micro_batch=_FEW_TOKENS)
+    if recipe.has_policy and (rollout.cache_gib is None or rollout.cache_gib > _SMALL_CACHE_GIB):
+        capped = rollout.model_copy(update={"cache_gib": _SMALL_CACHE_GIB})
+        found.append(
+            (f"rollout.cache_gib = {_SMALL_CACHE_GIB}", recipe.model_copy(update={"rollout": capped}))
+        )
+    return found

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.assembly.encoding import ANSWERS, EncodedTask
-from rillflow.assembly.memory import ModelSizes, rows_at_once
+from rillflow.assembly.encoding import ANSWERS, EncodedTask, longest_row
+from rillflow.assembly.memory import SAMPLED_LOGITS, ModelSizes, cache_bytes, rows_a_rank
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.role_table import RoleKind, roles_of
 from rillflow.cluster.config import SAMPLER, MeshSizes
@@ -51,14 +51,11 @@ from rillflow.records.rollout import completions
 from rillflow.records.row import RowId
 from rillflow.roles.saving import SMALL_BYTES
 from rillflow.rollout.config import VLLM
-from rillflow.rollout.native.layout import PLACES
 from rillflow.training.config import TrainConfig
 from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
 from rillflow.training.scorer import micro_batches
 
-VLLM_PLACES = {"cpu": 128, "cuda": 16}
-"""Tokens of a block of vLLM's keys and values."""
 Parts = Mapping[str, int]
 """Bytes by what they are for."""
 
@@ -100,11 +97,11 @@ def peaks_of(recipe: Recipe, base: Path, encoded: EncodedTask, sizes: ModelSizes
     Raises:
         ModelError: a model is not there, or cannot be cut so.
     """
-    rows, prompts = _longest(recipe, encoded)
+    (rows, prompts), longest = _longest(recipe, encoded), longest_row(recipe, encoded)
     found = []
     for role, kind in roles_of(recipe).items():
         if kind.is_model or (role == SAMPLER and recipe.placement.samples_apart):
-            found.append(_Trial(recipe, base, role, kind, rows, prompts, sizes).peak())
+            found.append(_Trial(recipe, base, role, kind, rows, prompts, sizes, longest).peak())
     return found
 
 
@@ -187,9 +184,11 @@ class _Trial:
         rows: Batch,
         prompts: Batch,
         sampled: ModelSizes,
+        longest: int,
     ) -> None:
         self._recipe, self._role, self._kind = recipe, role, kind
         self._rows, self._prompts, self._sampled = rows, prompts, sampled
+        self._longest = longest
         self._sizes = MeshSizes() if role == SAMPLER else recipe.placement.mesh_of(role)
         config, scalar = _model(recipe, role, kind)
         made: type[Any] = ScalarModel if scalar else LanguageModel
@@ -251,33 +250,22 @@ class _Trial:
 
     def _answering(self, held: int) -> dict[str, int]:
         """What the sampler takes on one rank beside the weights that it shares with the trainer."""
-        tp, placement = self._recipe.placement.generate_tp, self._recipe.placement
-        ranks = placement.pools[placement.pool_of(SAMPLER)]
-        rows = -(-rows_at_once(self._recipe) * tp // ranks)
-        model = self._outline()
-        sizes = self._sampled
-        context = int(self._prompts.ragged("tokens").lengths.max()) + self._recipe.rollout.max_tokens
+        tp, rows = self._recipe.placement.generate_tp, rows_a_rank(self._recipe)
+        model, sizes = self._outline(), self._sampled
+        is_copied = self._recipe.rollout.engine == VLLM
         with _Live() as live:
             module = _cut(model.module, tp, live)
             weights, before = live.bytes, live.begin()
             part = self._prompts.select(list(range(min(len(self._prompts), rows))))
             self._parallel(module).run([part], self._back, self._finish)
             prefill = live.most - before
-        item = 4 if not self._recipe.run.device.startswith("cuda") else model.module.dtype.itemsize
-        places = rows * -(-context // PLACES) * PLACES
-        cache = 2 * places * sizes.kv_width * sizes.layers * item // tp
         is_shared = self._role != SAMPLER and self._sizes.is_plain  # the module is the trainer's own
         return {
             "weights that cross": 0 if is_shared else max(0, weights - held),
-            "KV cache": self._allowed(cache) if self._recipe.rollout.engine != VLLM else 0,
+            "KV cache": 0 if is_copied else cache_bytes(self._recipe, sizes, self._longest),
             "prompts": prefill,
-            "logits": 3 * rows * sizes.vocabulary * 4,
+            "logits": SAMPLED_LOGITS * rows * sizes.vocabulary * 4,
         }
-
-    def _allowed(self, cache: int) -> int:
-        """What of so much for keys and values the recipe allows."""
-        allowed = self._recipe.rollout.cache_gib
-        return cache if allowed is None else min(cache, int(allowed * 2**30))
 
     def _copied(self) -> tuple[dict[str, int], dict[str, int]]:
         """What vLLM holds beside the trainer from step to step, and on a device while it answers."""
@@ -288,10 +276,8 @@ class _Trial:
         head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
         weights = sum(weight.numel() for weight in module.parameters()) * module.dtype.itemsize
         weights += 0 if is_far or head is not embedding else head.nbytes  # it has no ties there
-        block = VLLM_PLACES["cuda" if is_far else "cpu"]
-        places = rollout.max_rows * -(-self._sampled.context // block) * block + block
-        cache = 2 * places * self._sampled.kv_width * self._sampled.layers * module.dtype.itemsize
-        found = {"vLLM's weights": weights, "vLLM's KV cache": self._allowed(cache)}
+        cache = cache_bytes(self._recipe, self._sampled, self._longest)
+        found = {"vLLM's weights": weights, "vLLM's KV cache": cache}
         return ({}, found) if is_far else (found, {})
 
     def _module(self, live: _Live) -> nn.Module:

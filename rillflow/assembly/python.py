@@ -19,7 +19,7 @@ from rillflow.assembly.launch import launch
 from rillflow.assembly.preflight import Given
 from rillflow.assembly.recipe import LoadedRecipe, leaves, load_recipe
 from rillflow.assembly.run import Run
-from rillflow.errors import CallbackError, Interrupted, RewardError
+from rillflow.errors import CallbackError, ConfigError, Interrupted, RewardError
 from rillflow.observe.raised import innermost_line
 from rillflow.pipeline.interrupt import Interruption
 from rillflow.records.metrics import Metrics
@@ -85,6 +85,13 @@ def train(
     functions = () if reward is None or isinstance(reward, str | Path) else _functions(reward)
     if reward is not None:
         over["reward.function"] = None if functions else _relative(str(reward), base)
+    for number, callback in enumerate(callbacks, 1):
+        if not callable(callback):
+            raise ConfigError(
+                f"callback {number} is {callback!r}",
+                why="callbacks are called after every step with a StepResult",
+                fix="give functions: callbacks=[my_function]",
+            )
     if dir is not None:
         over["run.dir"] = str(dir)
     loaded = load_recipe(recipe, over, algorithms)

@@ -20,6 +20,7 @@ from rillflow.algorithms.registry import ALGORITHMS, warm_start
 from rillflow.assembly.consistency import inconsistencies
 from rillflow.assembly.corrections import with_correction
 from rillflow.assembly.role_table import SECTION_ROLES
+from rillflow.assembly.trained import model_directory
 from rillflow.cluster.config import PlacementConfig
 from rillflow.config.load import read_toml, validate
 from rillflow.config.overrides import Override, apply_overrides, parse_override
@@ -27,6 +28,7 @@ from rillflow.config.problems import together
 from rillflow.config.schema import tags
 from rillflow.config.section import Section
 from rillflow.models.config import ModelConfig
+from rillflow.observe import layout
 from rillflow.rewards.config import CostConfig, RewardConfig
 from rillflow.rollout.config import RolloutConfig, Temperature
 from rillflow.tasks.config import TaskConfig
@@ -227,12 +229,28 @@ def load_recipe(
     else:
         settings = [parse_override(text) for text in overrides]
     recipe = validate(recipe_class(algorithms), apply_overrides(data, settings), str(path))
+    recipe = _with_model_of_run(recipe, path.parent)
     if recipe.run.dir is None:
         run = recipe.run.model_copy(update={"dir": str(Path("runs") / run_name(path))})
         recipe = recipe.model_copy(update={"run": run})
     given = dict.fromkeys(leaves(data), path.name)
     given |= dict.fromkeys(leaves(apply_overrides({}, settings)), "--set")
     return LoadedRecipe(recipe=recipe, path=path, base=path.parent, given=given)
+
+
+def _with_model_of_run(recipe: Recipe, base: Path) -> Recipe:
+    """The recipe with the newest checkpoint's policy where ``policy.model.path`` names a run directory.
+
+    Raises:
+        RunDirectoryError: the run has no checkpoint, or trains no policy.
+    """
+    model = recipe.policy.model
+    run = base / Path(model.path or "").expanduser()
+    if model.path is None or not layout.is_run_directory(run):
+        return recipe
+    inside = model_directory(run, "policy").relative_to(run)
+    named = model.model_copy(update={"path": str(Path(model.path) / inside)})
+    return recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"model": named})})
 
 
 def recipe_class(algorithms: Sequence[Algorithm]) -> type[Recipe]:

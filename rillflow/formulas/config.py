@@ -16,6 +16,8 @@ Surrogate = Literal["clip", "weight"]
 """What the bounds on the ratio are put on: ``formulas.clipped_policy_loss``."""
 Selector = Literal["max_min", "max_random", "max_max", "random"]
 """Which two rows of a prompt are a pair: ``formulas.pair_places``."""
+MOST_LOGITS = 1 << 26
+"""Logits of one pass that are kept whole: 256 MiB in float32, and a gradient as large."""
 _BOUNDS = {"tis": (0, 2), "sequence_tis": (0, 5), "icepop": (0.5, 5), "m2po": (0, 0.04), "topr": (0, 1)}
 """The bounds of each correction where a recipe gives none; ``formulas.ratios`` says what they bound."""
 

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import FormulaError
+from rillflow.formulas.config import MOST_LOGITS
 
 _CACHED = 1 << 18
 """Logits of one chunk on a processor: few enough to stay in a cache between its passes."""
 _LAUNCHED = 1 << 27
 """Logits of one chunk elsewhere: so many that what a chunk computes takes longer than asking for it."""
-MOST_LOGITS = 1 << 26
-"""Logits of one pass that are kept whole: 256 MiB in float32, and a gradient as large."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -28,7 +28,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import ModelError, NotFiniteError, RillflowError, TrainingError
-from rillflow.formulas.logprobs import MOST_LOGITS, HeadLogits
+from rillflow.formulas.config import MOST_LOGITS
+from rillflow.formulas.logprobs import HeadLogits
 from rillflow.models.architecture import has_plain_head, is_padded, short_copy, trial
 from rillflow.models.routing import Routers
 from rillflow.models.scalar_head import head_of, token_scores

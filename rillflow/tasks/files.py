@@ -14,11 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+
 from rillflow.errors import DataError
 from rillflow.tasks.example import check_names
 
 ENDINGS = (".jsonl", ".parquet")
 _MARK = b"\xef\xbb\xbf"
+_OTHER = {b"\x1f\x8b": "gzip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+"""Beginnings of files that are something else."""
+_CONVERT = {
+    "gzip": "unpack it with gunzip",
+    "UTF-16": "convert the file: iconv -f utf-16 -t utf-8",
+}
 _NO_NUMBER = "JSON has no such number, and no reward could use it"
 Row = TypeVar("Row")
 Rows: TypeAlias = Iterable[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]]
@@ -58,10 +66,21 @@ def given_rows(rows: Rows, make: Callable[[dict[str, Any], int, str], Row]) -> l
 def _given(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, given in enumerate(rows, 1):
         row = {str(name): value for name, value in given.items()} if isinstance(given, Mapping) else None
-        row = {"prompt": given} if row is None else row
+        row = {"prompt": given} if row is None else {name: _plain(value) for name, value in row.items()}
         for name, value in row.items():
             _check_plain(value, f"{GIVEN}, row {number}: column {name!r}")
         yield number, row
+
+
+def _plain(value: object) -> object:
+    """A scalar of numpy as Python's own number or text, also in lists; anything else as it is."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
 
 
 def _check_path(path: Path) -> None:
@@ -161,6 +180,11 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _broken(where: str, line: bytes, error: Exception) -> DataError:
     if isinstance(error, UnicodeDecodeError):
+        for start, name in _OTHER.items():
+            if line.startswith(start):
+                return DataError(
+                    f"{where}: the file begins as {name}", why="prompts files are UTF-8", fix=_CONVERT[name]
+                )
         return DataError(
             f"{where}: byte {error.start + 1} is 0x{line[error.start]:02x}, which is not UTF-8",
             why="prompts files are UTF-8",

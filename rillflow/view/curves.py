@@ -52,6 +52,8 @@ class Curve:
     """Whether the axis counts powers of ten."""
     is_apart: bool = False
     """Whether every phase has axes of its own, its values being of another kind."""
+    is_measured_apart: bool = False
+    """Whether the curve is left out where nothing was compared: it is 0 where both are the sampler's."""
     verdict: Verdict | None = None
     """What the last values mean in plain words."""
 
@@ -104,6 +106,7 @@ CURVES = (
         hint="Largest gap between their log probabilities of one token: rounding, and nothing else.",
         metrics={"mismatch/logprob_gap/max": ""},
         is_log=True,
+        is_measured_apart=True,
         verdict=Verdict(
             limit=1e-3,
             kept="They agree.",
@@ -144,9 +147,15 @@ def cards(data: RunData) -> list[Html]:
         for phases in [[phase] for phase in data.phases] if curve.is_apart else [data.phases]:
             series = [_series(data, name, label, phases) for name, label in curve.metrics.items()]
             series = [one for one in series if one.points]
-            if series:
+            if series and not (curve.is_measured_apart and not _compares(data)):
                 found.append(_card(curve, series, phases))
     return [*found, *_speed_card(data)]
+
+
+def _compares(data: RunData) -> bool:
+    """Whether a step compared log probabilities of trainer and sampler: then a gap is not exactly 0."""
+    gaps = [record.metrics.get("mismatch/logprob_gap/max") for record in data.steps]
+    return any(gap is not None and gap.value != 0 for gap in gaps)
 
 
 def other_cards(data: RunData) -> list[Html]:

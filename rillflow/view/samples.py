@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from rillflow.observe.layout import rollout_files
@@ -23,6 +24,7 @@ NUM_SHOWN = 5
 NUM_COMPARED = 8
 MAX_TOKENS = 300
 MAX_CHARACTERS = 1500
+BRIEF_CHARACTERS = 100
 SHADES = (0.9, 0.7, 0.5, 0.25, 0.1, 0.03)
 """Probabilities below which a token is one shade darker."""
 END = "■"
@@ -108,10 +110,7 @@ def draw_pairs(read: Sequence[Sequence[Sample]]) -> list[Html]:
         el(
             "tr",
             el("td", _brief(high.rollout.prompt)),
-            *(
-                el("td", _badges(one.rollout)[:1], " ", el("span", _brief(one.rollout.completion)))
-                for one in (high, low)
-            ),
+            *(el("td", _badges(one.rollout)[:1], " ", _told(one.rollout)) for one in (high, low)),
         )
         for high, low in told[:NUM_COMPARED]
     ]
@@ -125,7 +124,7 @@ def draw_sample(sample: Sample) -> Html:
     facts = [
         *_badges(row),
         el("span", f"step {sample.step}"),
-        el("span", f"{len(row.sampled):,} tokens"),
+        el("span", f"{len(row.sampled):,} token{'' if len(row.sampled) == 1 else 's'}"),
         *([el("span", "cut off at the limit", class_="warn")] if row.finish == "length" else []),
         el("span", str(row.row)),
     ]
@@ -168,7 +167,7 @@ def _column(samples: Sequence[Sample]) -> Html:
         el(
             "tr",
             el("td", _badges(one.rollout)[:1]),
-            el("td", _brief(one.rollout.prompt), " ", el("span", _brief(one.rollout.completion))),
+            el("td", _brief(one.rollout.prompt), " ", _told(one.rollout)),
         )
         for one in samples[::stride][:NUM_COMPARED]
     ]
@@ -177,19 +176,50 @@ def _column(samples: Sequence[Sample]) -> Html:
     )
 
 
+def _told(row: RolloutRecord) -> list[Html | str]:
+    """An answer in short; text that a tool or an environment put into it stays grey."""
+    pieces = _pieces(row)
+    if all(is_sampled for is_sampled, _ in pieces):
+        return [el("span", _brief(row.completion))]
+    found, left = list[Html | str](), BRIEF_CHARACTERS
+    for is_sampled, text in pieces:
+        short = cut(text.replace("\n", " "), left) if left > 0 else ""
+        found.append(el("span", short) if is_sampled else short)
+        left -= len(text)
+    return found
+
+
+def _pieces(row: RolloutRecord) -> list[tuple[bool, str]]:
+    """The text from the first sampled token on, in stretches that were sampled or put in."""
+    if len(row.token_texts) != len(row.tokens) or not row.sampled:
+        return []
+    own = set(row.sampled)
+    places = range(row.sampled[0], len(row.tokens))
+    return [
+        (is_sampled, "".join(row.token_texts[place] for place in stretch))
+        for is_sampled, stretch in groupby(places, own.__contains__)
+    ]
+
+
 def _brief(text: str) -> str:
-    return cut(" ".join(text.split()), 100)
+    return cut(" ".join(text.split()), BRIEF_CHARACTERS)
 
 
 def _answer(sample: Sample) -> Html | list[Html]:
     texts, logprobs = _token_texts(sample.rollout), sample.logprobs
     if not texts:
         return [el("div", cut(sample.rollout.completion, MAX_CHARACTERS)), _heat(logprobs)]
-    shown = [
-        el("i", _token(text), class_=_shade(logprob), title=_chance(logprob))
-        for text, logprob in zip(texts[:MAX_TOKENS], logprobs[:MAX_TOKENS], strict=True)
-    ]
-    left = len(texts) - len(shown)
+    row, shown = sample.rollout, []
+    has_texts = len(row.token_texts) == len(row.tokens)
+    for number, (text, logprob) in enumerate(zip(texts[:MAX_TOKENS], logprobs[:MAX_TOKENS], strict=True)):
+        shown.append(el("i", _token(text), class_=_shade(logprob), title=_chance(logprob)))
+        end = row.sampled[number + 1] if number + 1 < len(row.sampled) else len(row.tokens)
+        inserted = "".join(row.token_texts[row.sampled[number] + 1 : end]) if has_texts else ""
+        if inserted:
+            shown.append(
+                el("q", cut(inserted, MAX_CHARACTERS), title="not sampled: from a tool or environment")
+            )
+    left = max(0, len(texts) - MAX_TOKENS)
     return el("span", shown, f" … {left:,} more tokens" if left else "", class_="tokens")
 
 

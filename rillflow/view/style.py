@@ -82,7 +82,7 @@ svg text {font-family: inherit; fill: var(--soft); font-size: 12px; font-variant
 .key::before {
   content: ""; display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .5em;
   background: var(--kc)}
-.legend .key {margin-right: 14px}
+.legend .key {margin-right: 14px; white-space: nowrap; display: inline-block}
 .legend:has(.tokens) {margin-bottom: 10px}
 .key.c0 {--kc:var(--main)}
 .key.c1 {--kc:var(--second)}
@@ -108,6 +108,7 @@ th,td {padding: 4px 8px; border-top: 1px solid var(--hair)}
 thead th {border-top: 0}
 td {text-align: right; white-space: nowrap}
 th:first-child,td:first-child {text-align: left; padding-left: 0}
+.brief th {text-align: left}
 .brief td {
   text-align: left; white-space: normal; overflow-wrap: anywhere; vertical-align: top;
   unicode-bidi: isolate}
@@ -131,6 +132,7 @@ article {border-top: 1px solid var(--hair); margin-top: 12px; padding-top: 10px}
 .answer {margin-top: 2px}
 .samples .prompt,.samples .answer {max-height: 22em; overflow-y: auto}
 .tokens i,.heat i {font-style: normal; border-radius: 2px; background: rgba(var(--shade),var(--a,0))}
+.tokens q {color: var(--soft); quotes: none}
 .tokens i:hover {outline: 1px solid var(--soft)}
 .heat {margin-top: 5px; line-height: 0}
 .heat i {display: inline-block; width: 7px; height: 12px; border: 1px solid var(--card)}

@@ -26,6 +26,8 @@ _KEPT = ("--set", "--plan", "--cluster", "--lengths")
 """The options of a run that say what is computed, where, and what is expected of it."""
 _ASKED = "policy"
 """The model that can be asked."""
+_MODEL_FILES = ("config.json", "adapter_config.json")
+"""The file of a model's directory, whole or an adapter."""
 _TYPED = 1000
 """Characters of the longest question that a suggested command holds."""
 
@@ -80,6 +82,8 @@ class Summary:
     """What later starts changed of the settings, and from which step on."""
     best: str | None
     """The model of the checkpoint that held-out rows scored highest, where that is not the newest."""
+    has_agent: bool
+    """Whether an agent wrote the rows; ``rillflow ask`` asks the model without it."""
 
     def as_json(self) -> dict[str, JSON]:
         """For summary.json."""
@@ -130,6 +134,7 @@ def summary_of(data: RunData) -> Summary:
         warnings=warnings_of(data),
         changes=tuple(data.changes),
         best=_best(data.path, checkpoint),
+        has_agent=isinstance(data.setting("rollout.agent.function"), str),
     )
 
 
@@ -174,7 +179,8 @@ def newest_model(run: Path) -> Path | None:
     """The model directory of the newest checkpoint, the policy's if it has one; None when there is none."""
     folder = run / layout.CHECKPOINTS
     for step in reversed(kept_steps(folder) if folder.is_dir() else []):
-        if models := [file.parent for file in folder.glob(f"step-{step:06d}/*/config.json")]:
+        files = folder.glob(f"step-{step:06d}/*/*config.json")
+        if models := [file.parent for file in files if file.name in _MODEL_FILES]:
             return max(models, key=lambda model: model.name == _ASKED)
     return None
 
@@ -262,8 +268,11 @@ def _next_lines(summary: Summary) -> list[str]:
         is_judge = Path(summary.checkpoint).name == "judge"
         setting = "reward.judge.model" if is_judge else "reward.model or cost.model"
         lines.append(f"  score with it:   {setting} = {summary.run!r} in another recipe")
-    elif summary.checkpoint:
+    elif summary.checkpoint and not summary.has_agent:
         lines.append(f"  ask it:          {shlex.join(['rillflow', 'ask', summary.run, *summary.question])}")
+    if summary.checkpoint and summary.has_agent:
+        served = shlex.join(["rillflow", "serve", summary.run])
+        lines.append(f"  serve it:        {served}, and point the agent at the address that it prints")
     if summary.report:
         lines.append(f"  look inside:     open {shlex.quote(summary.report)} in a browser")
     rose = summary.before and summary.after and summary.after.value > summary.before.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,12 @@ def test_the_front_page_runs_as_printed(root: Path, tmp_path: Path, run: Callabl
     subprocess.run([sys.executable, pattern / "make_model.py"], check=True, capture_output=True)
     assert run(["--check", str(root / "README.md"), "--inside", str(tmp_path)]) == 0
     assert (tmp_path / "runs/mine/report.html").is_file()
+
+
+def test_the_tree_of_the_front_page_has_every_package(root: Path) -> None:
+    text = (root / "README.md").read_text("utf-8")
+    listed = re.findall(r"^  (\w+)/ ", text[text.index("\nrillflow/\n") : text.index("\nexamples/ ")], re.M)
+    assert sorted(listed) == sorted(path.parent.name for path in (root / "rillflow").glob("*/__init__.py"))
 
 
 def test_a_notebook_is_executed_and_shows_a_curve_that_rises(root: Path) -> None:

@@ -11,8 +11,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rillflow.cluster.ranks import Ranks
-from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, UnpairedLossConfig, ValueLossConfig
-from rillflow.formulas.logprobs import MOST_LOGITS
+from rillflow.formulas.config import (
+    MOST_LOGITS,
+    PairLossConfig,
+    PolicyLossConfig,
+    UnpairedLossConfig,
+    ValueLossConfig,
+)
 from rillflow.models.attention import ATTENTION, register
 from rillflow.parallel.mesh import RankGroups, rank_groups
 from rillflow.parallel.module import Parallel

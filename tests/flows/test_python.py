@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rillflow
@@ -46,8 +48,8 @@ TWO_RANKS = {"algorithm.steps": 2, "placement.pools": {"main": 2}, "placement.ba
 
 
 def train(folder: Path, *callbacks: Any, **more: Any) -> rillflow.Run:
-    how: dict[str, Any] = {"prompts": PROMPTS, "reward": LENGTH, "settings": {"task.held_out": 4}, **more}
-    return rillflow.train(RECIPE, dir=folder, callbacks=callbacks, quiet=True, **how)
+    how: dict[str, Any] = {"prompts": PROMPTS, "reward": LENGTH, "settings": {"task.held_out": 4}}
+    return rillflow.train(RECIPE, dir=folder, quiet=True, **how | {"callbacks": callbacks} | more)
 
 
 def test_python_and_the_command_have_the_same_bits_whether_stopped_or_not(tiny: Tiny) -> None:
@@ -93,6 +95,20 @@ def test_rows_given_in_python_replace_what_the_recipe_holds_out(tiny: Tiny) -> N
         rows = [{"prompt": f"2{n}+1=", "answer": ""} for n in range(4)]
         how |= {"settings": {"algorithm.steps": 1, **settings}, "fresh": True}
         assert rillflow.train(recipe, prompts=rows, **how).evaluations[0].count == judged
+
+
+def test_numbers_of_numpy_are_numbers_and_a_run_starts_from_another_one(tiny: Tiny) -> None:
+    rows = [{"prompt": f"{n}+1=", "n": np.int64(n), "of": [np.float32(0.5)]} for n in range(4)]
+    one = {"algorithm.steps": 1}
+    first = train(tiny.folder / "first", prompts=rows, settings=one)
+    assert {type(row.columns["n"]) for row in first.rollouts()} == {int}
+    start = {"policy.model": {"path": str(first.path)}, **one}
+    second = train(tiny.folder / "second", prompts=rows, settings=start)
+    assert second.settings["policy"]["model"]["path"] == str(first.checkpoint())  # type: ignore[index,call-overload]
+    empty = tiny.folder / "empty"
+    shutil.copytree(first.path, empty, ignore=shutil.ignore_patterns("step-*"))
+    with pytest.raises(RunDirectoryError, match="empty has no checkpoint"):
+        train(tiny.folder / "third", settings={"policy.model": {"path": str(empty)}, **one})
 
 
 def test_a_run_is_opened_by_its_path_and_read(tiny: Tiny) -> None:
@@ -171,6 +187,7 @@ def test_a_callback_that_raises_ends_the_run_with_its_step_saved_and_a_second_on
         ({"prompts": [{"prompt": "1", "prompts": "2"}]}, DataError, "there is a column 'prompts'"),
         ({"prompts": []}, DataError, "<prompts> has no rows"),
         ({"prompts": Path("no.jsonl")}, DataError, "no.jsonl is not there"),
+        ({"callbacks": [3]}, ConfigError, "callback 1 is 3"),
         ({"reward": []}, RewardError, "the rewards are called []"),
         ({"reward": [LENGTH, LENGTH]}, RewardError, "the rewards are called ['length', 'length']"),
         ({"reward": lambda completion: [1.0] * len(completion)}, RewardError, "needs a column 'completion'"),

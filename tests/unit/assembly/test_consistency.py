@@ -51,6 +51,11 @@ def test_the_small_recipe_is_consistent() -> None:
         ({"policy": new(hidden=12)}, "hidden is 12 and heads is 4", "even head size, not 3"),
         ({"rollout": {"max_tokens": 64}}, "max_tokens is 64", "the prompt would have 0 tokens"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature is 0", "the same one"),
+        (
+            {"evaluate": {"samples": 4}},
+            "evaluate.samples is 4, and evaluate.temperature is 0",
+            "the same one",
+        ),
         ({"algorithm": {"name": "dapo", "overlong_buffer": 9}}, "overlong_buffer is 9", "fewer"),
         ({"algorithm": {"truncated": "bootstrap"}}, "grpo has no critic", "a critic's to say"),
         ({"policy": {"model": {}}}, "neither path nor new", "starts from a model"),

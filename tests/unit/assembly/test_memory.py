@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ from rillflow.assembly.memory import (
     ModelSizes,
     estimate,
     rank_lines,
+    require_memory,
     rows_at_once,
     sizes_of_directory,
     sizes_of_new,
 )
 from rillflow.assembly.recipe import Recipe
 from rillflow.config.load import validate
-from rillflow.errors import ModelError
+from rillflow.errors import ConfigError, ModelError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, save_model
 
@@ -84,11 +86,42 @@ def recipe(**loss: float) -> Recipe:
 
 def test_the_parts_of_the_memory() -> None:
     sizes = sizes_of_new(NEW)
-    parts = estimate(recipe(), sizes)
-    assert parts["weights"] == parts["gradients"] == 4 * sizes.parameters
-    assert parts["optimiser"] == 8 * sizes.parameters
-    assert parts["KV cache"] == 2 * 10 * 48 * 2 * 16 * 4
-    assert "reference" not in parts
+    found = estimate(recipe(), sizes, 20)
+    assert found.kept == {"weights": 4 * sizes.parameters, "optimiser": 8 * sizes.parameters}
+    assert found.training["gradients"] == 4 * sizes.parameters
+    assert found.sampling["KV cache"] == 2 * 10 * 32 * 2 * 16 * 4, "rows of 20 tokens take 32 places"
+    assert found.total == sum(found.kept.values()) + sum(found.training.values())
+    assert estimate(recipe(), sizes, 1000).sampling["KV cache"] == 2 * 10 * 48 * 2 * 16 * 4
+
+
+def test_a_7b_with_defaults_is_refused_and_the_settings_that_help_are_named() -> None:
+    sizes = ModelSizes(
+        parameters=7_615_616_512,
+        layers=28,
+        heads=28,
+        kv_heads=4,
+        kv_width=512,
+        vocabulary=152_064,
+        context=32_768,
+        hidden=3584,
+        inner=18_944,
+    )
+    data = {
+        "policy": {"model": {"path": "7b"}},
+        "rollout": {"max_tokens": 1024},
+        "algorithm": {"name": "grpo", "steps": 1},
+    }
+    chosen = validate(Recipe, data, "recipe")
+    cache = estimate(chosen, sizes, 1083).sampling["KV cache"]
+    assert cache == 2 * 256 * 1088 * 28 * 512 * 4, "256 rows run at once, none longer than 1,083 tokens"
+    with pytest.raises(ConfigError, match=r"this machine has 24.0 GiB") as caught:
+        require_memory(chosen, sizes, 1083, 24 << 30, "this machine")
+    amounts = [float(each) for each in re.findall(r"at most ([\d.]+) GiB", caught.value.fix)]
+    assert len(amounts) >= 3 and amounts == sorted(amounts, reverse=True)
+    named = ('policy.model.dtype = "bfloat16"', "policy.model.adapter.rank = 16")
+    for setting in (*named, "policy.gradient_checkpointing = true", "rollout.cache_gib = 4"):
+        assert setting in caught.value.fix
+    require_memory(chosen, sizes, 1083, 2000 << 30, "this machine")
 
 
 @pytest.mark.parametrize(("dtype", "numbers"), [("bfloat16", 3), ("float32", 2)])
@@ -103,7 +136,7 @@ def test_a_rank_s_optimiser_holds_masters_where_weights_are_narrow(dtype: str, n
         "algorithm": {"name": "grpo", "steps": 1},
         "placement": {"pools": {"main": 2}, "train": {"main": {"fsdp": 2}}},
     }
-    line = rank_lines(validate(Recipe, data, "recipe"), sizes)[0]
+    line = rank_lines(validate(Recipe, data, "recipe"), sizes, 1)[0]
     assert f"optimiser {6 * 4 * numbers / 2:.1f} GiB" in line
 
 
@@ -124,7 +157,7 @@ def test_a_rank_holds_its_own_experts_of_a_mixture() -> None:
         "algorithm": {"name": "grpo", "steps": 1},
         "placement": {"pools": {"main": 4}, "train": {"main": {"ep": 4}}},
     }
-    line = rank_lines(validate(Recipe, data, "recipe"), sizes)[0]
+    line = rank_lines(validate(Recipe, data, "recipe"), sizes, 1)[0]
     assert "weights 6.0 GiB - 3.0 GiB of other ranks' experts / 1 = 3.0 GiB" in line
     assert "optimiser 6.0 GiB" in line
 
@@ -144,7 +177,7 @@ def test_rows_that_never_run_take_no_memory() -> None:
 
 def test_a_reference_is_a_second_model() -> None:
     sizes = sizes_of_new(NEW)
-    assert estimate(recipe(kl=0.1), sizes)["reference"] == 4 * sizes.parameters
+    assert estimate(recipe(kl=0.1), sizes, 20).kept["reference"] == 4 * sizes.parameters
 
 
 def test_an_int8_base_has_a_byte_for_each_number_of_its_layers(tmp_path: Path) -> None:
@@ -159,4 +192,4 @@ def test_an_int8_base_has_a_byte_for_each_number_of_its_layers(tmp_path: Path) -
         scales = sum(each.nbytes for name, each in model.named_parameters() if name.endswith(".scale"))
         chosen = recipe().policy.model_copy(update={"model": config})
         of_base = recipe().model_copy(update={"policy": chosen})
-        assert estimate(of_base, sizes)["weights"] == held - scales < sizes.parameters * item
+        assert estimate(of_base, sizes, 20).kept["weights"] == held - scales < sizes.parameters * item

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from rillflow.assembly.encoding import longest_row
 from rillflow.assembly.looks import Report, look
+from rillflow.assembly.memory import estimate
 from rillflow.assembly.peaks import Peak, peaks_of, rank_bytes, require_room
 from rillflow.assembly.recipe import load_recipe
 from rillflow.cli.main import main
@@ -66,6 +68,33 @@ def test_what_is_kept_is_what_the_trainer_keeps() -> None:
             model.module, TrainConfig(), total_steps=1, gradients=Parallel.whole(model.module).gradients
         )
         assert sum(each.nbytes for each in optimizer.state().values()) - 8 == numbers * masters
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("policy.gradient_checkpointing=true",),
+        ("policy.model.dtype=bfloat16",),
+        ("rollout.cache_gib=0.001",),
+    ],
+)
+def test_the_short_estimate_has_the_same_cache_and_nearly_the_same_activations(
+    settings: tuple[str, ...],
+) -> None:
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "run.toml"
+        file.write_text(RECIPE)
+        loaded, report = load_recipe(file, list(settings)), Report()
+        look(loaded.recipe, loaded.base, report)
+        assert report.encoded is not None and report.sizes is not None
+        short = estimate(loaded.recipe, report.sizes, longest_row(loaded.recipe, report.encoded))
+    policy = peaks(*settings)[0]
+    assert short.sampling["KV cache"] == policy.phases["answers"]["KV cache"]
+    assert short.kept["optimiser"] == policy.kept["optimiser"]
+    passes = short.training["activations"] + short.training["logits"]
+    measured = policy.phases["trains"]["activations"]  # of rows that share prompts, which are computed once
+    assert 0.8 * measured < passes < 1.4 * measured
 
 
 def test_beside_an_adapter_the_base_has_neither_gradients_nor_moments(tmp_path: Path) -> None:

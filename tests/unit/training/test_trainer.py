@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import TrainingError
-from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.logprobs import MOST_LOGITS, HeadLogits
+from rillflow.formulas.config import MOST_LOGITS, PolicyLossConfig
+from rillflow.formulas.logprobs import HeadLogits
 from rillflow.parallel.mesh import RankGroups
 from rillflow.parallel.module import Parallel
 from rillflow.parallel.packed import lay_out

@@ -90,6 +90,15 @@ def test_the_report_tells_the_run(make_run: MakeRun) -> None:
     assert "rollout/tokens/sum" in text
 
 
+def test_a_gap_that_was_never_measured_is_not_drawn(tmp_path: Path) -> None:
+    for name, gap in (("same", 0.0), ("compared", 1e-7)):
+        with RunDirectory.open(tmp_path / name, {}) as run:
+            run.log_metrics(1, "grpo", {"mismatch/logprob_gap/max": Max(value=gap)})
+        page = write_report(tmp_path / name).read_text("utf-8")
+        assert ("Sampler against trainer" in page) == bool(gap)
+        assert ("They agree." in page) == bool(gap)
+
+
 def test_the_report_needs_nothing_but_itself(make_run: MakeRun) -> None:
     text, page = report(make_run())
     assert not re.search(r"https?:|//[a-z]|@import|url\(", text)

@@ -11,7 +11,16 @@ from rillflow.observe.rollouts import RolloutRecord
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.records.row import RowId
 from rillflow.view.html import el, markup
-from rillflow.view.samples import Sample, best, draw_sample, longest, read_samples, worst
+from rillflow.view.samples import (
+    Sample,
+    best,
+    draw_comparison,
+    draw_pairs,
+    draw_sample,
+    longest,
+    read_samples,
+    worst,
+)
 from tests.unit.written_rollouts import write_rollouts
 
 ROW = RolloutRecord(
@@ -103,6 +112,28 @@ def test_without_the_tokens_texts_the_completion_and_its_shades_are_shown() -> N
     html = draw_sample(Sample(step=1, rollout=row))
     assert ">forty-two</div>" in html
     assert '<i class="s6" title="not finite"></i>' in html
+
+
+GAME = tokens(
+    *[0.0] * 2,
+    *(-0.1, 0.0, -0.2),
+    prompt="?",
+    completion="25",
+    token_texts=("<user>", "?", "2", " <too> low ", "5"),
+    versions=(-1, -1, 0, -1, 0),
+)
+"""A guess, what the game said, and another guess."""
+
+
+def test_text_that_was_not_sampled_is_drawn_in_grey() -> None:
+    html = draw_sample(Sample(step=1, rollout=GAME))
+    shown = '>2</i><q title="not sampled: from a tool or environment"> &lt;too&gt; low </q><i '
+    assert shown in html and ">5</i>" in html and "2 tokens" in html
+    other = replace(GAME, row=RowId(0, 0, 1), reward=0.0)
+    read = [[Sample(step=step, rollout=row) for row in (GAME, other)] for step in (1, 2)]
+    for drawn in (draw_comparison(read), draw_pairs(read)):
+        assert "<span>2</span> &lt;too&gt; low <span>5</span>" in "".join(map(str, drawn))
+    assert "1 token<" in draw_sample(Sample(step=1, rollout=tokens(-0.1, completion="2")))
 
 
 def test_a_row_that_was_not_scored_says_why() -> None:

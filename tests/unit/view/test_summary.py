@@ -240,6 +240,31 @@ def test_the_newest_checkpoint_is_found_by_number(tmp_path: Path) -> None:
     )
 
 
+def test_an_adapter_is_the_run_s_model(make_run: MakeRun) -> None:
+    run = make_run()
+    for step in (40, 60):
+        model = run / f"checkpoints/step-{step:06d}/policy"
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").unlink(missing_ok=True)
+        (model / "adapter_config.json").write_text("{}")
+    summary = summarise(run)
+    assert summary.checkpoint == str(run / "checkpoints/step-000060/policy")
+    assert f"Model              {summary.checkpoint}" in render_text(summary)
+    assert f"rillflow ask {run}" in render_text(summary)
+
+
+def test_a_model_that_an_agent_asks_is_served(tmp_path: Path) -> None:
+    config = {"rollout": {"agent": {"function": "agent.py:play"}}}
+    with RunDirectory.open(tmp_path / "run", config) as run:
+        model = run.checkpoints / "step-000001" / "policy"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+        run.write_json("finished.json", {})
+    said = render_text(summarise(tmp_path / "run"))
+    assert f"rillflow serve {tmp_path}/run, and point the agent at the address" in said
+    assert "rillflow ask" not in said
+
+
 def test_the_summary_is_json(make_run: MakeRun) -> None:
     run = make_run()
     summary = summarise(run)
