@@ -36,18 +36,22 @@ DEFAULT = "default"
 """What a setting that nobody gave is marked with."""
 
 
-def check(loaded: LoadedRecipe, *, every_setting: bool = False, memory: bool = False) -> Report:
+def check(
+    loaded: LoadedRecipe, *, every_setting: bool = False, memory: bool = False, runs_code: bool = True
+) -> Report:
     """Look at everything; of the settings, show those that were given, or every one.
 
     Args:
         loaded: the recipe.
         every_setting: whether to show the others too.
         memory: whether to try a step's passes without numbers, which imports torch, for what ranks will hold.
+        runs_code: whether to run what the recipe names; see ``look``.
     """
     report = Report()
     report.say("batch", batch_lines(loaded.recipe))
     report.say("placement", placement_lines(loaded.recipe))
-    look(loaded.recipe, loaded.base, report, drawn=drawn_from(Path(loaded.recipe.run.dir or ".")))
+    drawn = drawn_from(Path(loaded.recipe.run.dir or "."))
+    look(loaded.recipe, loaded.base, report, drawn=drawn, runs_code=runs_code)
     report.attempt(lambda: _look_at_run(loaded, report))
     if memory and not report.problems:
         report.attempt(lambda: _look_at_memory(loaded, report))

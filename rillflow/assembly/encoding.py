@@ -145,7 +145,10 @@ class _Sieve:
     def __init__(self, recipe: Recipe, model_input: ModelInput, say: Callable[[str], None] | None) -> None:
         self._begin = model_input.tokenizer.begin
         self._limit, self._context, self._say = recipe.rollout.max_tokens, model_input.context, say
-        self._task, self._encoder = recipe.task, Encoder.of(model_input.tokenizer, recipe.task)
+        self._task, self._encoder = (
+            recipe.task,
+            Encoder.of(model_input.tokenizer, recipe.task, model_input.context),
+        )
         self.problems: list[DataError] = []
         """What refuses the run."""
         self.notes: list[str] = []

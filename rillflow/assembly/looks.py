@@ -123,6 +123,7 @@ def look(
     *,
     drawn: int | None = None,
     given: Given = NOTHING,
+    runs_code: bool = True,
 ) -> None:
     """Add everything that is seen of what a recipe names to a report.
 
@@ -134,9 +135,11 @@ def look(
             that the run will have. None reads tokenizer.json as it is.
         drawn: how many rows held-out ones are drawn from, where a run goes on; see ``open_task``.
         given: rows and rewards that are no files.
+        runs_code: whether to run an engine, a server's Python and functions that the recipe names.
     """
     report.attempt(lambda: _look_at_step(recipe, report))
-    report.attempt(lambda: _look_at_engine(recipe, base, report))
+    if runs_code:
+        report.attempt(lambda: _look_at_engine(recipe, base, report))
     report.notes += correction_notes(recipe)
     report.notes += _unreachable(recipe)
     report.attempt(lambda: _look_at_data(recipe, base, report, drawn, given))
@@ -147,8 +150,26 @@ def look(
     report.attempt(lambda: _look_at_scorers(recipe, base, report))
     report.attempt(lambda: _look_at_agent(recipe, base, report))
     report.attempt(lambda: _look_at_machine(recipe, report))
+    if not runs_code:
+        report.attempt(lambda: _say_left_out(recipe, base, report))
+        return
     report.attempt(lambda: _look_at_functions(reward_functions(recipe, base, report.task), recipe, report))
     report.attempt(lambda: _look_at_functions(cost_functions(recipe, base), recipe, report))
+
+
+def _say_left_out(recipe: Recipe, base: Path, report: Report) -> None:
+    """Name what the recipe would run; the files are parsed, not imported."""
+    agent = agent_function(recipe, base)
+    rollout = recipe.rollout
+    named = {
+        "rollout.engine": rollout.engine if recipe.has_policy and rollout.engine != NATIVE else None,
+        "rollout.server": rollout.server,
+        "reward": ", ".join(map(str, reward_functions(recipe, base, report.task))),
+        "cost": ", ".join(map(str, cost_functions(recipe, base))),
+        "rollout.agent": agent and str(agent),
+    }
+    lines = [f"{setting}: {what}" for setting, what in named.items() if what]
+    report.say("not run (--no-code)", lines or ["the recipe names no code"])
 
 
 def _look_at_engine(recipe: Recipe, base: Path, report: Report) -> None:

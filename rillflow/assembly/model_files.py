@@ -17,6 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rillflow.errors import ModelError
+from rillflow.models.bounds import check_files, check_sizes
 from rillflow.models.weight_files import check_weight_files, settings_in, unusable
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
@@ -32,7 +33,9 @@ def require_model_files(directory: Path, *, is_chat: bool) -> None:
     Raises:
         ModelError: a file is missing, damaged or a pickle, or lacks what is needed of it.
     """
+    check_files(directory)
     config = settings_in(directory / "config.json")
+    check_sizes(directory, config)
     check_weight_files(str(directory))
     _require_layers(directory, config, _names(directory))
     if not any(any(directory.glob(name)) for name in _VOCABULARIES):
@@ -91,18 +94,21 @@ def _require_layers(directory: Path, config: Mapping[str, Any], names: Sequence[
     if config.get("model_type") not in ALIKE:
         return
     layers = next((config[key] for key in ("num_hidden_layers", "n_layer") if key in config), 0)
+    layers = layers if isinstance(layers, int) else 0
     parts = [match.groups() for name in names if (match := _IN_LAYER.fullmatch(name))]
-    wanted = {
-        f"{before}{layer}{after}"
-        for before, _, after in parts
-        for layer in range(layers if isinstance(layers, int) else 0)
+    there: dict[tuple[str, str], set[int]] = {}
+    for before, layer, after in parts:
+        there.setdefault((before, after), set()).add(int(layer[:9]))
+    missing = {
+        f"{before}{min(set(range(layers)) - found)}{after}": layers - len(found & set(range(layers)))
+        for (before, after), found in there.items()
+        if not found.issuperset(range(layers))
     }
-    missing = sorted(wanted - set(names))
     if not any(name.endswith(("embed_tokens.weight", "wte.weight")) for name in names):
-        missing.insert(0, "embed_tokens.weight")
+        missing = {"embed_tokens.weight": 1, **missing}
     if missing:
         raise ModelError(
-            f"the model {directory} has no weight {missing[0]!r}",
-            why=f"{len(missing)} weights of its type would be random",
+            f"the model {directory} has no weight {min(missing)!r}",
+            why=f"{sum(missing.values())} weights of its type would be random",
             fix="name a complete checkpoint",
         )

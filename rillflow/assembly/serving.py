@@ -161,7 +161,7 @@ def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
     engine.load(version, {})
     queue = EngineQueue(engine, model.tokenizer, max_rows=max_rows)
     served = _Served(model=model, config=chosen, queue=queue, run=run, version=version)
-    return served, NewRows(Encoder.of(model.tokenizer, task), usual, context=model.context)
+    return served, NewRows(Encoder.of(model.tokenizer, task, model.context), usual)
 
 
 def _token(file: Path | None) -> tuple[str, bool]:

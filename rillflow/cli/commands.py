@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rillflow.cli.failure import DONE, FAILED, explain_failure
-from rillflow.errors import ConfigError, RillflowError
+from rillflow.errors import ConfigError, RillflowError, RunDirectoryError
+from rillflow.observe.wording import visible
 
 if TYPE_CHECKING:
     from rillflow.assembly.looks import Report
@@ -54,13 +55,14 @@ def check(arguments: argparse.Namespace) -> int:
     loaded = load(arguments)
     from rillflow.assembly.check import check as examine_recipe
 
-    report = examine_recipe(loaded, every_setting=arguments.all, memory=arguments.memory)
+    how = {"every_setting": arguments.all, "memory": arguments.memory, "runs_code": not arguments.no_code}
+    report = examine_recipe(loaded, **how)
     _show_report(report)
     if report.problems:
         from rillflow.config.problems import together
 
         raise together(report.problems, str(loaded.path))
-    print("\nready")
+    print("\nready" if not arguments.no_code else "\nready, but for what was not run")
     return DONE
 
 
@@ -136,12 +138,12 @@ def ask(arguments: argparse.Namespace) -> int:
     if note := respondent.lack(question or ""):
         print(f"note: {note}", file=sys.stderr)
     if question is not None:
-        print(respondent.answer(question))
+        print(visible(respondent.answer(question)))
         return DONE
     code = DONE
     for prompt in _typed():
         try:
-            print(respondent.answer(prompt), flush=True)
+            print(visible(respondent.answer(prompt)), flush=True)
         except RillflowError as error:  # a prompt that cannot be answered ends no conversation
             explain_failure(error, debug=arguments.debug)
             code = FAILED
@@ -276,16 +278,22 @@ def load(arguments: argparse.Namespace, placed: Sequence[str] = ()) -> LoadedRec
         import json
 
         overrides.append(f"run.dir={json.dumps(arguments.dir)}")  # a TOML string is a JSON string
-    return load_recipe(arguments.recipe, overrides, arguments.algorithms)
+    loaded = load_recipe(arguments.recipe, overrides, arguments.algorithms)
+    try:
+        Path(loaded.recipe.run.dir or ".").exists()
+    except OSError as error:
+        what = f"the run directory {(loaded.recipe.run.dir or '')[:80]!r} cannot be used"
+        raise RunDirectoryError(what, why=error.strerror or str(error), fix="choose another --dir") from None
+    return loaded
 
 
 def _show_report(report: Report) -> None:
     for topic in report.topics:
         print(topic.title)
         for line in topic.lines:
-            print(f"  {line}")
+            print(visible(f"  {line}"))
     for note in report.notes:
-        print(f"note: {note}")
+        print(visible(f"note: {note}"))
     sys.stdout.flush()
 
 

@@ -7,6 +7,7 @@ import traceback
 
 from rillflow.errors import Interrupted, RillflowError
 from rillflow.observe.raised import own_line
+from rillflow.observe.wording import visible
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; it failed on the way; it cannot be done, and nothing was started; the user stopped it."""
@@ -19,14 +20,14 @@ def explain_failure(error: BaseException, *, debug: bool) -> int:
         traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, RillflowError):
         mark = "" if isinstance(error, Interrupted) else "error: "
-        print(f"{mark}{error}", file=sys.stderr)
+        print(visible(f"{mark}{error}"), file=sys.stderr)
         for note in (*vars(error).get("__notes__", ()), *([f"at {own}"] if own else ())):
-            print(f"  where: {note}", file=sys.stderr)
+            print(visible(f"  where: {note}"), file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         print("interrupted; what was written before the last checkpoint is kept", file=sys.stderr)
     elif own:
         print(
-            f"error: {''.join(traceback.format_exception_only(error)).strip()}\n"
+            f"error: {visible(''.join(traceback.format_exception_only(error))).strip()}\n"
             f"  why: raised at {own}\n"
             "  fix: mend what that line does; --debug shows the traceback",
             file=sys.stderr,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rillflow import __version__
 from rillflow.cli import commands, planning
 from rillflow.cli.failure import FAILED, explain_failure
+from rillflow.observe.wording import visible
 
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
@@ -40,7 +41,9 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     typed = (*(("python", sys.argv[0]) if algorithms else ("rillflow",)), *words)
     arguments = _parsed(words, argparse.Namespace(algorithms=algorithms, typed=typed))
     level = logging.DEBUG if arguments.debug else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Visible("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
     try:
         code = COMMANDS[arguments.command][0](arguments)
         sys.stdout.flush()
@@ -51,6 +54,14 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
         return FAILED
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the supervision boundary of the command line
         return explain_failure(error, debug=arguments.debug)
+
+
+class _Visible(logging.Formatter):
+    """Shows control characters, which a reward's error may have from a model's text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See the library."""
+        return visible(super().format(record))
 
 
 def _parsed(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespace:
@@ -102,6 +113,8 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
         "also try a step's passes without numbers: what every rank will hold, by role and phase (loads torch)"
     )
     parser.add_argument("--memory", action="store_true", help=told)
+    told = "run nothing that the recipe names (functions, an engine, a server's Python), and say what that is"
+    parser.add_argument("--no-code", action="store_true", help=told)
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:

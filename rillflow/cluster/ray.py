@@ -27,7 +27,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -47,6 +46,7 @@ from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import Node, Place, Pool, RankCall, RankLost, Site, Traffic, places
 from rillflow.cluster.messages import Body, Slot, by_name, opened, packed, replies, unpacked
 from rillflow.cluster.nodes import ProcessSeat, Seating
+from rillflow.cluster.private import private_folder, private_token, warn_without_token
 from rillflow.cluster.ranks import Stranded
 from rillflow.cluster.watchdog import MARK, watch
 from rillflow.errors import ClusterError
@@ -202,7 +202,8 @@ class RayBackend:
         if self._address is not None:
             _join_cluster(self._address)
             return
-        self._folder = Path(tempfile.mkdtemp(prefix="rf-", dir=os.environ.get("RAY_TMPDIR")))
+        self._folder = private_folder()
+        private_token()
         self._watchdog = watch(self._folder)
         os.environ[MARK] = str(self._folder)
         try:
@@ -212,7 +213,7 @@ class RayBackend:
                 include_dashboard=False,
                 log_to_driver=True,
                 logging_level=logging.WARNING,
-                _temp_dir=str(self._folder),
+                _temp_dir=str(self._folder / "r"),
             )
         finally:
             del os.environ[MARK]
@@ -415,6 +416,7 @@ def _join_cluster(address: str) -> None:
             raise ClusterError(what, why=why, fix=f"ray start --address={address} first, or run it on a node")
         fix = "the same Python and Ray on all nodes; where there is a token, RAY_AUTH_MODE=token and that one"
         ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+        warn_without_token(address)
     except (OSError, RuntimeError, ValueError, faults.RayError) as error:
         told = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
         why = told[-1] if any("Traceback" in line for line in told) else " ".join(told)

@@ -13,7 +13,6 @@ say; another kind would come back as one that encodes to nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,8 @@ from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+
+from rillflow.models.weight_files import settings_in
 
 _OTHER_SOURCES = frozenset({"fast_tokenizer_files", "fix_mistral_regex", "post_processor"})
 """Settings with which transformers takes another file, or changes what it has read."""
@@ -127,7 +128,7 @@ def character_tokenizer(alphabet: str, context: int) -> BareTokenizer:
 
 def settings_of(file: Path) -> Mapping[str, Any]:
     """The object in a JSON file; nothing where there is no file."""
-    return dict(json.loads(file.read_bytes())) if file.is_file() else {}
+    return settings_in(file) if file.is_file() else {}
 
 
 def _text(token: str | Mapping[str, str]) -> str:

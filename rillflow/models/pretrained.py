@@ -9,6 +9,7 @@ Nothing in a directory is executed: no custom code, no pickle.
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from transformers import (
 
 from rillflow.errors import ModelError
 from rillflow.models.architecture import built_with, causal_class, scalar_class
+from rillflow.models.bounds import check_files, check_sizes
 from rillflow.models.scalar_head import head_weights, require_one_number, start_head
 from rillflow.models.tokenizer import end_tokens
 from rillflow.models.unread import unread_weights
-from rillflow.models.weight_files import LIBRARY_ERRORS, check_weight_files, unusable
+from rillflow.models.weight_files import LIBRARY_ERRORS, check_weight_files, settings_in, unusable
 
 
 def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -93,6 +95,10 @@ def load_scalar_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
 
 def _config(source: str) -> PreTrainedConfig:
     """The config of a decoder whose weights can be read."""
+    if Path(source).is_dir():
+        check_files(Path(source))
+        if (settings := Path(source) / "config.json").exists():
+            check_sizes(Path(source), settings_in(settings))
     try:
         settings, _ = PreTrainedConfig.get_config_dict(source)
         _check_settings(source, settings)

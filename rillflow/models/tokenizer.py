@@ -15,7 +15,6 @@ Imports no torch, but for a tokeniser that a model's own class must load; and tr
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,8 @@ from tokenizers import decoders, pre_tokenizers
 
 from rillflow.errors import ModelError
 from rillflow.models.bare import BareTokenizer, bare_tokenizer, settings_of
-from rillflow.models.weight_files import LIBRARY_ERRORS, unusable
+from rillflow.models.bounds import check_files
+from rillflow.models.weight_files import LIBRARY_ERRORS, settings_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # importing it takes a second or two
@@ -79,6 +79,7 @@ class Tokenizer:
         self._special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._alphabet = _Alphabet(inner)
         self._pieces: dict[int, str] = {}
+        self._probed: set[str] = set()
 
     def encode(self, text: str) -> list[int]:
         """A prompt's tokens; see ``encode_texts``."""
@@ -141,8 +142,9 @@ class Tokenizer:
                 fix="give text (a judge: frame.chat = false), or choose a model with a chat template",
             )
         self._refuse_special(chat)
-        from jinja2 import TemplateError
+        from rillflow.models.template_probe import TEMPLATE_ERRORS
 
+        self._probe(chat, opens=opens)
         try:
             text: str = self._library.apply_chat_template(
                 [dict(turn) for turn in chat.turns],
@@ -151,10 +153,22 @@ class Tokenizer:
                 add_generation_prompt=opens,
                 **chat.arguments,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except TEMPLATE_ERRORS as error:
             roles = ", ".join(turn["role"] for turn in chat.turns)
-            raise ModelError(f"the chat template refuses messages of {roles}", why=str(error)) from error
+            why = str(error) or type(error).__name__
+            raise ModelError(f"the chat template refuses messages of {roles}", why=why) from error
         return text
+
+    def _probe(self, chat: Chat, *, opens: bool) -> None:
+        """Render the first chat in a limited child; a template may have been given since the last one."""
+        library = self._library
+        template = library.get_chat_template(tools=chat.tools)
+        if template not in self._probed:
+            from rillflow.models.template_probe import probe
+
+            given = {"tools": chat.tools, "add_generation_prompt": opens, **chat.arguments}
+            probe(template, {**library.special_tokens_map, **given}, chat.turns)
+            self._probed.add(template)
 
     def encode_replies(self, chats: Sequence[Chat], answers: Sequence[str]) -> list[list[int]]:
         """The tokens of an answer to each conversation, as the template writes and ends them.
@@ -374,6 +388,8 @@ def load_tokenizer(
     Raises:
         ModelError: there is none, or it has no vocabulary.
     """
+    if Path(source).is_dir():
+        check_files(Path(source))
     try:
         declared, has_file = _declared_class(source), (Path(source) / "tokenizer.json").is_file()
         if declared in _AS_WRITTEN or (has_file and (as_written or declared is None)):
@@ -401,14 +417,21 @@ def end_tokens(source: str) -> list[int]:
     """
     for name in ("generation_config.json", "config.json"):
         file = Path(source) / name
-        try:
-            found = dict(json.loads(file.read_bytes())) if file.is_file() else {}
-        except (OSError, ValueError, TypeError) as error:
-            raise unusable(source, name, error) from error
-        ends = found.get("eos_token_id", found.get("text_config", {}).get("eos_token_id"))
+        found = settings_in(file) if file.exists() else {}
+        inner = found.get("text_config")
+        ends = found.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
         if ends is not None:
-            return listed(ends)
+            return _checked_ends(file, ends)
     return []
+
+
+def _checked_ends(file: Path, ends: Any) -> list[int]:
+    found = [ends] if isinstance(ends, int) else ends
+    if not isinstance(found, list) or not all(isinstance(each, int) for each in found):
+        raise ModelError(
+            f"{file}: eos_token_id is {str(ends)[:60]}", why="it is a token, or a list of tokens"
+        )
+    return found
 
 
 def listed(tokens: int | Sequence[int] | None) -> list[int]:

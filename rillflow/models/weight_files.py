@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from rillflow.errors import ModelError
+from rillflow.models.bounds import FILE_BYTES, check_file, check_files
 
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 """What transformers raises for a directory it cannot use."""
@@ -25,6 +26,7 @@ def check_weight_files(source: str) -> None:
     directory = Path(source)
     if not directory.is_dir():
         return
+    check_files(directory)
     _check_index(directory)
     if any(directory.glob("*.safetensors")):
         return
@@ -70,8 +72,9 @@ def settings_in(file: Path) -> dict[str, Any]:
     """The JSON object in a file of a model's directory.
 
     Raises:
-        ModelError: it cannot be read, or is none.
+        ModelError: it cannot be read, is too large, or is none.
     """
+    check_file(file, FILE_BYTES.get(file.name, FILE_BYTES["model.safetensors.index.json"]))
     try:
         settings = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -17,7 +17,7 @@ from rich.progress import Progress as Bars
 
 from rillflow.observe.lessons import IN_A_ROW, streaks
 from rillflow.observe.time_left import Estimate, TimeLeft
-from rillflow.observe.wording import duration, number
+from rillflow.observe.wording import duration, number, visible
 from rillflow.records.metrics import Metrics
 
 HEADLINE = {
@@ -114,12 +114,12 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line that stays: an evaluation, a resume."""
-        self._write(text)
+        self._write(visible(text))
 
     @staticmethod
     def say(text: str) -> None:
         """Write a text to the standard output, after the progress has ended."""
-        sys.stdout.write(f"{text}\n")
+        sys.stdout.write(f"{visible(text)}\n")
         sys.stdout.flush()
 
     def _phase_text(self, phase: str) -> str:

@@ -6,6 +6,21 @@ import math
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_VISIBLE: dict[int, int | str] = {
+    **_PICTURES,
+    **{code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *_BIDI)},
+}
+
+
+def visible(text: str) -> str:
+    """Show control characters as pictures, and controls of text direction as ``<U+202E>``.
+
+    Text of a model or of a file could otherwise send commands to the terminal, or reorder what is read.
+    """
+    return text.translate(_VISIBLE)
+
 
 def number(value: float) -> str:
     """Three significant digits. Example: ``number(0.01234) == "0.0123"``, ``number(12345) == "12,345"``."""

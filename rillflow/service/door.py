@@ -42,8 +42,6 @@ ASKED_EPOCH = -3
 """The epoch in the row ids of what clients ask: their random numbers are no other row's."""
 MAX_REQUEST_ROWS = 1024
 """Prompts of a request, times answers to each."""
-LONGEST_TOKEN = 32
-"""Characters a token: a prompt with more of them than the context has room for is not encoded at all."""
 _GONE_S = 0.5
 _KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error"}
 """What OpenAI's protocol calls an error, by its status, where it is not the request's fault."""
@@ -68,12 +66,10 @@ class NewRows:
     Args:
         encoder: makes tokens of prompts.
         usual: how tokens are drawn where a request does not say.
-        context: tokens of a row at most.
     """
 
-    def __init__(self, encoder: Encoder, usual: SamplingConfig, *, context: int) -> None:
+    def __init__(self, encoder: Encoder, usual: SamplingConfig) -> None:
         self._encoder, self._usual, self._numbers = encoder, usual, count()
-        self._most = LONGEST_TOKEN * context
 
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
         """See Visitor."""
@@ -104,13 +100,6 @@ class NewRows:
                 f"{len(prompts)} prompts with n = {samples} are {len(prompts) * samples:,} rows",
                 why=f"{MAX_REQUEST_ROWS:,} rows are the most of one request",
                 fix="send several requests",
-            )
-        longest = max(len(each.key if isinstance(each, Example) else each) for each in prompts)
-        if longest > self._most:
-            raise DataError(
-                f"a prompt has a length of {longest:,}",
-                why=f"the context has room for no more than {self._most:,} characters",
-                fix="shorten the prompt",
             )
 
 

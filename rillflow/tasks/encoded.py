@@ -24,6 +24,8 @@ from rillflow.tasks.preference import Preference
 
 BATCH = 1000
 """Rows that are encoded at once."""
+LONGEST_TOKEN = 32
+"""Characters a token: a text with more of them than the context has room for is not encoded at all."""
 _PARTS = (("prompt",), ("prompt", "completion"), ("prompt", "chosen answer", "rejected answer"))
 
 
@@ -91,12 +93,14 @@ class Encoder:
     """Whether text prompts, and their answers, were written by the chat template."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
+    context: int | None = None
+    """Tokens of a row at most; a text far beyond it is refused before it takes minutes. None: no limit."""
 
     @staticmethod
-    def of(tokenizer: Tokenizer, task: TaskConfig) -> Encoder:
+    def of(tokenizer: Tokenizer, task: TaskConfig, context: int | None = None) -> Encoder:
         """One that reads rows as a task's settings say."""
         known, more = task.rendered, task.template_arguments
-        return Encoder(tokenizer=tokenizer, is_rendered=known, template_arguments=more)
+        return Encoder(tokenizer=tokenizer, is_rendered=known, template_arguments=more, context=context)
 
     def rows(self, examples: Sequence[Example], answers: Answers = Answers.NONE) -> list[Encoded]:
         """All rows.
@@ -131,6 +135,8 @@ class Encoder:
         encode = self._texts if isinstance(rows[0].prompt, str) else self._chats
         texts, columns = [_answers(row, answers) for row in rows], list[list[list[int]]]()
         for number, name in enumerate(_PARTS[answers]):
+            for row, each in zip(rows, texts, strict=True):
+                self._require_short(name, row, each[number - 1] if number else row.key)
             try:
                 columns.append(encode(rows, [each[number - 1] for each in texts] if number else None))
             except ModelError as error:
@@ -139,6 +145,14 @@ class Encoder:
             cut = map(self.tokenizer.to_end, found) if answers is Answers.PAIR else found
             made = tuple(array("i", each) for each in cut)
             yield Encoded(example=row, prompt=array("i", prompt), answers=made)
+
+    def _require_short(self, name: str, row: Example, text: str) -> None:
+        if self.context is not None and len(text) > LONGEST_TOKEN * self.context:
+            raise ModelError(
+                f"the {name} of {row} has {len(text):,} characters",
+                why=f"the context of {self.context:,} tokens holds {LONGEST_TOKEN * self.context:,} at most",
+                fix="shorten it, or use a longer context",
+            )
 
     def _texts(self, rows: Sequence[Example], answers: Sequence[str] | None) -> list[list[int]]:
         if answers is not None:

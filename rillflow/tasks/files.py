@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os.path import realpath
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,12 +22,15 @@ from rillflow.tasks.example import check_names
 
 ENDINGS = (".jsonl", ".parquet")
 _MARK = b"\xef\xbb\xbf"
-_OTHER = {b"\x1f\x8b": "gzip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-"""Beginnings of files that are something else."""
-_CONVERT = {
-    "gzip": "unpack it with gunzip",
-    "UTF-16": "convert the file: iconv -f utf-16 -t utf-8",
-}
+_OTHER_FORMS = (
+    (b"\x1f\x8b", "gzip", "unpack it: gunzip -c {0} > prompts.jsonl"),
+    (b"\x28\xb5\x2f\xfd", "Zstandard", "unpack it: zstd -d {0} -o prompts.jsonl"),
+    (b"PK\x03\x04", "a zip archive", "unpack it: unzip {0}"),
+    (b"PAR1", "Parquet", "call it .parquet"),
+    (b"\xff\xfe", "UTF-16", "convert it: iconv -f utf-16 -t utf-8 {0} > prompts.jsonl"),
+    (b"\xfe\xff", "UTF-16", "convert it: iconv -f utf-16 -t utf-8 {0} > prompts.jsonl"),
+)
+"""How files begin that are no UTF-8, what they are, and what to do."""
 _NO_NUMBER = "JSON has no such number, and no reward could use it"
 Row = TypeVar("Row")
 Rows: TypeAlias = Iterable[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]]
@@ -84,6 +88,12 @@ def _plain(value: object) -> object:
 
 
 def _check_path(path: Path) -> None:
+    if path.is_symlink() and not path.exists():
+        raise DataError(
+            f"the prompts file {path} is a link that leads to no file",
+            why="it leads to itself, or to what is not there",
+            fix="name the file itself",
+        )
     if path.is_dir():
         raise DataError(f"the prompts file {path} is a directory", why="prompts are in one file")
     if path.suffix not in ENDINGS:
@@ -95,7 +105,7 @@ def _check_path(path: Path) -> None:
     if not path.exists():
         raise DataError(
             f"the prompts file {path} is not there",
-            why=f"there is no {path.resolve()}",
+            why=f"there is no {realpath(path)}",
             fix="paths are relative to the recipe",
         )
 
@@ -180,10 +190,13 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _broken(where: str, line: bytes, error: Exception) -> DataError:
     if isinstance(error, UnicodeDecodeError):
-        for start, name in _OTHER.items():
-            if line.startswith(start):
+        for mark, what, command in _OTHER_FORMS:
+            if line.startswith(mark):
+                name = where.partition(",")[0]
                 return DataError(
-                    f"{where}: the file begins as {name}", why="prompts files are UTF-8", fix=_CONVERT[name]
+                    f"{where}: the file begins with 0x{mark.hex()}, and is {what}",
+                    why="prompts files are UTF-8 text",
+                    fix=command.format(name),
                 )
         return DataError(
             f"{where}: byte {error.start + 1} is 0x{line[error.start]:02x}, which is not UTF-8",

@@ -192,7 +192,11 @@ def _rows(config: TaskConfig, base: Path, seed: int) -> tuple[list[Example], Fun
 
 def _file(setting: str, source: str, base: Path) -> Path:
     path = Path(source).expanduser()
-    if not path.suffix and not (base / path).exists():
+    try:
+        is_there = (base / path).exists()
+    except OSError as error:
+        raise DataError(f"task.{setting} is {source[:80]!r}", why=error.strerror or str(error)) from None
+    if not path.suffix and not is_there:
         raise DataError(
             f"task.{setting} is {source!r}",
             why="that is no built-in task, and no file has this name",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
+from rillflow.observe.wording import visible
+
 _VOID = frozenset({"meta", "br"})
 
 
@@ -50,11 +52,6 @@ def markup(children: Child) -> Html:
     return Html("".join(markup(child) for child in children))
 
 
-def visible(text: str) -> str:
-    """Control characters as the pictures that stand for them; they would be invisible or invalid."""
-    return text.translate(_PICTURES)
-
-
 def cut(text: str, limit: int) -> str:
     """At most ``limit`` characters, and how many are missing."""
     return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
@@ -67,6 +64,3 @@ def _is_set(value: Attribute) -> bool:
 def _attribute(name: str, value: Attribute) -> str:
     plain = name.rstrip("_").replace("_", "-")
     return plain if value is True else f'{plain}="{html.escape(visible(str(value)))}"'
-
-
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}

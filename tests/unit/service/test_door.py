@@ -77,7 +77,7 @@ def door(model: LanguageModel) -> Iterator[tuple[str, Passes]]:
     )
     engine.load(7, {})
     queue = EngineQueue(engine, model.tokenizer, max_rows=usual.max_rows)
-    visitor = NewRows(Encoder(tokenizer=model.tokenizer), usual, context=model.context)
+    visitor = NewRows(Encoder(tokenizer=model.tokenizer, context=model.context), usual)
     app = Door(
         queue,
         tokenizer=model.tokenizer,

@@ -310,3 +310,19 @@ def test_a_bad_parquet_row_is_named(tmp_path: Path, columns: dict, says: str) ->
 def test_a_file_that_is_no_parquet(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rows.parquet").write_bytes(content)
     assert "cannot be read as Parquet" in problem_of(tmp_path / "rows.parquet").what
+
+
+@pytest.mark.parametrize(
+    ("begin", "told"),
+    [(b"\x1f\x8b\x08\x00", "gunzip -c"), (b"\xff\xfe{\x00", "iconv -f utf-16"), (b"PK\x03\x04\xff", "unzip")],
+)
+def test_another_format_gets_its_own_advice(tmp_path: Path, begin: bytes, told: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(begin + b"\xff\x00" * 20)
+    assert told in problem_of(path).fix
+
+
+def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.symlink_to(path)
+    assert "leads to no file" in problem_of(path).what

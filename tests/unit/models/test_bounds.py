@@ -1,0 +1,91 @@
+"""Strangers' directories and templates are refused within bounds, with the value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rillflow.errors import ModelError
+from rillflow.models.bounds import HEADER_BYTES, check_files, check_sizes
+from rillflow.models.template_probe import probe
+
+CHAT = [{"role": "user", "content": "17+25="}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**8, 10**30, 2**4000, 10**5000, 0, -1, 1.5, 1e300, True, "12", [], {}, [12, -1], "x" * 10**6],
+    ids=lambda value: str(type(value).__name__),
+)
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"])
+def test_a_size_that_cannot_be_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    if value == []:
+        check_sizes(tmp_path, {name: value})
+        return
+    with pytest.raises(ModelError, match=f"config.json: {name} is ") as refused:
+        check_sizes(tmp_path, {"text_config": {name: value}})
+    assert len(refused.value.what) < 300
+
+
+def test_sizes_of_published_models_pass(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_hidden_layers": 126, "hidden_size": 16384, "vocab_size": 262144}
+    sizes |= {"num_attention_heads": [8, 16, 4], "num_key_value_heads": None, "n_inner": None}
+    sizes |= {"max_position_embeddings": 10 * 2**20, "num_experts": 512, "sliding_window": None}
+    check_sizes(tmp_path, sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("config.json", 5), ("chat_template.jinja", 2), ("tokenizer.json", 129)]
+)
+def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path, name: str, size: int) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(size * 2**20)
+    with pytest.raises(ModelError, match=f"{name} has {size * 2**20:,} bytes"):
+        check_files(tmp_path)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match=r"config\.json is no file"):
+        check_files(tmp_path)
+
+
+@pytest.mark.parametrize("length", [HEADER_BYTES + 1, 2**63, 2**64 - 1, 100])
+def test_a_header_that_cannot_be_is_refused_unread(tmp_path: Path, length: int) -> None:
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + json.dumps({}).encode())
+    with pytest.raises(ModelError, match=f"says it has {length:,} bytes"):
+        check_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10**10 }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' }}{% endfor %}",
+        "{% for m in messages %}{% for i in range(99999) %}{% for j in range(999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+    ],
+)
+def test_a_template_that_does_not_end_in_its_bounds_is_refused(template: str) -> None:
+    with pytest.raises(ModelError, match="the chat template exceeds"):
+        probe(template, {"bos_token": "<s>"}, CHAT)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+        "{% generation %}{{ bos_token }}{% endgeneration %}",
+        "{{ raise_exception('no') }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 // 0 }}",
+        "{{ range(10**9) | list }}",
+        "{% if",
+    ],
+)
+def test_a_template_that_ends_or_refuses_may_be_rendered(template: str) -> None:
+    probe(template, {"bos_token": "<s>"}, CHAT)
