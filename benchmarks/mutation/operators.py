@@ -1,16 +1,20 @@
-"""Operators: the small faults of a file that still parses, each as the text that takes a place.
+"""Operators: small faults of a file that still parses, each as the text that replaces a place.
 
-    comparison, operator, and or, sign, constant, min max    another value
-    condition negated, statement removed, argument dropped   another way
+    values   comparison, operator, and or, sign, constant, min max, return value
+    parts    operand dropped, argument dropped, arguments swapped
+    flow     condition negated, statement removed, call deleted, break continue, except body
 
-What is said to people (errors, logs, f-strings), annotations and decorators are left alone.
+Messages for people (errors, logs, f-strings), annotations and decorators stay as they are.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 _COMPARISONS: dict[type[ast.cmpop], str] = {
@@ -39,11 +43,9 @@ _OPERATORS: dict[type[ast.operator], str] = {
     ast.RShift: "<<",
 }
 _SPOKEN = ("logger", "warnings")
-"""What is called to say something; the words and whether they are said are another study."""
-
-
+"""Objects whose calls write messages for people."""
 _UNHEARD = ("description", "device")
-"""Arguments whose loss no processor can tell: words, and the device where there is only one."""
+"""Arguments whose loss no test on a processor can see: words, and the device where there is only one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,40 +53,67 @@ class Mutant:
     """One change of one file."""
 
     path: str
-    """From the repository's root."""
+    """File, from the repository's root."""
     line: int
-    """Where it begins, from 1."""
+    """Line where the change begins, from 1."""
     kind: str
     """The operator."""
     start: int
     """First character of the file that goes."""
     stop: int
-    """The first that stays."""
+    """First character after it that stays."""
     old: str
-    """What stood there."""
+    """Text before."""
     new: str
-    """What stands there instead."""
+    """Text after."""
     within: str
-    """Its line, and which characters of it."""
+    """The line's text, and which characters of it change."""
 
     @property
     def package(self) -> str:
-        """The package of the trunk."""
-        return self.path.split("/")[1]
+        """The package; a file of the root has its own name."""
+        return self.path.split("/")[1].removesuffix(".py")
 
     @property
     def name(self) -> str:
-        """How it is known from run to run; the same as long as its line's text stays."""
+        """A name that stays as long as the line's text stays."""
         return f"{self.path}: {self.within}: {' '.join(self.new.split())}"
 
     def applied(self, text: str) -> str:
-        """The file's text with the change."""
+        """Return the file's text with the change."""
         assert text[self.start : self.stop] == self.old
         return text[: self.start] + self.new + text[self.stop :]
 
+    def parses(self, text: str) -> bool:
+        """Whether the file with the change is still Python."""
+        try:
+            ast.parse(self.applied(text))
+        except SyntaxError:
+            return False
+        return True
+
+
+def draw(texts: Mapping[str, str], count: int, seed: int) -> list[Mutant]:
+    """Draw lines uniformly without replacement, then an operator of the line, then one of its mutants.
+
+    Lines whose drawn mutant does not parse are left out. A draw of more begins with the draw of fewer.
+    """
+    lines: dict[tuple[str, int], dict[str, list[Mutant]]] = defaultdict(lambda: defaultdict(list))
+    for path, text in texts.items():
+        for mutant in mutants_of(path, text):
+            lines[path, mutant.line][mutant.kind].append(mutant)
+    chance, drawn = random.Random(seed), []
+    for place in chance.sample(sorted(lines), len(lines)):
+        mutant = chance.choice(lines[place][chance.choice(sorted(lines[place]))])
+        if mutant.parses(texts[mutant.path]):
+            drawn.append(mutant)
+        if len(drawn) == count:
+            break
+    return drawn
+
 
 def mutants_of(path: str, text: str) -> list[Mutant]:
-    """Every mutant of a file that still parses, in the order of its text."""
+    """Return every mutant of a file, in the order of its text; a few do not parse."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -93,73 +122,150 @@ def mutants_of(path: str, text: str) -> list[Mutant]:
     def place(line: int, column: int) -> int:  # columns are bytes of UTF-8
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
-    found = []
-    for node, kind, new in _changes(ast.parse(text)):
-        start = place(node.lineno, node.col_offset)
-        stop = place(node.end_lineno, node.end_col_offset)
-        first = start - starts[node.lineno - 1]
-        within = f"{lines[node.lineno - 1].strip()}: {first}-{first + stop - start}"
-        old = text[start:stop]
+    found = {}
+    for change in _changes(ast.parse(text)):
+        start = place(change.first.lineno, change.first.col_offset)
+        stop = place(change.last.end_lineno, change.last.end_col_offset)
+        first = start - starts[change.first.lineno - 1]
         mutant = Mutant(
-            path=path, line=node.lineno, kind=kind, start=start, stop=stop, old=old, new=new, within=within
+            path=path,
+            line=change.first.lineno,
+            kind=change.kind,
+            start=start,
+            stop=stop,
+            old=text[start:stop],
+            new=change.new,
+            within=f"{lines[change.first.lineno - 1].strip()}: {first}-{first + stop - start}",
         )
-        try:
-            ast.parse(mutant.applied(text))
-        except SyntaxError:
-            continue
-        found.append(mutant)
-    return sorted(found, key=lambda each: (each.start, each.stop, each.kind, each.new))
+        if mutant.old != mutant.new.strip("()"):
+            found[start, stop, mutant.new] = mutant
+    return sorted(found.values(), key=lambda each: (each.start, each.stop, each.kind, each.new))
 
 
-def _changes(tree: ast.AST) -> Iterator[tuple[Any, str, str]]:
-    """Nodes, the operator's name, and the text in the node's place."""
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """Text in the place of one node or of a run of statements."""
+
+    first: Any
+    """The node where the place begins."""
+    last: Any
+    """The node where it ends."""
+    kind: str
+    """The operator."""
+    new: str
+    """The text."""
+
+
+def _changes(tree: ast.AST) -> Iterator[_Change]:
+    """Yield the changes of a module."""
     for node in _code(tree):
-        match node:
-            case ast.Compare(left=left, ops=[op], comparators=[right]):
-                yield (
-                    node,
-                    "comparison",
-                    f"({ast.unparse(left)} {_COMPARISONS[type(op)]} {ast.unparse(right)})",
-                )
-            case ast.BinOp(op=op) if type(op) in _OPERATORS and not (
-                _is_text(node.left) or _is_text(node.right)
-            ):
-                new = _OPERATORS[type(op)]
-                yield node, "operator", f"(({ast.unparse(node.left)}) {new} ({ast.unparse(node.right)}))"
-            case ast.BoolOp(op=op, values=values):
-                word = " or " if isinstance(op, ast.And) else " and "
-                yield node, "and or", f"({word.join(f'({ast.unparse(value)})' for value in values)})"
-            case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert(), operand=operand):
-                yield node, "sign", f"({ast.unparse(operand)})"
-            case ast.Constant(value=bool() as value):
-                yield node, "constant", str(not value)
-            case ast.Constant(value=int() as value):
-                yield node, "constant", str(value + 1)
-            case ast.Constant(value=float() as value):
-                yield node, "constant", str(2 * value if value else 1.0)
-            case ast.Call(func=ast.Name(id="min" | "max" as name) as function):
-                yield function, "min max", "max" if name == "min" else "min"
-        if isinstance(node, ast.Call):
-            for keyword in node.keywords:
-                kept = [each for each in node.keywords if each is not keyword]
-                fewer = ast.Call(func=node.func, args=node.args, keywords=kept)
+        for kind, place, new in (*_values(node), *_parts(node), *_flow(node)):
+            yield _Change(first=place, last=place, kind=kind, new=new)
+        if isinstance(node, ast.ExceptHandler):
+            for new in ("pass", "raise"):
+                yield _Change(first=node.body[0], last=node.body[-1], kind="except body", new=new)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
+            for returned in _returns(node):
+                if (new := _other_value(returned.value, ast.unparse(node.returns))) is not None:
+                    yield _Change(first=returned.value, last=returned.value, kind="return value", new=new)
+
+
+def _values(node: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield operators that change a value."""
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            yield "comparison", node, f"({ast.unparse(left)} {_COMPARISONS[type(op)]} {ast.unparse(right)})"
+        case ast.BinOp(op=op) if _computes(node):
+            new = _OPERATORS[type(op)]
+            yield "operator", node, f"(({ast.unparse(node.left)}) {new} ({ast.unparse(node.right)}))"
+        case ast.BoolOp(op=op, values=values):
+            word = " or " if isinstance(op, ast.And) else " and "
+            yield "and or", node, f"({word.join(f'({ast.unparse(value)})' for value in values)})"
+        case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert(), operand=operand):
+            yield "sign", node, f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool() as value):
+            yield "constant", node, str(not value)
+        case ast.Constant(value=int() as value):
+            yield "constant", node, str(value + 1)
+            yield "constant", node, f"({value - 1})"
+        case ast.Constant(value=float() as value):
+            yield "constant", node, str(2 * value if value else 1.0)
+        case ast.Call(func=ast.Name(id="min" | "max" as name) as function):
+            yield "min max", function, "max" if name == "min" else "min"
+
+
+def _parts(node: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield operators that drop or exchange a part of an expression."""
+    match node:
+        case ast.BinOp() if _computes(node):
+            yield from (("operand dropped", node, f"({ast.unparse(e)})") for e in (node.left, node.right))
+        case ast.BoolOp(values=values):
+            for dropped in values:
+                kept = [value for value in values if value is not dropped]
+                new = ast.unparse(kept[0] if len(kept) == 1 else ast.BoolOp(op=node.op, values=kept))
+                yield "operand dropped", node, f"({new})"
+        case ast.Call(func=function, args=arguments, keywords=keywords):
+            for keyword in keywords:
                 if keyword.arg not in (None, *_UNHEARD):
-                    yield node, "argument dropped", ast.unparse(fewer)
-        if isinstance(node, ast.If | ast.While | ast.IfExp) or (
-            isinstance(node, ast.comprehension) and node.ifs
-        ):
-            test = node.ifs[0] if isinstance(node, ast.comprehension) else node.test
-            yield test, "condition negated", f"(not ({ast.unparse(test)}))"
-        if isinstance(node, ast.Raise | ast.Continue | ast.Break | ast.AugAssign) or (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-        ):
-            yield node, "statement removed", "pass"
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript):
-            yield node, "statement removed", "pass"
+                    kept = [each for each in keywords if each is not keyword]
+                    new = ast.unparse(ast.Call(func=function, args=arguments, keywords=kept))
+                    yield "argument dropped", node, new
+            for place, (one, other) in enumerate(pairwise(arguments)):
+                if not isinstance(one, ast.Starred) and not isinstance(other, ast.Starred):
+                    swapped = [*arguments[:place], other, one, *arguments[place + 2 :]]
+                    new = ast.unparse(ast.Call(func=function, args=swapped, keywords=keywords))
+                    yield "arguments swapped", node, new
+            if len(arguments) == 1 and not isinstance(arguments[0], ast.Starred | ast.GeneratorExp):
+                yield "call deleted", node, f"({ast.unparse(arguments[0])})"
+
+
+def _flow(node: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield operators that change which statements run."""
+    match node:
+        case ast.If() | ast.While() | ast.IfExp():
+            yield "condition negated", node.test, f"(not ({ast.unparse(node.test)}))"
+        case ast.comprehension(ifs=[test, *_]):
+            yield "condition negated", test, f"(not ({ast.unparse(test)}))"
+        case ast.Expr(value=ast.Call()):
+            yield "call deleted", node, "pass"
+        case ast.Raise() | ast.AugAssign():
+            yield "statement removed", node, "pass"
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+            yield "statement removed", node, "pass"
+        case ast.Break():
+            yield from (("break continue", node, new) for new in ("continue", "pass"))
+        case ast.Continue():
+            yield from (("break continue", node, new) for new in ("break", "pass"))
+
+
+def _other_value(value: Any, annotation: str) -> str | None:
+    """Return another value of a returned one's type; nothing where another operator changes the value."""
+    if value is None or isinstance(value, ast.Constant | ast.JoinedStr) or annotation in ("None", "NoReturn"):
+        return None
+    text = ast.unparse(value)
+    match annotation.split("[")[0]:
+        case "bool":
+            return f"(not ({text}))"
+        case "int" | "float":
+            return f"(({text}) + 1)"
+        case "str":
+            return '""'
+        case "list" | "dict" | "set" | "tuple":
+            return {"list": "[]", "dict": "{}", "set": "set()", "tuple": "()"}[annotation.split("[")[0]]
+    return "None"
+
+
+def _returns(function: ast.AST) -> Iterator[ast.Return]:
+    """Yield a function's own returns, not those of functions inside it."""
+    for child in ast.iter_child_nodes(function):
+        if isinstance(child, ast.Return):
+            yield child
+        elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield from _returns(child)
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of code that computes: no annotation, no word of an error or of a log, no slice of a type."""
+    """Yield the nodes of code that computes, not annotations, and not words of errors and logs."""
     yield tree
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list"):
@@ -175,10 +281,21 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _says(node: ast.AST) -> bool:
     """Whether a node makes words for people: an f-string, an error, a line of a log."""
-    if isinstance(node, ast.JoinedStr):
-        return True
-    named = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-    return named.endswith("Error") or named.split(".")[0] in _SPOKEN or named in ("TypeVar", "cast", "Field")
+    match node:
+        case ast.JoinedStr():
+            return True
+        case ast.Expr(value=call):
+            return _says(call)
+        case ast.Call(func=function):
+            named = ast.unparse(function)
+            spoken = named.endswith("Error") or named.split(".")[0] in _SPOKEN
+            return spoken or named in ("TypeVar", "cast")
+    return False
+
+
+def _computes(node: ast.BinOp) -> bool:
+    """Whether an operation is arithmetic, not text or a list put together."""
+    return type(node.op) in _OPERATORS and not (_is_text(node.left) or _is_text(node.right))
 
 
 def _is_text(node: ast.AST) -> bool:

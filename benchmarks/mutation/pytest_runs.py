@@ -1,0 +1,114 @@
+"""Run tests in a copy, and tell which passed, which failed, and which was running when time ran out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from copies import interpreter
+
+FLAGS = ("-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "watch_plugin")
+
+PRELOADED = ("torch", "transformers", "safetensors.torch", "hypothesis", "pydantic", "coverage")
+"""Libraries that are slow to import and that no mutant changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one pytest run did."""
+
+    seconds: dict[str, float]
+    """Processor seconds of every test that ended."""
+    failed: tuple[str, ...]
+    """Tests and files that failed, in order."""
+    ended: str
+    """"passed", "failed", "time limit", or how the process died."""
+
+    @property
+    def first_red(self) -> str:
+        """The first test that failed or, where none did, how the run ended; "" where all passed."""
+        return self.failed[0] if self.failed else "" if self.ended == "passed" else self.ended
+
+
+class Runner:
+    """One warm pytest process of one copy."""
+
+    def __init__(self, copy: Path, preloaded: Sequence[str] = PRELOADED) -> None:
+        self.copy = copy
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment.pop("PYTHONPATH", None)
+        command = [
+            interpreter(copy),
+            "-m",
+            "pytest",
+            *FLAGS[3:],
+            "-p",
+            "warm_plugin",
+            "-s",
+            f"--serve-runs={','.join(preloaded)}",
+        ]
+        self._server = subprocess.Popen(
+            command, cwd=copy, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, tests: Sequence[str], limit_s: float, *more: str) -> Outcome:
+        """Run tests in their order with ``more`` flags for pytest, for so many seconds of the clock."""
+        assert self._server.stdin and self._server.stdout
+        events = self.copy / "events.jsonl"
+        events.unlink(missing_ok=True)
+        words = [*FLAGS, f"--watch-events={events}", *more]
+        self._server.stdin.write(json.dumps([*words, *tests]) + "\n")
+        self._server.stdin.flush()
+        process = int(self._server.stdout.readline())
+        late = threading.Event()
+
+        def kill() -> None:
+            late.set()
+            os.killpg(process, signal.SIGKILL)
+
+        timer = threading.Timer(limit_s, kill)
+        timer.start()
+        status = int(self._server.stdout.readline())
+        timer.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)  # children that the tests left behind
+        return read(events, "time limit" if late.is_set() else ended(status))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._server.stdin
+        self._server.stdin.close()
+        self._server.wait()
+
+
+def ended(status: int) -> str:
+    """Name an exit status of pytest."""
+    if status in (0, 1):
+        return ("passed", "failed")[status]
+    return f"pytest died by signal {-status}" if status < 0 else f"pytest ended with {status}"
+
+
+def read(events: Path, how: str) -> Outcome:
+    """Return the outcome that a run's events tell."""
+    seconds: dict[str, float] = {}
+    failed: dict[str, None] = {}
+    running = ""
+    for line in events.read_text().splitlines() if events.exists() else ():
+        event = json.loads(line)
+        match event:
+            case {"started": test}:
+                running = test
+            case {"finished": test, "seconds": spent}:
+                running, seconds[test] = "", spent
+            case {"test": test, "failed": True}:
+                failed[test] = None
+    if running and how not in ("passed", "failed"):
+        failed[running] = None
+    return Outcome(seconds=seconds, failed=tuple(failed), ended=how)

@@ -1,0 +1,102 @@
+"""A pytest plugin: write down every test's start, outcome and seconds, and optionally the lines it runs.
+
+The record survives a killed process: every event is one JSON line, written at once. A test that started and
+has no outcome is the one that was running when the process died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coverage import Coverage
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the two files to pytest's command line."""
+    parser.addoption("--watch-events", help="JSON lines of starts and outcomes")
+    parser.addoption("--watch-lines", help="JSON of the lines that each test runs; slow")
+    parser.addoption("--watch-cpu", type=float, default=0.0, help="processor seconds a test may take; 0: any")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start watching before anything of the package is imported."""
+    if config.option.watch_events:
+        watch = Watch(Path(config.option.watch_events), config.option.watch_lines, config.rootpath)
+        watch.limit_s = config.option.watch_cpu
+        config.pluginmanager.register(watch, "mutation-watch")
+
+
+class Watch:
+    """Events of one pytest process, and its coverage where a file for lines is given."""
+
+    def __init__(self, events: Path, lines: str | None, root: Path) -> None:
+        self._events = events.open("a")
+        self._lines = Path(lines) if lines else None
+        self._root = root
+        self._coverage: Any = None
+        self._begun_s = 0.0
+        self.limit_s = 0.0
+        if self._lines:
+            self._coverage = Coverage(data_file=None, source=[str(root / "rillflow")], config_file=False)
+            self._coverage.start()
+
+    def _write(self, **event: Any) -> None:
+        self._events.write(json.dumps(event) + "\n")
+        self._events.flush()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write(started=nodeid)
+        self._begun_s = processor_s()
+        if self.limit_s:
+            signal.signal(signal.SIGPROF, stop_test)
+            signal.setitimer(signal.ITIMER_PROF, self.limit_s)
+        if self._coverage:
+            self._coverage.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self._write(test=nodeid(report), failed=report.failed)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self._write(finished=nodeid, seconds=processor_s() - self._begun_s)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self._write(test=nodeid(report) or "collection", failed=True)
+
+    def pytest_unconfigure(self) -> None:
+        if self._coverage and self._lines:
+            self._coverage.stop()
+            self._lines.write_text(json.dumps(lines_by_test(self._coverage.get_data(), self._root)))
+
+
+def processor_s() -> float:
+    """Return the processor seconds of this process and its ended children: load does not change them."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def stop_test(*_: object) -> None:
+    """Fail the running test: the study has no time for it."""
+    pytest.fail("takes more processor seconds than --watch-cpu allows", pytrace=False)
+
+
+def nodeid(report: Any) -> str:
+    """Return a report's test, in a type that mypy knows."""
+    return str(report.nodeid)
+
+
+def lines_by_test(data: Any, root: Path) -> dict[str, dict[str, list[int]]]:
+    """Return the lines of every file by the test that runs them; "" stands for import time."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for file in data.measured_files():
+        path = str(Path(file).relative_to(root))
+        for line, tests in data.contexts_by_lineno(file).items():
+            for test in tests:
+                found.setdefault(test, {}).setdefault(path, []).append(line)
+    return found
