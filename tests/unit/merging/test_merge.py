@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -138,6 +139,24 @@ def test_slerp_ends_at_its_parents_and_turns_between(make: Made, tmp_path: Path)
     assert float((half[name] - start[name]).norm() / (one[name] - start[name]).norm()) == pytest.approx(
         1, abs=0.15
     )
+
+
+FULL = """
+import resource, sys
+from rillflow.cli.main import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))  # no file can grow beyond, as on a disk that is full
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_merge_that_cannot_be_written_fails_and_leaves_nothing(make: Made, tmp_path: Path) -> None:
+    parents, out = [make("a", noise=1), make("b", noise=2)], tmp_path / "out"
+    words = [sys.executable, "-c", FULL, "merge", *map(str, parents), "--out", str(out)]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert found.returncode != 0, found.stdout
+    assert str(out) in found.stderr and "File too large" in found.stderr
+    assert "Traceback" not in found.stderr and "wrote" not in found.stdout
+    assert not out.exists() and not list(tmp_path.glob(".out*"))
 
 
 def test_a_half_precision_parent_is_averaged_in_full(make: Made, tmp_path: Path) -> None:
