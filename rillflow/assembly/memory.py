@@ -1,7 +1,7 @@
 """Memory: estimate what a run will hold from the model's sizes and its longest row.
 
     NewModel ─────────────────────┐
-    directory: headers and config ┴─> ModelSizes ─ recipe, longest row ─> Estimate ─> require_memory
+    directory: headers and config ┴─> ModelSizes ─ recipe, longest row ─> MemoryEstimate ─> require_memory
 
 The libraries' own memory comes on top. ``peaks`` counts activations exactly, with the same key-value cache.
 """
@@ -282,7 +282,7 @@ def holds_whole(recipe: Recipe) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes on a rank that holds the whole model, by what they are for."""
 
     kept: Mapping[str, int]
@@ -310,8 +310,8 @@ def _terms(parts: Mapping[str, int]) -> str:
     return " + ".join(f"{what} {size(amount)}" for what, amount in parts.items())
 
 
-def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> Estimate:
-    """Estimate the memory of the section ``policy``'s model and its reference.
+def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> MemoryEstimate:
+    """MemoryEstimate the memory of the section ``policy``'s model and its reference.
 
     Args:
         recipe: the run's.
@@ -333,7 +333,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> Estimate:
     elif recipe.has_policy:
         sampling["KV cache"] = cache_bytes(recipe, sizes, longest)
         sampling["logits"] = SAMPLED_LOGITS * rows_a_rank(recipe) * sizes.vocabulary * _FLOAT32_BYTES
-    return Estimate(kept=kept, training=training, sampling=sampling)
+    return MemoryEstimate(kept=kept, training=training, sampling=sampling)
 
 
 def _activations(recipe: Recipe, sizes: ModelSizes, longest: int) -> dict[str, int]:

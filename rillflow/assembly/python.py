@@ -85,13 +85,7 @@ def train(
     functions = () if reward is None or isinstance(reward, str | Path) else _functions(reward)
     if reward is not None:
         over["reward.function"] = None if functions else _relative(str(reward), base)
-    for number, callback in enumerate(callbacks, 1):
-        if not callable(callback):
-            raise ConfigError(
-                f"callback {number} is {callback!r}",
-                why="callbacks are called after every step with a StepResult",
-                fix="give functions: callbacks=[my_function]",
-            )
+    _require_callable(callbacks)
     if dir is not None:
         over["run.dir"] = str(dir)
     loaded = load_recipe(recipe, over, algorithms)
@@ -109,6 +103,16 @@ def train(
         if not run.is_stopped:
             raise
     return run
+
+
+def _require_callable(callbacks: Sequence[object]) -> None:
+    for number, callback in enumerate(callbacks, 1):
+        if not callable(callback):
+            raise ConfigError(
+                f"callback {number} is {callback!r}",
+                why="callbacks are called after every step with a StepResult",
+                fix="give functions: callbacks=[my_function]",
+            )
 
 
 def _holds_out(loaded: LoadedRecipe, recipe: object) -> bool:

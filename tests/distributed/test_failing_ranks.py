@@ -81,7 +81,7 @@ def worker(cluster: RayBackend | InlineBackend, role: str, pool: str, size: int)
 def test_no_process_is_started_that_becomes_no_rank(on_ray: RayBackend) -> None:
     """Ray would start one for every core as well, and each imports for a second."""
     assert on_ray._folder is not None
-    started = list(on_ray._folder.glob("session_latest/logs/worker-*.out"))
+    started = list(on_ray._folder.glob("r/session_latest/logs/worker-*.out"))
     assert len(started) == sum(pool.size for pool in POOLS)
 
 
