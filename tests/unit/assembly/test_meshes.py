@@ -132,10 +132,10 @@ def test_what_cannot_be_is_refused(placement: dict[str, Any], what: str, why: st
 def test_bytes_of_a_rank_by_phase() -> None:
     asked = recipe(pools={"main": 8}, train={"main": {"pp": 2, "tp": 2}}, generate={"tp": 2})
     sizes = sizes_of_new(asked.policy.model.new)  # type: ignore[arg-type]
-    training, generation = rank_lines(asked, sizes)
+    training, generation = rank_lines(asked, sizes, longest=64)
     assert "/ 4 =" in training and "dp 2 x pp 2 x tp 2" in training
     assert "/ 2 =" in generation and "4 replicas of 64 rows" in generation
-    assert rank_lines(recipe(pools={"main": 8}), sizes) == []
+    assert rank_lines(recipe(pools={"main": 8}), sizes, longest=64) == []
 
 
 def test_a_tensor_parallel_group_across_nodes_is_named_with_what_each_node_has() -> None:

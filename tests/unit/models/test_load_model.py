@@ -155,7 +155,7 @@ def test_pickled_weights_are_refused_and_not_opened(make_directory: Make, tmp_pa
     with pytest.raises(ModelError, match=r"pytorch_model\.bin, a pickle"):
         load(folder)
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"the file model\.safetensors of the model"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         load(folder)
     assert not (tmp_path / "exploded").exists()
 
@@ -170,7 +170,7 @@ def test_a_directory_without_weights_is_named(make_directory: Make) -> None:
 def test_truncated_weights_are_named(make_directory: Make) -> None:
     file = make_directory() / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ModelError, match=r"the file model\.safetensors of the model"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         load(file.parent)
 
 
@@ -233,7 +233,7 @@ def test_a_header_that_lies_is_refused(make_directory: Make, lie: Callable[[Head
     told = lie(header)
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", told or len(text)) + text + content[8 + length :])
-    with pytest.raises(ModelError, match=r"the file model\.safetensors of the model"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         load(file.parent)
 
 
