@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os.path import realpath
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
-
-import numpy as np
 
 from rillflow.errors import DataError
 from rillflow.tasks.example import check_names
@@ -78,7 +77,8 @@ def _given(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _plain(value: object) -> object:
     """A scalar of numpy as Python's own number or text, also in lists; anything else as it is."""
-    if isinstance(value, np.generic):
+    numpy = sys.modules.get("numpy")  # a value of numpy means that numpy is there; no import for others
+    if numpy is not None and isinstance(value, numpy.generic):
         return value.item()
     if isinstance(value, list):
         return [_plain(item) for item in value]
