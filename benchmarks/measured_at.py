@@ -1,7 +1,7 @@
 """The commit of a page of results: the line below its title that says which code was measured.
 
 page made now ─ line ─────────────> Measured at commit fc8f5aa (2026-11-24).
-older page ─ git log of the page ─> the same line, by the commit that wrote the page last
+older page ─ git log of the page ─> Measured at or before commit be8cd8c (2026-11-22), which wrote it last
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BEGINNING = "Measured at commit "
+OLDER = "Measured at or before commit "
 
 
 def line(page: Path | None = None) -> str:
@@ -23,7 +24,7 @@ def line(page: Path | None = None) -> str:
     asked = ["log", "-1", "--format=%h (%cs)", *(("--", str(page)) if page else ())]
     commit, _, date = _git(*asked).strip().partition(" ")
     changed = "" if page or not _git("status", "--porcelain", "rillflow", "benchmarks/*.py") else "+"
-    return f"{BEGINNING}{commit}{changed} {date}."
+    return f"{OLDER if page else BEGINNING}{commit}{changed} {date}."
 
 
 def below_title(text: str, said: str) -> str:
