@@ -47,10 +47,12 @@ from rillflow.assembly.recipe import Recipe
 from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
 from rillflow.models.locate import base_of
+from rillflow.models.tokenizer import require_rows
 from rillflow.observe.environment import usable_cores
 from rillflow.observe.wording import size
 from rillflow.rewards.columns import Text
-from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import FunctionPath, place_of
 from rillflow.rewards.levels import SENTENCES, Level
 from rillflow.rewards.outcome import RETURNED, Outcome, Score
 from rillflow.rewards.text_execution import Setting, is_shut_in, text_uses
@@ -61,8 +63,15 @@ from rillflow.tasks.task import Task
 
 MOST_REPEATS = 100
 """Times a step may draw the same prompt: beyond, the number of prompts is a slip of the pen."""
+GIVEN = ("base_url", "api_key")
+"""Arguments of an agent beside its row's columns."""
 _TRIED = 2
 _PLACES = 3
+_NO_END = (
+    "the model names no end token and rollout.stop is empty: every answer has rollout.max_tokens = {:,} "
+    "tokens. Set eos_token in tokenizer_config.json or eos_token_id in generation_config.json, or name a "
+    "text in rollout.stop"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +162,7 @@ def look(
     if not runs_code:
         report.attempt(lambda: _say_left_out(recipe, base, report))
         return
+    report.attempt(lambda: _look_at_signature(recipe, base, report))
     report.attempt(lambda: _look_at_functions(reward_functions(recipe, base, report.task), recipe, report))
     report.attempt(lambda: _look_at_functions(cost_functions(recipe, base), recipe, report))
 
@@ -234,6 +244,10 @@ def _look_at_tokens(recipe: Recipe, base: Path, report: Report, say: Callable[[s
     model_input = read_model_input(recipe, base, as_written=say is None)
     if report.task is None or model_input is None:
         return
+    if report.sizes is not None:
+        require_rows(model_input.tokenizer.vocabulary_size, report.sizes.vocabulary)
+    if recipe.has_policy and not model_input.tokenizer.stop_tokens and not recipe.rollout.stop:
+        report.notes.append(_NO_END.format(recipe.rollout.max_tokens))
     encoded = report.encoded = encode_task(recipe, report.task, model_input, say)
     report.problems += encoded.problems
     report.notes += encoded.notes
@@ -380,6 +394,27 @@ def _look_at_agent(recipe: Recipe, base: Path, report: Report) -> None:
         setting = recipe.rollout.agent.sandbox
         is_shut_in(function, setting)
         report.notes += _execution_notes(function, "rollout.agent.sandbox", setting, level=None)
+
+
+def _look_at_signature(recipe: Recipe, base: Path, report: Report) -> None:
+    """An agent is loaded in a child of its kind; each row has what it needs."""
+    agent, function = recipe.rollout.agent, agent_function(recipe, base)
+    if agent is None or function is None or report.task is None:
+        return
+    held = RewardConfig(workers=1, memory_bytes=agent.memory_bytes, sandbox=agent.sandbox)
+    with RewardWorkers(function, held) as workers:
+        required = workers.load().required
+    task = report.task
+    rows = [*task.train, *task.held_out, *(row for rows in task.sets.values() for row in rows)]
+    for name, row in ((name, row) for name in required if name not in GIVEN for row in rows):
+        columns = {"prompt", *row.columns}
+        if name not in columns:
+            known = sorted({*columns, *GIVEN})
+            raise RewardError(
+                f"{place_of(function)}: the agent {function.name} needs {name!r}",
+                why=f"{row} gives it {', '.join(known)}",
+                fix=f"{nearest(name, known)}; or give the parameter a default",
+            )
 
 
 def _execution_notes(function: FunctionPath, name: str, setting: Setting, level: Level | None) -> list[str]:

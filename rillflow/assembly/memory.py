@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from rillflow.algorithms.config import SampledConfig
 from rillflow.assembly.recipe import Recipe
 from rillflow.cluster.config import SAMPLER
 from rillflow.errors import ConfigError, ModelError
 from rillflow.formulas.config import MOST_LOGITS
 from rillflow.models.config import AdapterConfig, NewModel
+from rillflow.models.weight_files import weight_headers
 from rillflow.observe.wording import size
 from rillflow.rollout.config import VLLM
 from rillflow.rollout.native.layout import PLACES
@@ -118,10 +117,9 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
     try:
         config: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
         found = [_first(config, names) for names in _NAMES]
-        files = sorted(directory.glob("*.safetensors"))
-        shapes = {name: shape for file in files for name, shape in _shapes_in(file)}
-    except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"the model {directory} cannot be read", why=str(error)) from error
+    shapes = {name: header.shape for name, header in weight_headers(directory).items()}
     if not all(found):
         return None
     hidden, layers, heads, vocabulary, context = found
@@ -147,12 +145,6 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
     """The size under the first of these names that the config has; 0 where it has none."""
     return next((config[name] for name in names if name in config and isinstance(config[name], int)), 0)
-
-
-def _shapes_in(file: Path) -> list[tuple[str, list[int]]]:
-    """Of the weights of a file, by name."""
-    with safe_open(file, framework="np") as weights:
-        return [(name, weights.get_slice(name).get_shape()) for name in weights.keys()]  # noqa: SIM118
 
 
 def rows_at_once(recipe: Recipe) -> int:

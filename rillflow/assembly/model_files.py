@@ -1,10 +1,11 @@
 """Model files: what a model's directory must hold before it is worth loading, from names and headers alone.
 
 directory ─┬─ config.json ────────── settings by name
-           ├─ *.safetensors ──────── no pickle; headers whole; no layer lacks a weight that its siblings have
+           ├─ *.safetensors ──────── no pickle; headers whole; no layer lacks a weight that its siblings have;
+           │                         the embedding has the vocabulary and width of the config
            └─ the tokeniser's files ─ a vocabulary; a chat template where prompts are conversations
 
-What the headers cannot show (a weight of another shape, numbers that are not finite) loading finds.
+What the headers cannot show (another weight of a wrong shape, numbers that are not finite) loading finds.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from rillflow.errors import ModelError
 from rillflow.models.bounds import check_files, check_sizes
-from rillflow.models.weight_files import check_weight_files, settings_in, unusable
+from rillflow.models.weight_files import WeightHeader, check_weight_files, settings_in, weight_headers
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 ALIKE = ("gemma", "gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 """Model types of which every layer has the same weights."""
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+"""How the names of their embeddings end."""
 _IN_LAYER = re.compile(r"((?:.*?\.)?(?:layers|h)\.)(\d+)(\..+)")
 
 
@@ -37,7 +38,9 @@ def require_model_files(directory: Path, *, is_chat: bool) -> None:
     config = settings_in(directory / "config.json")
     check_sizes(directory, config)
     check_weight_files(str(directory))
-    _require_layers(directory, config, _names(directory))
+    headers = weight_headers(directory)
+    _require_layers(directory, config, [*headers])
+    _require_embedding(directory, config, headers)
     if not any(any(directory.glob(name)) for name in _VOCABULARIES):
         raise ModelError(
             f"the model {directory} has no tokeniser",
@@ -75,20 +78,6 @@ def _has_template(directory: Path) -> bool:
     return file.is_file() and bool(settings_in(file).get("chat_template"))
 
 
-def _names(directory: Path) -> list[str]:
-    """The names of all weights, by the files' headers, which are read whole."""
-    names: list[str] = []
-    for file in sorted(directory.glob("*.safetensors")):
-        if not file.is_file():
-            raise ModelError(f"{file} is no file", why="weights are read from regular files")
-        try:
-            with safe_open(file, framework="np") as weights:
-                names += weights.keys()
-        except (OSError, SafetensorError) as error:
-            raise unusable(str(directory), f"file {file.name}", error) from error
-    return names
-
-
 def _require_layers(directory: Path, config: Mapping[str, Any], names: Sequence[str]) -> None:
     """Every layer has the weights that another one has, and tokens have an embedding."""
     if config.get("model_type") not in ALIKE:
@@ -104,7 +93,7 @@ def _require_layers(directory: Path, config: Mapping[str, Any], names: Sequence[
         for (before, after), found in there.items()
         if not found.issuperset(range(layers))
     }
-    if not any(name.endswith(("embed_tokens.weight", "wte.weight")) for name in names):
+    if not any(name.endswith(_EMBEDDINGS) for name in names):
         missing = {"embed_tokens.weight": 1, **missing}
     if missing:
         raise ModelError(
@@ -112,3 +101,22 @@ def _require_layers(directory: Path, config: Mapping[str, Any], names: Sequence[
             why=f"{sum(missing.values())} weights of its type would be random",
             fix="name a complete checkpoint",
         )
+
+
+def _require_embedding(
+    directory: Path, config: Mapping[str, Any], headers: Mapping[str, WeightHeader]
+) -> None:
+    """The embedding has a row for each token of ``vocab_size``, each as wide as the hidden state."""
+    if config.get("model_type") not in ALIKE:
+        return
+    name = next(name for name in headers if name.endswith(_EMBEDDINGS))
+    shape, file = headers[name].shape, headers[name].file
+    for setting, dim in (("vocab_size", 0), ("hidden_size", 1), ("n_embd", 1)):
+        if setting in config and (len(shape) != 2 or config[setting] != shape[dim]):
+            raise ModelError(
+                f"{directory / 'config.json'}: {setting} is {config[setting]}",
+                why=f"the weight {name!r} in {file.name} has the shape {list(shape)}",
+                fix=f"write {setting} = {shape[dim]}, or fetch the files of one model again"
+                if len(shape) == 2
+                else "fetch the files of one model again",
+            )

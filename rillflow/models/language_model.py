@@ -44,7 +44,7 @@ from rillflow.models.new_model import new_module
 from rillflow.models.positions import settle_positions
 from rillflow.models.pretrained import load_module, load_scalar_module
 from rillflow.models.tensor_file import write_tensors
-from rillflow.models.tokenizer import Tokenizer, listed, load_tokenizer
+from rillflow.models.tokenizer import Tokenizer, listed, load_tokenizer, require_rows
 from rillflow.models.unread import ALONE, Source, fill, on_device, taken_out
 from rillflow.observe.durable import flush, publish_folder
 
@@ -210,7 +210,7 @@ def outline(
             weights = adapter_weights(module, int8_weights(module, weights), adapter, seed)
     names_ends = module.config.get_text_config() if is_scalar else module.generation_config
     tokenizer = Tokenizer(inner, stop_tokens=listed(names_ends.eos_token_id))
-    _require_rows(tokenizer, module.get_input_embeddings().weight.shape[0])
+    require_rows(tokenizer.vocabulary_size, module.get_input_embeddings().weight.shape[0])
     return kind(
         module=module,
         tokenizer=tokenizer,
@@ -255,15 +255,6 @@ def choose_device(name: str) -> torch.device:
             fix=nearest(name, ["auto", *there]),
         )
     return torch.device(name)
-
-
-def _require_rows(tokenizer: Tokenizer, rows: int) -> None:
-    if tokenizer.vocabulary_size > rows:
-        raise ModelError(
-            f"the tokeniser has {tokenizer.vocabulary_size} tokens and the model's embedding {rows} rows",
-            why="a text with a token beyond the embedding could not be read",
-            fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
-        )
 
 
 def require_same_tokens(model: ScalarModel, tokenizer: Tokenizer, name: str) -> None:

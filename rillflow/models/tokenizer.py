@@ -409,6 +409,20 @@ def load_tokenizer(
     return inner
 
 
+def require_rows(tokens: int, rows: int) -> None:
+    """Refuse a tokeniser with more tokens than the embedding has rows.
+
+    Raises:
+        ModelError: it names both numbers.
+    """
+    if tokens > rows:
+        raise ModelError(
+            f"the tokeniser has {tokens} tokens and the model's embedding {rows} rows",
+            why="a text with a token beyond the embedding could not be read",
+            fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
+        )
+
+
 def end_tokens(source: str) -> list[int]:
     """The end tokens that a directory's generation_config.json names, or else its config.json.
 

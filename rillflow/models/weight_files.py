@@ -1,13 +1,18 @@
-"""Weight files: which files of a model's directory hold its weights, looked at before torch is imported."""
+"""Weight files: which files of a model's directory hold its weights, looked at before torch is imported.
+
+directory ─┬─ index ───────── names files beside it, all of them there
+           └─ *.safetensors ─ headers: the type and shape of every weight, by its name
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from rillflow.errors import ModelError
 from rillflow.models.bounds import FILE_BYTES, check_file, check_files
@@ -15,6 +20,22 @@ from rillflow.models.bounds import FILE_BYTES, check_file, check_files
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 """What transformers raises for a directory it cannot use."""
 _INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of weights that can be trained."""
+_NAMED = 3
+"""Missing files that an error names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightHeader:
+    """A weight as the header of its file describes it."""
+
+    file: Path
+    """The file."""
+    dtype: str
+    """The type of its numbers, by safetensors' name: F32, BF16, I32."""
+    shape: tuple[int, ...]
+    """Its sizes."""
 
 
 def check_weight_files(source: str) -> None:
@@ -29,6 +50,7 @@ def check_weight_files(source: str) -> None:
     check_files(directory)
     _check_index(directory)
     if any(directory.glob("*.safetensors")):
+        _require_floats(weight_headers(directory))
         return
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     if pickles:
@@ -40,8 +62,42 @@ def check_weight_files(source: str) -> None:
     raise ModelError(f"the model {source} has no weights", why="there is no .safetensors file in it")
 
 
+def weight_headers(directory: Path) -> dict[str, WeightHeader]:
+    """Read the headers of a directory's weights, by name; no weight is read.
+
+    Raises:
+        ModelError: a file cannot be read, is damaged, or is no regular file.
+    """
+    found: dict[str, WeightHeader] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        if not file.is_file():
+            raise ModelError(f"{file} is no file", why="weights are read from regular files")
+        try:
+            with safe_open(file, framework="np") as weights:
+                for name in weights.keys():  # noqa: SIM118
+                    part = weights.get_slice(name)
+                    found[name] = WeightHeader(
+                        file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+                    )
+        except (OSError, SafetensorError) as error:
+            raise unusable(str(directory), f"file {file.name}", error) from error
+    return found
+
+
+def _require_floats(headers: dict[str, WeightHeader]) -> None:
+    """Refuse weights of whole numbers or 8 bits; a mask that a module keeps beside them may be either."""
+    for name, header in headers.items():
+        if name.endswith(".weight") and header.dtype not in _FLOATS:
+            raise ModelError(
+                f"the weight {name!r} in {header.file} has the type {header.dtype}",
+                why=f"a weight that is trained has one of {', '.join(_FLOATS)}; {header.dtype} would be read "
+                "without its scale",
+                fix="name the float32 or bfloat16 model that it was made from",
+            )
+
+
 def _check_index(directory: Path) -> None:
-    """An index of weights names files beside it and nothing else."""
+    """An index of weights names files beside it, all of them there, and nothing else."""
     path = directory / _INDEX
     if not path.is_file():
         return
@@ -66,6 +122,15 @@ def _check_index(directory: Path) -> None:
                 why="weights are read from .safetensors files beside it, and from nowhere else",
                 fix="name a directory as save_pretrained writes it",
             )
+    named = sorted(set(index["weight_map"].values()))
+    missing = [name for name in named if not (directory / name).exists()]
+    if missing:
+        rest = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
+        raise ModelError(
+            f"the model {directory} lacks {', '.join(missing[:_NAMED])}{rest}",
+            why=f"{path.name} names {len(named):,} files of weights, and {len(missing):,} are not there",
+            fix="fetch the missing files again",
+        )
 
 
 def settings_in(file: Path) -> dict[str, Any]:

@@ -167,13 +167,21 @@ def _parameters(function: Callable[..., Any]) -> Frame:
         raise Refused(f"does not tell its parameters: {error}") from None
     for each in parameters:
         if each.kind is each.POSITIONAL_ONLY and each.default is each.empty:
-            raise Refused(f"takes {each.name!r} by position, and columns are passed by name")
+            raise Refused(f"{_place(function)}takes {each.name!r} by position; columns are passed by name")
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     return {
         "accepted": [each.name for each in named],
         "required": [each.name for each in named if each.default is each.empty],
         "takes_any": any(each.kind is each.VAR_KEYWORD for each in parameters),
     }
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """Where a function begins, as the beginning of a sentence; nothing for another kind of callable."""
+    plain = inspect.unwrap(function)
+    if not inspect.isfunction(plain):
+        return ""
+    return f"({Path(plain.__code__.co_filename).name}, line {plain.__code__.co_firstlineno}) "
 
 
 def _called(loaded: _Loaded, request: Frame) -> Frame:

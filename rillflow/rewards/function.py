@@ -67,6 +67,19 @@ def parse_function(text: str, base: Path, what: str = "reward function") -> Func
     return FunctionPath(file=file, name=name)
 
 
+def place_of(function: FunctionPath) -> str:
+    """Where a function is bound: its file, and the line where a statement of the file itself binds it."""
+    if function.text:
+        return str(function)
+    lines = [
+        node.lineno
+        for node in _top_level(_parse(function.file))
+        if (isinstance(node, _DEFINITIONS) and node.name == function.name)
+        or (isinstance(node, ast.Name) and node.id == function.name and isinstance(node.ctx, ast.Store))
+    ]
+    return f"{function.file}:{lines[-1]}" if lines else str(function.file)
+
+
 def parse_files(names: Sequence[str], base: Path, setting: str) -> tuple[Path, ...]:
     """The files and folders that a setting lists, relative to ``base``.
 

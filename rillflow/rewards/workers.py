@@ -149,7 +149,7 @@ class RewardWorkers(ExitStack):
         if not prompts:
             return []
         try:
-            return self._score(len(prompts), choose(everything, self._load(), self._function))
+            return self._score(len(prompts), choose(everything, self.load(), self._function))
         finally:
             for child in self._children:
                 if child.state is State.BUSY:
@@ -260,8 +260,12 @@ class RewardWorkers(ExitStack):
             visible=self._visible,
         )
 
-    def _load(self) -> Parameters:
-        """Notice what happened since the last batch, and wait until a child has loaded the file."""
+    def load(self) -> Parameters:
+        """Wait until a child has loaded the file, and return what its function takes.
+
+        Raises:
+            RewardError: the function cannot be loaded.
+        """
         self._turn(until=time.monotonic())
         while self._parameters is None:
             for slot in range(len(self._children)):

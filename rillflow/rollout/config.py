@@ -34,6 +34,8 @@ Factor = Annotated[float, Field(ge=1 / MOST_PENALTY, le=MOST_PENALTY, allow_inf_
 """What a logit is divided or multiplied by."""
 TopK = Annotated[int, Field(ge=0, le=MOST_TOP_K)]
 """A number of likeliest tokens."""
+StopText = Annotated[str, Field(min_length=1)]
+"""A text that ends a row; the empty one would end every row before its first token."""
 
 
 class SamplingConfig(Section):
@@ -66,7 +68,9 @@ class SamplingConfig(Section):
         None, description="Taken off the logit of a token once for each time that the row has sampled it."
     )
     max_tokens: int = Field(256, gt=0, description="New tokens of one row at most.")
-    stop: tuple[str, ...] = Field((), description="Texts that end a row, besides the model's own tokens.")
+    stop: tuple[StopText, ...] = Field(
+        (), description="Texts that end a row, besides the model's own tokens."
+    )
 
     @property
     def is_cut(self) -> bool:

@@ -6,6 +6,7 @@ No row starts a run: nothing is trained, no directory is left behind, and a row 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast as _loaded  # noqa: F401  importing it is in no case's time
 
@@ -102,8 +103,6 @@ def write_model(folder: Path) -> None:
 
 
 def drop_weight(folder: Path) -> None:
-    from safetensors.numpy import load_file
-
     file = folder / "model" / "model.safetensors"
     weights = load_file(file)
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -153,6 +152,49 @@ def chats(folder: Path) -> None:
     write_rows(folder, [{"prompt": [{"role": "user", "content": f"say {at}"}]} for at in range(40)])
 
 
+def weight(name: str, value: np.ndarray) -> Spoil:
+    """Another weight in the place of one."""
+
+    def spoil(folder: Path) -> None:
+        file = folder / "model" / "model.safetensors"
+        save_file({**load_file(file), name: value}, file, metadata={"format": "pt"})
+
+    return spoil
+
+
+def no_end(folder: Path) -> None:
+    set_json("model/config.json", eos_token_id=None)(folder)
+    set_json("model/tokenizer_config.json", eos_token=None)(folder)
+
+
+def index(*names: str) -> Spoil:
+    """An index of weights in these files."""
+    said = {"metadata": {}, "weight_map": {f"weight.{at}": name for at, name in enumerate(names)}}
+    return text("model/model.safetensors.index.json", json.dumps(said))
+
+
+def eight_tebibytes(folder: Path) -> None:
+    """Weights of 8 TiB in a file without blocks."""
+    width, vocabulary = 2**20, 257
+    set_json("model/config.json", hidden_size=width)(folder)
+    shapes = {f"model.layers.{at}.self_attn.q_proj.weight": [width, width] for at in range(2)}
+    shapes |= {"model.embed_tokens.weight": [vocabulary, width], "model.norm.weight": [width]}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    said = json.dumps(header).encode()
+    with (folder / "model" / "model.safetensors").open("wb") as file:
+        file.write(len(said).to_bytes(8, "little") + said)
+        file.truncate(8 + len(said) + end)
+
+
+def agent(signature: str, before: str = "") -> Spoil:
+    return text("agent.py", f"{before}def solve({signature}):\n    return 'x'\n")
+
+
+AGENT = "rollout.agent.function=agent.py:solve"
+SHARDS = [f"model-0000{at}-of-00005.safetensors" for at in range(1, 6)]
 LATIN = b"".join(b'{"prompt": "ab%d"}\n' % at for at in range(10)) + b'{"prompt": "ab\xe9"}\n'
 NEW = "policy.model.new={hidden = 30, heads = 4}"
 ALONE = "policy.model.path=none"
@@ -222,6 +264,45 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
         "",
         "has no chat template",
     ),
+    "weights of whole numbers": (
+        weight("model.norm.weight", np.ones(8, np.int32)),
+        "",
+        "the weight 'model.norm.weight' in",
+    ),
+    "vocab_size below the weights": (set_json("model/config.json", vocab_size=100), "", "vocab_size is 100"),
+    "vocab_size above the weights": (set_json("model/config.json", vocab_size=999), "", "vocab_size is 999"),
+    "an embedding of another width": (
+        weight("model.embed_tokens.weight", np.ones((257, 9), np.float32)),
+        "",
+        "hidden_size is 8",
+    ),
+    "tokeniser above the embedding": (
+        also(
+            set_json("model/config.json", vocab_size=100),
+            weight("model.embed_tokens.weight", np.ones((100, 8), np.float32)),
+        ),
+        "",
+        "the tokeniser has 257 tokens and the model's embedding 100 rows",
+    ),
+    "shards missing": (
+        also(lambda folder: (folder / "model/model.safetensors").unlink(), index(*SHARDS)),
+        "",
+        "lacks model-00001-of-00005.safetensors, model-00002-of-00005.safetensors, "
+        "model-00003-of-00005.safetensors and 2 more",
+    ),
+    "weights of 8 TiB": (eight_tebibytes, "", "weights 8.0 TiB"),
+    "a shard missing": (index("model.safetensors", SHARDS[1]), "", f"model lacks {SHARDS[1]}"),
+    # agents
+    "empty stop": (nothing, 'rollout.stop=[""]', 'rollout.stop[0] is ""'),
+    "agent wants a column": (agent("prompt, base_url, api_kye"), AGENT, "agent.py:1: the agent solve needs"),
+    "agent by position": (
+        agent("prompt, /, base_url", before="import os\n\n"),
+        AGENT,
+        "(agent.py, line 3) takes 'prompt' by position",
+    ),
+    "agent cannot be imported": (agent("", before="import nothing_here\n"), AGENT, "nothing_here"),
+    "agent is no function": (text("agent.py", "solve = 3\n"), AGENT, "is 3 (int), which cannot be called"),
+    "agent misspelt": (agent(""), "rollout.agent.function=agent.py:sovle", "did you mean 'solve'?"),
     # rows
     "rows missing": (nothing, "task.source=prompt.jsonl", "prompt.jsonl is not there"),
     "rows empty": (text("prompts.jsonl", ""), "", "prompts.jsonl"),
@@ -339,6 +420,8 @@ def test_the_folder_itself_is_sound(folder: Path, capsys: pytest.CaptureFixture[
         (nothing, "run.threads=4096", "run.threads is 4096"),
         (nothing, "algorithm.prompts_per_step=100", "within a step, prompts repeat"),
         (nothing, "evaluate=none", ""),
+        (no_end, "", "the model names no end token"),
+        (no_end, "rollout.stop=['x']", ""),
         (
             nothing,
             "algorithm.name=safe_rlhf cost={function = 'reward.py:brief'} algorithm.cost_margin=0.1 "
@@ -366,6 +449,8 @@ def test_the_folder_itself_is_sound(folder: Path, capsys: pytest.CaptureFixture[
         "many threads",
         "prompts repeat",
         "no evaluation",
+        "no end token",
+        "no end token but a stop",
         "price out of reach",
         "BOM",
         "blank line",

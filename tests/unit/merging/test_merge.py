@@ -214,7 +214,7 @@ def test_parents_whose_files_differ_are_refused(make: Made, tmp_path: Path) -> N
     save_file(held, b / "model.safetensors", {"format": "pt"})
     assert f"{name} of {b} has 4 of 768 numbers that are NaN or infinite" in refused([a, b], out)
     save_file({**held, name: held[name].to(torch.int8)}, b / "model.safetensors", {"format": "pt"})
-    assert "is of type I8" in refused([a, b], out)
+    assert "has the type I8" in refused([a, b], out)
     save_file(weights(a), b / "model.safetensors", {"format": "pt"})
     edit(b, rms_norm_eps=1e-3)
     assert "rms_norm_eps is 1e-06" in refused([a, b], out)

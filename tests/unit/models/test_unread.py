@@ -77,9 +77,9 @@ def test_a_file_that_is_missing_is_named(make_directory: Make) -> None:
     folder = make_directory()
     file = in_files(folder)[1]
     file.unlink()
-    with pytest.raises(ModelError, match=f"has no file {file.name}") as caught:
+    with pytest.raises(ModelError, match=f"lacks {file.name}") as caught:
         outlined(ModelConfig(path=str(folder)))
-    assert "its index says" in caught.value.why
+    assert "index.json names" in caught.value.why
 
 
 def test_a_file_that_is_not_whole_is_named(make_directory: Make) -> None:
