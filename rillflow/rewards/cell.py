@@ -50,8 +50,8 @@ class CellRules:
 
     has_users: bool
     """Whether functions and programs have users of their own."""
-    is_memory_counted: bool
-    """Whether a memory cgroup bounds the sandbox."""
+    call_filter: bytes
+    """The system calls that are denied, as ``seccomp.build_filter`` returns them."""
     has_door: bool
     """Whether the sandbox's network leads to the policy; programs then get an empty one."""
     python: Sequence[str] = ()
@@ -114,7 +114,7 @@ def describe_end(ended: int) -> str:
 
 
 def furnish(rules: CellRules, *, is_program: bool = False) -> None:
-    """Give process 1 its own mounts, IPC, keyring and session. Needs capabilities, and keeps them.
+    """Give process 1 its own mounts, IPC, keyring and process group. Needs capabilities, and keeps them.
 
     Raises:
         OSError: the kernel refuses.
@@ -136,7 +136,7 @@ def furnish(rules: CellRules, *, is_program: bool = False) -> None:
     except OSError as error:
         if error.errno != _NO_SYSTEM_CALL:  # a kernel without keys has none to take
             raise
-    os.setsid()
+    os.setpgid(0, 0)  # signals to a process group stay inside
     kernel.hide_memory()
 
 
@@ -158,4 +158,4 @@ def give_up(user: int | None, rules: CellRules) -> None:
     kernel.hide_memory()
     resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 hears only signals that it has a handler for
-    seccomp.deny_calls(is_memory_counted=rules.is_memory_counted)
+    seccomp.deny_calls(rules.call_filter)

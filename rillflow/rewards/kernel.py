@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 import sys
+from functools import cache
 
 USERS, PIDS, MOUNTS = 0x10000000, 0x20000000, 0x00020000
 """CLONE_NEWUSER, CLONE_NEWPID and CLONE_NEWNS."""
@@ -25,9 +26,15 @@ _CAPABILITY_VERSION, _LAST_CAPABILITY = 0x20080522, 63
 
 def ask(call: str, *arguments: object, about: str = "") -> None:
     """Call the C library; its error is an OSError."""
-    if ctypes.CDLL(None, use_errno=True)[call](*arguments) < 0:
+    if _library()[call](*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}{f' {about}' if about else ''}: {os.strerror(number)}")
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The C library; a cell is made by twenty calls, and opening it takes longer than most of them."""
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:

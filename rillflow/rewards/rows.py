@@ -1,7 +1,8 @@
 """Rows: in the sandbox, each row of a call in a fork of the process that has loaded the function.
 
-    warm process ─┬─ row 0 ── start ──> cell: function(**columns of row 0) ──> one frame, exit 0 ──> verdict
-                  ├─ row 1 ── ...       late, dead, or anything but one frame: an outcome of that row alone
+    warm process ─┬─ row 0 ── go ──> cell: function(**columns of row 0) ──> one frame, exit 0 ──> verdict
+                  ├─ row 1 ── made meanwhile, waits for its turn
+                  ├─ ...      late, dead, or anything but one frame: an outcome of that row alone
                   └─ all verdicts ──> one answer to the driver
 
     consumes      one frame from each cell, on a pipe of its own
@@ -9,19 +10,21 @@
     unblocked by  either; a late cell is killed, and all that it started with it
     produces      one verdict a row
 
-A row gets an equal share of the time that is left; late rows are tried once more with what the others did not
-use. The pipe to the driver is closed in a cell. Standard library only.
+The function runs in one cell at a time. The next row's cell is made meanwhile, on another core, and waits
+before the function. A row gets an equal share of the time that is left; late rows are tried once more with
+what the others did not use. The pipe to the driver is closed in a cell. Standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import os
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,6 +39,26 @@ LEAST_LIMIT_S = 0.05
 """Least time that a row gets at first."""
 
 _HIGH_DESCRIPTOR = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cell:
+    """The warm process's end of a cell that waits for its turn."""
+
+    process: int
+    """Process 1 of the cell."""
+    turn: int
+    """Where a byte lets it call the function."""
+    answers: int
+    """Where its frame comes from."""
+
+    def end(self) -> int:
+        """Kill whatever is left of it; return its status as ``waitpid`` tells it."""
+        os.kill(self.process, signal.SIGKILL)
+        status = os.waitpid(self.process, 0)[1]
+        for descriptor in (self.turn, self.answers):
+            os.close(descriptor)
+        return status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,46 +80,99 @@ class RowCells:
             request: a ``run``, or a ``call`` of several rows with ``limit_s``.
         """
         if request["type"] == "run":
-            return self._one(run, request, math.inf)
+            return next(self._in_turn(run, [request], lambda _: math.inf))
         rows, until = range(request["rows"]), time.monotonic() + request["limit_s"]
         verdicts: dict[int, Verdict] = {}
         waiting = list(rows)
         for _ in range(2):  # late rows once more
             late: list[int] = []
-            for place, row in enumerate(waiting):
-                share_s = (until - time.monotonic()) / (len(waiting) - place)
-                answer = self._one(run, _row_of(request, row), max(LEAST_LIMIT_S, share_s))
-                if answer["type"] == "malformed":
-                    return answer
-                verdicts[row] = _verdict(answer)
-                if answer["type"] == "late":
-                    late.append(row)
-                if time.monotonic() > until:
-                    break
+            asked = [_row_of(request, row) for row in waiting]
+            answers = self._in_turn(
+                run, asked, lambda left: max(LEAST_LIMIT_S, (until - time.monotonic()) / left)
+            )
+            with contextlib.closing(answers):
+                for row, answer in zip(waiting, answers, strict=True):
+                    if answer["type"] == "malformed":
+                        return answer
+                    verdicts[row] = _verdict(answer)
+                    if answer["type"] == "late":
+                        late.append(row)
+                    if time.monotonic() > until:
+                        break
             waiting = late
         unseen = f"no time was left of the {request['limit_s']:.3g} s of the call"
         return {"type": "scores", "scores": [verdicts.get(row, {"late": unseen}) for row in rows]}
 
-    def _one(self, run: Callable[[Frame], Frame], request: Frame, limit_s: float) -> Frame:
-        """The answer of one cell; ``raised`` where it died, ``late`` where it took too long."""
-        reading, writing = os.pipe()
-        try:
-            process = start(partial(self._within, run, request, reading, writing))
-        finally:
-            os.close(writing)
-        try:
-            return _awaited(process, reading, limit_s)
-        finally:
-            os.close(reading)
+    def _in_turn(
+        self, run: Callable[[Frame], Frame], requests: Sequence[Frame], limit_s: Callable[[int], float]
+    ) -> Generator[Frame]:
+        """One answer a request: ``raised`` where its cell died, ``late`` where it took too long.
 
-    def _within(self, run: Callable[[Frame], Frame], request: Frame, reading: int, writing: int) -> int:
+        Args:
+            run: see ``call``.
+            requests: of one row each.
+            limit_s: a row's time, from the number of rows without an answer.
+        """
+        following = self._make(run, requests[0]) if requests else None
+        try:
+            for place in range(len(requests)):
+                cell, following = following, None
+                assert cell is not None, "a cell is made before its turn"
+                try:
+                    with contextlib.suppress(BrokenPipeError):  # its status says why it ended
+                        os.write(cell.turn, b"x")
+                    limit = limit_s(len(requests) - place)
+                    begun = time.monotonic()
+                    if place + 1 < len(requests):
+                        following = self._make(run, requests[place + 1], beside=cell)
+                except BaseException:
+                    cell.end()
+                    raise
+                yield _awaited(cell, limit, begun)
+        finally:
+            if following is not None:
+                following.end()
+
+    def _make(self, run: Callable[[Frame], Frame], request: Frame, beside: _Cell | None = None) -> _Cell:
+        """A cell that waits for its turn.
+
+        Args:
+            run: see ``call``.
+            request: of its row.
+            beside: the cell whose turn it is, of which it must have nothing.
+        """
+        go_read, go_write = os.pipe()
+        reading, writing = os.pipe()
+        unused = [go_write, reading, *((beside.turn, beside.answers) if beside else ())]
+        try:
+            process = start(partial(self._within, run, request, go_read, writing, unused))
+        except OSError:
+            for descriptor in (go_write, reading):
+                os.close(descriptor)
+            raise
+        finally:
+            for descriptor in (go_read, writing):
+                os.close(descriptor)
+        return _Cell(process=process, turn=go_write, answers=reading)
+
+    def _within(
+        self,
+        run: Callable[[Frame], Frame],
+        request: Frame,
+        turn: int,
+        writing: int,
+        unused: Sequence[int],
+    ) -> int:
         """Process 1 of the cell."""
         answers = fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, _HIGH_DESCRIPTOR)
-        for descriptor in (reading, writing, *self.kept):
+        for descriptor in (writing, *unused, *self.kept):
             os.close(descriptor)
         furnish(self.rules)
         os.chdir(self.folder or "/tmp")
         give_up(FUNCTION_USER if self.rules.has_users else None, self.rules)
+        if not os.read(turn, 1):
+            return 1
+        os.close(turn)
         answer = encode(run(request))
         if os.getpid() == 1:  # a fork that came back from the user's code has nothing to say
             write_all(answers, answer)
@@ -108,12 +184,12 @@ def _row_of(request: Frame, row: int) -> Frame:
     return {**request, "rows": 1, "columns": columns}
 
 
-def _awaited(process: int, reading: int, limit_s: float) -> Frame:
-    """One frame and a clean end, or what came instead."""
-    until = time.monotonic() + limit_s
-    ended = os.pidfd_open(process)
+def _awaited(cell: _Cell, limit_s: float, begun: float) -> Frame:
+    """One frame and a clean end, or what came instead; the cell is gone then."""
+    until = begun + limit_s
+    ended = os.pidfd_open(cell.process)
     poller = select.poll()
-    for descriptor in (reading, ended):
+    for descriptor in (cell.answers, ended):
         poller.register(descriptor, select.POLLIN)
     reader, frames, refused = FrameReader(CELL_BYTES), list[Frame](), ""
     try:
@@ -124,19 +200,18 @@ def _awaited(process: int, reading: int, limit_s: float) -> Frame:
             found = {
                 each for each, _ in poller.poll(None if left_s == math.inf else math.ceil(1000 * left_s))
             }
-            if reading in found:
-                piece = os.read(reading, 1 << 16)
+            if cell.answers in found:
+                piece = os.read(cell.answers, 1 << 16)
                 frames += reader.feed(piece)
                 if not piece:
-                    poller.unregister(reading)
+                    poller.unregister(cell.answers)
             elif ended in found:  # all that could write is gone, and what it wrote is read
                 break
     except FrameError as error:
         refused = f"wrote to the descriptor of the answers: {error}"
     finally:
         os.close(ended)
-        os.kill(process, signal.SIGKILL)
-        status = os.waitpid(process, 0)[1]
+        status = cell.end()
     if refused:
         return {"type": "raised", "what": refused}
     if status or len(frames) != 1 or reader.num_held:

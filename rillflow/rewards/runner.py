@@ -1,17 +1,17 @@
 """Runner: runs the programs of ``run_python``; a process that has never seen a row.
 
-    reward function ── a socket for one request ──> runner ── start ──> process 1 of a cell: limits, output
-                                                                           └─ fork ─> the program
-    FinishedProgram <──────────────── stdout, stderr, exit code ─────────────┘
+    reward function ── a socket for one request ──> process 1 of a cell: limits, output <── start ── runner
+                                                       └─ fork ─> the program
+    FinishedProgram <── stdout, stderr, exit code ───────┘
 
-    consumes      requests on a socket that the function's process holds and no program can reach
-    waits for     the next request; process 1 waits for the program, its output and its deadline
-    unblocked by  any of these, or the end of whoever asked
-    produces      one frame a request
+    runner        waits for the cell that it made to take a request, or to end; then makes the next one
+    process 1     consumes one request, from a socket that no program can reach; waits for it, then for the
+                  program, its output and its deadline, and for the end of whoever asked; produces one frame
     shuts down    healthy: the socket ends; crash: the keeper's end takes all of it along
 
 The program is a fork of the runner, so that it starts without the time that an interpreter takes. The runner
 is forked before the function is loaded: its memory holds nothing but the standard library and this package.
+Its cell is made before the request comes, while the last program runs.
 Standard library only.
 """
 
@@ -24,7 +24,6 @@ import math
 import os
 import resource
 import select
-import signal
 import socket
 import sys
 import threading
@@ -44,6 +43,7 @@ OUTPUT_BYTES = 1 << 20
 
 _FILE = "/tmp/program.py"
 _LAST_DESCRIPTOR = 4096
+_TAKEN, _ENDED = b"t", b"e"
 
 
 def serve_programs(requests: socket.socket, rules: CellRules, visible: Visible) -> None:
@@ -55,15 +55,19 @@ def serve_programs(requests: socket.socket, rules: CellRules, visible: Visible) 
         visible: the user's files that the sandbox shows; programs do not see them.
     """
     _hide(visible)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what has ended
     requests.send(b"ready")
-    while True:
-        message, descriptors, *_ = socket.recv_fds(requests, 16, 1)
-        if not message:
-            return
-        for descriptor in descriptors:
-            start(partial(_one_program, descriptor, requests, rules))
-            os.close(descriptor)
+    said = _TAKEN
+    while said != _ENDED:
+        reading, writing = os.pipe()
+        start(partial(_one_program, requests, writing, rules))
+        os.close(writing)
+        while os.waitpid(-1, os.WNOHANG)[0]:  # the cells that have ended meanwhile; the new one is there
+            pass
+        said = os.read(reading, 1)
+        os.close(reading)
+        if not said:  # the kernel gave no cell: one request goes without
+            for descriptor in socket.recv_fds(requests, 16, 1)[1]:
+                os.close(descriptor)
 
 
 def _hide(visible: Visible) -> None:
@@ -76,12 +80,17 @@ def _hide(visible: Visible) -> None:
             mount("/dev/null", name, None, BIND)
 
 
-def _one_program(descriptor: int, requests: socket.socket, rules: CellRules) -> int:
-    """Process 1 of a program's cell: start the program, collect what it writes, answer."""
-    requests.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    request = next(read_frames(descriptor))
+def _one_program(requests: socket.socket, taken: int, rules: CellRules) -> int:
+    """Process 1 of a program's cell: take a request, start the program, collect what it writes, answer."""
     furnish(rules, is_program=True)
+    _, descriptors, *_ = socket.recv_fds(requests, 16, 1)
+    requests.close()
+    os.write(taken, _TAKEN if descriptors else _ENDED)
+    os.close(taken)
+    if not descriptors:
+        return 0
+    (descriptor,) = descriptors
+    request = next(read_frames(descriptor))
     Path(_FILE).write_text(request["code"], "utf-8", "surrogatepass")
     stdin, stdout, stderr = os.pipe(), os.pipe(), os.pipe()
     program = fork(partial(_run, (stdin[0], stdout[1], stderr[1]), request["memory_bytes"], rules))

@@ -1,6 +1,6 @@
 """Seccomp: the system calls that a confined process may not make, as a filter the kernel runs before each.
 
-    names and numbers ──> BPF program ── prctl(PR_SET_SECCOMP) ──> this process and all that it starts
+    names and numbers ── build_filter, once ──> BPF program ── deny_calls ──> a cell and all that it starts
 
 The filter lists what is denied, so programs meet no surprise: everything that reaches other processes, makes
 namespaces or mounts, opens a socket outside UNIX and IP, or widens the kernel's surface (io_uring, bpf, ...).
@@ -112,20 +112,31 @@ def is_known() -> bool:
     return platform.machine() in _ARCHITECTURES
 
 
-def deny_calls(*, is_memory_counted: bool) -> None:
-    """Filter the calls of this process and of all that it will start; there is no way back.
+def build_filter(*, is_memory_counted: bool) -> bytes:
+    """Return the filter of this machine's processor, for ``deny_calls``.
 
     Args:
         is_memory_counted: whether a memory cgroup bounds memory that no address space shows.
 
     Raises:
-        OSError: the kernel refuses, or the processor is not known.
+        OSError: the processor is not known.
     """
     if not is_known():
         raise OSError(errno.ENOSYS, f"seccomp filter for {platform.machine()}")
-    code = b"".join(
+    return b"".join(
         struct.pack("HBBI", *line) for line in lines(platform.machine(), is_memory_counted=is_memory_counted)
     )
+
+
+def deny_calls(code: bytes) -> None:
+    """Filter the calls of this process and of all that it will start; there is no way back.
+
+    Args:
+        code: what ``build_filter`` returns.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     held = ctypes.create_string_buffer(code)
     program = _Program(len(code) // 8, ctypes.addressof(held))
     ask("prctl", _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0, about="seccomp")
@@ -136,7 +147,7 @@ def lines(machine: str, *, is_memory_counted: bool) -> list[Line]:
 
     Args:
         machine: as ``platform.machine`` names it.
-        is_memory_counted: see ``deny_calls``.
+        is_memory_counted: see ``build_filter``.
     """
     architecture, column = _ARCHITECTURES[machine]
     made: list[Line] = [

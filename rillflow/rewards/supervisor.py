@@ -279,7 +279,7 @@ def _open_door(door: int) -> None:
 def _rules(plan: Supervised, held: _Held) -> CellRules:
     return CellRules(
         has_users=held.level is Level.FULL,
-        is_memory_counted=held.is_memory_counted,
+        call_filter=seccomp.build_filter(is_memory_counted=held.group is not None),
         has_door=plan.door >= 0,
         python=_below_tmp(python_folders()),
         visible=_below_tmp([plan.visible.folder, *plan.visible.copies, *plan.visible.shown]),
@@ -319,11 +319,6 @@ class _Held:
     """What does not hold on this machine."""
     runner: int = 0
     """The process that runs programs."""
-
-    @property
-    def is_memory_counted(self) -> bool:
-        """Whether a memory group bounds the sandbox."""
-        return self.group is not None
 
 
 def _contain(plan: Supervised) -> _Held:

@@ -1,0 +1,226 @@
+"""The sandbox, measured: what one scored row costs at every level that this machine gives.
+
+    plain        a reward that compares two texts
+    run_python   a reward that runs each completion by run_python
+    subprocess   a reward that runs each completion by subprocess.run
+    none         reward.sandbox = false: the row's own work, and for subprocess the start of a Python
+
+    each round: every reward at every level scores the same rows, one after the other, so that other work on
+    the machine slows all of them
+
+    python benchmarks/sandbox.py --write benchmarks/results/sandbox.md     # some minutes
+
+Processor time is that of the whole tree of processes, which other work on the machine changes little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import measured_at
+
+from rillflow.errors import RewardError
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import parse_function
+from rillflow.rewards.levels import Level
+from rillflow.rewards.supervised import Containment
+from rillflow.rewards.workers import RewardWorkers
+
+SMALLEST = ["--rounds 1 --rows 2"]
+
+ASKED_MS = 5.0
+"""Most that a row may cost at the default level beyond its own work."""
+PROGRAM, PRINTED = "print(6 * 7)", "42\n"
+SOURCE = f"""
+import subprocess, sys
+from rillflow.rewards.programs import run_python
+
+def plain(completions):
+    return [float(completion == {PROGRAM!r}) for completion in completions]
+
+def by_run_python(completions):
+    return [float(run_python(completion).stdout == {PRINTED!r}) for completion in completions]
+
+def by_subprocess(completions):
+    return [float(printed(completion) == {PRINTED!r}) for completion in completions]
+
+def printed(program):
+    command = [sys.executable, "-I", "-c", program]
+    return subprocess.run(command, capture_output=True, text=True).stdout
+"""
+REWARDS = {
+    "plain": "compares two texts",
+    "by_run_python": "runs the completion by `run_python`",
+    "by_subprocess": "runs the completion by `subprocess.run`",
+}
+OWN_WORK = {"plain": "plain", "by_run_python": "by_subprocess", "by_subprocess": "by_subprocess"}
+"""Which reward without a sandbox is a row's own work."""
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One reward at one level."""
+
+    reward: str
+    """The function."""
+    level: Level
+    """What keeps it apart."""
+    num_workers: int
+    """``reward.workers``."""
+    workers: RewardWorkers
+    """What scores."""
+    wall_ms: list[float] = field(default_factory=list)
+    """A row's share of each round."""
+    processor_ms: list[float] = field(default_factory=list)
+    """The same, of processor time."""
+
+    def measure(self, num_rows: int) -> None:
+        """Score one round."""
+        completions = [PROGRAM] * num_rows
+        processor_s, began = processor_time(), time.perf_counter()
+        scores = self.workers.score(["p"] * num_rows, completions, {})
+        spent_s = time.perf_counter() - began
+        assert [score.value for score in scores] == [1.0] * num_rows, scores
+        self.wall_ms.append(1000 * spent_s / num_rows)
+        self.processor_ms.append(1000 * (processor_time() - processor_s) / num_rows)
+
+
+def processor_time() -> float:
+    """Seconds of this process and of all below it, those that have ended included."""
+    parents, seconds = dict[int, int](), dict[int, float]()
+    tick = os.sysconf("SC_CLK_TCK")
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            known = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        parents[int(entry.name)] = int(known[1])
+        seconds[int(entry.name)] = sum(map(int, known[11:15])) / tick
+    own = {os.getpid()}
+    while more := {process for process, parent in parents.items() if parent in own} - own:
+        own |= more
+    return sum(seconds.get(process, 0.0) for process in own)
+
+
+def cases(folder: Path, num_workers: int, stack: ExitStack) -> Iterator[Case]:
+    """Every reward at every level that this machine gives."""
+    (folder / "rewards.py").write_text(SOURCE)
+    for reward in REWARDS:
+        seen: set[Level] = set()
+        for containment in (Containment.SANDBOX, Containment.SHARED_USER, Containment.NAMESPACE):
+            config = RewardConfig(timeout_s=600, workers=num_workers, sandbox=containment.is_sandbox)
+            function = parse_function(f"rewards.py:{reward}", folder)
+            workers = stack.enter_context(RewardWorkers(function, config, containment=containment))
+            try:
+                workers.score(["p"], [PROGRAM], {})
+            except RewardError as error:
+                print(f"{containment}: {error}", flush=True)
+                continue
+            if workers.level not in seen:
+                seen.add(workers.level)
+                yield Case(reward=reward, level=workers.level, num_workers=num_workers, workers=workers)
+
+
+def page(found: Sequence[Case], arguments: argparse.Namespace, load: float) -> str:
+    """The table, and what it says about the figure that is asked for."""
+    workers = " ".join(map(str, arguments.workers))
+    lines = [
+        "# The sandbox: cost of a scored row",
+        "",
+        measured_at.line(),
+        "",
+        f"`python benchmarks/sandbox.py --rows {arguments.rows} --rounds {arguments.rounds} "
+        f"--workers {workers}`, {os.cpu_count()} cores with a load of {load:.1f} from other work, "
+        f"Python {platform.python_version()}, Linux {platform.release()}.",
+        "",
+        f"Each of {arguments.rounds} rounds scores {arguments.rows} rows at every level in turn. A cell shows "
+        "the median round and, in brackets, the fastest. *Beyond* compares with the row's own work: the same "
+        "reward without a sandbox, and for a program `subprocess.run` without a sandbox.",
+        "",
+        "| reward | workers | level | ms a row | processor ms a row | beyond its own work, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in found:
+        shown = (_shown(case.wall_ms), _shown(case.processor_ms), beyond(case, found))
+        cells = (REWARDS[case.reward], str(case.num_workers), f"`{case.level}`", *shown)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *verdict(found)])
+
+
+def _shown(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f})"
+
+
+def own_work(case: Case, found: Sequence[Case]) -> Case:
+    """The case without a sandbox that does the same work."""
+    (own,) = (
+        each
+        for each in found
+        if each.reward == OWN_WORK[case.reward]
+        and each.level is Level.NONE
+        and each.num_workers == case.num_workers
+    )
+    return own
+
+
+def beyond(case: Case, found: Sequence[Case]) -> str:
+    """What a level adds to the row's own work."""
+    own = own_work(case, found).wall_ms
+    if case.level is Level.NONE and case.reward == OWN_WORK[case.reward]:
+        return ""
+    added = [mine - its for mine, its in zip(case.wall_ms, own, strict=True)]
+    return f"{median(added):+.2f} ({min(case.wall_ms) - min(own):+.2f})"
+
+
+def verdict(found: Sequence[Case]) -> list[str]:
+    """Whether each reward keeps to the figure, by its fastest round."""
+    lines = [
+        f"Asked: at most {ASKED_MS:g} ms a row beyond its own work at the machine's strongest level.",
+        "",
+    ]
+    for reward, what in REWARDS.items():
+        for case in [each for each in found if each.reward == reward and each.level is not Level.NONE][:1]:
+            own = own_work(case, found)
+            added = min(case.wall_ms) - min(own.wall_ms)
+            held = "kept" if added <= ASKED_MS else "missed"
+            lines.append(f"- A reward that {what}: {added:+.2f} ms at `{case.level}`, {held}.")
+    return lines
+
+
+def main() -> None:
+    """Measure, and print or write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=16, help="rows of a call")
+    parser.add_argument("--rounds", type=int, default=40, help="calls of each case")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1], help="children that score at once")
+    parser.add_argument("--write", type=Path, help="where the page is written")
+    arguments = parser.parse_args()
+    load, found = os.getloadavg()[0], list[Case]()
+    for num_workers in arguments.workers:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            open_cases = list(cases(Path(folder), num_workers, stack))
+            for _ in range(arguments.rounds):
+                for case in open_cases:
+                    case.measure(arguments.rows)
+            found += open_cases
+    text = page(found, arguments, load)
+    print(text)
+    if arguments.write is not None:
+        arguments.write.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
