@@ -144,7 +144,7 @@ def page(found: Sequence[Case], arguments: argparse.Namespace, load: float) -> s
         f"--workers {workers}`, {os.cpu_count()} cores with a load of {load:.1f} from other work, "
         f"Python {platform.python_version()}, Linux {platform.release()}.",
         "",
-        f"Each of {arguments.rounds} rounds scores {arguments.rows} rows at every level in turn. A cell shows "
+        f"Each of {arguments.rounds} rounds scores {arguments.rows} rows at every level in turn. A cell has "
         "the median round and, in brackets, the fastest. *Beyond* compares with the row's own work: the same "
         "reward without a sandbox, and for a program `subprocess.run` without a sandbox.",
         "",

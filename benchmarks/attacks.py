@@ -1,0 +1,240 @@
+"""Attacks on a reward: programs of attacks.toml that a model might write, scored at every sandbox level.
+
+    attacks.toml ── one row each, after it an honest program ──> RewardWorkers ──> paid: the attack won
+                                                                  at `full`, `shared-user` and `none`
+
+An attack wins where it prints WIN or the hidden answer, or where its reward is not 0. A neighbour or the next
+call that loses its score counts as an attack that won too. Without a sandbox only harmless attacks run.
+
+    python benchmarks/attacks.py --write benchmarks/results/attacks.md     # some minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import platform
+import socket
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import measured_at
+
+from rillflow.errors import RewardError
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import FunctionPath, parse_function
+from rillflow.rewards.levels import SENTENCES, Level
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.supervised import Containment
+from rillflow.rewards.workers import RewardWorkers
+
+SMALLEST = ["--every 36"]
+
+ATTACKS: list[dict[str, str]] = tomllib.loads((Path(__file__).with_name("attacks.toml")).read_text())[
+    "attack"
+]
+ANSWER = "hidden-answer-0badcafe"
+HONEST = "print('WIN')"
+REWARD = """
+import subprocess, sys
+from rillflow.rewards.programs import run_python
+
+def by_run_python(completions, answer):
+    outs = [run_python(completion, timeout_s=20.0).stdout for completion in completions]
+    return [judged(out, right) for out, right in zip(outs, answer)]
+
+def by_subprocess(completions, answer):
+    return [judged(started(completion), right) for completion, right in zip(completions, answer)]
+
+def started(program):
+    command = [sys.executable, "-I", "-c", program]
+    out = subprocess.run(command, capture_output=True, timeout=20, stdin=subprocess.DEVNULL)
+    return out.stdout.decode(errors="replace")
+
+def judged(said, answer):
+    return 1.0 if "WIN" in said or answer in said else 0.0
+"""
+WAYS = {"by_run_python": "`run_python`", "by_subprocess": "`subprocess.run`"}
+CONTAINMENTS = {
+    Level.FULL: Containment.SANDBOX,
+    Level.SHARED_USER: Containment.SHARED_USER,
+    Level.NONE: Containment.NAMESPACE,
+}
+_ADD_KEY = {"x86_64": 248, "aarch64": 217}
+_SESSION_KEYRING = -3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What there is to be had."""
+
+    folder: Path
+    """The recipe's folder: the function, and prompts with answers."""
+    words: dict[str, str]
+    """What stands for what in an attack's code."""
+
+    def function(self, name: str) -> FunctionPath:
+        return parse_function(f"rewards.py:{name}", self.folder)
+
+    def code(self, attack: dict[str, str]) -> str:
+        code = attack["code"]
+        for word, value in self.words.items():
+            code = code.replace(word, value)
+        return code
+
+
+@contextlib.contextmanager
+def prepared(folder: Path) -> Iterator[Target]:
+    """Lay out a recipe, a home folder, a variable, a key and three sockets that listen."""
+    recipe, home = folder / "recipe", folder / "home"
+    for each in (recipe, home):
+        each.mkdir()
+    (recipe / "rewards.py").write_text(REWARD)
+    (recipe / "prompts.jsonl").write_text(f'{{"prompt": "p", "answer": "{ANSWER}"}}\n')
+    (home / ".token").write_text("s3cret")
+    add_key = _ADD_KEY[platform.machine()]
+    ctypes.CDLL(None).syscall(add_key, b"user", b"canary", b"s3cret", 6, _SESSION_KEYRING)
+    named, abstract = str(home / "socket"), f"rillflow-{os.getpid()}"
+    os.environ["CANARY"] = "s3cret"
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as port,
+            socket.socket(socket.AF_UNIX) as one,
+            socket.socket(socket.AF_UNIX) as other,
+        ):
+            for each_socket, name in ((one, named), (other, f"\0{abstract}")):
+                each_socket.bind(name)
+                each_socket.listen()
+            words = {
+                "@FOLDER@": str(recipe),
+                "@HOME@": str(home),
+                "@DRIVER@": str(os.getpid()),
+                "@PORT@": str(port.getsockname()[1]),
+                "@NAMED@": named,
+                "@ABSTRACT@": abstract,
+                "@ISROOT@": str(int(os.getuid() == 0)),
+            }
+            yield Target(folder=recipe, words=words)
+    finally:
+        del os.environ["CANARY"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attacked:
+    """What came of a list of attacks."""
+
+    level: Level
+    """What the machine gave."""
+    scores: dict[str, Score]
+    """By the attack's name."""
+    touched: list[str]
+    """Attacks whose neighbour, an honest program, lost its point; "the next call" where that did."""
+
+    @property
+    def won(self) -> list[str]:
+        """The attacks that were paid, or took something from another row."""
+        paid = [name for name, each in self.scores.items() if each.outcome is Outcome.SCORE and each.value]
+        return [*paid, *(name for name in self.touched if name not in paid)]
+
+
+def attack(
+    target: Target,
+    way: str,
+    attacks: Sequence[dict[str, str]],
+    *,
+    containment: Containment = Containment.NAMESPACE,
+    sandbox: str | bool = "auto",
+) -> Attacked:
+    """Score every attack and after it an honest program; then another honest program, in a call of its own.
+
+    Args:
+        target: what there is to be had.
+        way: the reward, one of ``WAYS``.
+        attacks: entries of ``ATTACKS``.
+        containment: see ``RewardWorkers``.
+        sandbox: ``reward.sandbox``.
+
+    Raises:
+        RewardError: this machine gives no such sandbox.
+    """
+    given = {"timeout_s": 600, "memory_bytes": 1 << 30, "sandbox": sandbox}
+    config = RewardConfig.model_validate(given)
+    codes = [code for each in attacks for code in (target.code(each), HONEST)]
+    with RewardWorkers(target.function(way), config, containment=containment) as workers:
+        scores = workers.score(["p"] * len(codes), codes, {"answer": [ANSWER] * len(codes)})
+        (after,) = workers.score(["p"], [HONEST], {"answer": [ANSWER]})
+        level = workers.level
+    names = [each["name"] for each in attacks]
+    touched = [name for name, score in zip(names, scores[1::2], strict=True) if score.value != 1.0]
+    touched += ["the next call"] if after.value != 1.0 else []
+    return Attacked(level=level, scores=dict(zip(names, scores[::2], strict=True)), touched=touched)
+
+
+def page(every: int) -> Iterator[str]:
+    """Attack at every level and in both ways; the table, line by line."""
+    yield from (
+        "# Attacks on a reward",
+        "",
+        measured_at.line(),
+        "",
+        f"`python benchmarks/attacks.py{f' --every {every}' if every > 1 else ''}`, Python "
+        f"{platform.python_version()}, Linux {platform.release()}. Attacks that failed, of those that ran; "
+        "the programs stand in `benchmarks/attacks.toml`. After each attack an honest program is scored and "
+        "keeps its point, else the attack counts as won. Without a sandbox only harmless attacks run.",
+        "",
+    )
+    goals = list(dict.fromkeys(each["goal"] for each in ATTACKS))
+    yield f"| level | the reward runs text by | {' | '.join(goals)} | all |"
+    yield f"|---|---|{'---|' * len(goals)}---|"
+    notes = list[str]()
+    for level, containment in CONTAINMENTS.items():
+        for way, shown in WAYS.items():
+            if level is Level.NONE and way == "by_run_python":
+                continue  # run_python starts a sandbox of its own
+            attacks = [each for each in ATTACKS if level is not Level.NONE or "harmless" in each][::every]
+            try:
+                with tempfile.TemporaryDirectory() as folder, prepared(Path(folder)) as target:
+                    sandbox = level is not Level.NONE
+                    found = attack(target, way, attacks, containment=containment, sandbox=sandbox)
+            except RewardError as error:
+                notes.append(f"- `{level}` by {shown}: not given by this machine. {error}")
+                continue
+            if found.level is not level:
+                notes.append(f"- `{level}` is not given by this machine, which gives `{found.level}`.")
+                continue
+            cells = [_failed([each for each in attacks if each["goal"] == goal], found) for goal in goals]
+            yield f"| `{level}` | {shown} | {' | '.join(cells)} | {_failed(attacks, found)} |"
+            if found.won:
+                notes.append(f"- Won at `{level}` by {shown}: {'; '.join(found.won)}.")
+    yield from ("", *notes, "", *(f"- `{level}`: {SENTENCES[level]}." for level in CONTAINMENTS))
+
+
+def _failed(attacks: Sequence[dict[str, str]], found: Attacked) -> str:
+    if not attacks:
+        return ""
+    return f"{sum(each['name'] not in found.won for each in attacks)} of {len(attacks)}"
+
+
+def main() -> None:
+    """Attack, and print or write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--every", type=int, default=1, help="run each Nth attack alone")
+    parser.add_argument("--write", type=Path, help="where the page is written")
+    arguments = parser.parse_args()
+    lines = []
+    for line in page(arguments.every):
+        print(line, flush=True)
+        lines.append(line)
+    if arguments.write is not None:
+        arguments.write.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
