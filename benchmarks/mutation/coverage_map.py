@@ -1,10 +1,12 @@
-"""Which tests run which line: measured once, and again for test files whose code has changed.
+"""Which tests run which line: measured once, and again for test files that have changed.
 
     test file ── run under coverage ──> record: lines by test, seconds, red tests, digests of files it runs
-    record ── kept while the test file, its conftests and all files that it runs are the same
+    record ── kept while the test file and its conftests are the same
+    code changes ── difference of old and new text ──> lines keep their tests, new lines take their neighbours'
 
-A test file counts as changed when a file changes whose lines one of its tests runs. Tests that fail here, on
-code without a fault, or that take more than CPU_LIMIT_S processor seconds are no witnesses.
+A carried line can name a test that no longer runs it: such a test costs time and sees nothing. Tests that fail
+here, on code without a fault, are no witnesses. A test that takes more than CPU_LIMIT_S processor seconds ends
+there; it keeps the lines that it has run, as a witness that comes after the fast ones.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,9 @@ from typing import Any
 from pytest_runs import Runner
 
 CPU_LIMIT_S = 2.5
-"""Processor seconds, under coverage, that a test may take to be a witness."""
+"""Processor seconds, under coverage, after which a test is a slow witness."""
+SLOW_S = 5.0
+"""Processor seconds that a slow witness is taken to need."""
 WALL_LIMIT_S = 60
 """Seconds of the clock, likewise: a test may wait for its children."""
 
@@ -57,15 +63,17 @@ def own_tests(path: str) -> str:
 
 def measured(runner: Runner, files: Sequence[str], folder: Path) -> CoverageMap:
     """Return the map of test files; records in ``folder`` that still hold are used."""
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "texts").mkdir(parents=True, exist_ok=True)
+    for path in sorted((runner.copy / "rillflow").rglob("*.py")):
+        text_of(digest(path), folder).write_bytes(path.read_bytes())
     by_folder = defaultdict(list)
     for file in files:
-        if not holds(record_of(file, folder), runner.copy):
+        if not holds(record_of(file, folder), runner.copy, folder):
             by_folder[Path(file).parent].append(file)
     for number, (where, stale) in enumerate(by_folder.items(), 1):
         print(f"coverage {number}/{len(by_folder)}: {where}, {len(stale)} files", flush=True)
         measure(runner, stale, folder)
-    return merged(filter(None, (record_of(file, folder) for file in files)))
+    return merged(filter(None, (record_of(file, folder) for file in files)), runner.copy, folder)
 
 
 def measure(runner: Runner, files: Sequence[str], folder: Path) -> None:
@@ -77,11 +85,14 @@ def measure(runner: Runner, files: Sequence[str], folder: Path) -> None:
     by_test = json.loads(lines.read_text()) if lines.exists() else {}
     for file in files:
         own = {test: by_test.get(test, {}) for test in outcome.seconds if test.split("::")[0] == file}
-        red = [test for test in own if test in outcome.failed]
+        slow = [test for test in own if test in outcome.failed and outcome.seconds[test] > 0.9 * CPU_LIMIT_S]
+        red = [test for test in own if test in outcome.failed and test not in slow]
         inputs = {path for paths in own.values() for path in paths} | {file, *conftests(file, runner.copy)}
         record = {
             "inputs": {path: digest(runner.copy / path) for path in sorted(inputs)},
-            "seconds": {test: outcome.seconds[test] for test in own if test not in red},
+            "seconds": {
+                test: SLOW_S if test in slow else outcome.seconds[test] for test in own if test not in red
+            },
             "red": red,
             "lines": {test: paths for test, paths in own.items() if test not in red},
         }
@@ -90,23 +101,56 @@ def measure(runner: Runner, files: Sequence[str], folder: Path) -> None:
             print(f"  no witnesses: {', '.join(red) or 'all of ' + file}", flush=True)
 
 
-def merged(records: Iterable[dict[str, Any]]) -> CoverageMap:
-    """Return the map of records."""
+def merged(records: Iterable[dict[str, Any]], root: Path, folder: Path) -> CoverageMap:
+    """Return the map of records, for the code as it is below ``root``."""
+
+    @cache
+    def lines_now(path: str, known: str) -> dict[int, list[int]] | None:
+        """Return the lines of a file by what they were; None where it is the same."""
+        if digest(root / path) == known:
+            return None
+        return carried(text_of(known, folder).read_text(), (root / path).read_text())
+
     whole = CoverageMap()
     for record in records:
         whole.seconds |= record["seconds"]
         for test, paths in record["lines"].items():
             for path, lines in paths.items():
-                for line in lines:
+                if not (root / path).exists():
+                    continue
+                moved = lines_now(path, record["inputs"][path])
+                for line in lines if moved is None else {new for old in lines for new in moved.get(old, ())}:
                     whole.lines[path][line].append(test)
     return whole
 
 
-def holds(record: dict[str, Any] | None, root: Path) -> bool:
-    """Whether all files that a record depends on are the same."""
+def carried(old: str, new: str) -> dict[int, list[int]]:
+    """Return the new lines for every old one, from 1; changed lines go with those before, within and after."""
+    one, other = old.splitlines(), new.splitlines()
+    found: dict[int, list[int]] = defaultdict(list)
+    for kind, i1, i2, j1, j2 in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        if kind == "equal":
+            for i, j in zip(range(i1, i2), range(j1, j2), strict=True):
+                found[i + 1].append(j + 1)
+        else:
+            for i in range(max(0, i1 - 1), min(len(one), i2 + 1)):
+                found[i + 1] += range(j1 + 1, j2 + 1)
+    return found
+
+
+def holds(record: dict[str, Any] | None, root: Path, folder: Path) -> bool:
+    """Whether a record's test file and conftests are the same, and the text of the code it ran is kept."""
     return record is not None and all(
-        (root / path).exists() and digest(root / path) == known for path, known in record["inputs"].items()
+        text_of(known, folder).exists()
+        if path.startswith("rillflow/")
+        else (root / path).exists() and digest(root / path) == known
+        for path, known in record["inputs"].items()
     )
+
+
+def text_of(known: str, folder: Path) -> Path:
+    """Return the place of the kept text that has a digest."""
+    return folder / "texts" / known
 
 
 def conftests(file: str, root: Path) -> list[str]:

@@ -16,8 +16,19 @@ from copies import interpreter
 
 FLAGS = ("-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "watch_plugin")
 
-PRELOADED = ("torch", "transformers", "safetensors.torch", "hypothesis", "pydantic", "coverage")
-"""Libraries that are slow to import and that no mutant changes."""
+TOOLS = ("hypothesis", "coverage")
+"""Libraries of the tests that are loaded once, beside those that the package imports."""
+NOT_TWICE = ("rillflow", "ray", "__main__")
+"""Left out: what mutants change, and Ray, whose import fixes settings of the tests that start it."""
+_PROBE = """
+import contextlib, importlib, json, sys
+from pathlib import Path
+for file in sorted(Path("rillflow").rglob("*.py")):
+    if file.stem not in ("__init__", "__main__"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(".".join(file.with_suffix("").parts))
+print(json.dumps(list(sys.modules)))
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +51,10 @@ class Outcome:
 class Runner:
     """One warm pytest process of one copy."""
 
-    def __init__(self, copy: Path, preloaded: Sequence[str] = PRELOADED) -> None:
+    def __init__(self, copy: Path) -> None:
         self.copy = copy
+        modules = copy / "modules.json"
+        modules.write_text(json.dumps([*TOOLS, *libraries(copy)]))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         environment.pop("PYTHONPATH", None)
         command = [
@@ -52,7 +65,7 @@ class Runner:
             "-p",
             "warm_plugin",
             "-s",
-            f"--serve-runs={','.join(preloaded)}",
+            f"--serve-runs={modules}",
         ]
         self._server = subprocess.Popen(
             command, cwd=copy, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -86,6 +99,13 @@ class Runner:
         assert self._server.stdin
         self._server.stdin.close()
         self._server.wait()
+
+
+def libraries(copy: Path) -> list[str]:
+    """Return every module that the package's own modules import, in the order of their first import."""
+    text = subprocess.check_output([interpreter(copy), "-W", "ignore", "-c", _PROBE], cwd=copy, text=True)
+    found: list[str] = json.loads(text.splitlines()[-1])
+    return [name for name in found if name.split(".")[0] not in NOT_TWICE]
 
 
 def ended(status: int) -> str:

@@ -1,6 +1,6 @@
 """A pytest plugin that serves runs: libraries are loaded once, and every run is a fork of that process.
 
-    python -m pytest -p warm_plugin --serve-runs torch,transformers
+    python -m pytest -p warm_plugin --serve-runs modules.json
         stdin:  one JSON list of pytest arguments a line
         stdout: the fork's process id, then its exit status
 
@@ -11,11 +11,13 @@ the fork. A fork leads its own process group, which its caller can kill.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import resource
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +27,7 @@ CPU_LIMIT_S = 300
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the switch to pytest's command line."""
-    parser.addoption("--serve-runs", help="load these modules, then run every line of stdin in a fork")
+    parser.addoption("--serve-runs", help="JSON list of modules to load before serving")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,8 +35,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """Serve runs until stdin ends, in place of running tests."""
     if not config.option.serve_runs:
         return None
-    for name in config.option.serve_runs.split(","):
-        importlib.import_module(name)
+    for name in json.loads(Path(config.option.serve_runs).read_text()):
+        with contextlib.suppress(ImportError):  # names under which a library keeps a copy of another one
+            importlib.import_module(name)
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in requests:
         if not (child := os.fork()):

@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "mutation"))
 from copies import interpreter, make_copy  # type: ignore[import-not-found]
-from coverage_map import CoverageMap, holds, measured, record_of  # type: ignore[import-not-found]
+from coverage_map import CoverageMap, carried, holds, measured, record_of  # type: ignore[import-not-found]
 from operators import draw, mutants_of  # type: ignore[import-not-found]
 from page import interval, lines_of, page  # type: ignore[import-not-found]
 from pytest_runs import Runner  # type: ignore[import-not-found]
@@ -138,7 +138,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         (source / name).touch()
     (source / "rillflow/sums/add.py").write_text(ADD)
     (source / "tests/unit/sums/test_add.py").write_text(TESTS)
-    runner = Runner(make_copy(source, tmp_path_factory.mktemp("copies") / "copy"), ["coverage"])
+    runner = Runner(make_copy(source, tmp_path_factory.mktemp("copies") / "copy"))
     yield runner
     runner.close()
 
@@ -207,16 +207,25 @@ def test_code_that_no_test_runs_survives(small: Runner, tmp_path: Path) -> None:
     assert tried(Study(runner=small, coverage=coverage, patience=4.0), fault, wide=False)["seen_by"] == ""
 
 
-def test_a_record_of_coverage_ends_with_the_code_that_it_is_of(small: Runner, tmp_path: Path) -> None:
+def test_a_record_of_coverage_follows_the_code_and_ends_with_its_test(small: Runner, tmp_path: Path) -> None:
     coverage_of(small, tmp_path)
     record = record_of("tests/unit/sums/test_add.py", tmp_path)
-    assert holds(record, small.copy)
-    file = small.copy / "rillflow/sums/add.py"
+    file, test = small.copy / "rillflow/sums/add.py", small.copy / "tests/unit/sums/test_add.py"
     file.write_text("# one line more\n" + ADD)
     try:
-        assert not holds(record, small.copy)
+        assert holds(record, small.copy, tmp_path)
+        assert SUM in coverage_of(small, tmp_path).lines["rillflow/sums/add.py"][3]
+        test.write_text(TESTS + "\n")
+        assert not holds(record, small.copy, tmp_path)
     finally:
         file.write_text(ADD)
+        test.write_text(TESTS)
+
+
+def test_lines_keep_their_tests_when_the_code_around_them_changes() -> None:
+    assert carried("a\nb\nc\n", "x\na\nb\nc\n") == {1: [1, 2], 2: [3], 3: [4]}
+    assert carried("a\nb\nc\n", "a\nnew\nnewer\nc\n") == {1: [1, 2, 3], 2: [2, 3], 3: [2, 3, 4]}
+    assert carried("a\nb\nc\n", "a\nc\n") == {1: [1], 2: [], 3: [2]}
 
 
 def test_a_test_without_end_is_named_and_killed(small: Runner, tmp_path: Path) -> None:

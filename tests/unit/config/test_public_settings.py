@@ -1,0 +1,64 @@
+"""Types, defaults and bounds of everything that users and other engines write are as the committed files say.
+
+A change of a default changes somebody's run. Who changes one on purpose writes the files anew:
+
+    python -m tests.unit.config.test_public_settings
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.assembly.recipe import Recipe
+from rillflow.data_plane.requests import OF_STORES, OF_STREAMS
+from rillflow.service.openai import ChatRequest, CompletionRequest
+
+KINDS: dict[str, tuple[type[BaseModel], ...]] = {
+    "recipe": (Recipe, *(ALGORITHMS[name].config for name in sorted(ALGORITHMS))),
+    "data_plane": (*OF_STREAMS, *OF_STORES),
+    "door": (ChatRequest, CompletionRequest),
+}
+"""What is written, by who reads it."""
+HERE = Path(__file__).parent
+WORDS = ("description", "title", "$defs")
+"""Parts of a schema that change nothing."""
+
+
+def settings(kinds: Iterable[type[BaseModel]]) -> list[str]:
+    """Return every setting of the models and of those inside them, one a line, with type, default and bounds."""
+    found: dict[str, dict[str, object]] = {}
+    for kind in kinds:
+        schema = kind.model_json_schema()
+        for name, one in {**schema.get("$defs", {}), kind.__name__: schema}.items():
+            required = set(one.get("required", ()))
+            for key, value in one.get("properties", {}).items():
+                rest = {word: each for word, each in value.items() if word not in WORDS}
+                found[f"{name}.{key}"] = {**rest, **({"required": True} if key in required else {})}
+    return [f"{name} {json.dumps(found[name], sort_keys=True)}" for name in sorted(found)]
+
+
+@pytest.mark.parametrize("reader", KINDS)
+def test_settings_are_as_committed(reader: str) -> None:
+    assert settings(KINDS[reader]) == (HERE / f"settings_{reader}.txt").read_text().splitlines()
+
+
+def test_a_changed_bound_is_seen() -> None:
+    class Before(BaseModel):
+        inner: int = 1
+
+    class After(BaseModel):
+        inner: int = 2
+
+    assert settings([Before]) == ['Before.inner {"default": 1, "type": "integer"}']
+    assert settings([After]) == ['After.inner {"default": 2, "type": "integer"}']
+
+
+if __name__ == "__main__":
+    for reader, kinds in KINDS.items():
+        (HERE / f"settings_{reader}.txt").write_text("\n".join(settings(kinds)) + "\n")
