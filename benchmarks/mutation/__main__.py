@@ -8,9 +8,9 @@
           └─> a line in results/mutation.jsonl ─> the page results/mutation.md (page.py)
 
 Started again with the same seed on the same commit, the study continues where it stopped. The JSONL keeps one
-study: its commit and seed stand in every line. `--round wide` gives survivors more tests, before anybody has
-looked at them. `--again` tries survivors on the code as it is now and leaves the JSONL as it is. `--page`
-writes the page alone. Equivalent mutants are argued in results/mutation_equivalent.toml.
+study: its commit and seed stand in every line. `--again` tries survivors on the code as it is now and leaves
+the JSONL as it is. `--page` writes the page alone. Equivalent mutants are argued in
+results/mutation_equivalent.toml.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tomllib
 from pathlib import Path
 
 from copies import make_copy
-from coverage_map import measured
+from coverage_map import CPU_LIMIT_S, measured
 from operators import Mutant, draw, mutants_of
 from page import lines_of, page
 from pytest_runs import Runner
@@ -46,7 +46,6 @@ def main() -> None:
     parser.add_argument(
         "--patience", type=float, default=4.0, help="time limits times this, on a busy machine"
     )
-    parser.add_argument("--round", choices=("line", "wide"), default="line", help="wide: survivors alone")
     parser.add_argument("--again", action="store_true", help="try survivors on the code as it is now")
     parser.add_argument("--page", action="store_true", help="write the page alone")
     given = parser.parse_args()
@@ -58,12 +57,16 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Try the mutants of one part that have no line yet, or the survivors."""
+    """Try the mutants of one part that have no line yet; with ``--again`` the survivors."""
     commit = commit_of(given.source)
     part, parts = map(int, given.part.split("/"))
     copy = make_copy(given.source, given.folder.resolve() / f"copy-{part}")
     texts, runner = texts_of(copy), Runner(copy)
-    tests = sorted(str(path.relative_to(copy)) for path in (copy / "tests" / "unit").rglob("test_*.py"))
+    tests = [
+        str(path.relative_to(copy))
+        for folder in CPU_LIMIT_S
+        for path in sorted((copy / "tests" / folder).rglob("test_*.py"))
+    ]
     study = Study(
         runner=runner, coverage=measured(runner, tests, given.folder / "coverage"), patience=given.patience
     )
@@ -76,25 +79,16 @@ def run(given: argparse.Namespace) -> None:
             raise SystemExit(f"{given.lines} holds the study {stale.pop()}: move it away to begin another")
         drawn = draw(texts, given.mutants, given.seed)
         places = {mutant.name: place for place, mutant in enumerate(drawn)}
-        drawn = [mutant for mutant in drawn[part::parts] if due(mutant, known, given.round)]
+        tried_names = {line["name"] for line in known}
+        drawn = [mutant for mutant in drawn[part::parts] if mutant.name not in tried_names]
     for number, mutant in enumerate(drawn, 1):
-        line = tried(study, mutant, wide=given.round == "wide")
-        if given.again and not line["seen_by"]:
-            line = tried(study, mutant, wide=True)
+        line = tried(study, mutant)
         told = f"{mutant.path}:{mutant.line} {line['seen_by'] or 'SURVIVED'} {line['seconds']} s"
         print(f"{number}/{len(drawn)} {told}", flush=True)
         if not given.again:
             place = places[mutant.name]
             write({"commit": commit, "seed": given.seed, "place": place, **line}, given.lines)
     runner.close()
-
-
-def due(mutant: Mutant, known: list[dict[str, object]], round_: str) -> bool:
-    """Whether a mutant is to be tried in a round: it has no line yet, or survived the first round."""
-    own = [line for line in known if line["name"] == mutant.name]
-    if round_ == "line":
-        return not own
-    return bool(own) and not own[0]["seen_by"] and own[0]["round"] == "line"
 
 
 def write(line: dict[str, object], path: Path) -> None:

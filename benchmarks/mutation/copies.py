@@ -43,7 +43,8 @@ def _make_environment(copy: Path) -> None:
     venv.create(copy / ".venv", with_pip=False, symlinks=True)
     packages = next((copy / ".venv" / "lib").glob("python*/site-packages"))
     installed = [folder for folder in site.getsitepackages() if Path(folder).is_dir()]
-    (packages / "copy.pth").write_text("\n".join([str(copy), str(TOOLS), *installed]) + "\n")
+    watch = 'import os; "WATCH_LINES" in os.environ and __import__("child_lines")'
+    (packages / "copy.pth").write_text("\n".join([str(copy), str(TOOLS), *installed, watch]) + "\n")
     script = Path(sys.executable).parent / "rillflow"
     text = script.read_text().replace(sys.executable, str(interpreter(copy)))
     (copy / ".venv" / "bin" / "rillflow").write_text(text)

@@ -2,18 +2,21 @@
 
     test file ── run under coverage ──> record: lines by test, seconds, red tests, digests of files it runs
     record ── kept while the test file and its conftests are the same
-    code changes ── difference of old and new text ──> lines keep their tests, new lines take their neighbours'
+    code changes ── difference of old and new text ──> lines keep their tests, new ones take their neighbours'
 
-A carried line can name a test that no longer runs it: such a test costs time and sees nothing. Tests that fail
-here, on code without a fault, are no witnesses. A test that takes more than CPU_LIMIT_S processor seconds ends
-there; it keeps the lines that it has run, as a witness that comes after the fast ones.
+Children that a test starts are measured as well. Their lines belong to the test that started them and, as a
+fixture's process outlives it, to the other tests of the file after that.
+
+A carried line can name a test that no longer runs it: such a test costs time and sees nothing. Tests that
+fail here, on code without a fault, are no witnesses. A test that takes more than CPU_LIMIT_S processor
+seconds ends there; it keeps the lines that it has run, as a witness that comes after the fast ones.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cache
@@ -23,10 +26,12 @@ from typing import Any
 
 from pytest_runs import Runner
 
-CPU_LIMIT_S = 2.5
-"""Processor seconds, under coverage, after which a test is a slow witness."""
-SLOW_S = 5.0
-"""Processor seconds that a slow witness is taken to need."""
+CPU_LIMIT_S = {"unit": 2.5, "flows": 15.0, "distributed": 15.0}
+"""Processor seconds, under coverage, after which a test of a folder is a slow witness."""
+SLOW = 2.0
+"""How many times the limit a slow witness is taken to need."""
+CONTRACTS = "tests/unit/config/test_public_settings.py"
+"""Tests of declarations, which run when a module is imported."""
 WALL_LIMIT_S = 60
 """Seconds of the clock, likewise: a test may wait for its children."""
 
@@ -39,21 +44,34 @@ class CoverageMap:
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
     """Tests by file and line."""
+    started: dict[str, dict[int, set[str]]] = field(default_factory=lambda: defaultdict(dict))
+    """Test files by file and line, where a child ran it."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Processor seconds of every test that passed."""
+    """Processor seconds of every witness."""
 
     def tests(self, path: str, line: int) -> list[str]:
-        """Return tests of the line, or of its file where no test runs the line, fastest first.
+        """Return the witnesses of a line: those that run it, then others of test files whose children do.
 
-        Lines that run at import belong to no test. Tests of the file's own package come first.
+        Lines that no test runs, as declarations run at import, have the tests of declarations and of their
+        file, or else of their package. Among equals, tests of the own package come first, then fast ones.
         """
-        of_file = self.lines.get(path, {})
-        found = set(of_file.get(line, ())) or {test for tests in of_file.values() for test in tests}
-        own = own_tests(path)
-        found = found or {test for test in self.seconds if test.startswith(own)}
-        return sorted(
-            found & self.seconds.keys(), key=lambda test: (not test.startswith(own), self.seconds[test])
-        )
+        own, exact = own_tests(path), set(self.lines.get(path, {}).get(line, ()))
+        files = self.started.get(path, {}).get(line, set())
+        near = {test for test in self.seconds if test.split("::")[0] in files} - exact
+        if not exact:
+            of_file = {test for tests in self.lines.get(path, {}).values() for test in tests}
+            near |= of_file or {test for test in self.seconds if test.startswith(own)}
+        near |= {test for test in self.seconds if not exact and test.startswith(CONTRACTS)}
+
+        def rank(test: str) -> tuple[bool, bool, bool, float]:
+            return (
+                test not in exact,
+                not test.startswith(CONTRACTS),
+                not test.startswith(own),
+                self.seconds[test],
+            )
+
+        return sorted((exact | near) & self.seconds.keys(), key=rank)
 
 
 def own_tests(path: str) -> str:
@@ -80,19 +98,25 @@ def measure(runner: Runner, files: Sequence[str], folder: Path) -> None:
     """Run test files under coverage and write their records."""
     lines = runner.copy / "lines.json"
     lines.unlink(missing_ok=True)
-    limits = (f"--watch-cpu={CPU_LIMIT_S}", f"--timeout={WALL_LIMIT_S}")
+    limit_s = CPU_LIMIT_S[files[0].split("/")[1]]
+    limits = (f"--watch-cpu={limit_s}", f"--timeout={WALL_LIMIT_S}")
     outcome = runner.run(files, 3600.0, f"--watch-lines={lines}", *limits)
-    by_test = json.loads(lines.read_text()) if lines.exists() else {}
+    told = json.loads(lines.read_text()) if lines.exists() else {"own": {}, "children": {}}
     for file in files:
-        own = {test: by_test.get(test, {}) for test in outcome.seconds if test.split("::")[0] == file}
-        slow = [test for test in own if test in outcome.failed and outcome.seconds[test] > 0.9 * CPU_LIMIT_S]
+        mine = [test for test in outcome.seconds if test.split("::")[0] == file]
+        own = {test: added(told["own"].get(test, {}), told["children"].get(test, {})) for test in mine}
+        slow = [test for test in own if test in outcome.failed and outcome.seconds[test] > 0.9 * limit_s]
         red = [test for test in own if test in outcome.failed and test not in slow]
         inputs = {path for paths in own.values() for path in paths} | {file, *conftests(file, runner.copy)}
         record = {
+            "file": file,
             "inputs": {path: digest(runner.copy / path) for path in sorted(inputs)},
             "seconds": {
-                test: SLOW_S if test in slow else outcome.seconds[test] for test in own if test not in red
+                test: SLOW * limit_s if test in slow else outcome.seconds[test]
+                for test in own
+                if test not in red
             },
+            "children": added(*(told["children"].get(test, {}) for test in own)),
             "red": red,
             "lines": {test: paths for test, paths in own.items() if test not in red},
         }
@@ -101,31 +125,42 @@ def measure(runner: Runner, files: Sequence[str], folder: Path) -> None:
             print(f"  no witnesses: {', '.join(red) or 'all of ' + file}", flush=True)
 
 
+def added(*lines: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return the lines of several runs together, by file."""
+    paths = {path for each in lines for path in each}
+    return {path: sorted({line for each in lines for line in each.get(path, ())}) for path in sorted(paths)}
+
+
 def merged(records: Iterable[dict[str, Any]], root: Path, folder: Path) -> CoverageMap:
     """Return the map of records, for the code as it is below ``root``."""
 
     @cache
-    def lines_now(path: str, known: str) -> dict[int, list[int]] | None:
+    def moves(path: str, known: str) -> dict[int, list[int]] | None:
         """Return the lines of a file by what they were; None where it is the same."""
         if digest(root / path) == known:
             return None
         return carried(text_of(known, folder).read_text(), (root / path).read_text())
 
+    def now(lines: dict[str, list[int]], inputs: dict[str, str]) -> Iterator[tuple[str, int]]:
+        for path, old in lines.items():
+            if (root / path).exists():
+                moved = moves(path, inputs[path])
+                new = old if moved is None else {each for line in old for each in moved.get(line, ())}
+                yield from ((path, line) for line in new)
+
     whole = CoverageMap()
     for record in records:
         whole.seconds |= record["seconds"]
-        for test, paths in record["lines"].items():
-            for path, lines in paths.items():
-                if not (root / path).exists():
-                    continue
-                moved = lines_now(path, record["inputs"][path])
-                for line in lines if moved is None else {new for old in lines for new in moved.get(old, ())}:
-                    whole.lines[path][line].append(test)
+        for test, lines in record["lines"].items():
+            for path, line in now(lines, record["inputs"]):
+                whole.lines[path][line].append(test)
+        for path, line in now(record["children"], record["inputs"]):
+            whole.started[path].setdefault(line, set()).add(record["file"])
     return whole
 
 
 def carried(old: str, new: str) -> dict[int, list[int]]:
-    """Return the new lines for every old one, from 1; changed lines go with those before, within and after."""
+    """Return the new lines of each old one, from 1; changed lines go with those before, within and after."""
     one, other = old.splitlines(), new.splitlines()
     found: dict[int, list[int]] = defaultdict(list)
     for kind, i1, i2, j1, j2 in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():

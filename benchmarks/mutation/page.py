@@ -15,7 +15,7 @@ HEAD = """# Mutation study
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a study, the last one of each mutant: a wide round adds a second."""
+    """Return the lines of a study, the last one of each mutant."""
     found = map(json.loads, path.read_text().splitlines() if path.exists() else ())
     return list({line["name"]: line for line in found}.values())
 
@@ -28,7 +28,6 @@ def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
     counted = [line for line in lines if line["seen_by"] or line["name"] not in equivalent]
     argued = [line for line in lines if not line["seen_by"] and line["name"] in equivalent]
     seen = sum(bool(line["seen_by"]) for line in counted)
-    waiting = sum(not line["seen_by"] and line["round"] == "line" for line in counted)
     low, high = interval(seen, len(counted))
     commit, seed = lines[0]["commit"], lines[0]["seed"]
     out = [
@@ -43,12 +42,8 @@ def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
         f"{len(argued)} of them change nothing that can be seen (argued below).",
         f"Tests saw {seen} of the other {len(counted)}: **{seen / max(1, len(counted)):.0%}**"
         f" (95% interval {low:.0%} to {high:.0%}).\n",
-        f"{waiting} survivors have met the tests of their line alone, not yet those of the wide round:"
-        " the share is a lower bound.\n"
-        if waiting
-        else "",
         "Lines are drawn uniformly, then an operator of the line, then one of its mutants. A mutant runs",
-        "against the unit tests of its line and a few flows, not against the whole suite.\n",
+        "against tests that run its line, up to a budget of processor time, not against the whole suite.\n",
         *shares("package", counted, lambda line: line["file"].split("/")[1].removesuffix(".py")),
         *shares("operator", counted, lambda line: line["operator"]),
         "## Survivors\n",

@@ -1,8 +1,6 @@
 """Try a mutant: run tests that would notice it, and say which one did.
 
-    line round   tests of its line, own package's first, then fast before slow, up to LINE_S processor seconds
-    wide round   for survivors of the first: the tests after those, up to WIDE_S, then the files named in
-                 WIDER, which start processes that coverage does not see into
+    coverage ─ tests of its line, fast before slow ─ up to BUDGET_S processor seconds ─> the first red one
 
 A red test counts only if it passes without the fault: each witness runs once on clean code, in the same way.
 A run that dies or exceeds its time counts only if the same tests do neither without the fault.
@@ -20,33 +18,10 @@ from coverage_map import CoverageMap
 from operators import Mutant
 from pytest_runs import Runner
 
-LINE_S = 10.0
-"""Processor seconds, as measured under coverage, of the tests that a line gets in the first round."""
-WIDE_S = 40.0
-"""Likewise, in the wide round."""
-LIMIT_S = 40.0
+BUDGET_S = 30.0
+"""Processor seconds, as measured under coverage, of the tests that a mutant gets."""
+LIMIT_S = 60.0
 """Seconds that a mutant's run may take where the machine has a core for it."""
-WIDER = {
-    "cluster": ("distributed/test_processes.py",),
-    "workers": ("distributed/test_backends.py",),
-    "parallel": ("distributed/test_parallel_training.py",),
-    "training": ("distributed/test_parallel_training.py",),
-    "weights": ("distributed/test_weights_files.py",),
-    "models": ("distributed/test_sharded_generation.py",),
-    "rollout": ("distributed/test_sharded_generation.py",),
-    "roles": ("flows/test_algorithms.py",),
-    "dataflow": ("flows/test_resume.py",),
-    "pipeline": ("flows/test_resume.py",),
-    "algorithms": ("flows/test_algorithms.py",),
-    "rewards": ("flows/test_shaped_rewards.py",),
-    "observe": ("flows/test_timeline.py",),
-    "view": ("flows/test_timeline.py",),
-    "assembly": ("flows/test_adapters.py", "flows/test_extended.py"),
-    "tasks": ("flows/test_preference.py",),
-    "service": ("flows/test_serve.py",),
-    "cli": ("flows/test_extended.py",),
-}
-"""Test files by package that run its code in processes of their own, or a whole training run."""
 
 
 @dataclass(kw_only=True)
@@ -62,23 +37,17 @@ class Study:
     sound: dict[str, bool] = field(default_factory=dict)
     """Witnesses that were run on clean code, and whether they passed."""
 
-    def witness(self, mutant: Mutant, *, wide: bool) -> str:
-        """Return the test that notices the mutant in a round, or how the run ended; "" if nothing does."""
-        ranked = self.coverage.tests(mutant.path, mutant.line)
-        own = within_budget(self.coverage, ranked, LINE_S)
-        more = within_budget(self.coverage, ranked[len(own) :], WIDE_S)
-        named = [f"tests/{name}" for name in WIDER.get(mutant.package, ())]
-        for tests in (more, named) if wide else (own,):
-            while tests:
-                red = self._red(mutant, tests)
-                if not red:
-                    break
-                if self._is_sound(red, tests):
-                    return red
-                left = remaining(tests, red)
-                if left == tests:
-                    break
-                tests = left
+    def witness(self, mutant: Mutant) -> str:
+        """Return the test that notices the mutant, or how the run ended; "" if nothing does."""
+        tests = within_budget(self.coverage, self.coverage.tests(mutant.path, mutant.line), BUDGET_S)
+        while tests:
+            red = self._red(mutant, tests)
+            if not red or self._is_sound(red, tests):
+                return red
+            left = remaining(tests, red)
+            if left == tests:
+                break
+            tests = left
         return ""
 
     def _red(self, mutant: Mutant, tests: Sequence[str]) -> str:
@@ -116,12 +85,11 @@ def remaining(tests: Sequence[str], red: str) -> list[str]:
     return list(tests[list(tests).index(red) + 1 :]) if red in tests else list(tests)
 
 
-def tried(study: Study, mutant: Mutant, *, wide: bool) -> dict[str, object]:
-    """Try a mutant in one round and return its line of the results."""
+def tried(study: Study, mutant: Mutant) -> dict[str, object]:
+    """Try a mutant and return its line of the results."""
     begun = time.monotonic()
-    witness = study.witness(mutant, wide=wide)
+    witness = study.witness(mutant)
     return {
-        "round": "wide" if wide else "line",
         "file": mutant.path,
         "line": mutant.line,
         "operator": mutant.kind,

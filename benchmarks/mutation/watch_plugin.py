@@ -1,5 +1,7 @@
 """A pytest plugin: write down every test's start, outcome and seconds, and optionally the lines it runs.
 
+The lines of processes that a test starts come from child_lines.py.
+
 The record survives a killed process: every event is one JSON line, written at once. A test that started and
 has no outcome is the one that was running when the process died.
 """
@@ -8,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from coverage import Coverage
+from coverage import Coverage, CoverageData
+from coverage.exceptions import CoverageException
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +48,10 @@ class Watch:
         if self._lines:
             self._coverage = Coverage(data_file=None, source=[str(root / "rillflow")], config_file=False)
             self._coverage.start()
+            self._children = self._lines.with_suffix(".children")
+            shutil.rmtree(self._children, ignore_errors=True)
+            self._children.mkdir()
+            os.environ |= {"WATCH_LINES": str(self._children), "WATCH_TEST": ""}
 
     def _write(self, **event: Any) -> None:
         self._events.write(json.dumps(event) + "\n")
@@ -57,6 +65,7 @@ class Watch:
             signal.setitimer(signal.ITIMER_PROF, self.limit_s)
         if self._coverage:
             self._coverage.switch_context(nodeid)
+            os.environ["WATCH_TEST"] = nodeid
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self._write(test=nodeid(report), failed=report.failed)
@@ -72,7 +81,9 @@ class Watch:
     def pytest_unconfigure(self) -> None:
         if self._coverage and self._lines:
             self._coverage.stop()
-            self._lines.write_text(json.dumps(lines_by_test(self._coverage.get_data(), self._root)))
+            own = lines_by_test(self._coverage.get_data(), self._root)
+            children = lines_of_children(self._children, self._root)
+            self._lines.write_text(json.dumps({"own": own, "children": children}))
 
 
 def processor_s() -> float:
@@ -100,3 +111,18 @@ def lines_by_test(data: Any, root: Path) -> dict[str, dict[str, list[int]]]:
             for test in tests:
                 found.setdefault(test, {}).setdefault(path, []).append(line)
     return found
+
+
+def lines_of_children(folder: Path, root: Path) -> dict[str, dict[str, list[int]]]:
+    """Return the lines that children ran, by the test that started them."""
+    found: dict[str, dict[str, set[int]]] = {}
+    for file in folder.iterdir():
+        data = CoverageData(str(file))
+        try:
+            data.read()
+        except CoverageException:
+            continue  # its process was killed while it wrote
+        for test, paths in lines_by_test(data, root).items():
+            for path, lines in paths.items():
+                found.setdefault(test, {}).setdefault(path, set()).update(lines)
+    return {test: {path: sorted(each) for path, each in paths.items()} for test, paths in found.items()}

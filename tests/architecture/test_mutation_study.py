@@ -149,6 +149,10 @@ ADD = """def add(a, b):
 
 def unused(a, b):
     return a * b
+
+
+def child(a, b):
+    return a - b
 """
 TESTS = """import multiprocessing, subprocess, sys
 from pathlib import Path
@@ -166,7 +170,7 @@ def test_red_beside_a_fault_of_its_own():  # passes once, then never: a flaky te
     seen.touch()
 
 def test_a_child_finds_the_copy():
-    code = "import rillflow; print(rillflow.__file__)"
+    code = "import rillflow.sums.add as add; print(add.__file__) if add.child(3, 2) == 1 else 1"
     found = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     assert Path(found.stdout.strip()).is_relative_to(Path.cwd())
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -196,15 +200,23 @@ def test_a_flaky_test_sees_nothing(small: Runner, tmp_path: Path) -> None:
     coverage = coverage_of(small, tmp_path)
     mutants = mutants_of("rillflow/sums/add.py", ADD)
     fault = next(mutant for mutant in mutants if mutant.line == 2 and mutant.kind == "operator")
-    line = tried(Study(runner=small, coverage=coverage, patience=4.0), fault, wide=False)
+    line = tried(Study(runner=small, coverage=coverage, patience=4.0), fault)
     assert line["seen_by"] in (SUM, CHILD)
     assert (small.copy / "rillflow/sums/add.py").read_text() == ADD
+
+
+def test_a_line_that_only_a_child_runs_has_its_tests_as_witnesses(small: Runner, tmp_path: Path) -> None:
+    coverage = coverage_of(small, tmp_path)
+    assert coverage.tests("rillflow/sums/add.py", 10)[0] == CHILD
+    mutants = mutants_of("rillflow/sums/add.py", ADD)
+    fault = next(mutant for mutant in mutants if mutant.line == 10 and mutant.kind == "operator")
+    assert tried(Study(runner=small, coverage=coverage, patience=4.0), fault)["seen_by"] == CHILD
 
 
 def test_code_that_no_test_runs_survives(small: Runner, tmp_path: Path) -> None:
     coverage = coverage_of(small, tmp_path)
     fault = next(mutant for mutant in mutants_of("rillflow/sums/add.py", ADD) if mutant.line == 6)
-    assert tried(Study(runner=small, coverage=coverage, patience=4.0), fault, wide=False)["seen_by"] == ""
+    assert tried(Study(runner=small, coverage=coverage, patience=4.0), fault)["seen_by"] == ""
 
 
 def test_a_record_of_coverage_follows_the_code_and_ends_with_its_test(small: Runner, tmp_path: Path) -> None:

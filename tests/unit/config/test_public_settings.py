@@ -31,7 +31,7 @@ WORDS = ("description", "title", "$defs")
 
 
 def settings(kinds: Iterable[type[BaseModel]]) -> list[str]:
-    """Return every setting of the models and of those inside them, one a line, with type, default and bounds."""
+    """Return every setting of the models and of those inside them, with type, default and bounds."""
     found: dict[str, dict[str, object]] = {}
     for kind in kinds:
         schema = kind.model_json_schema()

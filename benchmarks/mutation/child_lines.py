@@ -1,0 +1,42 @@
+"""Measure which lines a Python process runs that a test starts: loaded by copy.pth where WATCH_LINES is set.
+
+    test ── WATCH_LINES, WATCH_TEST in the environment ──> child ── at its end ──> a data file in WATCH_LINES
+
+A child that is killed leaves nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from multiprocessing import util
+from pathlib import Path
+
+from coverage import Coverage
+from coverage.exceptions import CoverageException
+
+
+def begin() -> None:
+    """Measure from here to the end of the process."""
+    folder = Path(os.environ["WATCH_LINES"])
+    measured = Coverage(
+        data_file=folder / "child",
+        data_suffix=True,
+        source=[str(folder.parent / "rillflow")],
+        config_file=False,
+        context=os.environ["WATCH_TEST"],
+    )
+    measured.set_option("run:sigterm", True)
+    measured.start()
+
+    def save() -> None:
+        measured.stop()
+        with contextlib.suppress(OSError, CoverageException):  # in a sandbox nothing can be written
+            measured.save()
+
+    atexit.register(save)
+    util.Finalize(None, save, exitpriority=0)  # processes of multiprocessing end without atexit
+
+
+begin()
