@@ -164,7 +164,7 @@ class EvaluationRecord(Evaluation):
     @property
     def name(self) -> str:
         """What the value is called."""
-        return "reward" if self.accuracy is None else "accuracy"
+        return "mean reward" if self.accuracy is None else "accuracy"
 
 
 def read_config(run: Path) -> Mapping[str, JSON]:

@@ -29,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,9 +123,9 @@ class Loop:
         self._finished_at = 0.0
         self._arriving: list[Pending] = []
         self._writing: Sequence[Pending] = ()
-        self._evaluated = {
-            record.step for record in read_every_evaluation(run.path) if record.set == cadence.last_set
-        }
+        known = read_every_evaluation(run.path)
+        self._evaluated = {record.step for record in known if record.set == cadence.last_set}
+        self._graded = {record.set for record in known if not record.is_accuracy}
         best = best_checkpoint(run.path)
         self._best_reward = -math.inf if best is None else best.mean_reward
         self._saves = deque[Save]()
@@ -302,9 +302,12 @@ class Loop:
         if phase.ready is not None:
             phase.ready.settle()
         every = self._evaluator(phase.executor)
+        self._graded |= {found.set for found in every if not found.is_accuracy}
         for found in reversed(every):  # in this order the last line shows that all of them are written
-            self._run.log_evaluation(step, found)
-            self._progress.note(f"after step {step}: {found.text}")
+            # A mean reward keeps its name where all rewards of a later look are 0 or 1.
+            told = replace(found, is_accuracy=found.set not in self._graded)
+            self._run.log_evaluation(step, told)
+            self._progress.note(f"after step {step}: {told.text}")
         self._evaluated.add(step)
         return -math.inf if every[0].set else every[0].mean_reward
 

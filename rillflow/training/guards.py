@@ -7,8 +7,11 @@ from torch import Tensor
 
 from rillflow.errors import NotFiniteError, TrainingError
 from rillflow.records.batch import Batch
+from rillflow.records.metrics import Max, Mean, Metric
 from rillflow.records.ragged import Ragged
 
+FIRST_RATIO, FIRST_GAP = "mismatch/first_ratio/max", "mismatch/first_gap/mean"
+"""What the contract on-policy-ratio measured: the largest |ratio - 1|, or the mean |log ratio|."""
 BEHIND = "versions_behind"
 """The field that says how many versions old a token is, where some may be."""
 ROUTES = {"routes"}
@@ -107,7 +110,7 @@ def check_freshness(rows: Batch, version: int, bound: int | None) -> Tensor:
     return behind
 
 
-def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
+def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, Metric]:
     """Refuse a batch that was not sampled by the policy that is about to be trained.
 
     Contract on-policy-ratio: |exp(trainer - sampler) - 1| <= tolerance for every loss token of the present
@@ -118,12 +121,15 @@ def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
         logprobs: [N] the trainer's.
         tolerance: the largest deviation.
 
+    Returns:
+        The largest deviation, by the metric's name; nothing where there is no such token.
+
     Raises:
         TrainingError: it names the worst token, its row and both log probabilities.
     """
     places, gaps = _gaps(tokens, logprobs)
     if not len(gaps):
-        return
+        return {}
     deviation = torch.expm1(gaps).abs()
     worst = int(deviation.argmax())
     if float(deviation[worst]) > tolerance:  # one that is NaN is the loss's to name
@@ -136,9 +142,10 @@ def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
             "the sampler ran other weights, another temperature or other arithmetic",
             fix="raise ratio_tolerance only if the arithmetic is meant to differ",
         )
+    return {FIRST_RATIO: Max(value=float(deviation[worst]))}
 
 
-def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
+def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, Metric]:
     """The contract on-policy-ratio where rounding is rough: the mean of |trainer - sampler| <= tolerance.
 
     A single token may be far off, such as where rounding sends it to another expert. For the same reason
@@ -148,6 +155,9 @@ def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
         tokens: a ``loss_tokens`` batch with ``sampler_logprobs``.
         logprobs: [N] the trainer's.
         tolerance: the largest mean.
+
+    Returns:
+        The mean, by the metric's name; nothing where there is no such token.
 
     Raises:
         TrainingError: it names the mean, and the worst token with its row.
@@ -164,6 +174,7 @@ def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> None:
             "the sampler ran other weights, another temperature or other arithmetic",
             fix="raise gap_tolerance only if the arithmetic is meant to differ",
         )
+    return {FIRST_GAP: Mean(total=float(gaps.abs().sum()), count=len(gaps))} if len(gaps) else {}
 
 
 def _gaps(tokens: Batch, logprobs: Tensor) -> tuple[Tensor, Tensor]:

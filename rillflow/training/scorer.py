@@ -24,6 +24,7 @@ from rillflow.parallel.module import Output, Parallel
 from rillflow.parallel.packed import last_tokens
 from rillflow.parallel.routing import Routing
 from rillflow.records.batch import Batch
+from rillflow.records.metrics import Metric
 from rillflow.records.ragged import Ragged, concatenate_ragged
 from rillflow.records.rollout import completions
 from rillflow.training.config import TrainConfig
@@ -45,12 +46,20 @@ class LogprobReader:
     """How many tokens before a loss token the module is read."""
 
     def read(self, tokens: Batch, output: Output) -> TokenLogprobs:
-        """What the output says about the loss tokens, guarded; ``tokens`` are the rows at these alone."""
-        found = token_logprobs(output, tokens.ragged("tokens").values, self.temperature)
+        """What the output says about the loss tokens; ``tokens`` are the rows at these alone."""
+        return token_logprobs(output, tokens.ragged("tokens").values, self.temperature)
+
+    def checked(self, tokens: Batch, read: TokenLogprobs) -> dict[str, Metric]:
+        """Hold what was read to the contract on-policy-ratio; return what was measured.
+
+        Raises:
+            TrainingError: a row is not on-policy.
+        """
+        found: dict[str, Metric] = {}
         if self.ratio_tolerance is not None:
-            check_ratio(tokens, found.logprobs, self.ratio_tolerance)
+            found |= check_ratio(tokens, read.logprobs, self.ratio_tolerance)
         if self.gap_tolerance is not None:
-            check_gap(tokens, found.logprobs, self.gap_tolerance)
+            found |= check_gap(tokens, read.logprobs, self.gap_tolerance)
         return found
 
     def describe(self, read: TokenLogprobs, index: int) -> str:
@@ -70,6 +79,11 @@ class ScalarReader:
         del tokens  # there is nothing that the numbers could be compared with
         assert isinstance(output, Tensor)
         return output
+
+    def checked(self, tokens: Batch, read: Tensor) -> dict[str, Metric]:
+        """Nothing: no contract is about the numbers of a head."""
+        del tokens, read
+        return {}
 
     def describe(self, read: Tensor, index: int) -> str:
         """See LogprobReader."""

@@ -266,9 +266,11 @@ class Trainer:
         def finish(part: Batch, output: Output) -> Tensor:
             nonlocal total
             tokens = loss_tokens(part).to(self._parallel.device)
-            share, measured = _share(tokens, aim.reader.read(tokens, output), aim, denominator)
+            read: Any = aim.reader.read(tokens, output)
+            checked = aim.reader.checked(tokens, read)
+            share, measured = _share(tokens, read, aim, denominator)
             total += float(share.detach())
-            metrics.append(measured)
+            metrics.append({**measured, **checked})
             return share * aim.weight
 
         parts = list(self._parts(rows)) if rows is not None else []

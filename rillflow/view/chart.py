@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rillflow.view.run_data import PhaseSpan
 
 WIDTH, HEIGHT = 480, 240
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 20, 26
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 20, 34
 MAX_POINTS = 400
 _SMOOTHED_FROM = 40
 Row = TypeVar("Row")
@@ -67,6 +67,10 @@ class Chart:
     """Whether every value has a dot and a line goes straight from one to the next."""
     is_stepped: bool = True
     """Whether x counts steps; else it is a measure, such as a divergence."""
+    x_name: str = "step"
+    """What the horizontal axis counts or measures."""
+    y_name: str = ""
+    """What the vertical axis measures; empty where the chart's title says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,9 @@ def draw(chart: Chart) -> Html:
     x = _x_axis(values)
     y = _y_axis(scaled, values)
     parts = [*_phase_bands(scaled, x), *_y_grid(scaled, y), *_x_labels(x, scaled.is_stepped)]
+    parts.append(el("text", chart.x_name, class_="axis end", x=WIDTH - RIGHT, y=HEIGHT - 2))
+    if chart.y_name:
+        parts.append(el("text", chart.y_name, class_="axis", x=0, y=10))
     for index, series in reversed(list(enumerate(scaled.series))):
         parts += _curve(series, index, scaled, x, y)
     parts.append(el("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM))
@@ -255,7 +262,7 @@ def _x_labels(axis: ChartAxis, is_stepped: bool) -> list[Html]:
             f"{value:,.0f}" if is_stepped else f"{value:g}",
             class_="tick middle",
             x=f"{axis(value):.1f}",
-            y=HEIGHT - 8,
+            y=HEIGHT - 18,
         )
         for value in places
     ]

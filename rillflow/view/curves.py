@@ -46,6 +46,8 @@ class Curve:
     """What it shows and what it should look like."""
     metrics: Mapping[str, str]
     """The metrics it draws, with the label of each; the first is the main one."""
+    y_name: str = ""
+    """What the vertical axis measures."""
     is_share: bool = False
     """Whether the values are shares."""
     is_log: bool = False
@@ -63,48 +65,57 @@ CURVES = (
         title="Reward",
         hint="Mean score of the sampled answers. It should rise, with noise, and flatten out.",
         metrics={"reward/score/mean": ""},
+        y_name="reward",
     ),
     Curve(
         title="Supervised loss",
         hint="Mean negative log probability of an example's token, in nats. It falls, fast at first.",
         metrics={"supervised/nll/mean": ""},
+        y_name="nats a token",
     ),
     Curve(
         title="Likeliest tokens",
         hint="Share of the examples' tokens that the model thinks likeliest. It rises.",
         metrics={"supervised/accuracy/mean": ""},
+        y_name="share of tokens",
         is_share=True,
     ),
     Curve(
         title="Policy loss",
         hint="Near 0 and noisy, it is no measure of progress; only a large or growing size says something.",
         metrics={"policy/loss/mean": ""},
+        y_name="loss",
     ),
     Curve(
         title="Entropy",
         hint="How undecided the policy is, in nats a token. It falls slowly; a plunge to 0 ends exploring.",
         metrics={"policy/entropy/mean": ""},
+        y_name="nats a token",
     ),
     Curve(
         title="Divergence from the reference",
         hint="How far the policy has moved, in nats a token. It grows slowly; a jump means it ran away.",
         metrics={"policy/kl/mean": ""},
+        y_name="nats a token",
     ),
     Curve(
         title="Clipped tokens",
         hint="Share of tokens where the clip binds. Above 0.3, there are too many epochs or too large steps.",
         metrics={"policy/clipped/share": ""},
+        y_name="share of tokens",
     ),
     Curve(
         title="Gradient norm",
         hint="Before it is scaled down. It settles; spikes that come more often announce a collapse.",
         metrics={"train/grad_norm/mean": ""},
+        y_name="norm",
         is_apart=True,
     ),
     Curve(
         title="Sampler against trainer",
         hint="Largest gap between their log probabilities of one token: rounding, and nothing else.",
         metrics={"mismatch/logprob_gap/max": ""},
+        y_name="nats",
         is_log=True,
         is_measured_apart=True,
         verdict=Verdict(
@@ -114,26 +125,46 @@ CURVES = (
         ),
     ),
     Curve(
+        title="First minibatch against the sampler",
+        hint="Largest |trainer / sampler - 1| of a token before the step's first update. The run stops above "
+        "algorithm.ratio_tolerance.",
+        metrics={"mismatch/first_ratio/max": ""},
+        y_name="|ratio - 1|",
+        is_log=True,
+    ),
+    Curve(
+        title="First minibatch against the sampler",
+        hint="Mean distance of their log probabilities before the step's first update, in nats. The run "
+        "stops above algorithm.gap_tolerance.",
+        metrics={"mismatch/first_gap/mean": ""},
+        y_name="nats",
+        is_log=True,
+    ),
+    Curve(
         title="Answer length",
         hint="Sampled tokens of a row. Growth without more reward is rambling; a fall to 1 is giving up.",
         metrics={"rollout/length/mean": "mean", "rollout/length/max": "longest"},
+        y_name="tokens",
     ),
     Curve(
         title="Finished answers",
         hint="Share that ended by themselves. If it falls, read the longest samples or raise max_tokens.",
         metrics={"rollout/stopped/share": ""},
+        y_name="share of rows",
         is_share=True,
     ),
     Curve(
         title="Groups without a difference",
         hint="All answers of a prompt scored alike and teach nothing. Near 1, prompts are too easy or hard.",
         metrics={"reward/flat_groups/share": ""},
+        y_name="share of prompts",
         is_share=True,
     ),
     Curve(
         title="Learning rate",
         hint="What the schedule gave.",
         metrics={"train/lr/mean": ""},
+        y_name="rate",
     ),
 )
 
@@ -192,7 +223,13 @@ def over_optimisation(data: RunData) -> list[Html]:
     ):
         at = [float(each.step) for each in looks] if is_stepped else [float(place or 0) for place in places]
         points = sorted((Point(x=x, y=y) for x, y in zip(at, values, strict=True)), key=lambda one: one.x)
-        chart = Chart(series=[Series(label="", points=points)], has_marks=True, is_stepped=is_stepped)
+        chart = Chart(
+            series=[Series(label="", points=points)],
+            has_marks=True,
+            is_stepped=is_stepped,
+            x_name="step" if is_stepped else "nats a token",
+            y_name=title.lower(),
+        )
         over = "step" if is_stepped else "divergence from the reference, in nats a token"
         what = (
             "What held-out answers are judged by" if title == "Gold" else "The reward model's score of them"
@@ -218,7 +255,11 @@ def _held_out_card(data: RunData, name: str, scores: Sequence[EvaluationRecord])
     last = scores[-1]
     is_share = last.accuracy is not None
     chart = Chart(
-        series=[Series(label="", points=points)], phases=data.phases, is_share=is_share, has_marks=True
+        series=[Series(label="", points=points)],
+        phases=data.phases,
+        is_share=is_share,
+        has_marks=True,
+        y_name=last.name,
     )
     what = "Share that was right of" if is_share else "Mean reward of the answers to"
     hint = f"{what} {last.count:,} problems, never trained on. The band is the 95% interval."
@@ -238,12 +279,19 @@ def _speed_card(data: RunData) -> list[Html]:
     ]
     if not points:
         return []
-    curve = Curve(title="Generation speed", hint="Sampled tokens a second, while generating.", metrics={})
+    curve = Curve(
+        title="Generation speed",
+        hint="Sampled tokens a second, while generating.",
+        metrics={},
+        y_name="tokens a second",
+    )
     return [_card(curve, [Series(label="", points=points)], data.phases)]
 
 
 def _card(curve: Curve, series: Sequence[Series], phases: Sequence[PhaseSpan]) -> Html:
-    chart = Chart(series=series, phases=phases, is_share=curve.is_share, is_log=curve.is_log)
+    chart = Chart(
+        series=series, phases=phases, is_share=curve.is_share, is_log=curve.is_log, y_name=curve.y_name
+    )
     title = f"{curve.title}: {phases[0].name}" if curve.is_apart else curve.title
     values = [point.y for point in series[0].points]
     notes = [_legend(series)] if len(series) > 1 else []

@@ -205,7 +205,9 @@ def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequen
     """
     timeline = draw_timeline(simulated_bars(found))
     header = el("header", el("h3", AXES), el("output", "", data_last=""))
-    card = el("section", header, draw(Chart(series=_growth(sizes), has_marks=True)), class_="card")
+    card = el(
+        "section", header, draw(Chart(series=_growth(sizes), has_marks=True, x_name="devices")), class_="card"
+    )
     body: list[Html] = [
         el("h1", title),
         *section("In numbers", [el("pre", "\n".join(lines))]),

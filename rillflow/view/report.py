@@ -108,7 +108,7 @@ def _result(summary: Summary) -> Html:
     before, after = summary.before, summary.after
     if before is None:
         return el("p", "Nothing was evaluated.", class_="hint")
-    name = "accuracy" if before.accuracy is not None else "mean reward"
+    name = before.name
     if after is None:
         shown = el("p", f"{before.value:.3f}", class_="change")
         return el("div", el("small", f"Held-out {name}"), shown, _intervals([before]))

@@ -74,8 +74,10 @@ def worst(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
 
 
 def longest(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
-    """The rows with the most sampled tokens."""
-    return _distinct(sorted(samples, key=lambda one: -len(one.rollout.sampled)), count)
+    """The rows with the most sampled tokens, each of another prompt; further ones where prompts are few."""
+    ordered = _distinct(sorted(samples, key=lambda one: -len(one.rollout.sampled)), None)
+    first = {one.rollout.prompt: one for one in reversed(ordered)}
+    return sorted(ordered, key=lambda one: one is not first[one.rollout.prompt])[:count]
 
 
 def draw_groups(read: Sequence[Sequence[Sample]]) -> list[Html]:
@@ -86,7 +88,7 @@ def draw_groups(read: Sequence[Sequence[Sample]]) -> list[Html]:
     groups = (
         (f"Best{step}", "Highest reward; of equals, the ones the policy was least sure of.", best(last)),
         (f"Worst{step}", "Lowest reward; of equals, the ones the policy was surest of.", worst(last)),
-        ("Longest", "The most tokens, over the steps that were looked at.", longest(every)),
+        ("Longest", "The most tokens, a row of each prompt, over the steps that were read.", longest(every)),
     )
     return [_group(title, hint, chosen) for title, hint, chosen in groups if chosen]
 
@@ -278,8 +280,8 @@ def _reward(sample: Sample) -> float:
     return sample.rollout.reward if sample.rollout.reward is not None else math.nan
 
 
-def _distinct(samples: Iterable[Sample], count: int) -> list[Sample]:
-    """The first ``count`` that differ in prompt and completion."""
+def _distinct(samples: Iterable[Sample], count: int | None) -> list[Sample]:
+    """The first ``count`` that differ in prompt and completion; None: all."""
     chosen: dict[tuple[str, str], Sample] = {}
     for one in samples:
         if len(chosen) == count:

@@ -9,11 +9,13 @@ STYLE = """
   color-scheme: light dark; --paper:#f7f6f2; --card:#fff; --ink:#1c2430; --soft:#667080; --hair:#e5e2da;
   --grid:#eeece6; --main:#0b6e84; --second:#d9772b; --good:#217a4b; --bad:#b3372f;
   --band:rgba(11,110,132,.16); --p0:rgba(11,110,132,.05); --p1:rgba(217,119,43,.07); --shade:217,119,43;
+  --edge:rgba(28,36,48,.28);
   --k0:#0b6e84; --k1:#d9772b; --k2:#6a5acd; --k3:#3f9b6c; --k4:#c2527f; --k5:#8a7a3b; --rest:#c9c5bb}
 @media(prefers-color-scheme:dark){
   :root {
     --paper:#11151b; --card:#191f27; --ink:#e6eaf0; --soft:#96a1b0; --hair:#2a323d; --grid:#232a34;
     --main:#54c3d8; --second:#f2a65a; --good:#6fcf97; --bad:#f28b82; --band:rgba(84,195,216,.18);
+    --edge:rgba(0,0,0,.7);
     --p0:rgba(84,195,216,.05); --p1:rgba(242,166,90,.07); --shade:242,140,60; --k0:#3fa9be; --k1:#e0924a;
     --k2:#9a8cf0; --k3:#5fbf8c; --k4:#e07ba5; --k5:#b9a75c; --rest:#4a5462}
 }
@@ -64,6 +66,7 @@ svg text {font-family: inherit; fill: var(--soft); font-size: 12px; font-variant
 .middle {text-anchor: middle}
 .end {text-anchor: end}
 .phasename {font-weight: 600}
+svg text.axis {font-size: 10.5px; font-style: italic}
 .grid {stroke: var(--grid)}
 .base {stroke: var(--hair)}
 .line,.raw {fill: none; stroke-linejoin: round; stroke-linecap: round}
@@ -101,7 +104,13 @@ svg text {font-family: inherit; fill: var(--soft); font-size: 12px; font-variant
   display: flex; height: 18px; border-radius: 5px; overflow: hidden; margin: 10px 0 8px;
   background: var(--grid)}
 .bar i {background: var(--kc); min-width: 1px}
-.scroll {overflow-x: auto}
+.scroll {
+  overflow-x: auto; background:
+    linear-gradient(to right,var(--card) 40%,transparent) 0 0/40px 100% local,
+    linear-gradient(to left,var(--card) 40%,transparent) 100% 0/40px 100% local,
+    linear-gradient(to right,var(--edge),transparent) 0 0/14px 100% scroll,
+    linear-gradient(to left,var(--edge),transparent) 100% 0/14px 100% scroll;
+  background-repeat: no-repeat}
 table {border-collapse: collapse; width: 100%; font-size: .86rem; font-variant-numeric: tabular-nums}
 th {font-weight: 500; color: var(--soft); text-align: right; white-space: nowrap}
 th,td {padding: 4px 8px; border-top: 1px solid var(--hair)}

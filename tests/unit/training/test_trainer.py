@@ -63,7 +63,13 @@ def test_a_policy_step_raises_what_had_advantage(module: PreTrainedModel, make_r
     assert bool((change[0::2] > 0).all()) and bool((change[1::2] < 0).all())
     assert metrics["policy/ratio/mean"].value == 1.0
     assert metrics["mismatch/logprob_gap/max"].value < 1e-6
+    assert metrics["mismatch/first_ratio/max"].value < 1e-6
     assert metrics["train/lr/mean"].value == 1e-3
+    sampled = on_policy(trainer, rows).ragged("sampler_logprobs")
+    off = rows.with_fields(sampler_logprobs=sampled.with_values(sampled.values - 1e-3))
+    found = trainer.update(off, POLICY, ratio_tolerance=1.0)["mismatch/first_ratio/max"].value
+    assert found == pytest.approx(math.expm1(1e-3), rel=1e-2)
+    assert "mismatch/first_ratio/max" not in trainer.update(off, POLICY)
 
 
 @pytest.mark.parametrize("budget", [1, 30])
@@ -103,8 +109,8 @@ def test_rows_without_advantage_are_measured_and_change_nothing(
         metrics = trainer.update(rows, loss, ratio_tolerance=1e-5)
         found.append((weights(module), {name: metric.value for name, metric in metrics.items()}))
     assert POLICY.prepare(rows).dense("loss_active").tolist() == [True] * 3 + [False] * 3
-    gap = "mismatch/logprob_gap/max"  # rounding itself, which the number of packed rows changes
-    assert found[0][1].pop(gap) < 1e-5 > found[1][1].pop(gap)
+    for gap in ("mismatch/logprob_gap/max", "mismatch/first_ratio/max"):  # rounding: packing changes it
+        assert found[0][1].pop(gap) < 1e-5 > found[1][1].pop(gap)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-4, abs=1e-6)
     for name, weight in found[0][0].items():
         torch.testing.assert_close(weight, found[1][0][name], rtol=1e-4, atol=2e-5)

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RunDirectoryError
-from rillflow.observe.reader import SpanRecord
+from rillflow.observe.reader import Evaluation, SpanRecord
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.records.metrics import Max, Mean
 from rillflow.view.chart import MAX_POINTS
 from rillflow.view.report import write_report
+from rillflow.view.style import STYLE
 from tests.unit.written_rollouts import write_rollouts
 
 MakeRun = Callable[..., Path]
@@ -97,6 +98,35 @@ def test_a_gap_that_was_never_measured_is_not_drawn(tmp_path: Path) -> None:
         page = write_report(tmp_path / name).read_text("utf-8")
         assert ("Sampler against trainer" in page) == bool(gap)
         assert ("They agree." in page) == bool(gap)
+
+
+def test_the_first_minibatch_against_the_sampler_is_drawn(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        for step in (1, 2):
+            run.log_metrics(step, "grpo", {"mismatch/first_ratio/max": Max(value=step * 1e-7)})
+    _, page = report(tmp_path / "run")
+    assert "First minibatch against the sampler" in page.text and "algorithm.ratio_tolerance" in page.text
+    assert "|ratio - 1|" in page.text and "2.0e-7" in page.text
+
+
+def test_a_score_has_one_name_on_the_page(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        looks = ((0, 0.0, True), (2, 0.4, False))
+        for step, reward, is_accuracy in looks:
+            found = Evaluation(count=20, mean_reward=reward, correct=0, is_accuracy=is_accuracy)
+            run.log_evaluation(step, found)
+            run.log_metrics(step + 1, "grpo", {"reward/score/mean": Mean(total=reward, count=1)})
+    _, page = report(tmp_path / "run")
+    assert "Held-out mean reward" in page.text and "accuracy" not in page.text.lower().split("config")[0]
+
+
+def test_axes_are_named_and_wide_things_show_that_they_scroll(make_run: MakeRun) -> None:
+    text, page = report(make_run())
+    charts = re.findall(r'<svg[^>]*class="chart".*?</svg>', text)
+    assert charts and all('class="axis end"' in chart for chart in charts)
+    assert "nats a token" in page.text and "share of tokens" in page.text
+    scroll = STYLE[STYLE.index(".scroll {") :].split("}")[0]
+    assert "overflow-x: auto" in scroll and "var(--edge)" in scroll
 
 
 def test_the_report_needs_nothing_but_itself(make_run: MakeRun) -> None:

@@ -79,6 +79,15 @@ def test_longest_counts_rows_without_a_score_too() -> None:
     assert texts(longest(SAMPLES, 2)) == ["not scored", "half"]
 
 
+def test_longest_shows_other_prompts_before_further_rows_of_one() -> None:
+    rows = [
+        Sample(step=1, rollout=tokens(*[-0.1] * count, prompt=prompt, completion=str(count)))
+        for count, prompt in ((6, "a"), (9, "a"), (8, "a"), (7, "b"))
+    ]
+    found = [(row.rollout.prompt, len(row.rollout.sampled)) for row in longest(rows, 3)]
+    assert found == [("a", 9), ("b", 7), ("a", 8)]
+
+
 def test_a_long_run_is_read_at_a_few_steps_first_and_last_among_them(tmp_path: Path) -> None:
     row = {"epoch": 0, "prompt_id": 0, "sample": 0, "finish": "stop"}
     with RunDirectory.open(tmp_path / "run", {}) as run:

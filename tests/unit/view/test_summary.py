@@ -161,7 +161,7 @@ def test_graded_rewards_are_no_accuracy(make_run: MakeRun, tmp_path: Path) -> No
                     ),
                 )
         text = render_text(summarise(run))
-        assert "Held-out reward    1.250 [0.900, 1.600] -> 1.500 [1.100, 1.900]" in text
+        assert "Held-out mean reward  1.250 [0.900, 1.600] -> 1.500 [1.100, 1.900]" in text
         assert "It rose by 0.250, but the intervals overlap" in text
         assert "accuracy" not in text
         assert ("Reward >= 2        0.150 -> 0.350 (share of the answers)" in text) is (success is not None)
@@ -175,7 +175,7 @@ def test_one_look_with_a_graded_reward_makes_all_of_them_graded(tmp_path: Path) 
         run.log_evaluation(0, Evaluation(correct=0, count=20, mean_reward=0.0, interval=(0.0, 0.161)))
         run.log_evaluation(5, Evaluation(count=20, mean_reward=0.4, is_accuracy=False, interval=(0.3, 0.5)))
     text = render_text(summarise(tmp_path / "run"))
-    assert "Held-out reward    0.000 [0.000, 0.161] -> 0.400 [0.300, 0.500]" in text
+    assert "Held-out mean reward  0.000 [0.000, 0.161] -> 0.400 [0.300, 0.500]" in text
 
 
 def test_what_should_not_be_overlooked_is_said(make_run: MakeRun, tmp_path: Path) -> None:
