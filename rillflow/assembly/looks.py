@@ -38,6 +38,7 @@ from rillflow.assembly.preflight import (
     Given,
     agent_function,
     cost_functions,
+    critic_source,
     model_source,
     open_rows,
     reward_functions,
@@ -363,7 +364,9 @@ def _has_chat(task: Task[Example] | None) -> bool:
 
 
 def _look_at_scorers(recipe: Recipe, base: Path, report: Report) -> None:
-    for setting, source in scorer_sources(recipe, base).items():
+    start = critic_source(recipe, base)
+    sources = scorer_sources(recipe, base) | ({} if start is None else {"critic.path": start})
+    for setting, source in sources.items():
         report.say(setting, [source])
         model = Path(base_of(source))
         if model.is_dir():

@@ -21,7 +21,7 @@ from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.assembly.drawing import graphs
 from rillflow.assembly.phases import PhasePlan, phase_plans
 from rillflow.assembly.planned import grid_of
-from rillflow.assembly.preflight import model_source, scorer_sources
+from rillflow.assembly.preflight import critic_source, model_source, scorer_sources
 from rillflow.assembly.recipe import LoadedRecipe, Recipe, recipe_class
 from rillflow.assembly.resume import BESIDE_SETTINGS
 from rillflow.assembly.role_table import model_roles
@@ -144,8 +144,8 @@ def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
     new, source = recipe.policy.model.new, model_source(recipe, base)
     lead = shape_of_new(new) if new is not None else shape_of_directory(str(source))
     others = {setting.split(".")[0]: path for setting, path in scorer_sources(recipe, base).items()}
-    if recipe.critic.path is not None:
-        others |= dict.fromkeys(("critic", "cost_critic"), str(base / recipe.critic.path))
+    if (start := critic_source(recipe, base)) is not None:
+        others |= dict.fromkeys(("critic", "cost_critic"), start)
     found = {}
     for role in model_roles(recipe, graph.roles):
         shape = shape_of_directory(others[role]) if role in others else lead

@@ -98,6 +98,16 @@ def scorer_sources(recipe: Recipe, base: Path) -> dict[str, str]:
     return found
 
 
+def critic_source(recipe: Recipe, base: Path) -> str | None:
+    """The directory or hub name that the critic starts from; None for the policy's.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    path = recipe.critic.path
+    return None if path is None else _existing("critic.path", path, base)
+
+
 def judge_source(judge: JudgeConfig, base: Path) -> str:
     """The directory or hub name of a judge; of a run, the one it trained last.
 

@@ -20,7 +20,7 @@ from rillflow.algorithms.registry import ALGORITHMS, warm_start
 from rillflow.assembly.consistency import inconsistencies
 from rillflow.assembly.corrections import with_correction
 from rillflow.assembly.role_table import SECTION_ROLES
-from rillflow.assembly.trained import model_directory
+from rillflow.assembly.trained import named_model
 from rillflow.cluster.config import PlacementConfig
 from rillflow.config.load import read_toml, validate
 from rillflow.config.overrides import Override, apply_overrides, parse_override
@@ -28,7 +28,6 @@ from rillflow.config.problems import together
 from rillflow.config.schema import tags
 from rillflow.config.section import Section
 from rillflow.models.config import ModelConfig
-from rillflow.observe import layout
 from rillflow.rewards.config import CostConfig, RewardConfig
 from rillflow.rollout.config import RolloutConfig, Temperature
 from rillflow.tasks.config import TaskConfig
@@ -86,7 +85,9 @@ class CriticConfig(Section):
     """The critic, where an algorithm has one; in all else it is trained as the policy is."""
 
     path: str | None = Field(
-        None, description="A directory to start from; left out, the policy's weights with a new head."
+        None,
+        description="A model's directory to start from, or a run: its critic, else its reward model, else "
+        "its policy. Left out, the policy's weights with a new head.",
     )
     lr: float | None = Field(None, gt=0, description="Peak learning rate; left out, the policy's.")
 
@@ -229,7 +230,7 @@ def load_recipe(
     else:
         settings = [parse_override(text) for text in overrides]
     recipe = validate(recipe_class(algorithms), apply_overrides(data, settings), str(path))
-    recipe = _with_model_of_run(recipe, path.parent)
+    recipe = _with_models_of_runs(recipe, path.parent)
     if recipe.run.dir is None:
         run = recipe.run.model_copy(update={"dir": str(Path("runs") / run_name(path))})
         recipe = recipe.model_copy(update={"run": run})
@@ -238,19 +239,17 @@ def load_recipe(
     return LoadedRecipe(recipe=recipe, path=path, base=path.parent, given=given)
 
 
-def _with_model_of_run(recipe: Recipe, base: Path) -> Recipe:
-    """The recipe with the newest checkpoint's policy where ``policy.model.path`` names a run directory.
+def _with_models_of_runs(recipe: Recipe, base: Path) -> Recipe:
+    """The recipe with newest checkpoints' models where a model's path names a run directory.
 
     Raises:
-        RunDirectoryError: the run has no checkpoint, or trains no policy.
+        RunDirectoryError: a run has no checkpoint, or trains no such model.
     """
-    model = recipe.policy.model
-    run = base / Path(model.path or "").expanduser()
-    if model.path is None or not layout.is_run_directory(run):
-        return recipe
-    inside = model_directory(run, "policy").relative_to(run)
-    named = model.model_copy(update={"path": str(Path(model.path) / inside)})
-    return recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"model": named})})
+    path = named_model(recipe.policy.model.path, base, "policy")
+    policy = recipe.policy.model_copy(update={"model": recipe.policy.model.model_copy(update={"path": path})})
+    started = named_model(recipe.critic.path, base, "critic", "reward_model", "policy")
+    critic = recipe.critic.model_copy(update={"path": started})
+    return recipe.model_copy(update={"policy": policy, "critic": critic})
 
 
 def recipe_class(algorithms: Sequence[Algorithm]) -> type[Recipe]:

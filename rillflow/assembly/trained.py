@@ -33,6 +33,25 @@ def model_directory(run: Path, role: str, step: int | None = None) -> Path:
     return found
 
 
+def named_model(path: str | None, base: Path, *roles: str) -> str | None:
+    """Return a path of a recipe; of a run directory, that of a model in its newest checkpoint.
+
+    Args:
+        path: relative to ``base``; None for none.
+        base: the recipe's folder.
+        *roles: whose model of a run is taken, the first that the run trains.
+
+    Raises:
+        RunDirectoryError: the run has no checkpoint, or trains none of the roles.
+    """
+    run = base / Path(path or "").expanduser()
+    if path is None or not layout.is_run_directory(run):
+        return path
+    checkpoint = _checkpoint(run, None)
+    role = next((role for role in roles if (checkpoint / role).is_dir()), roles[0])
+    return str(Path(path) / model_directory(run, role).relative_to(run))
+
+
 def write_merged(
     source: Path,
     out: Path,

@@ -67,12 +67,13 @@ def plan(arguments: argparse.Namespace) -> int:
         pays_with=prompts_that_pay(problem, CostModel, ranking.sizes),
     )
     lines = decision_lines(found)
-    _print(arguments, [f"{plans[0].name} on {problem.hardware.name}", *lines], decision_data(found))
+    title = f"{plans[0].name} on {problem.hardware.title}"
+    _print(arguments, [title, *lines], decision_data(found))
     if arguments.out is not None:
         _write(arguments.out, plan_text(plans[0]))
     if arguments.plot is not None:
-        title = f"{plans[0].name} on {problem.hardware.name}, freshness {plans[0].freshness}"
-        _write(arguments.plot, plan_page(title, simulated[0], lines, ranking.sizes))
+        page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines, ranking.sizes)
+        _write(arguments.plot, page)
     return DONE
 
 

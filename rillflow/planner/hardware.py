@@ -108,6 +108,8 @@ class Accuracy:
 
 
 _OVERHEADS = {"step_s", "step_row_s"}
+OWN_STACK = "rillflow"
+"""The factor set of Rillflow's own runs."""
 UNFITTED = "default"
 """The factor set of a cluster's file that names none."""
 _FLEETS = quantities.checked(
@@ -206,8 +208,15 @@ class Hardware:
     """What the stack on it does."""
     calibrated: str = ""
     """What the factors were fitted to; empty where the file does not say."""
+    stack: str = ""
+    """The shipped factor set that these are; empty where the file changes them, or names none."""
     accuracy: Accuracy | None = None
     """How far off such factors were on steps left out of their fit; none where nobody measured it."""
+
+    @property
+    def title(self) -> str:
+        """Its name, and the system that the factors are of, where that is another one."""
+        return self.name if self.stack in ("", OWN_STACK) else f"{self.name}, as {self.stack} would run it"
 
     @property
     def devices(self) -> int:
@@ -271,6 +280,7 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
         factors=read(Factors, factors, f"{name}, factors", stack.factors),
         engine=read(EngineFactors, engine, f"{name}, engine", stack.engine),
         calibrated=said.get("calibrated", "" if changed else stack.calibrated),
+        stack="" if changed or said["like"] == UNFITTED else said["like"],
         accuracy=None if changed else stack.accuracy,
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rillflow
+from rillflow.assembly.recipe import load_recipe
 from rillflow.errors import CallbackError, ConfigError, DataError, Interrupted, RewardError, RunDirectoryError
 from rillflow.observe.layout import rollout_files
 from tests.flows.conftest import Tiny
@@ -105,6 +106,11 @@ def test_numbers_of_numpy_are_numbers_and_a_run_starts_from_another_one(tiny: Ti
     start = {"policy.model": {"path": str(first.path)}, **one}
     second = train(tiny.folder / "second", prompts=rows, settings=start)
     assert second.settings["policy"]["model"]["path"] == str(first.checkpoint())  # type: ignore[index,call-overload]
+    critic = {**one, "algorithm.name": "ppo", "critic.path": str(first.path)}
+    assert load_recipe(RECIPE, critic).recipe.critic.path == str(first.checkpoint())
+    beside = Path(str(first.checkpoint())).with_name("critic")
+    shutil.copytree(str(first.checkpoint()), beside)
+    assert load_recipe(RECIPE, critic).recipe.critic.path == str(beside)
     empty = tiny.folder / "empty"
     shutil.copytree(first.path, empty, ignore=shutil.ignore_patterns("step-*"))
     with pytest.raises(RunDirectoryError, match="empty has no checkpoint"):

@@ -88,8 +88,10 @@ def test_a_prediction_says_what_its_factors_were_fitted_to(
         ("[factors]\ntrain_flops = 0.3\n", "does not say what they were fitted to"),
     ):
         file.write_text(more + CLUSTER if more.startswith("like") else CLUSTER + more)
-        (line,) = [line for line in said(capsys, *PLAN).splitlines() if line.startswith("how exact: ")]
+        lines = said(capsys, *PLAN).splitlines()
+        (line,) = [line for line in lines if line.startswith("how exact: ")]
         assert told in line
+        assert ("as verl would run it" in lines[0]) == more.startswith("like")
     file.write_text('calibrated = "runs/first by rillflow calibrate"' + CLUSTER)
     assert "how exact: factors fitted to runs/first by rillflow calibrate\n" in said(capsys, *PLAN)
     assert json.loads(said(capsys, *PLAN, "--format", "json"))["accuracy"].startswith(
@@ -140,7 +142,7 @@ def test_the_short_form_decides_without_a_recipe_and_without_torch() -> None:
     words = [sys.executable, "-c", code, *SHORT, "--price", "2 $/h", "--steps", "200"]
     out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     head = out.splitlines()
-    assert head[0] == "ppo on 16 x H100"
+    assert head[0] == "ppo on 16 x H100, as nemo-rl would run it"
     assert re.match(r"a step: .* s \(.* to .* s\) on \d+ devices", head[1])
     assert re.search(r"\non 32 devices: .* \(.* to .*\) a step, [+-]\d+% rows a second\n", out)
     assert "200 steps: " in out and "at the cluster's prices" in out
