@@ -22,6 +22,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 import measured_at
 
@@ -228,10 +229,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="run each Nth attack alone")
     parser.add_argument("--write", type=Path, help="where the page is written")
     arguments = parser.parse_args()
-    lines = []
+    lines = list[str]()
     for line in page(arguments.every):
-        print(line, flush=True)
-        lines.append(line)
+        shown = (
+            line if line.startswith("|") else fill(line, 110, subsequent_indent="  " * line.startswith("-"))
+        )
+        print(shown, flush=True)
+        lines.append(shown)
     if arguments.write is not None:
         arguments.write.write_text("\n".join(lines) + "\n")
 

@@ -25,6 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 
 import measured_at
 
@@ -155,7 +156,8 @@ def page(found: Sequence[Case], arguments: argparse.Namespace, load: float) -> s
         shown = (_shown(case.wall_ms), _shown(case.processor_ms), beyond(case, found))
         cells = (REWARDS[case.reward], str(case.num_workers), f"`{case.level}`", *shown)
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *verdict(found)])
+    lines += ["", *verdict(found)]
+    return "\n".join(line if line.startswith("|") else fill(line, 110) for line in lines)
 
 
 def _shown(values: Sequence[float]) -> str:

@@ -2,7 +2,8 @@
 
     Python, packages ─┐
     processor, memory ├─ one probe each ─> Finding(ok | warn | fail, what, fix)
-    disk, limits ─────┘
+    disk, limits ─────┤
+    sandbox ──────────┘
 
 A probe looks and changes nothing, but for one small file it writes into the folder and removes.
 """
@@ -25,8 +26,14 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from rillflow.errors import RewardError
 from rillflow.observe.environment import CONTROL_GROUP, usable_cores, words_of
 from rillflow.observe.wording import size
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.levels import SENTENCES, Level
+from rillflow.rewards.supervised import REFUSED, Containment
+from rillflow.rewards.workers import RewardWorkers
 
 GIB = 1024**3
 LEAST_MEMORY_BYTES = 2 * GIB
@@ -34,6 +41,15 @@ LEAST_DISK_BYTES = 2 * GIB
 LEAST_SHARED_BYTES = GIB
 LEAST_FILES = 256
 LEAST_PROCESSES = 64
+
+_PROBE = "def probe(completions):\n    return []\n"
+_CONTAINMENTS = {Level.FULL: Containment.SANDBOX, Level.SHARED_USER: Containment.SHARED_USER}
+_FIX_NAMESPACES = (
+    "let Linux give user namespaces: sysctl user.max_user_namespaces=10000; on Ubuntu also "
+    "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined "
+    "--security-opt systempaths=unconfined"
+)
+_FIX_GROUP = "delegate a memory cgroup: systemd-run --user --scope -p Delegate=yes rillflow run RECIPE"
 
 
 class Health(StrEnum):
@@ -75,6 +91,7 @@ def examine(folder: Path) -> list[Finding]:
         lambda: disk(folder),
         lambda: writing(folder),
         limits,
+        sandbox,
     )
     return [finding for probe in probes for finding in probe()]
 
@@ -289,3 +306,23 @@ def _limit(name: str, kind: int, least: int, fix: str) -> list[Finding]:
     if soft < least:
         return _found(name, f"{soft:,} allowed, at least {least:,} are wanted", fix)
     return _found(name, f"{soft:,} allowed")
+
+
+def sandbox(limit: Level = Level.FULL) -> list[Finding]:
+    """How much apart this machine keeps text that a reward or an agent runs, and what is missing.
+
+    Args:
+        limit: the strongest level that is tried.
+    """
+    probe = FunctionPath(file=Path("doctor.py"), name="probe", text=_PROBE)
+    try:
+        with RewardWorkers(probe, RewardConfig(sandbox=True), containment=_CONTAINMENTS[limit]) as workers:
+            workers.load()
+            level, missing = workers.level, workers.shortcomings
+    except RewardError as error:
+        reason = error.what.partition(REFUSED)[2].strip(": ") or error.what
+        what = f"{Level.NONE}: {reason}; a reward or an agent that runs text is refused"
+        return _found("sandbox", what, _FIX_NAMESPACES)
+    fix = "" if level is Level.FULL else "start runs as root, of a container too, so that users can be mapped"
+    found = _found("sandbox", f"{level}: {SENTENCES[level]}", fix)
+    return found + (_found("sandbox memory", missing, _FIX_GROUP) if missing else [])

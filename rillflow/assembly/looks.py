@@ -158,12 +158,12 @@ def look(
         report.attempt(lambda: _look_at_tokens(recipe, base, report, say))
         report.attempt(lambda: _look_at_memory(recipe, report))
     report.attempt(lambda: _look_at_scorers(recipe, base, report))
-    report.attempt(lambda: _look_at_agent(recipe, base, report))
     report.attempt(lambda: _look_at_machine(recipe, report))
     if not runs_code:
+        report.attempt(lambda: _read_agent(recipe, base, report))
         report.attempt(lambda: _say_left_out(recipe, base, report))
         return
-    report.attempt(lambda: _look_at_signature(recipe, base, report))
+    report.attempt(lambda: _look_at_agent(recipe, base, report))
     report.attempt(lambda: _look_at_functions(reward_functions(recipe, base, report.task), recipe, report))
     report.attempt(lambda: _look_at_functions(cost_functions(recipe, base), recipe, report))
 
@@ -391,7 +391,8 @@ def _look_at_machine(recipe: Recipe, report: Report) -> None:
         )
 
 
-def _look_at_agent(recipe: Recipe, base: Path, report: Report) -> None:
+def _read_agent(recipe: Recipe, base: Path, report: Report) -> None:
+    """An agent's source is read, where nothing that a recipe names may run."""
     function = agent_function(recipe, base)
     if function is not None and recipe.rollout.agent is not None:
         setting = recipe.rollout.agent.sandbox
@@ -399,7 +400,7 @@ def _look_at_agent(recipe: Recipe, base: Path, report: Report) -> None:
         report.notes += _execution_notes(function, "rollout.agent.sandbox", setting, level=None)
 
 
-def _look_at_signature(recipe: Recipe, base: Path, report: Report) -> None:
+def _look_at_agent(recipe: Recipe, base: Path, report: Report) -> None:
     """An agent is loaded in a child of its kind; each row has what it needs."""
     agent, function = recipe.rollout.agent, agent_function(recipe, base)
     if agent is None or function is None or report.task is None:
@@ -407,6 +408,7 @@ def _look_at_signature(recipe: Recipe, base: Path, report: Report) -> None:
     held = RewardConfig(workers=1, memory_bytes=agent.memory_bytes, sandbox=agent.sandbox)
     with RewardWorkers(function, held) as workers:
         required = workers.load().required
+        report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, workers.level)
     task = report.task
     rows = [*task.train, *task.held_out, *(row for rows in task.sets.values() for row in rows)]
     for name, row in ((name, row) for name in required if name not in GIVEN for row in rows):

@@ -248,9 +248,13 @@ class Child:
         if not frames or (is_over and not loading):
             return None
         if len(frames) > 1 or self._reader.num_held or self.state is State.IDLE:
-            raise FrameError("an answer nobody asked for")
-        if not loading and frames[0].get("number") != self._asked["number"]:
-            raise FrameError("an answer to another call")
+            rest = f", and {self._reader.num_held} bytes" if self._reader.num_held else ""
+            raise FrameError(
+                f"{len(frames)} frames{rest} where {int(self.state is not State.IDLE)} is expected"
+            )
+        number = frames[0].get("number")
+        if not loading and number != self._asked["number"]:
+            raise FrameError(f"an answer to call {reprlib.repr(number)}, which is not the open one")
         self.state = State.IDLE
         self.deadline = math.inf
         if loading:
@@ -267,18 +271,25 @@ class Child:
                 "level": str(level),
                 "accepted": list(accepted),
                 "required": list(required),
+                "takes_any": bool(takes_any),
             }:
+                if level not in set(Level):
+                    raise FrameError(f"an unknown level {reprlib.repr(level)}")
+                if not self._started <= at_s <= time.monotonic():
+                    raise FrameError(f"loading ended at {at_s:g} s, before it began or in the future")
+                if odd := [name for name in (*accepted, *required) if not isinstance(name, str)]:
+                    raise FrameError(f"a parameter {reprlib.repr(odd[0])}")
                 self.shortcomings, self.level = told, Level(level)
                 self.start_s = at_s - self._started
                 self.parameters = Parameters(
                     accepted=frozenset(accepted),
                     required=tuple(required),
-                    takes_any=frame["takes_any"] is True,
+                    takes_any=takes_any,
                 )
             case {"type": "refused", "what": str(what)}:
                 raise self._unusable(what)
             case _:
-                raise FrameError(f"an answer of type {frame['type']!r}")
+                raise FrameError(f"an answer of type {reprlib.repr(frame['type'])} to loading")
 
     def _called(self, frame: Frame) -> Answer:
         is_scored = self._asked["type"] == "call"
@@ -298,7 +309,7 @@ class Child:
                     why="it returns one entry, a number or None, for every completion",
                     fix="return a list; a score that holds for all rows is [score] * len(completions)",
                 )
-        raise FrameError(f"an answer of type {frame['type']!r}")
+        raise FrameError(f"an answer of type {reprlib.repr(frame['type'])} to a {self._asked['type']}")
 
     def _ended(self, how: str) -> Failure:
         """What it means that the process ended by itself."""

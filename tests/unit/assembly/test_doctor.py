@@ -31,13 +31,35 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 print(*(f"{finding.name}|{finding.health}|{finding.what}|{finding.fix}" for finding in limits()), sep="\\n")
 """
 
+APART = """
+import sys
+from pathlib import Path
+from rillflow.rewards.kernel import USERS
+from rillflow.rewards.sandbox import isolate
+isolate(USERS)
+if sys.argv[1]:
+    Path("/proc/sys/user/max_user_namespaces").write_text(sys.argv[1])
+from rillflow.assembly.doctor import sandbox
+print(*(f"{finding.name}|{finding.health}|{finding.what}|{finding.fix}" for finding in sandbox()), sep="\\n")
+"""
+
 
 def test_this_machine_can_run(tmp_path: Path) -> None:
     findings = examine(tmp_path)
     assert [finding for finding in findings if finding.health is Health.FAIL] == []
     assert next(finding for finding in findings if finding.name == "torch").what.startswith("2.")
     names = {finding.name for finding in findings}
-    assert names >= {"python", "torch", "device", "threads", "memory", "disk", "writing", "open files"}
+    assert names >= {
+        "python",
+        "torch",
+        "device",
+        "threads",
+        "memory",
+        "disk",
+        "writing",
+        "open files",
+        "sandbox",
+    }
     assert names >= {"pyarrow", "reasoning-gym", "ray"}, "packages that only some runs need"
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
@@ -98,3 +120,22 @@ def test_cores_and_memory_are_those_of_this_process() -> None:
 def test_a_finding_is_a_record() -> None:
     with pytest.raises(AttributeError):
         Finding(name="a", health=Health.OK, what="b").name = "c"  # type: ignore[misc]
+
+
+@pytest.mark.skipif(
+    not Path("/proc/sys/user/max_user_namespaces").is_file()
+    or Path("/proc/sys/user/max_user_namespaces").read_text().strip() == "0",
+    reason="this kernel gives no user namespaces",
+)
+@pytest.mark.parametrize(
+    ("namespaces", "told", "fix"),
+    [
+        ("", "sandbox|warn|shared-user: ", "start runs as root"),
+        ("0", "sandbox|warn|none: unshare: No space left on device; ", "sysctl user.max_user_namespaces"),
+    ],
+)
+def test_the_sandboxs_level_is_named_and_what_is_missing(namespaces: str, told: str, fix: str) -> None:
+    command = [sys.executable, "-c", APART, namespaces]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("sandbox|")]
+    assert line.startswith(told) and fix in line
