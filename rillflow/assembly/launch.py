@@ -36,7 +36,7 @@ from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
 from rillflow.observe.reader import read_metrics
 from rillflow.observe.run_directory import RunDirectory, holds_step, set_aside
-from rillflow.pipeline.interrupt import Interruption
+from rillflow.pipeline.interrupt import Interruption, Stage
 from rillflow.planner.plan import Plan
 from rillflow.records.metrics import Metrics
 from rillflow.view.predicted import compare, render_comparison
@@ -69,12 +69,27 @@ def launch(
         command: what was typed, for the commands that the summary suggests; empty where a program launches.
         given: rows and rewards that are no files.
         told: called after every whole step with its phase, number and metrics; an error of it ends the run.
-        interruption: what asks the run to stop, beside the signals.
+        interruption: what asks the run to stop, beside the signals, which it handles while this runs.
 
     Raises:
         RillflowError: anything a user can mend, with what, why and what to do.
         Interrupted: the user asked to stop; the same command goes on.
     """
+    with interruption or Interruption() as asked, asked.orderly():
+        return _launched(recipe, base, fresh, quiet, plan, command, given, told, asked)
+
+
+def _launched(
+    recipe: Recipe,
+    base: Path,
+    fresh: bool,
+    quiet: bool,
+    plan: Plan | None,
+    command: Sequence[str],
+    given: Given,
+    told: Callable[[str, int, Metrics], None] | None,
+    asked: Interruption,
+) -> Summary:
     path = Path(recipe.run.dir or "runs/run")
     drawn = None if fresh else drawn_from(path)
     sound = require_sound(recipe, base, (lambda _: None) if quiet else Progress.say, drawn=drawn, given=given)
@@ -85,18 +100,22 @@ def launch(
         run = stack.enter_context(RunDirectory.open(path, settings, may_change=MAY_CHANGE))
         require_possible(recipe, path, run.changes, sound.rows)
         progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet, told=told))
+        for note in run.notes:
+            progress.note(f"damaged: {note}")
         if is_finished(recipe, path):
             progress.note(f"{path} is finished; --fresh sets it aside and starts again")
         else:
             for note in (*sound.notes, *warnings_of(load(path))):
                 progress.note(f"note: {note}")
+            asked.say = progress.note
             try:
-                with interruption or Interruption() as asked:
-                    asked.say = progress.note
+                with asked.orderly():
                     _train(recipe, base, sound, run, progress, stack, plan, command, asked)
             except Exception:
                 _leave_report(run, recipe, base, progress)
                 raise
+            finally:
+                asked.stage = Stage.ENDING
         try:
             _write_report(run, recipe, base)
         except RunDirectoryError as error:  # the run is whole without
@@ -156,7 +175,7 @@ def _train(
     from rillflow.dataflow.checkpoint import latest_checkpoint
 
     task, encoded = sound.rows, sound.encoded
-    (run.path / layout.FINISHED).unlink(missing_ok=True)
+    run.evidence.remove(layout.FINISHED)
     keep_sources(recipe, task, base, run.path)
     keep_data(task, run.path)
     checkpoint = latest_checkpoint(run.checkpoints, run.id)

@@ -15,7 +15,8 @@ from rillflow.cluster.config import MeshSizes, PlacementConfig
 from rillflow.config.overrides import parse_override
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError, PlanError, nearest
-from rillflow.observe import durable, layout
+from rillflow.observe import layout
+from rillflow.observe.evidence import Evidence
 from rillflow.planner.grid import Grid
 from rillflow.planner.plan import SAMPLER, Plan, open_plan, plan_text
 
@@ -111,7 +112,7 @@ def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
     """
     file = run / layout.PLAN
     if plan is not None:
-        durable.replace(file, [plan_text(plan).encode()])
+        Evidence(run).write(layout.PLAN, plan_text(plan).encode())
     elif file.is_file():
         plan = open_plan(file)
     return plan is not None and is_placed_by(plan, placement)

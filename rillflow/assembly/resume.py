@@ -14,8 +14,9 @@ from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.assembly.recipe import Recipe
 from rillflow.dataflow.checkpoint import Checkpoint, kept_steps
 from rillflow.errors import DataError, RunDirectoryError
-from rillflow.observe import durable, layout
+from rillflow.observe import layout
 from rillflow.observe.changes import Change
+from rillflow.observe.evidence import Evidence
 from rillflow.observe.json_lines import JSON, encode, read_json
 from rillflow.observe.run_directory import holds_step
 from rillflow.rewards.function import parse_function
@@ -90,7 +91,7 @@ def keep_sources(recipe: Recipe, task: Task[Example], base: Path, run: Path) -> 
     for setting, text in sources_of(recipe, task, base).items():
         kept = run / layout.SOURCES / f"{setting}-{digest(text)}.py"
         if not kept.is_file():
-            durable.replace(kept, [text])
+            Evidence(run).write(f"{layout.SOURCES}/{kept.name}", text)
 
 
 def drawn_from(run: Path) -> int | None:
@@ -107,13 +108,17 @@ def keep_data(task: Task[Example], run: Path) -> None:
     """
     now = task.fingerprint
     kept: dict[str, JSON] = {"drawn": now.drawn, "rows": now.rows, "held_out": now.held_out}
-    durable.replace(run / layout.DATA, [encode(kept)])
+    Evidence(run).write(layout.DATA, encode(kept))
 
 
 def _kept_data(run: Path) -> Mapping[str, Any]:
     kept: Mapping[str, Any] = read_json(run / layout.DATA)
     if [type(kept.get(name)) for name in ("drawn", "rows", "held_out")] != [int, list, list]:
-        raise RunDirectoryError(f"{run / layout.DATA} has no digests of rows", why="something else wrote it")
+        raise RunDirectoryError(
+            f"{run / layout.DATA} has no digests of rows",
+            why="something else wrote it",
+            fix="restore it from a copy, or remove it where the data are as they were",
+        )
     return kept
 
 

@@ -244,6 +244,20 @@ def timeline(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def verify(arguments: argparse.Namespace) -> int:
+    """``rillflow verify``: whether a run directory is as the run wrote it; 1 where it is not."""
+    from rillflow.assembly.verify import verify as verified
+
+    found = verified(arguments.run)
+    for name in found.whole:
+        print(f"whole    {name}")
+    for told in found.lost:
+        print(f"lost     {told}")
+    for each in found.damaged:
+        print(f"damaged  {each}")
+    return FAILED if found.damaged else DONE
+
+
 def replay(arguments: argparse.Namespace) -> int:
     """``rillflow replay``: make an update that a run left out again; 1 where it is not finite here too."""
     from rillflow.assembly.replay import replay as replayed

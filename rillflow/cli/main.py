@@ -11,9 +11,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rillflow import __version__
@@ -45,7 +49,8 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     handler.setFormatter(_Visible("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
     try:
-        code = COMMANDS[arguments.command][0](arguments)
+        with _interrupted_by_sigterm():
+            code = COMMANDS[arguments.command][0](arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -62,6 +67,24 @@ class _Visible(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """See the library."""
         return visible(super().format(record))
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does; a run handles both itself once it has begun to start."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parsed(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespace:
@@ -275,6 +298,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentPa
     "serve": (commands.serve, _serve_arguments),
     "report": (commands.report, _report_arguments),
     "timeline": (commands.timeline, _timeline_arguments),
+    "verify": (commands.verify, _report_arguments),
     "replay": (commands.replay, _replay_arguments),
     "merge": (commands.merge, _merge_models_arguments),
     "merge-adapter": (commands.merge_adapter, _merge_arguments),
@@ -293,6 +317,7 @@ HELP = {
     "serve": "answer by OpenAI's protocol with a model, or with a run's newest checkpoint",
     "report": "write the report of a run again",
     "timeline": "say where the ranks of a run waited, and for whom; write its steps as a trace",
+    "verify": "compare everything in a run directory with the digests that the run wrote",
     "replay": "make an update that a run left out again, and say where its first odd number is",
     "merge": "make one model of several, by averages, task vectors or optimal transport",
     "merge-adapter": "put an adapter into its base's weights, as a model of its own",

@@ -48,7 +48,8 @@ from rillflow.cluster.messages import Body, Slot, by_name, opened, packed, repli
 from rillflow.cluster.nodes import ProcessSeat, Seating
 from rillflow.cluster.private import private_folder, private_token, warn_without_token
 from rillflow.cluster.ranks import Stranded
-from rillflow.cluster.watchdog import MARK, watch
+from rillflow.cluster.signals import kept_by_driver, left_to_driver
+from rillflow.cluster.watchdog import MARK, end, end_once, watch
 from rillflow.errors import ClusterError
 from rillflow.observe.environment import usable_cores
 
@@ -177,11 +178,12 @@ class RayBackend:
         for held in (self.pools, self.devices, self._ranks, self._methods, self._groups):
             held.clear()
         if self._started:
+            if self._watchdog is not None:
+                end_once(self._watchdog, lambda: not ray.is_initialized())
             ray.shutdown()
             self._started = False
         if self._watchdog is not None:
-            with suppress(subprocess.TimeoutExpired):  # a fork of ours may hold its input open until it ends
-                self._watchdog.communicate(timeout=_CLOSE_S)
+            end(self._watchdog, _CLOSE_S)
             self._watchdog = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -200,21 +202,23 @@ class RayBackend:
             return
         self._started = True
         if self._address is not None:
-            _join_cluster(self._address)
+            with kept_by_driver():
+                _join_cluster(self._address)
             return
         self._folder = private_folder()
         private_token()
         self._watchdog = watch(self._folder)
         os.environ[MARK] = str(self._folder)
         try:
-            ray.init(
-                num_cpus=max(ranks, os.cpu_count() or 1),
-                num_gpus=torch.cuda.device_count(),
-                include_dashboard=False,
-                log_to_driver=True,
-                logging_level=logging.WARNING,
-                _temp_dir=str(self._folder / "r"),
-            )
+            with kept_by_driver():
+                ray.init(
+                    num_cpus=max(ranks, os.cpu_count() or 1),
+                    num_gpus=torch.cuda.device_count(),
+                    include_dashboard=False,
+                    log_to_driver=True,
+                    logging_level=logging.WARNING,
+                    _temp_dir=str(self._folder / "r"),
+                )
         finally:
             del os.environ[MARK]
 
@@ -313,6 +317,7 @@ class RankProcess:
 
     def __init__(self, paths: Sequence[str]) -> None:
         sys.path += [path for path in paths if path not in sys.path]
+        left_to_driver()
         self._node = ray.util.get_node_ip_address()
         self._store: Any = None
         self._held: dict[str | int, Any] = {}

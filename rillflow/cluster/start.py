@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rillflow.cluster.backend import Backend, Pool
 from rillflow.cluster.config import PlacementConfig
 from rillflow.cluster.inline import InlineBackend
+from rillflow.cluster.signals import ENVIRONMENT
 from rillflow.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ _EVERY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_prestart_worker_first_driver": "0",  # idle processes, one a core, never used
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # whoever reads a result gets its error
+    **ENVIRONMENT,
 }
 
 

@@ -194,6 +194,16 @@ def latest_checkpoint(folder: Path, run: str = "") -> Checkpoint | None:
     return None
 
 
+def examined(folder: Path, run: str = "") -> dict[str, str]:
+    """The checkpoints of a folder by name, newest first, each with what is wrong with it; empty: nothing.
+
+    Args:
+        folder: of all checkpoints.
+        run: the id of the run that they are to be of. Empty: any.
+    """
+    return {path.name: _problem(path, run) or "" for path in _found(folder)}
+
+
 def _found(folder: Path) -> list[Path]:
     """Checkpoint directories, newest first."""
     named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))

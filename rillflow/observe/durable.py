@@ -64,6 +64,12 @@ def replace(path: Path, chunks: Iterable[bytes]) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def cut(path: Path, size: int) -> None:
+    """Take back what was appended to a file after it had so many bytes, as far as the disk lets it."""
+    with contextlib.suppress(OSError):
+        os.truncate(path, size)
+
+
 def write_flushed(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write a file under its own name, for a folder that has none yet; then it is on the disk.
 

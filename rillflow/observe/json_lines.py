@@ -90,7 +90,11 @@ def read_json(path: Path) -> Mapping[str, JSON]:
         raise RunDirectoryError(f"cannot read {path}", why=str(error)) from error
     data = _record(content)
     if data is None:
-        raise RunDirectoryError(f"{path} is not a JSON object", why=f"it begins with {content[:60]!r}")
+        raise RunDirectoryError(
+            f"{path} is not a JSON object",
+            why=f"it begins with {content[:60]!r}",
+            fix="restore it from a copy; rillflow verify says what else of a run is damaged",
+        )
     return data
 
 

@@ -1,7 +1,7 @@
 """Layout: which file of a run directory holds what; the one place that knows the names.
 
 RUN/
-  run.lock             who is writing now
+  run.lock             who is writing now             digests.jsonl      by which all of it is verified
   config.json          the resolved config            environment.json   each start of the run
   data.json            what its rows are known by
   metrics.jsonl        one line a step                spans.jsonl        one line a stage and step
@@ -30,6 +30,7 @@ DATA = "data.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 SPANS = "spans.jsonl"
+DIGESTS = "digests.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 ROLLOUTS = "rollouts"
 TOKENS = "tokens.json"

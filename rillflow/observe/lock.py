@@ -43,7 +43,26 @@ class Lock:
                 why="without a lock, a second driver could write over this one's files",
                 fix="choose a run directory on a local disk",
             ) from error
+        self._path = path
         self._write_holder(path)
+
+    def require_held(self) -> None:
+        """Refuse to go on where the file that was locked is no longer the one of that name.
+
+        Raises:
+            RunDirectoryError: it was removed or replaced, so another driver may be at work.
+        """
+        own = os.fstat(self._descriptor)
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
+            raise RunDirectoryError(
+                f"{self._path} was {'removed' if there is None else 'replaced'} while this run wrote",
+                why="another driver may be at work in the same directory, and would mix its steps with these",
+                fix="leave the file where it is; once no driver runs, the same command goes on",
+            )
 
     def _write_holder(self, path: Path) -> None:
         holder: dict[str, JSON] = {

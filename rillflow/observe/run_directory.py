@@ -22,6 +22,7 @@ from pathlib import Path
 from rillflow.errors import RunDirectoryError
 from rillflow.observe import durable, layout
 from rillflow.observe.changes import Change, allowed_changes
+from rillflow.observe.evidence import RECOVERABLE, Evidence, damage, entries, newest_checkpoint, recover
 from rillflow.observe.fields import Fields
 from rillflow.observe.json_lines import JSON, encode, read_json, read_lines
 from rillflow.observe.lock import Lock
@@ -45,6 +46,7 @@ class RunDirectory(ExitStack):
         *,
         is_new: bool,
         changes: Sequence[Change],
+        notes: Sequence[str],
         clock: Callable[[], float],
     ) -> None:
         super().__init__()
@@ -55,6 +57,10 @@ class RunDirectory(ExitStack):
         """Whether this call made it; False when a run is resumed."""
         self.changes = tuple(changes)
         """What differs from the settings of the start before; ``log_start`` records it."""
+        self.notes = tuple(notes)
+        """What was damaged, and what of it is restored."""
+        self.evidence = Evidence(path)
+        """The digests of what is written."""
         self.id = _identity(path)
         """What tells this run from every other; its checkpoints bear it."""
         self.checkpoints = path / layout.CHECKPOINTS
@@ -89,15 +95,15 @@ class RunDirectory(ExitStack):
             raise durable.write_error(path, error) from error
         lock = Lock(path / layout.LOCK)
         try:
-            is_new, changes = not (path / layout.CONFIG).exists(), list[Change]()
+            changes, notes = list[Change](), _restored(path)
+            is_new = not (path / layout.CONFIG).exists()
             if not is_new:
                 _require_format(path)
                 if holds_step(path):
                     changes = allowed_changes(path, config, may_change)
-                _mend(path)
             if not holds_step(path):
-                durable.replace(path / layout.CONFIG, [encode(config, indent=2)])
-            return cls(path, lock, config, is_new=is_new, changes=changes, clock=clock)
+                Evidence(path).write(layout.CONFIG, encode(config, indent=2), config)
+            return cls(path, lock, config, is_new=is_new, changes=changes, notes=notes, clock=clock)
         except BaseException:
             lock.release()
             raise
@@ -164,8 +170,18 @@ class RunDirectory(ExitStack):
             raise RunDirectoryError(
                 f"{name!r} is not a file name", why="it would lie outside the run directory"
             )
+        self.require_lock()
+        self.evidence.write(name, encode(data, indent=2), data if name in RECOVERABLE else None)
+
+    def require_lock(self) -> None:
+        """Refuse to go on once another driver may have taken the directory.
+
+        Raises:
+            RunDirectoryError: run.lock was removed or replaced, or the directory is closed.
+        """
         self._require_open()
-        durable.replace(self.path / name, [encode(data, indent=2)])
+        assert self._lock is not None, "it is open"
+        self._lock.require_held()
 
     def rewind(self, step: int) -> None:
         """Drop what steps after ``step`` wrote, as a resume from the checkpoint of ``step`` needs it.
@@ -173,6 +189,7 @@ class RunDirectory(ExitStack):
         Each file is replaced atomically; rewinding again after a crash in between does the rest.
         """
         self._require_open()
+        self.evidence.rewind(step)
         for name in layout.LINE_FILES:
             file = self.path / name
             lines = read_lines(file).lines
@@ -195,8 +212,10 @@ class RunDirectory(ExitStack):
         self._append(layout.SPANS, {**_span_json(span), "ranks": ranks})
 
     def _append(self, name: str, record: Mapping[str, JSON]) -> None:
-        self._require_open()
-        durable.append(self.path / name, encode(record))
+        self.require_lock()
+        step = record["step"]
+        assert isinstance(step, int), "every record has one"
+        self.evidence.append(name, step, encode(record))
 
     def _require_open(self) -> None:
         if self._lock is None:
@@ -298,8 +317,25 @@ def _identity(path: Path) -> str:
         return str(known["run"]) if "run" in known else ""
     made = secrets.token_hex(8)
     starts: dict[str, JSON] = {"format": layout.FORMAT, "run": made, "starts": []}
-    durable.replace(path / layout.ENVIRONMENT, [encode(starts, indent=2)])
+    Evidence(path).write(layout.ENVIRONMENT, encode(starts, indent=2), starts)
     return made
+
+
+def _restored(path: Path) -> list[str]:
+    """Cut off what a kill left half written, and restore what can be; what was damaged."""
+    notes = []
+    if holds_step(path) and not (path / layout.DIGESTS).exists():
+        notes.append(f"{layout.DIGESTS} is missing: what there is of the run is taken as it is")
+    _mend(path)
+    Evidence(path).mend()
+    if not holds_step(path) and not any(each.is_line for each in entries(path)):
+        return notes  # nothing binds the run yet
+    notes += recover(path)
+    notes += [f"{each}, and stays so: rillflow verify {path}" for each in damage(path, is_deep=False)]
+    newest = newest_checkpoint(path)
+    if newest is not None and not (path / layout.CHECKPOINTS / f"step-{newest:06d}").is_dir():
+        notes.append(f"{layout.CHECKPOINTS}/step-{newest:06d} is missing: it was the newest checkpoint")
+    return notes
 
 
 def _mend(path: Path) -> None:
@@ -311,6 +347,6 @@ def _mend(path: Path) -> None:
                 os.truncate(path / name, torn_at)
             except OSError as error:
                 raise durable.write_error(path / name, error) from error
-    for folder in (path, path / layout.ROLLOUTS):
+    for folder in (path, path / layout.ROLLOUTS, path / layout.SOURCES):
         for temporary in folder.glob(".*.tmp"):
             temporary.unlink()

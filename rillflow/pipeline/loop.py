@@ -9,9 +9,9 @@ waits for     the oldest open step: at k = 0 the only one
 produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
               evaluation and a checkpoint. Batches stay with the ranks; it reads reports alone
 shutdown      healthy: after the last step, with a checkpoint. First signal: after the newest open step,
-              with a checkpoint. An error: with a checkpoint of the last whole step, where k is 0 and no
-              trained role has made an optimiser step since. Second signal or crash: at once; the last
-              checkpoint resumes.
+              with a checkpoint; before a step is open, at once. An error: with a checkpoint of the last
+              whole step, where k is 0 and no trained role has made an optimiser step since. Second
+              signal or crash: at once; the last checkpoint resumes.
 
 Ahead (k > 0) the sampler has ranks of its own and is given a version when the step that published it is
 closed: step t samples with version max(0, t - k) of the phase, whatever takes how long, since ranks do what
@@ -52,7 +52,7 @@ from rillflow.observe.progress import Progress
 from rillflow.observe.reader import Evaluation, best_checkpoint, read_every_evaluation
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.observe.wording import duration
-from rillflow.pipeline.interrupt import Interruption
+from rillflow.pipeline.interrupt import Interruption, Stage
 from rillflow.pipeline.open_step import OpenStep, Phase, Save, Standing
 from rillflow.records.metrics import Mean, Metrics
 from rillflow.workers.pending import Pending, wait_for
@@ -123,6 +123,7 @@ class Loop:
         self._finished_at = 0.0
         self._arriving: list[Pending] = []
         self._writing: Sequence[Pending] = ()
+        self._written_step = 0
         known = read_every_evaluation(run.path)
         self._evaluated = {record.step for record in known if record.set == cadence.last_set}
         self._graded = {record.set for record in known if not record.is_accuracy}
@@ -149,6 +150,9 @@ class Loop:
                 phase.ready.idle = partial(self._close_done, phase, opened)
             for done in range(start + 1, phase.steps + 1):
                 self._close_until(phase, opened, phase.freshness)
+                if not opened:
+                    self._stop_between(phase)
+                self._interruption.stage = Stage.TRAINING
                 opened.append(self._open(phase, index, first + done, done))
             self._close_until(phase, opened, 0)
 
@@ -250,11 +254,7 @@ class Loop:
             wait = last or step.is_last
             path = self._checkpoint(phase, self._deadline_s, step, later, wait=wait)
             if step.is_last:
-                raise Interrupted(
-                    f"stopped after step {step.number}, as asked",
-                    why=f"everything up to it is in {path}",
-                    fix="give the same command to go on from there",
-                )
+                raise _stopped(step.number, path)
 
     def _hand_over(self, phase: Phase, step: OpenStep) -> None:
         """Have the sampler given a version that a step has published ahead of those that sample with it."""
@@ -263,6 +263,20 @@ class Loop:
             phase.ready.deliver(parcel)
         elif phase.delivery is not None:
             self._arriving += phase.delivery.install(parcel)
+
+    def _stop_between(self, phase: Phase) -> None:
+        """End the run as asked while no step is open: nothing is begun only to be finished.
+
+        Raises:
+            Interrupted: the run was to end.
+        """
+        step = self._place.step
+        if not self._interruption.requested or step >= self._total_steps:
+            return
+        if self._is_there(phase):
+            self._checkpoint(phase, self._deadline_s, wait=True)
+        if step == self._saved_step:
+            raise _stopped(step, self._run.checkpoints / f"step-{step:06d}" if step else None)
 
     def _stop_after(self, phase: Phase, step: OpenStep, later: Sequence[OpenStep]) -> None:
         """Let the run end after the newest step that is open; those after it are begun for their rows."""
@@ -277,7 +291,7 @@ class Loop:
         """Wait for a step, and write down what is known of it."""
         place, metrics = step.finish(self.version)
         self._written(self._deadline_s)  # the rows of the step before
-        self._writing, self.version = step.writing, place.state["version"]
+        self._writing, self._written_step, self.version = step.writing, step.number, place.state["version"]
         began, self._finished_at = max(step.began, self._finished_at), time.monotonic()
         seconds = self._finished_at - began
         for told in step.skips:
@@ -358,6 +372,10 @@ class Loop:
     def _written(self, wait_s: float) -> None:
         """Wait until the rows of finished steps are on the disk."""
         wait_for(self._writing, wait_s)
+        for each in self._writing:
+            made = each.read(wait_s)
+            for digests in made if isinstance(made, list) else [made]:
+                self._run.evidence.of_rollouts(self._written_step, digests)
         self._writing = ()
 
     def _checkpoint(
@@ -419,12 +437,22 @@ class Loop:
             return files
 
         assert save.state is not None  # its step is closed
+        self._run.require_lock()
         kept, best = self._cadence.keep_checkpoints, best_checkpoint(self._run.path)
         spared = None if best is None else best.step
         save_checkpoint(
             self._run.checkpoints, save.step, write, save.state, kept, run=self._run.id, spare=spared
         )
+        self._run.evidence.of_checkpoint(save.step)
         self._saved_step = save.step
+
+
+def _stopped(step: int, path: Path | None) -> Interrupted:
+    return Interrupted(
+        f"stopped after step {step}, as asked" if path else "stopped before the first step, as asked",
+        why=f"everything up to it is in {path}" if path else "nothing was under way",
+        fix="give the same command to go on from there",
+    )
 
 
 def _due(done: int, every: int) -> bool:

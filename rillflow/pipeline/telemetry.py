@@ -21,6 +21,7 @@ from rillflow.dataflow.executor import GroupExecutor
 from rillflow.dataflow.flow import StageResult
 from rillflow.formulas.counter import uniform
 from rillflow.observe.durable import replace
+from rillflow.observe.evidence import digest
 from rillflow.observe.layout import rollout_file
 from rillflow.records.batch import Batch, Field
 from rillflow.records.ragged import Ragged
@@ -84,8 +85,8 @@ def _lie_alike(one: Pending, other: Pending) -> bool:
     return one.lie is not None and one.lie == other.lie and one.holders == other.holders
 
 
-def write_part(path: str, share: float, names: Sequence[str], *batches: Batch) -> None:
-    """Write the rows that lie on this rank, with what is known of them, as one file.
+def write_part(path: str, share: float, names: Sequence[str], *batches: Batch) -> dict[str, str]:
+    """Write the rows that lie on this rank, with what is known of them, as one file; its name and digest.
 
     Args:
         path: where.
@@ -108,7 +109,9 @@ def write_part(path: str, share: float, names: Sequence[str], *batches: Batch) -
         prompts = torch.cat([ids[:, :2], torch.zeros_like(ids[:, :1])], 1)
         drawn = uniform(0, prompts, torch.zeros_like(ids[:, 0]))
         rows = rows.select((drawn < share).nonzero()[:, 0])
-    replace(Path(path), [batch_bytes(rows)])
+    data = batch_bytes(rows)
+    replace(Path(path), [data])
+    return {Path(path).name: digest(data)}
 
 
 def _known(batch: Batch) -> dict[str, Field]:

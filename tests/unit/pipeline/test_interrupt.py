@@ -9,24 +9,79 @@ from queue import SimpleQueue
 
 import pytest
 
-from rillflow.pipeline.interrupt import Interruption
+from rillflow.errors import Interrupted
+from rillflow.pipeline.interrupt import REPEAT_S, Interruption, Stage
+
+
+def training(interruption: Interruption) -> Interruption:
+    """An interruption of a run whose steps have begun."""
+    interruption.stage = Stage.TRAINING
+    return interruption
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_first_asks_and_second_ends(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with Interruption() as interruption:
+    before, clock_s = signal.getsignal(number), [0.0]
+    with training(Interruption(clock=lambda: clock_s[0])) as interruption:
         assert not interruption.requested
         os.kill(os.getpid(), number)
         assert interruption.requested
+        clock_s[0] = REPEAT_S
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
 
 
+def test_a_sigterm_that_a_launcher_forwards_at_once_is_the_first_one_again() -> None:
+    clock_s = [0.0]
+    with training(Interruption(clock=lambda: clock_s[0])) as interruption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        clock_s[0] = REPEAT_S / 2
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interruption.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_start_at_once(number: signal.Signals) -> None:
+    told: SimpleQueue[str] = SimpleQueue()
+    with (
+        Interruption(told.put) as interruption,
+        pytest.raises(Interrupted, match="before a step began"),
+        interruption.orderly(),
+    ):
+        os.kill(os.getpid(), number)
+        pytest.fail("the start goes on")
+    assert "ending before a step begins" in told.get(timeout=10)
+
+
+def test_an_error_that_the_end_of_a_start_causes_is_told_as_the_end() -> None:
+    with Interruption() as interruption, pytest.raises(Interrupted), interruption.orderly():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise OSError("half a cluster cannot be closed") from None
+
+
+def test_errors_of_a_start_that_nobody_interrupts_stay() -> None:
+    with Interruption() as interruption, pytest.raises(OSError), interruption.orderly():
+        raise OSError("the disk went away")
+
+
+def test_the_second_signal_is_told_as_it_is() -> None:
+    with (
+        training(Interruption()) as interruption,
+        pytest.raises(KeyboardInterrupt),
+        interruption.orderly(),
+    ):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_the_first_signal_is_answered_while_the_step_still_runs() -> None:
     told: SimpleQueue[str] = SimpleQueue()
-    with Interruption(told.put) as interruption:
+    with training(Interruption(told.put)) as interruption:
         interruption.pace = " (the last one took 12 s)"
         os.kill(os.getpid(), signal.SIGTERM)
         answer = told.get(timeout=10)

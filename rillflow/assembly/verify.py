@@ -1,0 +1,64 @@
+"""Verify: whether a run directory is as the run wrote it.
+
+    digests.jsonl ─ lines, files ─┐
+    manifests ─ checkpoints ──────┴─> Verified: what is whole, damaged, lost
+
+Not covered: report.html and run.lock, which no resume reads; bundles and the reference, which have no digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow.dataflow.checkpoint import examined
+from rillflow.errors import RunDirectoryError
+from rillflow.observe import layout
+from rillflow.observe.evidence import Damage, damage, lost, newest_checkpoint
+from rillflow.observe.json_lines import read_json
+from rillflow.observe.reader import require_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What was found."""
+
+    whole: Sequence[str]
+    """The files and checkpoints that are as they were written."""
+    damaged: Sequence[Damage]
+    """Everything that is not."""
+    lost: Sequence[str]
+    """What the run itself recorded as lost, with the reason."""
+
+
+def verify(run: Path) -> Verified:
+    """Compare everything in a run directory with what the run wrote.
+
+    Raises:
+        RunDirectoryError: it is no run directory, or digests.jsonl itself is damaged.
+    """
+    require_run(run)
+    found = damage(run, is_deep=True)
+    checkpoints = examined(run / layout.CHECKPOINTS, _run_id(run))
+    folder = layout.CHECKPOINTS
+    found += [Damage(place=f"{folder}/{name}", problem=what) for name, what in checkpoints.items() if what]
+    newest = newest_checkpoint(run)
+    if newest is not None and f"step-{newest:06d}" not in checkpoints:
+        found.append(Damage(place=f"{folder}/step-{newest:06d}", problem="missing: it was the newest one"))
+    names = [*layout.LINE_FILES, *(f"{folder}/{name}" for name in checkpoints)]
+    names += [file for file in (layout.CONFIG, layout.ENVIRONMENT, layout.FINISHED) if (run / file).exists()]
+    rollouts = sum(map(len, layout.written_rollouts(run).values()))
+    hurt = {each.place.split(" ")[0] for each in found}
+    whole = [name for name in names if (run / name).exists() and name not in hurt]
+    if rollouts and not any(place.startswith(f"{layout.ROLLOUTS}/") for place in hurt):
+        whole.append(f"{rollouts} files of {layout.ROLLOUTS}/")
+    return Verified(whole=whole, damaged=found, lost=lost(run))
+
+
+def _run_id(run: Path) -> str:
+    """The run's id, which its checkpoints bear; empty where environment.json cannot tell."""
+    try:
+        return str(read_json(run / layout.ENVIRONMENT).get("run", ""))
+    except RunDirectoryError:
+        return ""

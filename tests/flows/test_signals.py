@@ -1,0 +1,112 @@
+"""SIGTERM and SIGINT end a run on Ray with a checkpoint, a report and exit code 130, whenever they come."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.flows.conftest import Tiny
+
+if find_spec("ray") is None:
+    pytest.skip("Ray is not installed", allow_module_level=True)
+
+REST = """
+steps = 12
+[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+size = 60
+held_out = 10
+[evaluate]
+problems = 4
+[placement]
+backend = "ray"
+pools = { main = 1, answers = 1 }
+roles = { sampler = "answers" }
+"""
+REWARD = """
+import time
+
+def reward(prompts, completions, **_):
+    time.sleep(0.2)
+    return [sum(letter < "5" for letter in text) / 3 for text in completions]
+"""
+LONG_S = 600.0
+
+
+@pytest.fixture
+def tiny(tiny: Tiny) -> Tiny:
+    tiny.write(REST, REWARD)
+    return tiny
+
+
+def begun(tiny: Tiny, name: str, *settings: str) -> subprocess.Popen[str]:
+    """A run in a process group of its own, as a scheduler starts it."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "rillflow.cli.main", "run", str(tiny.recipe), "--dir"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*command, str(tiny.folder / name), *words], start_new_session=True, **pipes)
+
+
+def steps_of(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + LONG_S
+    while steps_of(run) < steps:
+        if process.poll() is not None:
+            pytest.fail(process.communicate()[0])
+        assert time.monotonic() < end, f"the run made no step in {LONG_S:g} s"
+        time.sleep(0.02)
+
+
+def assert_ended_and_resumes(tiny: Tiny, process: subprocess.Popen[str], *settings: str) -> None:
+    """Exit code 130; after a step, a checkpoint of the last one and a report; then the bits of ``whole``."""
+    said, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == 130, said
+    made, run = steps_of(tiny.folder / "cut"), tiny.folder / "cut"
+    assert "give the same command" in said, said
+    if made:
+        assert tiny.steps_kept("cut")[-1] == made, said
+        assert (run / "report.html").is_file() and (run / "summary.json").is_file(), said
+    assert not (run / "finished.json").exists()
+    assert tiny.run("cut", *settings) == 0
+    assert tiny.run("whole", *settings) == 0
+    tiny.assert_same("whole", "cut")
+
+
+def test_a_sigterm_to_the_process_group_ends_a_run_on_ray_that_samples_ahead(tiny: Tiny) -> None:
+    process = begun(tiny, "cut", "algorithm.freshness=1")
+    wait_for_steps(tiny.folder / "cut", 3, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert_ended_and_resumes(tiny, process, "algorithm.freshness=1", "placement.backend=inline")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freshness", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("draw", range(5))
+def test_a_signal_at_a_random_moment_ends_a_run_on_ray(
+    tiny: Tiny, freshness: int, number: signal.Signals, draw: int
+) -> None:
+    """The moments lie between the first imports and the last step: two of five in the start."""
+    moment, ahead = random.Random(f"{draw} {freshness} {number}"), f"algorithm.freshness={freshness}"
+    process = begun(tiny, "cut", ahead)
+    if draw < 2:
+        time.sleep(moment.uniform(1.0, 12.0))
+    else:
+        wait_for_steps(tiny.folder / "cut", moment.randrange(1, 10), process)
+        time.sleep(moment.uniform(0.0, 0.4))
+    os.killpg(process.pid, number)
+    assert_ended_and_resumes(tiny, process, ahead, "placement.backend=inline")
