@@ -36,7 +36,7 @@ from rillflow.observe.environment import environment
 from rillflow.observe.progress import Progress
 from rillflow.observe.reader import read_metrics
 from rillflow.observe.run_directory import RunDirectory, holds_step, set_aside
-from rillflow.pipeline.interrupt import Interruption, Stage
+from rillflow.pipeline.interrupt import Interruption, RunStage
 from rillflow.planner.plan import Plan
 from rillflow.records.metrics import Metrics
 from rillflow.view.predicted import compare, render_comparison
@@ -115,7 +115,7 @@ def _launched(
                 _leave_report(run, recipe, base, progress)
                 raise
             finally:
-                asked.stage = Stage.ENDING
+                asked.stage = RunStage.ENDING
         try:
             _write_report(run, recipe, base)
         except RunDirectoryError as error:  # the run is whole without

@@ -34,7 +34,7 @@ REPEAT_S = 1.0
 forwards to its child what the whole process group received."""
 
 
-class Stage(Enum):
+class RunStage(Enum):
     """What a run is doing; the value is what the answer to the first signal says."""
 
     STARTING = "ending before a step begins"
@@ -57,7 +57,7 @@ class Interruption:
         self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.requested = False
-        self.stage = Stage.STARTING
+        self.stage = RunStage.STARTING
         """What the run is doing; whoever goes on to the next stage sets it."""
         self.pace = ""
         """How long the present step may take, as the loop knows it."""
@@ -90,7 +90,7 @@ class Interruption:
         try:
             yield
         except (KeyboardInterrupt, Exception):
-            if self.requested and self.stage is Stage.STARTING:  # other errors are what the end broke
+            if self.requested and self.stage is RunStage.STARTING:  # other errors are what the end broke
                 raise Interrupted(
                     "stopped before a step began, as asked",
                     why="nothing was under way: the run is as it was",
@@ -109,12 +109,12 @@ class Interruption:
         if number == signal.SIGTERM:
             self._terminated_s = self._clock()
         self._asked.put("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
-        if self.stage is Stage.STARTING:
+        if self.stage is RunStage.STARTING:
             raise KeyboardInterrupt
 
     def _answer(self) -> None:
         asked = self._asked.get()
         if asked is not None and self.say is not None:
             doing = self.stage.value.format(pace=self.pace)
-            left = ", without this step" if self.stage is Stage.TRAINING else ""
+            left = ", without this step" if self.stage is RunStage.TRAINING else ""
             self.say(f"{asked}: {doing}; once more to end at once{left}")

@@ -52,7 +52,7 @@ from rillflow.observe.progress import Progress
 from rillflow.observe.reader import Evaluation, best_checkpoint, read_every_evaluation
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.observe.wording import duration
-from rillflow.pipeline.interrupt import Interruption, Stage
+from rillflow.pipeline.interrupt import Interruption, RunStage
 from rillflow.pipeline.open_step import OpenStep, Phase, Save, Standing
 from rillflow.records.metrics import Mean, Metrics
 from rillflow.workers.pending import Pending, wait_for
@@ -152,7 +152,7 @@ class Loop:
                 self._close_until(phase, opened, phase.freshness)
                 if not opened:
                     self._stop_between(phase)
-                self._interruption.stage = Stage.TRAINING
+                self._interruption.stage = RunStage.TRAINING
                 opened.append(self._open(phase, index, first + done, done))
             self._close_until(phase, opened, 0)
 

@@ -10,12 +10,12 @@ from queue import SimpleQueue
 import pytest
 
 from rillflow.errors import Interrupted
-from rillflow.pipeline.interrupt import REPEAT_S, Interruption, Stage
+from rillflow.pipeline.interrupt import REPEAT_S, Interruption, RunStage
 
 
 def training(interruption: Interruption) -> Interruption:
     """An interruption of a run whose steps have begun."""
-    interruption.stage = Stage.TRAINING
+    interruption.stage = RunStage.TRAINING
     return interruption
 
 
