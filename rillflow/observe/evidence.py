@@ -236,7 +236,8 @@ def recover(run: Path) -> list[str]:
     """Write config, environment and finished again where they are not what was written; what was done."""
     told, newest = [], {each.file: each for each in entries(run) if each.file in RECOVERABLE}
     for name, entry in newest.items():
-        if entry.content is None:
+        is_unfinished = name == layout.FINISHED and not (run / name).exists()  # then the run goes on
+        if entry.content is None or is_unfinished:
             continue
         problem, data = _problem(run / name, entry.digest, is_read=True), encode(entry.content, indent=2)
         if problem and digest(data) == entry.digest:
