@@ -118,6 +118,14 @@ class Interrupted(RillflowError):
     """The user asked the run to stop; the checkpoint named in the message resumes it."""
 
 
+class Signalled(KeyboardInterrupt):
+    """A signal's handler ends what the main thread does.
+
+    A plain KeyboardInterrupt that passes through ``exec`` of a string, as dataclasses do on import, makes
+    Python end the process by SIGINT later, although somebody caught it. Python looks at the very type.
+    """
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``did you mean 'x'?`` for the nearest known spelling, or the list of what is known."""
     choices = sorted(known)

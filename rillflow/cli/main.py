@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rillflow import __version__
 from rillflow.cli import commands, planning
 from rillflow.cli.failure import FAILED, explain_failure
+from rillflow.errors import Signalled
 from rillflow.observe.wording import visible
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     handler.setFormatter(_Visible("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
     try:
-        with _interrupted_by_sigterm():
+        with _ended_by_signals():
             code = COMMANDS[arguments.command][0](arguments)
         sys.stdout.flush()
         return code
@@ -70,21 +71,25 @@ class _Visible(logging.Formatter):
 
 
 @contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does; a run handles both itself once it has begun to start."""
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C end a command in the same way; a run handles both itself once it starts."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
         del number, frame
-        raise KeyboardInterrupt
+        raise Signalled
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    replaced = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+    for number in replaced:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in replaced:
+            signal.signal(number, before[number])
 
 
 def _parsed(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespace:

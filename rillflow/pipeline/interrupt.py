@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
-from rillflow.errors import Interrupted
+from rillflow.errors import Interrupted, Signalled
 
 REPEAT_S = 1.0
 """A SIGTERM within so many seconds of the first is the same one: a launcher such as ``timeout`` or ``srun``
@@ -43,9 +43,9 @@ class RunStage(Enum):
 
 
 class Interruption:
-    """While entered, SIGINT and SIGTERM set ``requested``; a second one raises KeyboardInterrupt.
+    """While entered, SIGINT and SIGTERM set ``requested``; a second one raises Signalled.
 
-    While the run starts, the first one raises KeyboardInterrupt too; ``orderly`` turns it into Interrupted.
+    While the run starts, the first one raises Signalled too; ``orderly`` turns it into Interrupted.
     Outside the main thread, where Python allows no signal handler, it never sets anything.
 
     Args:
@@ -104,13 +104,13 @@ class Interruption:
         if self.requested and is_repeated:
             return
         if self.requested:
-            raise KeyboardInterrupt
+            raise Signalled
         self.requested = True
         if number == signal.SIGTERM:
             self._terminated_s = self._clock()
         self._asked.put("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
         if self.stage is RunStage.STARTING:
-            raise KeyboardInterrupt
+            raise Signalled
 
     def _answer(self) -> None:
         asked = self._asked.get()

@@ -136,8 +136,16 @@ def test_rewinding_leaves_a_whole_run_and_keeps_earlier_damage(run: Path) -> Non
     assert found(run) == ["metrics.jsonl line 1 (step 1): changed"]
 
 
-@pytest.mark.parametrize("name", ["config.json", "environment.json", "finished.json"])
-@pytest.mark.parametrize("how", ["changed", "missing"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("config.json", "changed"),
+        ("config.json", "missing"),
+        ("environment.json", "changed"),
+        ("environment.json", "missing"),
+        ("finished.json", "changed"),
+    ],
+)
 def test_files_that_a_resume_needs_are_restored(run: Path, name: str, how: str) -> None:
     before = (run / name).read_bytes()
     if how == "missing":
@@ -148,6 +156,14 @@ def test_files_that_a_resume_needs_are_restored(run: Path, name: str, how: str) 
         assert opened.notes == (f"{name} was {how}, and is restored from digests.jsonl",)
     assert (run / name).read_bytes() == before
     assert found(run) == []
+
+
+def test_a_run_whose_finished_json_is_missing_is_unfinished(run: Path) -> None:
+    (run / "finished.json").unlink()
+    assert found(run) == ["finished.json: missing"]
+    with RunDirectory.open(run, CONFIG):
+        pass
+    assert not (run / "finished.json").exists()
 
 
 def test_a_file_that_the_run_removed_itself_is_not_restored(run: Path) -> None:

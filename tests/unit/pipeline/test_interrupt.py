@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from queue import SimpleQueue
 
@@ -102,3 +104,21 @@ def test_outside_the_main_thread_it_is_harmless() -> None:
     thread.start()
     thread.join(10)
     assert seen == [False]
+
+
+INSIDE_EXEC = """
+import sys
+from rillflow.pipeline.interrupt import Interruption
+
+with Interruption():
+    try:
+        exec("import signal; signal.raise_signal(signal.{name})")
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_while_python_runs_a_string_leaves_the_exit_code_alone(name: str) -> None:
+    """Dataclasses run strings when they are imported; Python would end the process by SIGINT."""
+    assert subprocess.run([sys.executable, "-c", INSIDE_EXEC.format(name=name)]).returncode == 130
