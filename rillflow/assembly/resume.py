@@ -184,10 +184,10 @@ def kill_cost(recipe: Recipe) -> str:
 
 
 def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
-    """Say which steps of a finished run that goes on are sampled by fresher weights; empty where none are.
+    """Say which steps of a run that goes on are sampled by fresher weights; empty where none are.
 
-    A finished run has sampled nothing ahead, and older weights are gone. An interrupted run has: its
-    checkpoint keeps the rows.
+    A finished run has sampled nothing ahead, and older weights are gone. The same holds where a sampler has
+    died. An interrupted run has sampled ahead: its checkpoint keeps the rows.
     """
     config, step = recipe.algorithm, checkpoint.step
     begun = step > (recipe.warm_start.steps if recipe.warm_start is not None else 0)
@@ -198,8 +198,8 @@ def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
         return ""
     which = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
     return (
-        f"; {which} sampled by the weights after step {step}: the finished run sampled nothing ahead. "
-        "A run that was this long from the start samples them with older weights: its bits differ"
+        f"; {which} sampled by the weights after step {step}: its checkpoint keeps nothing that was sampled "
+        "ahead. A run that was never ended there samples them with older weights: its bits differ"
     )
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rillflow.dataflow.executor import GroupExecutor
+from rillflow.errors import ClusterError
 from rillflow.roles.policy import Policy
 from rillflow.roles.publishing import Links, ReceivedWeights, SentWeights
 from rillflow.roles.sampler import Sampler
@@ -75,19 +76,30 @@ class Delivery:
         self._executor.moved.clear()  # no step has begun
 
     def __call__(self, published: Pending) -> Pending:
-        """Bring what was just published to the sampler's ranks, or pack it for them; its version."""
+        """Bring what was just published to the sampler's ranks, or pack it for them; its version.
+
+        Where a receiver has died, its failed result stands for the version: the step goes on to its end, so
+        that the trained roles can be saved, and fails when its results are read.
+        """
         executor, on_their_way = self._executor, deque[list[Pending]]()
         digests = executor.on_first_rank("policy", weights_of, SentWeights.what_was_published)
         if self._is_ahead:
             buckets = [self._sent(bucket) for bucket in range(len(self._links))]
             self._parcels.append(Parcel(digests=digests, buckets=buckets))
             return published
-        for bucket in range(len(self._links)):
-            on_their_way.append(self._received(bucket, self._sent(bucket)))
-            if len(on_their_way) == BUCKETS:
-                self.arrived(on_their_way.popleft(), [published])
-        while on_their_way:
-            self.arrived(on_their_way.popleft(), [published])
+        try:
+            for bucket in range(len(self._links)):
+                on_their_way.append(self._received(bucket, self._sent(bucket)))
+                if len(on_their_way) == BUCKETS:
+                    self.arrived(on_their_way[0], [published])
+                    on_their_way.popleft()
+            while on_their_way:
+                self.arrived(on_their_way[0], [published])
+                on_their_way.popleft()
+        except ClusterError:
+            if failed := [each for part in on_their_way for each in part if each.has_failed]:
+                return failed[0]
+            raise
         executor.moved["policy.digest"] = [*published.facts(self._deadline_s), *published.beside]
         return executor.on_all_ranks("sampler", serve, digests)
 

@@ -9,9 +9,10 @@ waits for     the oldest open step: at k = 0 the only one
 produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
               evaluation and a checkpoint. Batches stay with the ranks; it reads reports alone
 shutdown      healthy: after the last step, with a checkpoint. First signal: after the newest open step,
-              with a checkpoint; before a step is open, at once. An error: with a checkpoint of the last
-              whole step, where k is 0 and no trained role has made an optimiser step since. Second
-              signal or crash: at once; the last checkpoint resumes.
+              with a checkpoint; before a step is open, at once. An error: with a checkpoint of the newest
+              step whose updates are whole, where no trained role has made an optimiser step since; a
+              sampler that died does not prevent it. Second signal or crash: at once; the last
+              checkpoint resumes.
 
 Ahead (k > 0) the sampler has ranks of its own and is given a version when the step that published it is
 closed: step t samples with version max(0, t - k) of the phase, whatever takes how long, since ranks do what
@@ -27,7 +28,7 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +45,7 @@ from rillflow.dataflow.checkpoint import (
     written,
 )
 from rillflow.dataflow.executor import GroupExecutor, write_rows
-from rillflow.errors import Interrupted, TrainingError
+from rillflow.errors import ClusterError, Interrupted, RillflowError, TrainingError
 from rillflow.observe import layout
 from rillflow.observe.durable import write_error
 from rillflow.observe.json_lines import read_lines
@@ -54,7 +55,7 @@ from rillflow.observe.run_directory import RunDirectory
 from rillflow.observe.wording import duration
 from rillflow.pipeline.interrupt import Interruption, RunStage
 from rillflow.pipeline.open_step import OpenStep, Phase, Save, Standing
-from rillflow.records.metrics import Mean, Metrics
+from rillflow.records.metrics import Mean, Metric, Metrics
 from rillflow.workers.pending import Pending, wait_for
 
 CHECKPOINT_SHARE = 0.02
@@ -142,10 +143,10 @@ class Loop:
         """
         self._saved_step = first + start
         self._place = self._here(phase, index, first + start, start)
-        with self._rescued(phase):
+        opened = deque[OpenStep]()
+        with self._rescued(phase, opened):
             if start in (0, phase.steps) or _due(start, self._cadence.evaluate_every):
                 self._evaluate(phase, first + start)
-            opened = deque[OpenStep]()
             if phase.ready is not None:
                 phase.ready.idle = partial(self._close_done, phase, opened)
             for done in range(start + 1, phase.steps + 1):
@@ -161,7 +162,7 @@ class Loop:
         if phase.ready is not None:
             phase.ready.until(lambda: len(opened) <= most)
         while len(opened) > most:
-            self._close(phase, opened.popleft(), opened)
+            self._close(phase, opened)
 
     def _close_done(self, phase: Phase, opened: deque[OpenStep]) -> Sequence[Pending]:
         """Finish open steps that are done, the oldest first; what the next one waits for."""
@@ -170,7 +171,7 @@ class Loop:
             while opened[0].parcels and not (late := opened[0].parcels[0].late):
                 self._hand_over(phase, opened[0])
             if not (late := [*late, *opened[0].late]):
-                self._close(phase, opened.popleft(), opened)
+                self._close(phase, opened)
         return late
 
     def _require_few_skipped(self, step: int) -> None:
@@ -184,20 +185,20 @@ class Loop:
             )
 
     @contextmanager
-    def _rescued(self, phase: Phase) -> Iterator[None]:
+    def _rescued(self, phase: Phase, opened: deque[OpenStep]) -> Iterator[None]:
         """Keep the last whole step, if its weights are still there, when an error ends the run."""
         try:
             yield
         except Interrupted:
             raise
         except Exception as first:
-            if self._is_there(phase):  # ranks that are at work, or stuck, may take their time
+            if opened or self._saves or self._place.step > self._saved_step:
                 what = (str(first) or type(first).__name__).splitlines()[0]
-                self._progress.note(f"{what}; saving step {self._place.step} first")
-            try:
-                self._rescue(phase)
-            except Exception as second:  # noqa: BLE001  what ended the run is the first error
-                self._progress.note(f"no checkpoint could be written after the error: {second}")
+                self._progress.note(f"{what}; saving what is whole first")
+                try:  # ranks that are at work, or stuck, may take their time
+                    self._rescue(phase, opened if isinstance(first, ClusterError) else ())
+                except Exception as second:  # noqa: BLE001  what ended the run is the first error
+                    self._progress.note(f"no checkpoint could be written after the error: {second}")
             kept, lost = self._saved_step, self._place.step - self._saved_step
             again = f"; {lost} steps after it are made again" if lost else ""
             there = f"is saved{again}: the same command goes on from there"
@@ -206,18 +207,44 @@ class Loop:
         finally:
             self._discard()
 
-    def _rescue(self, phase: Phase) -> None:
-        wait_s = min(RESCUE_S, self._deadline_s)
-        if self._saves or self._is_there(phase):
-            phase.executor.mend(phase.trained, wait_s)
-            self._settle(phase, wait_s, wait=True)
-            self._discard()
-            if self._is_there(phase) and self._updates(phase, wait_s) == self._place.updates:
-                self._checkpoint(phase, wait_s, wait=True)
+    def _rescue(self, phase: Phase, opened: Iterable[OpenStep]) -> None:
+        """Save the newest step whose updates are whole, where the trained roles have made no later ones.
 
-    def _is_there(self, phase: Phase) -> bool:
-        """Whether the last whole step may still be saved: it is not yet, and nothing later was begun."""
-        return self._place.step > self._saved_step and not phase.freshness
+        Args:
+            phase: that an error ended.
+            opened: the steps that may be whole but for ranks that have died, the oldest first.
+        """
+        wait_s, is_in_order = min(RESCUE_S, self._deadline_s), phase.ready is None and phase.cut is None
+        phase.executor.mend(phase.trained, wait_s)
+        self._settle(phase, wait_s, wait=True)
+        self._discard()
+        for step in opened if is_in_order else ():
+            if not self._salvaged(phase, step, wait_s):
+                break
+        is_unsaved = self._place.step > self._saved_step and (is_in_order or not phase.freshness)
+        if is_unsaved and self._updates(phase, wait_s) == self._place.updates:
+            self._keep_written(wait_s)
+            save = self._begin_saving(phase, self._place.step, self._place.rows)
+            save.place = {}  # nothing that was sampled for later steps is kept
+            self._checkpoint(phase, wait_s, save, wait=True)
+
+    def _salvaged(self, phase: Phase, step: OpenStep, wait_s: float) -> bool:
+        """Write down a step whose updates are whole; whether it is one."""
+        try:
+            place, metrics = step.salvage(self.version, wait_s)
+        except RillflowError:
+            return False
+        self._keep_written(wait_s)
+        self._record(phase, step, place, metrics)
+        return True
+
+    def _keep_written(self, wait_s: float) -> None:
+        """Wait until the rows of finished steps are on the disk; those on ranks that have died are lost."""
+        left = [each for each in self._writing if not each.has_failed]
+        if len(left) < len(self._writing):
+            self._run.evidence.of_lost_rollouts(self._written_step, "the ranks that held them have died")
+        self._writing = left
+        self._written(wait_s)
 
     def _open(self, phase: Phase, index: int, number: int, done: int) -> OpenStep:
         """Submit a step; one that is evaluated, or after which a checkpoint is due, is saved beside it."""
@@ -232,18 +259,20 @@ class Loop:
             step.saving = self._begin_saving(phase, number, phase.flow.rows)
         return step
 
-    def _close(self, phase: Phase, step: OpenStep, later: Sequence[OpenStep]) -> None:
+    def _close(self, phase: Phase, opened: deque[OpenStep]) -> None:
         """Finish the oldest open step, and do what is due between it and those that have not begun.
 
         Raises:
             Interrupted: the run was to end after it, and a checkpoint is written.
         """
+        step = opened[0]
         metrics = self._finish(phase, step)
+        opened.popleft()
         self._progress.step(phase.name, step.number, metrics, metrics["run/step_seconds/mean"].value)
         self._require_few_skipped(step.number)
         last, reward = step.done == phase.steps, -math.inf
         if self._interruption.requested and step.number < self._total_steps:
-            self._stop_after(phase, step, later)
+            self._stop_after(phase, step, opened)
         while step.parcels:
             self._hand_over(phase, step)
         self._settle(phase, self._deadline_s, wait=False)
@@ -252,7 +281,7 @@ class Loop:
         best, self._best_reward = reward > self._best_reward, max(self._best_reward, reward)
         if step.saving or (not phase.freshness and (last or step.is_last or best or self._is_due(step.done))):
             wait = last or step.is_last
-            path = self._checkpoint(phase, self._deadline_s, step, later, wait=wait)
+            path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=wait)
             if step.is_last:
                 raise _stopped(step.number, path)
 
@@ -273,16 +302,16 @@ class Loop:
         step = self._place.step
         if not self._interruption.requested or step >= self._total_steps:
             return
-        if self._is_there(phase):
+        if step > self._saved_step and not phase.freshness:
             self._checkpoint(phase, self._deadline_s, wait=True)
         if step == self._saved_step:
             raise _stopped(step, self._run.checkpoints / f"step-{step:06d}" if step else None)
 
-    def _stop_after(self, phase: Phase, step: OpenStep, later: Sequence[OpenStep]) -> None:
+    def _stop_after(self, phase: Phase, step: OpenStep, later: Collection[OpenStep]) -> None:
         """Let the run end after the newest step that is open; those after it are begun for their rows."""
-        opened = (step, *later)
-        newest = opened[-1]
-        if newest.number < self._total_steps and not any(each.is_last for each in opened):
+        every = (step, *later)
+        newest = every[-1]
+        if newest.number < self._total_steps and not any(each.is_last for each in every):
             newest.is_last = True
             if phase.freshness and newest.saving is None:
                 newest.saving = self._begin_saving(phase, newest.number, phase.flow.rows)
@@ -291,6 +320,11 @@ class Loop:
         """Wait for a step, and write down what is known of it."""
         place, metrics = step.finish(self.version)
         self._written(self._deadline_s)  # the rows of the step before
+        self._record(phase, step, place, metrics)
+        return metrics
+
+    def _record(self, phase: Phase, step: OpenStep, place: Standing, metrics: dict[str, Metric]) -> None:
+        """Write down a step that is done."""
         self._writing, self._written_step, self.version = step.writing, step.number, place.state["version"]
         began, self._finished_at = max(step.began, self._finished_at), time.monotonic()
         seconds = self._finished_at - began
@@ -302,7 +336,6 @@ class Loop:
         self._run.log_metrics(step.number, phase.name, metrics)
         self._place = place  # a step without its line of metrics is made again
         self._interruption.pace = f" (the last one took {duration(seconds)})"
-        return metrics
 
     def _evaluate(self, phase: Phase, step: int) -> float:
         """Evaluate the trained model if that is due and not done yet.
@@ -382,8 +415,8 @@ class Loop:
         self,
         phase: Phase,
         wait_s: float,
-        of: OpenStep | None = None,
-        later: Sequence[OpenStep] = (),
+        save: Save | None = None,
+        later: Collection[OpenStep] = (),
         *,
         wait: bool,
     ) -> Path:
@@ -394,7 +427,6 @@ class Loop:
         began = self._clock()
         self._written(wait_s)
         self._settle(phase, wait_s, wait=True)
-        save = of.saving if of is not None else None
         save = save or self._begin_saving(phase, self._place.step, self._place.rows)
         wait_for([*save.begun, *save.asked], wait_s)
         for each in later if phase.ready is None else ():

@@ -30,6 +30,7 @@ from rillflow.observe.run_directory import RunDirectory
 from rillflow.pipeline.telemetry import asked
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric, merge_metrics
+from rillflow.roles.policy import Policy
 from rillflow.training.skipping import taken_skips
 from rillflow.workers.pending import Pending, wait_for
 from rillflow.workers.values import Facts
@@ -162,6 +163,7 @@ class OpenStep:
         """Whether the run ends after it, as asked."""
         self.skips: list[str] = []
         """Updates that were left out, as they are told."""
+        self._is_cut = False
         self.began = time.monotonic()
         self._phase, self._arriving, self._run, self._deadline_s = phase, arriving, run, deadline_s
         flow, executor = phase.flow, phase.executor
@@ -214,19 +216,41 @@ class OpenStep:
         Returns:
             Where the run stands after it, and what was measured.
         """
-        wait_s, flow = self._deadline_s, self._phase.flow
         if self._arriving:
             assert self._phase.delivery is not None
             self._phase.delivery.arrived(self._arriving)
-        wait_for([each.result for each in self.journal.stages], wait_s)
+        wait_for([each.result for each in self.journal.stages], self._deadline_s)
         self._log_spans()
-        metrics = self._sampled() | self._measured()
         if self.journal.published is not None:
-            version = self.journal.published.read(wait_s)
-            metrics["policy/version/max"] = Max(value=version)
-        metrics |= self._phase.stream.metrics
+            version = self.journal.published.read(self._deadline_s)
+        return self._closed(version)
+
+    def salvage(self, version: int, wait_s: float) -> tuple[Standing, dict[str, Metric]]:
+        """Finish a step whose updates are whole, although ranks that made its rows have died.
+
+        Its spans, and what those ranks measured, are lost.
+
+        Args:
+            version: the policy's before it.
+            wait_s: longest wait for any stage.
+
+        Raises:
+            ClusterError: a trained role has not made its updates, or cannot tell.
+        """
+        self._deadline_s, self._is_cut = wait_s, True
+        if self.journal.published is not None:
+            version = self._phase.executor.on_first_rank("policy", version_of).read(wait_s)
+        return self._closed(version)
+
+    def _closed(self, version: int) -> tuple[Standing, dict[str, Metric]]:
+        """Read what is known of it; see ``finish``."""
+        wait_s, flow = self._deadline_s, self._phase.flow
+        metrics: dict[str, Metric] = dict(self._phase.stream.metrics)
         for part in self._reports:
             metrics |= part.read(wait_s)
+        metrics = self._sampled() | self._measured() | metrics
+        if self.journal.published is not None:
+            metrics["policy/version/max"] = Max(value=version)
         remembered = self._state["numbers"]
         numbers = {name: self._number(number) for name, number in remembered.items()}
         for name, number in numbers.items():
@@ -261,7 +285,8 @@ class OpenStep:
 
     def _sampled(self) -> dict[str, Metric]:
         """What ranks measured of the rows that they hold."""
-        found = [each.read(self._deadline_s) for each in self._telemetry.measured]
+        known = [each for each in self._telemetry.measured if not self._is_lost(each)]
+        found = [each.read(self._deadline_s) for each in known]
         return merge_metrics(
             share for each in found for share in (each if isinstance(each, list) else [each])
         )
@@ -270,14 +295,23 @@ class OpenStep:
         """What the controller measured, and the numbers of formulas."""
         numbers: dict[str, Metric] = dict(self.journal.measured)
         for entry in self.journal.stages:
-            if entry.is_number:
+            if entry.is_number and not self._is_lost(entry.result):
                 name = entry.stage.removeprefix(f"{CONTROLLER}.")
                 numbers[f"flow/{name}/mean"] = Mean(total=self._number(entry.result), count=1)
         return numbers
 
+    def _is_lost(self, result: Any) -> bool:
+        """Whether the ranks of a result that a cut step may miss are gone with it."""
+        return self._is_cut and isinstance(result, Pending) and result.has_failed
+
     def _number(self, number: Any) -> float:
         """A number of the flow, read where it is still a handle."""
         return number if isinstance(number, float) else float(number.read(self._deadline_s))
+
+
+def version_of(policy: Policy) -> int:
+    """The version that a policy has published last."""
+    return policy.version
 
 
 def span_of(

@@ -12,7 +12,7 @@ from typing import Any
 
 from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import Backend, Place
-from rillflow.errors import ClusterError
+from rillflow.errors import ClusterError, RillflowError
 from rillflow.graph.handle import Handle
 from rillflow.workers import program
 from rillflow.workers.values import Facts, Held, Lie, Names, Own, RemoteValue, Rows, Whole, assembled
@@ -117,6 +117,16 @@ class Pending(Handle):
     def is_ready(self) -> bool:
         """Whether every rank has answered."""
         return all(self._backend.is_ready(each.value) for each in (*self._references, *self._others))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every rank has answered, and one of them with an error."""
+        try:
+            if self.is_ready:
+                self.wait(1.0)
+        except RillflowError:
+            return True
+        return False
 
     def read(self, deadline_s: float = 3600.0) -> Any:
         """Bring the value to the controller.

@@ -133,6 +133,10 @@ class Tiny:
     def assert_same(self, one: str, other: str) -> None:
         """Two runs have the same numbers, and the same bits in the weights and moments they end with."""
         assert self.numbers(one) == self.numbers(other)
+        self.assert_same_weights(one, other)
+
+    def assert_same_weights(self, one: str, other: str) -> None:
+        """Two runs end with the same bits in weights and moments."""
         newest = [max((self.folder / run / "checkpoints").glob("step-*")) for run in (one, other)]
         assert newest[0].name == newest[1].name
         for file in ("policy/model.safetensors", "policy.optimizer/rank-00000.safetensors"):

@@ -1,0 +1,108 @@
+"""A sampler that dies on Ray takes no step of the trainer along."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.grpo import GRPOConfig
+from rillflow.algorithms.steps import group_relative_advantages, publish, with_logprobs
+from rillflow.cli.main import main
+from rillflow.dataflow.flow import Flow
+from rillflow.graph.handle import Handle
+from rillflow.records.batch import Batch
+from tests.flows.conftest import Tiny
+
+if find_spec("ray") is None:
+    pytest.skip("Ray is not installed", allow_module_level=True)
+
+DIES_IN = 3
+REST = """
+steps = 5
+old_logprobs = "sampler"
+[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+size = 60
+held_out = 10
+[evaluate]
+problems = 4
+[placement]
+backend = "ray"
+pools = { main = 1, answers = 1 }
+roles = { sampler = "answers" }
+"""
+
+
+def die_once(tokens: Tensor, *, calls: str) -> float:
+    """Kill the process that holds the rows, in one step of all runs that share a file of calls."""
+    del tokens
+    file = Path(calls)
+    file.write_text(file.read_text() + "." if file.exists() else ".")
+    if file.stat().st_size == DIES_IN:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+
+
+def step(flow: Flow, prompts: Batch, config: GRPOConfig) -> Handle:
+    """GRPO whose sampler dies between an update and its publication."""
+    rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
+    rewards = flow.reward.score(rollouts)
+    batches = with_logprobs(flow, rollouts, config)
+    advantages = group_relative_advantages(flow, rewards, batches, config)
+    report = flow.policy.update(*batches, advantages, loss=config.loss, passes=config)
+    flow.number(die_once, rollouts, calls=os.environ["CALLS"])
+    publish(flow, config, is_held=False)
+    return report
+
+
+ALGORITHM = Algorithm(config=GRPOConfig, step=step, data=Data.PROMPTS)
+
+
+def run(tiny: Tiny, calls: str, name: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    """This file as a command line."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "tests.flows.test_dead_sampler", "run", str(tiny.recipe)]
+    environment = {**os.environ, "CALLS": str(tiny.folder / calls)}
+    folder = ["--dir", str(tiny.folder / name)]
+    return subprocess.run([*command, *folder, *words], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("freshness", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_last_whole_step_is_saved_and_the_run_goes_on(tiny: Tiny, freshness: int) -> None:
+    tiny.write(REST)
+    ahead, inline = f"algorithm.freshness={freshness}", "placement.backend=inline"
+    (tiny.folder / "none").write_text("." * DIES_IN)
+    died = run(tiny, "calls", "cut", ahead)
+    said = died.stdout + died.stderr
+    assert died.returncode == 1 and "rank 0 of pool 'answers' has died" in said, said
+    kept = tiny.steps_kept("cut")[-1]
+    assert kept == len(tiny.lines("cut")) and kept >= DIES_IN, said
+    assert f"step {kept} is saved: the same command goes on from there" in said
+    resumed = run(tiny, "calls", "cut", ahead, inline)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert len(tiny.lines("cut")) == 5
+    verified = subprocess.run(
+        [sys.executable, "-m", "rillflow.cli.main", "verify", str(tiny.folder / "cut")],
+        capture_output=True,
+        text=True,
+    )
+    assert "the ranks that held them have died" in verified.stdout, verified.stdout
+    fresher = f"step {kept + 1} is sampled by the weights after step {kept}"
+    assert (fresher in " ".join(resumed.stdout.split())) == bool(freshness)
+    if not freshness:
+        assert run(tiny, "none", "whole", ahead, inline).returncode == 0
+        tiny.assert_same_weights("whole", "cut")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(algorithms=[ALGORITHM]))
