@@ -21,6 +21,12 @@ class NewModel(Section):
     heads: int = Field(4, gt=0, description="Query heads; they divide the hidden size.")
     kv_heads: int = Field(2, gt=0, description="Key/value heads; they divide the query heads.")
     context: int = Field(256, gt=0, description="Longest prompt plus answer, in tokens.")
+    init_std: float | None = Field(
+        None,
+        gt=0,
+        description="Standard deviation of the first weights; left out, the architecture's own, 0.02 for most, "
+        "which is small for a narrow model: 1 / sqrt(hidden) learns sooner.",
+    )
     alphabet: str = Field(
         "0123456789+-*/=() .,?:ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz\n",
         min_length=1,

@@ -27,6 +27,8 @@ from rillflow.models.unread import Drawing, Source, taken_out
 _FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """What the types call the feed-forward size; the first that a type knows is used."""
 _EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_INIT_STD = ("initializer_range", "init_std")
+"""What the types call the deviation of first weights."""
 _EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
 """What a small mixture has at most: a type's own 128 experts would be a thousand times its other weights."""
 
@@ -100,6 +102,15 @@ def _settings(new: NewModel, vocabulary: int, kind: type[PreTrainedConfig]) -> d
             fix="choose qwen2, llama, qwen3, gpt2 or another decoder",
         )
     settings |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    if new.init_std is not None:
+        named = [name for name in _INIT_STD if name in known]
+        if not named:
+            raise ModelError(
+                f"policy.model.new.init_std is {new.init_std:g}",
+                why=f"the config of a {new.architecture} has none of {', '.join(_INIT_STD)}",
+                fix="leave it out",
+            )
+        settings[named[0]] = new.init_std
     for name in [name for name in _FEED_FORWARD if name in known][:1]:
         settings[name] = new.intermediate
     settings |= {name: min(own[name], most) for name, most in _EXPERTS.items() if own.get(name)}

@@ -52,6 +52,16 @@ def test_bfloat16_is_the_float32_model_rounded() -> None:
     assert torch.equal(weights(make(dtype="bfloat16")), weights(make()).bfloat16())
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "opt"])
+def test_the_first_weights_are_as_wide_as_asked(kind: str) -> None:
+    kv_heads = 2 if kind == "qwen2" else 4
+    default, wide = (make(architecture=kind, kv_heads=kv_heads, **std) for std in ({}, {"init_std": 0.1}))
+    of_default, of_wide = (
+        model.module.get_input_embeddings().weight.std().item() for model in (default, wide)
+    )
+    assert of_default == pytest.approx(0.02, rel=0.1) and of_wide == pytest.approx(0.1, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("kind", "kv_heads"),
     [("llama", 2), ("qwen3", 2), ("mistral", 1), ("gpt2", 4), ("gpt_neox", 4), ("opt", 4)],
