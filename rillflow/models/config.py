@@ -24,7 +24,7 @@ class NewModel(Section):
     init_std: float | None = Field(
         None,
         gt=0,
-        description="Standard deviation of the first weights; left out, the architecture's own (mostly 0.02), "
+        description="Standard deviation of the first weights; left out, the architecture's, mostly 0.02, "
         "which is small for a narrow model: 1 / sqrt(hidden) learns sooner.",
     )
     alphabet: str = Field(
