@@ -7,7 +7,8 @@
 #   make test-vllm    the flow tests through vLLM, in an environment of its own (.venv-vllm, without a GPU)
 #   make lint         ruff and mypy                  make benchmark   the smallest round of every benchmark
 #   make oracles      gradients against plain loops, PEFT, TRL and verl: before training or sampling changes
-#   make mutation     random small faults of the trunk: does a test notice each? (an hour or more)
+#   make mutation     random small faults of the package: does a test notice each? (hours)
+#   make packages     the wheel in empty environments, with oldest and newest dependencies (minutes)
 #   make docs         draws the graphs of docs/algorithms anew
 #   make clean        removes .venv and caches; runs/ stays
 
@@ -35,7 +36,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -
 # installed, and the result is kept: every process that is started imports the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart workflow test test-all test-vllm lint benchmark oracles mutation docs setup clean
+.PHONY: quickstart workflow test test-all test-vllm lint benchmark oracles mutation packages docs setup clean
 
 quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
@@ -71,6 +72,9 @@ oracles: $(FULL)
 
 mutation: $(FULL)
 	$(BIN)/python benchmarks/mutation
+
+packages: $(FULL)
+	$(BIN)/python .ci/packages.py
 
 docs: $(LEAN)
 	$(BIN)/python docs/draw_graphs.py

@@ -1,0 +1,139 @@
+"""Install Rillflow as its users do, and run a shipped recipe with it.
+
+    python .ci/packages.py [--only 3.11-oldest]
+
+    repository ─> sdist ─> wheel ─┬─> 3.11, oldest allowed dependencies ─┐
+                                  ├─> 3.11, newest                       ├─> check, run, report of a recipe
+                                  └─> 3.13, oldest and newest           ─┘
+
+Every environment is empty and lies outside the repository. Skipped Pythons are named.
+Packages come through pip; with a warm cache one environment takes a minute or two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PYTHONS = ("3.11", "3.13")
+ENDS = ("oldest", "newest")
+SMALL = (
+    *("warm_start.steps=2", "warm_start.warmup_steps=0", "policy.warmup_steps=0"),
+    *("algorithm.steps=1", "algorithm.prompts_per_step=4", "algorithm.minibatches=1"),
+    *("algorithm.samples_per_prompt=2", "evaluate.problems=4", "task.held_out=8"),
+)
+"""Settings with which the recipe takes seconds."""
+_log = logging.getLogger("packages")
+
+
+def main() -> int:
+    """Try every environment; return 1 if one failed, or if there was none."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=[f"{python}-{end}" for python in PYTHONS for end in ENDS])
+    only = parser.parse_args().only
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    failed, skipped, passed = [], [], []
+    with tempfile.TemporaryDirectory(prefix="rillflow-packages-") as folder:
+        wheel = built(Path(folder))
+        for python in PYTHONS:
+            found = interpreter(python)
+            for name in (f"{python}-{end}" for end in ENDS):
+                if only not in (None, name):
+                    continue
+                if found is None:
+                    skipped.append(name)
+                    continue
+                _log.info("%s: installing and running", name)
+                try:
+                    try_wheel(wheel, found, python, name.endswith("oldest"), Path(folder) / name)
+                    passed.append(name)
+                except subprocess.CalledProcessError as error:
+                    _log.error("%s failed: %s\n%s", name, " ".join(map(str, error.cmd)), error.output)
+                    failed.append(name)
+                shutil.rmtree(Path(folder) / name, ignore_errors=True)
+    _log.info("passed: %s", ", ".join(passed) or "none")
+    _log.info("failed: %s", ", ".join(failed) or "none")
+    _log.info("skipped, for this machine has no such Python: %s", ", ".join(skipped) or "none")
+    return int(bool(failed) or not passed)
+
+
+def built(folder: Path) -> Path:
+    """Build the sdist, and the wheel from it; return the wheel."""
+    tools = folder / "tools"
+    run(sys.executable, "-m", "venv", tools)
+    pip(tools, "build")
+    run(tools / "bin/python", "-m", "build", "--outdir", folder / "dist", ROOT)
+    return next((folder / "dist").glob("*.whl"))
+
+
+def interpreter(python: str) -> str | None:
+    """Return the command of a Python release, or None where this machine has none that starts."""
+    version = f"import sys; sys.exit('%d.%d' % sys.version_info[:2] != '{python}')"
+    versions = Path("~/.pyenv/versions").expanduser()
+    for command in (f"python{python}", *sorted(map(str, versions.glob(f"{python}.*/bin/python")))):
+        if (
+            shutil.which(command)
+            and not subprocess.run([command, "-c", version], capture_output=True).returncode
+        ):
+            return command
+    return None
+
+
+def try_wheel(wheel: Path, command: str, python: str, is_oldest: bool, folder: Path) -> None:
+    """Install the wheel into an empty environment, then check, run and report a copied recipe."""
+    run(command, "-m", "venv", folder / "venv")
+    pip(folder / "venv", wheel, *(floors(python) if is_oldest else ()))
+    recipe = shutil.copytree(ROOT / "recipes/arithmetic", folder / "recipe") / "run.toml"
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    rillflow = folder / "venv/bin/rillflow"
+    run(rillflow, "check", recipe, *settings, cwd=folder)
+    run(rillflow, "run", recipe, "--dir", folder / "run", *settings, cwd=folder)
+    run(rillflow, "report", folder / "run", cwd=folder)
+    if not (folder / "run/report.html").stat().st_size:
+        raise subprocess.CalledProcessError(1, ["rillflow", "report"], "the report is empty")
+
+
+def floors(python: str) -> list[str]:
+    """Return the dependencies of pyproject.toml, each at its lowest version that is for a Python release."""
+    found = []
+    for dependency in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+        wanted, _, marker = dependency.partition(";")
+        if marker and not applies(marker, python):
+            continue
+        name, _, bounds = wanted.partition(">=")
+        found.append(f"{name.strip()}=={bounds.partition(',')[0].strip()}")
+    return found
+
+
+def applies(marker: str, python: str) -> bool:
+    """Whether a marker, which compares python_version alone, holds for a Python release."""
+    name, sign, version = marker.split()
+    if name != "python_version" or sign not in ("<", ">="):
+        raise ValueError(f"{marker!r} is no marker that this program reads: python_version < or >= a version")
+    own, bound = ([int(part) for part in text.strip("\"'").split(".")] for text in (python, version))
+    return own < bound if sign == "<" else own >= bound
+
+
+def pip(environment: Path, *words: object) -> None:
+    """Install packages into an environment."""
+    quiet = ("--quiet", "--disable-pip-version-check", "--no-compile")
+    run(environment / "bin/python", "-m", "pip", "install", *quiet, *words)
+
+
+def run(*words: object, cwd: Path | None = None) -> None:
+    """Run a command; what it says is shown only where it fails."""
+    command = list(map(str, words))
+    subprocess.run(command, check=True, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
