@@ -262,7 +262,7 @@ class Client:
         if (segments := self._near.segments) is None or not arrays:
             return None, arrays
         gone = [each for each in self._mappings if not segments.has(each)]
-        for each in gone or list(self._mappings)[: len(self._mappings) - _MAPPINGS]:
+        for each in gone or list(self._mappings)[: max(0, len(self._mappings) - _MAPPINGS)]:
             del self._mappings[each]
         frame = packed(SEGMENT, {}, arrays)
         reserve = {"nbytes": frame.nbytes, "wait_s": wait_s}

@@ -47,6 +47,22 @@ def test_another_architecture_is_counted_nearly(architecture: str) -> None:
     assert sizes_of_new(new).parameters == pytest.approx(count(made(new)), rel=0.05)
 
 
+def test_routed_experts_are_counted_apart_from_the_layers_matrices(tmp_path: Path) -> None:
+    model = made(NEW.model_copy(update={"architecture": "qwen3_moe"}))
+    save_model(model, tmp_path / "model")
+    sizes, named = sizes_of_directory(tmp_path / "model"), dict(model.module.named_parameters())
+    assert sizes is not None
+    experts = {name: each for name, each in named.items() if ".experts." in name}
+    matrices = [
+        each.numel()
+        for name, each in named.items()
+        if name not in experts and each.dim() == 2 and ".layers." in name
+    ]
+    assert sizes.parameters == sum(each.numel() for each in named.values())
+    assert sizes.experts == sum(each.numel() for each in experts.values()) > 0
+    assert sizes.linear == sum(matrices) > 0
+
+
 def test_a_directory_is_counted_from_its_headers(tmp_path: Path) -> None:
     model = made(NEW)
     save_model(model, tmp_path / "model")

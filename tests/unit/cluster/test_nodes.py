@@ -86,6 +86,10 @@ def test_a_clock_an_hour_ahead_is_found_by_its_quickest_answer() -> None:
     assert clock_ahead_s(ask) == pytest.approx(3600.0, abs=0.02)
 
 
+def test_a_clock_off_by_more_than_half_the_way_there_and_back_is_off() -> None:
+    assert clock_ahead_s(late(0.2, 0.2, 0.2, 0.2, 0.2, ahead_s=0.19)) == pytest.approx(0.19, abs=0.1)
+
+
 def test_a_clock_within_the_way_there_and_back_counts_as_right() -> None:
     assert clock_ahead_s(late(0.1, 0.1, 0.1, 0.1, 0.1, ahead_s=0.01)) == 0.0
     assert clock_ahead_s(late(0.1, 0.1, 0.1, 0.1, 0.1, ahead_s=-0.3)) == pytest.approx(-0.3, abs=0.1)

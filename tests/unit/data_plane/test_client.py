@@ -336,3 +336,30 @@ def test_the_folder_is_for_its_owner_and_a_killed_server_s_is_removed_by_the_nex
         folder.rename(left)
     with started(capacity_bytes=2**20, home=tmp_path):
         assert not left.exists()
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1:1", "nowhere", "127.0.0.1:port"])
+def test_an_address_without_a_data_plane_is_named(where: str) -> None:
+    with pytest.raises(StreamError, match=f"no data plane answers at {where}"):
+        Client(address=where, token="t", name="lost")
+
+
+def test_a_folder_whose_data_plane_has_ended_is_named(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t")
+    with pytest.raises(StreamError, match=f"no data plane answers at {tmp_path}"):
+        Client(tmp_path, name="lost")
+
+
+def test_a_writer_keeps_some_segments_mapped_and_not_all(folder: Path) -> None:
+    def mapped() -> int:
+        return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    with Client(folder, name="writer") as client:
+        name = stream(client, ONE)
+        before, counts = mapped(), []
+        for _ in range(40):
+            client.begin(name, {"x": torch.ones(1, 4)}, rows=[1])
+            counts.append(mapped() - before)
+        assert counts[:10] == list(range(1, 11))
+        assert max(counts) == 17, "16, and the one that is written"
+        client.drop(name, list(range(40)), "seen")

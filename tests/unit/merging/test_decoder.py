@@ -145,6 +145,8 @@ def test_decoders_that_cannot_be_aligned_are_refused(make: Made, tmp_path: Path)
     assert "heads have the size 4 in" in refused([a, heads], out)
     deep = make("deep", NEW.model_copy(update={"layers": 3}))
     assert "num_hidden_layers is 2 in" in refused([a, deep], out)
+    more = make("more", NEW.model_copy(update={"alphabet": NEW.alphabet + "*/"}))
+    assert "vocab_size is 13 in" in refused([a, more], out)
     gpt2 = NEW.model_copy(update={"architecture": "gpt2", "kv_heads": 4})
     assert "cannot be aligned" in refused([make("one", gpt2), make("two", gpt2, seed=1)], out)
     assert main(["merge", str(a), str(deep), "--method", "linear", "--prompts", "x", "--out", str(out)]) == 2

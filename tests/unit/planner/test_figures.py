@@ -27,7 +27,7 @@ from rillflow.planner.problem import Problem
 from rillflow.planner.search import search
 from rillflow.planner.simulator.simulate import simulate
 from rillflow.planner.workload import Lengths
-from tests.unit.planner.cost_model.settings import FLEET, MIXTURE, SHAPE, WORKLOAD, problem, seat, setting
+from tests.unit.planner.cost_model.settings import FLEET, MIXTURE, WORKLOAD, problem, seat, setting
 
 FIGURES = Path(__file__).with_name("figures.json")
 SETTINGS = {

@@ -112,3 +112,8 @@ def test_values_may_be_vectors() -> None:
 def test_lengths_that_do_not_fit_are_refused(values: torch.Tensor, lengths: torch.Tensor, named: str) -> None:
     with pytest.raises(RecordError, match=named):
         Ragged(values=values, lengths=lengths)
+
+
+def test_no_rows_have_no_values() -> None:
+    chosen = Ragged.from_rows([[1, 2], [3]]).select(torch.zeros(0, dtype=torch.int64))
+    assert (len(chosen), chosen.values.tolist(), chosen.lengths.tolist()) == (0, [], [])

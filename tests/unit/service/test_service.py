@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import random
+import re
 import socket
 import string
 import threading
 import time
+import warnings
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -379,3 +382,24 @@ def test_requests_that_never_end_are_ended(folder: Path) -> None:
     while b"body of 99" not in answer and (more := ends[3].recv(4000)):  # its head comes apart from its body
         answer += more
     assert answer.startswith(b"HTTP/1.1 408") and b"1 bytes came of a body of 99" in answer
+
+
+def test_every_schema_that_the_document_names_is_in_it_once(folder: Path) -> None:
+    told = document(folder)
+    text = json.dumps(told)
+    assert "$defs" not in text
+    named = set(re.findall(r'"#/components/schemas/(\w+)"', text))
+    assert named == set(told["components"]["schemas"]) == {"ColumnType", "StageColumns"}
+    names = ("create", "begin", "take", "done", "return", "drop", "look", "weights")
+    assert {f"/v1/{name}" for name in names} <= set(told["paths"])
+
+
+def test_a_request_leaves_no_connection_open(folder: Path) -> None:
+    client = ServiceClient(folder, name="tidy")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        name = stream(client)
+        with pytest.raises(StreamError):
+            client.create("not a name", columns=COLUMNS, stages=STAGES, capacity=1)
+        gc.collect()
+    assert name and [str(each.message) for each in said] == []
