@@ -45,7 +45,10 @@ def settings(kinds: Iterable[type[BaseModel]]) -> list[str]:
 
 @pytest.mark.parametrize("reader", KINDS)
 def test_settings_are_as_committed(reader: str) -> None:
-    assert settings(KINDS[reader]) == (HERE / f"settings_{reader}.txt").read_text().splitlines()
+    committed = (HERE / f"settings_{reader}.txt").read_text().splitlines()
+    assert settings(KINDS[reader]) == committed, (
+        "if on purpose: python -m tests.unit.config.test_public_settings"
+    )
 
 
 def test_a_changed_bound_is_seen() -> None:

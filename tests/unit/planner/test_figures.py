@@ -1,4 +1,4 @@
-"""Figures of two small models, worked out by the formulas, are the committed ones: laws alone leave factors open.
+"""Figures of two small models are the committed ones: laws alone leave factors open.
 
 Who changes a formula on purpose writes the file anew and reads the difference:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import traceback
 from pathlib import Path
 
@@ -54,10 +55,12 @@ def test_a_long_message_is_cut_and_says_its_length(tmp_path: Path) -> None:
 def test_the_last_line_of_the_users_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(f"def f():\n    g()  # {'y' * 400}\n\ndef g():\n    import json; json.loads('')\n")
-    names: dict[str, object] = {}
-    exec(compile(file.read_text(), str(file), "exec"), names)
+    spec = importlib.util.spec_from_file_location("own", file)
+    assert spec is not None and spec.loader is not None
+    own = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
     with pytest.raises(ValueError) as raised:
-        names["f"]()  # type: ignore[operator]
+        own.f()
     said = describe(raised.value, file)
     assert "(own.py, line 5, in g: import json; json.loads(''))" in said
     assert traceback.extract_tb(raised.value.__traceback__)[-1].filename != str(file)

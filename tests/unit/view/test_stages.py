@@ -40,6 +40,8 @@ def test_the_stages_and_the_rest_are_the_phase(make_run: MakeRun) -> None:
         shares = re.findall(r"<td>([\d.]+)%</td>", card)
         assert sum(map(float, shares)) == pytest.approx(100, abs=0.3)
         assert REST in card
+    titles = re.findall(r'<i class="\S+" style="width:[\d.]+%" title="([^"]*)"', draw_stages(data)[1])
+    assert sorted(titles) == sorted(["policy.generate", "policy.update", REST, "reward.score"])
     longest_first = ("policy.update", "policy.generate", "reward.score")
     places = [draw_stages(data)[1].index(f">{stage}<") for stage in longest_first]
     assert places == sorted(places)
