@@ -20,7 +20,8 @@ from rillflow.assembly.preflight import model_source
 from rillflow.assembly.recipe import Recipe
 from rillflow.errors import DataError
 from rillflow.models.bare import character_tokenizer
-from rillflow.models.tokenizer import Tokenizer, end_tokens, load_tokenizer
+from rillflow.models.end_tokens import end_tokens
+from rillflow.models.tokenizer import Tokenizer, load_tokenizer
 from rillflow.tasks.encoded import Answers, Encoded, Encoder
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task

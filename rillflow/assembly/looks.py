@@ -49,6 +49,7 @@ from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
 from rillflow.models.locate import base_of
 from rillflow.models.tokenizer import require_rows
+from rillflow.models.tokenizer_probe import probe_tokenizer
 from rillflow.observe.environment import usable_cores
 from rillflow.observe.wording import size
 from rillflow.rewards.columns import Text
@@ -242,11 +243,16 @@ def _look_at_data(recipe: Recipe, base: Path, report: Report, drawn: int | None,
 
 def _look_at_tokens(recipe: Recipe, base: Path, report: Report, say: Callable[[str], None] | None) -> None:
     """Every row as tokens: whether it can be, and has room."""
+    if report.task is None:
+        return
+    source = model_source(recipe, base)
+    if source is not None and Path(source).is_dir():
+        probe_tokenizer(Path(source), [row.key for row in (*report.task.train, *report.task.held_out)])
     model_input = read_model_input(recipe, base, as_written=say is None)
-    if report.task is None or model_input is None:
+    if model_input is None:
         return
     if report.sizes is not None:
-        require_rows(model_input.tokenizer.vocabulary_size, report.sizes.vocabulary)
+        require_rows(model_input.tokenizer, report.sizes.vocabulary)
     if recipe.has_policy and not model_input.tokenizer.stop_tokens and not recipe.rollout.stop:
         report.notes.append(_NO_END.format(recipe.rollout.max_tokens))
     encoded = report.encoded = encode_task(recipe, report.task, model_input, say)

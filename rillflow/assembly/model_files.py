@@ -17,7 +17,13 @@ from typing import Any
 
 from rillflow.errors import ModelError
 from rillflow.models.bounds import check_files, check_sizes
-from rillflow.models.weight_files import WeightHeader, check_weight_files, settings_in, weight_headers
+from rillflow.models.weight_files import (
+    WeightHeader,
+    check_weight_files,
+    refuse_quantised,
+    settings_in,
+    weight_headers,
+)
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -37,6 +43,7 @@ def require_model_files(directory: Path, *, is_chat: bool) -> None:
     check_files(directory)
     config = settings_in(directory / "config.json")
     check_sizes(directory, config)
+    refuse_quantised(str(directory), config)
     check_weight_files(str(directory))
     headers = weight_headers(directory)
     _require_layers(directory, config, [*headers])

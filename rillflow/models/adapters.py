@@ -30,12 +30,10 @@ from torch import Tensor, nn
 from rillflow.errors import ModelError, nearest
 from rillflow.models.config import AdapterConfig
 from rillflow.models.int8 import Int8Linear, full_weight, int8_layers, keep_in_int8
-from rillflow.models.locate import BASE, SETTINGS, AdapterSource
+from rillflow.models.locate import BASE, SETTINGS, WEIGHTS, AdapterSource
 from rillflow.models.scalar_head import head_of, head_weights
 from rillflow.models.unread import Read, Source, read_slice
 
-WEIGHTS = "adapter_model.safetensors"
-"""The file of PEFT's format beside its settings."""
 ADAPTER = "_adapter"
 """What the name of an adapter has after its layer's."""
 _PREFIX = "base_model.model."

@@ -26,7 +26,6 @@ from transformers.utils import logging
 
 from rillflow.errors import ConfigError, ModelError, nearest
 from rillflow.models.adapters import (
-    WEIGHTS,
     adapter_weights,
     attach,
     file_name,
@@ -37,14 +36,15 @@ from rillflow.models.architecture import context_of, settle_attention, short_cop
 from rillflow.models.attention import register
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
+from rillflow.models.end_tokens import listed
 from rillflow.models.int8 import int8_weights
-from rillflow.models.locate import AdapterSource, base_of, found_adapter, locate
+from rillflow.models.locate import WEIGHTS, AdapterSource, base_of, found_adapter, locate
 from rillflow.models.model_files import METADATA, file_weights, own_weights, shard_file, write_settings
 from rillflow.models.new_model import new_module
 from rillflow.models.positions import settle_positions
 from rillflow.models.pretrained import load_module, load_scalar_module
 from rillflow.models.tensor_file import write_tensors
-from rillflow.models.tokenizer import Tokenizer, listed, load_tokenizer, require_rows
+from rillflow.models.tokenizer import Tokenizer, load_tokenizer, require_rows
 from rillflow.models.unread import ALONE, Source, fill, on_device, taken_out
 from rillflow.observe.durable import flush, publish_folder
 
@@ -210,7 +210,7 @@ def outline(
             weights = adapter_weights(module, int8_weights(module, weights), adapter, seed)
     names_ends = module.config.get_text_config() if is_scalar else module.generation_config
     tokenizer = Tokenizer(inner, stop_tokens=listed(names_ends.eos_token_id))
-    require_rows(tokenizer.vocabulary_size, module.get_input_embeddings().weight.shape[0])
+    require_rows(tokenizer, module.get_input_embeddings().weight.shape[0])
     return kind(
         module=module,
         tokenizer=tokenizer,

@@ -16,12 +16,17 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from rillflow.errors import ModelError
+from rillflow.models.bounds import FILE_BYTES, check_file
 from rillflow.models.config import AdapterConfig
 
 SETTINGS = "adapter_config.json"
 """The file that makes a directory an adapter's."""
 BASE = "rillflow_base"
 """What the file calls what the base was kept in, where that is not what it has; PEFT does not read it."""
+WEIGHTS = "adapter_model.safetensors"
+"""The file of its weights."""
+MOST_RANK = 2**14
+"""The largest rank of an adapter."""
 _REFUSED = (
     "bias",
     "alpha_pattern",
@@ -103,12 +108,13 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
             has an adapter, and another one is wanted.
     """
     path = Path(source) / SETTINGS
-    if not path.is_file():
+    if not path.exists():
         return None if wanted is None else AdapterSource(base=source, config=wanted)
     try:
+        check_file(path, FILE_BYTES[SETTINGS])
         said = json.loads(path.read_bytes())
         base, rank, alpha = said["base_model_name_or_path"], said["r"], said["lora_alpha"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read", why=f"{type(error).__name__}: {error}") from error
     is_lora = said.get("peft_type") == "LORA" and bool(base)
     odd = [] if is_lora else ["peft_type" if base else "base_model_name_or_path"]
@@ -127,6 +133,8 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
             why="one adapter is trained: the directory's own goes on",
             fix=f"leave adapter out, or name its base: {base}",
         )
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
+        raise ModelError(f"{path} has r = {str(rank)[:40]}", why=f"a rank is 1 to {MOST_RANK:,}")
     kind: Any = "dora" if said.get("use_dora") else "rslora" if said.get("use_rslora") else "lora"
     targets = said.get("target_modules") or ()
     targets = () if targets == "all-linear" else (targets,) if isinstance(targets, str) else sorted(targets)
@@ -138,4 +146,14 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
 def base_of(source: str) -> str:
     """The directory or hub name of what ``locate`` found, or of what an adapter there stands beside."""
     adapter = found_adapter(source, None)
-    return source if adapter is None else locate(adapter.base, Path(source))
+    if adapter is None:
+        return source
+    base = locate(adapter.base, Path(source))
+    if not (Path(source) / WEIGHTS).exists() or base == str(Path(source).resolve()):
+        lacks = f"has no {WEIGHTS}" if base != str(Path(source).resolve()) else "names itself as its base"
+        raise ModelError(
+            f"the adapter {source} {lacks}",
+            why=f"an adapter is {SETTINGS} and {WEIGHTS} beside a model in another directory",
+            fix="fetch the missing file, or name the model itself",
+        )
+    return base

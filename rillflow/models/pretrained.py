@@ -25,10 +25,16 @@ from transformers import (
 from rillflow.errors import ModelError
 from rillflow.models.architecture import built_with, causal_class, scalar_class
 from rillflow.models.bounds import check_files, check_sizes
+from rillflow.models.end_tokens import end_tokens
 from rillflow.models.scalar_head import head_weights, require_one_number, start_head
-from rillflow.models.tokenizer import end_tokens
 from rillflow.models.unread import unread_weights
-from rillflow.models.weight_files import LIBRARY_ERRORS, check_weight_files, settings_in, unusable
+from rillflow.models.weight_files import (
+    LIBRARY_ERRORS,
+    check_weight_files,
+    refuse_quantised,
+    settings_in,
+    unusable,
+)
 
 
 def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -159,9 +165,4 @@ def _check_settings(source: str, settings: dict[str, Any]) -> None:
             why="Rillflow executes nothing from a model's directory",
             fix="choose a model of a type that transformers itself has",
         )
-    if "quantization_config" in settings:
-        raise ModelError(
-            f"the model {source} is quantised",
-            why="its weights are integers, which cannot be trained",
-            fix="name the float or bfloat16 model it was made from",
-        )
+    refuse_quantised(source, settings)

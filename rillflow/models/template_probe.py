@@ -14,8 +14,6 @@ certain date or message to misbehave is not found.
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -27,6 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rillflow.errors import ModelError
+from rillflow.models.limited_child import TOO_MUCH, limit, run_limited
 
 CPU_S = 1
 """Processor time of the child for all of its renderings."""
@@ -36,9 +35,6 @@ GROWTH, LEAST_CHARACTERS = 64, 2**20
 """A text may be so many times as long as its chat, or at least so many characters."""
 TURNS = 32
 """Turns of the long chat."""
-_WAIT_S = 60.0
-_TOO_MUCH = 3
-"""The exit code of a child whose template needs more memory or writes more text than is allowed."""
 TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
     *(RecursionError, MemoryError),
@@ -57,16 +53,9 @@ def probe(template: str, variables: Mapping[str, Any], chat: Sequence[Mapping[st
     Raises:
         ModelError: it does not.
     """
-    asked = json.dumps({"template": template, "variables": variables, "chat": list(chat)})
-    command = [sys.executable, "-m", "rillflow.models.template_probe"]
-    try:
-        code = subprocess.run(
-            command, input=asked.encode(), capture_output=True, timeout=_WAIT_S, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        code = -1
-    if code < 0 or code == _TOO_MUCH:
-        broken = f"{CPU_S} s of processor time" if code < 0 else "its memory or the length of its text"
+    asked = {"template": template, "variables": variables, "chat": list(chat)}
+    broken = run_limited("rillflow.models.template_probe", asked, CPU_S)
+    if broken:
         raise ModelError(
             f"the chat template exceeds {broken} for one conversation: {template[:60]!r}",
             why="a template that loops or allocates without end would stop whoever renders it",
@@ -77,11 +66,7 @@ def probe(template: str, variables: Mapping[str, Any], chat: Sequence[Mapping[st
 def main() -> None:
     """Render what standard input says, within limits."""
     asked = json.loads(sys.stdin.buffer.read())
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    spent = int(used.ru_utime + used.ru_stime)
-    resource.setrlimit(resource.RLIMIT_CPU, (spent + CPU_S, spent + CPU_S + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit(CPU_S, ADDRESS_BYTES)
     chat, variables = asked["chat"], asked["variables"]
     most = max(LEAST_CHARACTERS, GROWTH * len(json.dumps(chat)))
     try:
@@ -91,9 +76,9 @@ def main() -> None:
             for piece in compiled.generate(messages=turns, documents=None, **variables):
                 length += len(piece)
                 if length > most:
-                    sys.exit(_TOO_MUCH)
+                    sys.exit(TOO_MUCH)
     except MemoryError:
-        sys.exit(_TOO_MUCH)
+        sys.exit(TOO_MUCH)
     except TEMPLATE_ERRORS:
         return  # whoever renders it meets the same, and says so
 

@@ -26,7 +26,7 @@ from tokenizers import decoders, pre_tokenizers
 from rillflow.errors import ModelError
 from rillflow.models.bare import BareTokenizer, bare_tokenizer, settings_of
 from rillflow.models.bounds import check_files
-from rillflow.models.weight_files import LIBRARY_ERRORS, settings_in
+from rillflow.models.weight_files import LIBRARY_ERRORS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # importing it takes a second or two
@@ -79,7 +79,7 @@ class Tokenizer:
         self._special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._alphabet = _Alphabet(inner)
         self._pieces: dict[int, str] = {}
-        self._probed: set[str] = set()
+        self._probed: dict[str, ModelError | None] = {}
 
     def encode(self, text: str) -> list[int]:
         """A prompt's tokens; see ``encode_texts``."""
@@ -167,8 +167,13 @@ class Tokenizer:
             from rillflow.models.template_probe import probe
 
             given = {"tools": chat.tools, "add_generation_prompt": opens, **chat.arguments}
-            probe(template, {**library.special_tokens_map, **given}, chat.turns)
-            self._probed.add(template)
+            self._probed[template] = None
+            try:
+                probe(template, {**library.special_tokens_map, **given}, chat.turns)
+            except ModelError as error:
+                self._probed[template] = error
+        if (refused := self._probed[template]) is not None:  # for each of many rows, at once
+            raise ModelError(refused.what, why=refused.why, fix=refused.fix)
 
     def encode_replies(self, chats: Sequence[Chat], answers: Sequence[str]) -> list[list[int]]:
         """The tokens of an answer to each conversation, as the template writes and ends them.
@@ -409,50 +414,25 @@ def load_tokenizer(
     return inner
 
 
-def require_rows(tokens: int, rows: int) -> None:
-    """Refuse a tokeniser with more tokens than the embedding has rows.
+def require_rows(tokenizer: Tokenizer, rows: int) -> None:
+    """Refuse a tokeniser, or end tokens, beyond the rows of the embedding.
 
     Raises:
         ModelError: it names both numbers.
     """
-    if tokens > rows:
+    if tokenizer.vocabulary_size > rows:
         raise ModelError(
-            f"the tokeniser has {tokens} tokens and the model's embedding {rows} rows",
+            f"the tokeniser has {tokenizer.vocabulary_size} tokens and the model's embedding {rows} rows",
             why="a text with a token beyond the embedding could not be read",
             fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
         )
-
-
-def end_tokens(source: str) -> list[int]:
-    """The end tokens that a directory's generation_config.json names, or else its config.json.
-
-    Raises:
-        ModelError: a file is no JSON object.
-    """
-    for name in ("generation_config.json", "config.json"):
-        file = Path(source) / name
-        found = settings_in(file) if file.exists() else {}
-        inner = found.get("text_config")
-        ends = found.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
-        if ends is not None:
-            return _checked_ends(file, ends)
-    return []
-
-
-def _checked_ends(file: Path, ends: Any) -> list[int]:
-    found = [ends] if isinstance(ends, int) else ends
-    if not isinstance(found, list) or not all(isinstance(each, int) for each in found):
+    beyond = [token for token in sorted(tokenizer.stop_tokens) if not 0 <= token < rows]
+    if beyond:
         raise ModelError(
-            f"{file}: eos_token_id is {str(ends)[:60]}", why="it is a token, or a list of tokens"
+            f"the end token {beyond[0]} is beyond the model's embedding of {rows} rows",
+            why="a token beyond the embedding is never sampled",
+            fix="correct eos_token_id in generation_config.json or config.json",
         )
-    return found
-
-
-def listed(tokens: int | Sequence[int] | None) -> list[int]:
-    """End tokens as configs have them, one, several or none, as a list."""
-    if tokens is None:
-        return []
-    return [tokens] if isinstance(tokens, int) else list(tokens)
 
 
 def _declared_class(source: str) -> str | None:

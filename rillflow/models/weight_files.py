@@ -7,6 +7,7 @@ directory ─┬─ index ───────── names files beside it, all
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorErro
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of weights that can be trained."""
+_MOST_DIMS = 16
+"""Dims of a weight."""
 _NAMED = 3
 """Missing files that an error names."""
 
@@ -79,8 +82,15 @@ def weight_headers(directory: Path) -> dict[str, WeightHeader]:
                     found[name] = WeightHeader(
                         file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape())
                     )
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, MemoryError) as error:
             raise unusable(str(directory), f"file {file.name}", error) from error
+    for name, header in found.items():
+        if len(header.shape) > _MOST_DIMS:
+            raise ModelError(
+                f"the weight {name[:60]!r} in {header.file} has {len(header.shape):,} dims",
+                why=f"a weight of a model has at most {_MOST_DIMS}",
+                fix="the file is no model's: fetch it again",
+            )
     return found
 
 
@@ -147,6 +157,20 @@ def settings_in(file: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ModelError(f"{file} is no JSON object", why="it holds settings by name")
     return settings
+
+
+def refuse_quantised(source: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a model whose config says that its weights are quantised.
+
+    Raises:
+        ModelError: it names the directory or hub name.
+    """
+    if "quantization_config" in settings:
+        raise ModelError(
+            f"the model {source} is quantised",
+            why="its weights are integers, which cannot be trained",
+            fix="name the float or bfloat16 model it was made from",
+        )
 
 
 def unusable(source: str, part: str, error: BaseException) -> ModelError:

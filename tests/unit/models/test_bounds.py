@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import string
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from rillflow.errors import ModelError
+from rillflow.models.bare import character_tokenizer
 from rillflow.models.bounds import HEADER_BYTES, check_files, check_sizes
 from rillflow.models.template_probe import probe
+from rillflow.models.tokenizer import Chat, Tokenizer
+from rillflow.models.tokenizer_probe import probe_tokenizer
 
 CHAT = [{"role": "user", "content": "17+25="}]
 
@@ -89,3 +95,29 @@ def test_a_template_that_does_not_end_in_its_bounds_is_refused(template: str) ->
 )
 def test_a_template_that_ends_or_refuses_may_be_rendered(template: str) -> None:
     probe(template, {"bos_token": "<s>"}, CHAT)
+
+
+def test_a_template_that_was_refused_is_refused_again_without_another_child() -> None:
+    inner = PreTrainedTokenizerFast(tokenizer_object=character_tokenizer("17+25=", 32).backend_tokenizer)
+    inner.chat_template = "{{ 'a' * 10**10 }}"
+    tokenizer, spent = Tokenizer(inner), []
+    for _ in range(2):
+        before = sum(os.times()[2:4])
+        with pytest.raises(ModelError, match="the chat template exceeds"):
+            tokenizer.rendered(Chat(turns=CHAT), opens=True)
+        spent.append(sum(os.times()[2:4]) - before)
+    assert spent[0] > 0 == spent[1]
+
+
+def test_a_tokeniser_is_tried_on_texts_in_a_child(tmp_path: Path) -> None:
+    backend = character_tokenizer(string.printable, 32).backend_tokenizer
+    backend.save(str(tmp_path / "tokenizer.json"))
+    probe_tokenizer(tmp_path, ["17+25=", "x" * 10**6])
+    said = json.loads((tmp_path / "tokenizer.json").read_text())
+    many = [{"type": "Replace", "pattern": {"String": "q"}, "content": "q" * 100}] * 3
+    said["normalizer"] = {"type": "Sequence", "normalizers": many}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(said))
+    with pytest.raises(ModelError, match=r"tokenizer\.json exceeds its memory or the length of its text"):
+        probe_tokenizer(tmp_path, ["17+25="])
+    (tmp_path / "tokenizer.json").write_text("{")
+    probe_tokenizer(tmp_path, ["17+25="])  # whoever loads it says that it is none

@@ -1,0 +1,42 @@
+"""End tokens: the tokens that end an answer, as a model's directory and its configs name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rillflow.errors import ModelError
+from rillflow.models.weight_files import settings_in
+
+
+def end_tokens(source: str) -> list[int]:
+    """The end tokens that a directory's generation_config.json names, or else its config.json.
+
+    Raises:
+        ModelError: a file is no JSON object.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = Path(source) / name
+        found = settings_in(file) if file.exists() else {}
+        inner = found.get("text_config")
+        ends = found.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
+        if ends is not None:
+            return _checked_ends(file, ends)
+    return []
+
+
+def _checked_ends(file: Path, ends: Any) -> list[int]:
+    found = [ends] if isinstance(ends, int) else ends
+    if not isinstance(found, list) or not all(isinstance(each, int) for each in found):
+        raise ModelError(
+            f"{file}: eos_token_id is {str(ends)[:60]}", why="it is a token, or a list of tokens"
+        )
+    return found
+
+
+def listed(tokens: int | Sequence[int] | None) -> list[int]:
+    """End tokens as configs have them, one, several or none, as a list."""
+    if tokens is None:
+        return []
+    return [tokens] if isinstance(tokens, int) else list(tokens)

@@ -1,0 +1,54 @@
+"""A process that runs ``rillflow check`` in forks of its own, so that a hundred folders import nothing anew.
+
+    test ─ [folder, words] a line ─> this ─ fork: limits, main(words) > folder/said ─> [exit code, bytes]
+
+The bytes are the most that the fork, or a child that it waited for, held.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+
+from rillflow.assembly import check  # noqa: F401  what every fork needs
+from rillflow.cli.main import main
+
+CPU_S, DEADLINE_S = 20, 120
+"""Processor time and seconds after which the kernel ends a fork."""
+
+
+def run(folder: str, words: list[str]) -> int:
+    """The command's exit code, within the fork."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(DEADLINE_S)
+    os.chdir(folder)
+    said = os.open("said", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    code = main(words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def serve() -> None:
+    """Answer every line."""
+    for line in sys.stdin:
+        folder, words = json.loads(line)
+        if (pid := os.fork()) == 0:
+            code = 99  # what escaped ``main``
+            try:
+                code = run(folder, words)
+            finally:
+                os._exit(code)
+        _, status, used = os.wait4(pid, 0)
+        sys.stdout.write(json.dumps([os.waitstatus_to_exitcode(status), used.ru_maxrss * 1024]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve()
