@@ -7,6 +7,7 @@ A change of a default changes somebody's run. Who changes one on purpose writes 
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+import rillflow
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.assembly.recipe import Recipe
 from rillflow.data_plane.requests import OF_STORES, OF_STREAMS
@@ -49,6 +51,16 @@ def test_settings_are_as_committed(reader: str) -> None:
     assert settings(KINDS[reader]) == committed, (
         "if on purpose: python -m tests.unit.config.test_public_settings"
     )
+
+
+def test_arguments_of_the_python_calls_are_as_documented() -> None:
+    given = inspect.signature(rillflow.train).parameters
+    assert [name for name, each in given.items() if each.kind is not each.KEYWORD_ONLY] == ["recipe"]
+    assert {name: each.default for name, each in given.items() if name != "recipe"} == {
+        **dict.fromkeys(("prompts", "reward", "settings", "dir"), None),
+        **dict.fromkeys(("callbacks", "algorithms"), ()),
+        **dict.fromkeys(("fresh", "quiet"), False),
+    }
 
 
 def test_a_changed_bound_is_seen() -> None:

@@ -105,6 +105,11 @@ def test_damage_to_any_file_is_found_and_the_previous_one_is_used(
     assert "step-000002" in caplog.text
 
 
+def test_the_format_is_the_one_that_earlier_versions_wrote(tmp_path: Path, model: LanguageModel) -> None:
+    manifest = json.loads((save(tmp_path, 1, model) / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"]) == (2, 1), "older checkpoints would not resume"
+
+
 def rewrite(path: Path, **changes: object) -> None:
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps(manifest | changes))

@@ -100,3 +100,58 @@ def test_a_workload_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as caught:
         Workload(prompt=Lengths(kind="fixed", limit=8), response=Lengths(kind="fixed", limit=8), **sizes)
     assert str(next(iter(changes.values()))).removesuffix(".0") in caught.value.what
+
+
+EIGHT = Lengths(kind="fixed", limit=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "outside"),
+    [
+        ("prompts", [1, 10**9], [10**9 + 1]),
+        ("samples", [1, 10**9], [0]),
+        ("epochs", [1, 10**9], [10**9 + 1]),
+        ("minibatches", [1, 16], [0, 17]),
+        ("tokens_per_micro_batch", [1, 10**9], [10**9 + 1]),
+        ("rows_at_once", [1, 10**9], [10**9 + 1]),
+        ("function_s", [0.0, 86_400.0], [-0.1, 86_400.5]),
+        ("gradient_share", [0.0, 1.0], [-0.1, 1.1]),
+    ],
+)
+def test_a_number_at_its_bounds_is_taken_and_beyond_them_named(
+    name: str, inside: list[float], outside: list[float]
+) -> None:
+    def made(value: float) -> Workload:
+        sizes: dict[str, Any] = {"prompts": 4, "samples": 4, name: value}
+        return Workload(prompt=EIGHT, response=EIGHT, **sizes)
+
+    for value in inside:
+        assert vars(made(value))[name] == value
+    for value in outside:
+        with pytest.raises(PlanError, match=rf"{name} is {value:.12g}"):
+            made(value)
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside"),
+    [
+        ({"kind": "fixed", "limit": 100_000_000}, {"kind": "fixed", "limit": 100_000_001}),
+        ({"kind": "fixed", "limit": 1}, {"kind": "fixed", "limit": 0}),
+        ({"sigma": 5.0}, {"sigma": 5.1}),
+        ({"sigma": 0.0}, {"sigma": -0.1}),
+        ({"kind": "measured", "values": (0, 9)}, {"kind": "measured", "values": (-1, 9)}),
+        ({"kind": "measured", "values": (9, 9)}, {"kind": "measured", "values": (9, 10)}),
+    ],
+)
+def test_lengths_at_their_bounds_are_taken(inside: dict[str, Any], outside: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"kind": "lognormal", "limit": 9, "median": 5.0}
+    Lengths(**(given | inside))
+    with pytest.raises(PlanError):
+        Lengths(**(given | outside))
+
+
+def test_what_nobody_says_of_a_workload() -> None:
+    one = Workload(prompts=4, samples=2, prompt=EIGHT, response=EIGHT)
+    assert (one.epochs, one.minibatches, one.tokens_per_micro_batch, one.rows_at_once) == (1, 1, 16384, 1024)
+    assert (one.function_s, one.dtype, one.shares_prompts, one.gradient_share) == (0.0, "bfloat16", True, 1.0)
+    assert (one.rows, one.row_tokens, one.row_square, one.running_tokens) == (8, 16.0, 256.0, 12.0)
