@@ -43,6 +43,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     failed, skipped, passed = [], [], []
     with tempfile.TemporaryDirectory(prefix="rillflow-packages-") as folder:
+        recipe = shutil.copytree(ROOT / "recipes/arithmetic", Path(folder) / "recipe") / "run.toml"
         wheel = built(Path(folder))
         for python in PYTHONS:
             found = interpreter(python)
@@ -54,7 +55,7 @@ def main() -> int:
                     continue
                 _log.info("%s: installing and running", name)
                 try:
-                    try_wheel(wheel, found, python, name.endswith("oldest"), Path(folder) / name)
+                    try_wheel(wheel, recipe, found, python, Path(folder) / name, name.endswith("oldest"))
                     passed.append(name)
                 except subprocess.CalledProcessError as error:
                     _log.error("%s failed: %s\n%s", name, " ".join(map(str, error.cmd)), error.output)
@@ -88,11 +89,10 @@ def interpreter(python: str) -> str | None:
     return None
 
 
-def try_wheel(wheel: Path, command: str, python: str, is_oldest: bool, folder: Path) -> None:
-    """Install the wheel into an empty environment, then check, run and report a copied recipe."""
+def try_wheel(wheel: Path, recipe: Path, command: str, python: str, folder: Path, is_oldest: bool) -> None:
+    """Install the wheel into an empty environment, then check, run and report a recipe."""
     run(command, "-m", "venv", folder / "venv")
     pip(folder / "venv", wheel, *(floors(python) if is_oldest else ()))
-    recipe = shutil.copytree(ROOT / "recipes/arithmetic", folder / "recipe") / "run.toml"
     settings = [word for setting in SMALL for word in ("--set", setting)]
     rillflow = folder / "venv/bin/rillflow"
     run(rillflow, "check", recipe, *settings, cwd=folder)
