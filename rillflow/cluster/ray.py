@@ -210,6 +210,17 @@ class RayBackend:
         self._watchdog = watch(self._folder)
         os.environ[MARK] = str(self._folder)
         try:
+            self._start_cluster(self._folder, ranks)
+        finally:
+            del os.environ[MARK]
+
+    def _start_cluster(self, folder: Path, ranks: int) -> None:
+        """Start a cluster of our own.
+
+        Raises:
+            ClusterError: one of Ray's daemons did not start in time.
+        """
+        try:
             with kept_by_driver():
                 ray.init(
                     num_cpus=max(ranks, os.cpu_count() or 1),
@@ -217,10 +228,16 @@ class RayBackend:
                     include_dashboard=False,
                     log_to_driver=True,
                     logging_level=logging.WARNING,
-                    _temp_dir=str(self._folder / "r"),
+                    _temp_dir=str(folder / "r"),
                 )
-        finally:
-            del os.environ[MARK]
+        except Exception as error:  # Ray raises this very class where a daemon is late
+            if type(error) is not Exception:
+                raise
+            raise ClusterError(
+                "Ray did not start on this machine",
+                why=str(error),
+                fix="look at its load and free memory, and give the same command again",
+            ) from None
 
     def _fit(self, pools: Sequence[Pool], there: Sequence[Mapping[str, Any]]) -> None:
         """Refuse pools that take more than all nodes have."""

@@ -27,6 +27,7 @@ _OWN = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _EVERY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_prestart_worker_first_driver": "0",  # idle processes, one a core, never used
+    "RAY_worker_niceness": "0",  # at Ray's 15 ranks starve beside other programs
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # whoever reads a result gets its error
     **ENVIRONMENT,
 }
