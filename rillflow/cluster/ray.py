@@ -20,11 +20,9 @@ Loop of a rank's process
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -46,9 +44,10 @@ from rillflow.cluster.awaited import Awaited, answers
 from rillflow.cluster.backend import Node, Place, Pool, RankCall, RankLost, Site, Traffic, places
 from rillflow.cluster.messages import Body, Slot, by_name, opened, packed, replies, unpacked
 from rillflow.cluster.nodes import ProcessSeat, Seating
-from rillflow.cluster.private import private_folder, private_token, warn_without_token
+from rillflow.cluster.private import private_folder, private_token
 from rillflow.cluster.ranks import Stranded
-from rillflow.cluster.signals import kept_by_driver, left_to_driver
+from rillflow.cluster.ray_start import join_cluster, start_cluster
+from rillflow.cluster.signals import left_to_driver
 from rillflow.cluster.watchdog import MARK, end, end_once, watch
 from rillflow.errors import ClusterError
 from rillflow.observe.environment import usable_cores
@@ -59,8 +58,6 @@ MAX_BESIDE = 32
 """References that travel beside every call; more are put into the object store, once for all ranks."""
 _CLOSE_S = 3.0
 """How long ranks have to close what is open on them before they are killed."""
-_REACH_S = 10.0
-"""How long the head of a cluster may take to answer at all."""
 _START_S = 60.0
 """How long a pool may take to be scheduled, and the ranks to start, where they are few."""
 _START_EACH_S = 15.0
@@ -202,42 +199,16 @@ class RayBackend:
             return
         self._started = True
         if self._address is not None:
-            with kept_by_driver():
-                _join_cluster(self._address)
+            join_cluster(self._address)
             return
         self._folder = private_folder()
         private_token()
         self._watchdog = watch(self._folder)
         os.environ[MARK] = str(self._folder)
         try:
-            self._start_cluster(self._folder, ranks)
+            start_cluster(self._folder, ranks)
         finally:
             del os.environ[MARK]
-
-    def _start_cluster(self, folder: Path, ranks: int) -> None:
-        """Start a cluster of our own.
-
-        Raises:
-            ClusterError: one of Ray's daemons did not start in time.
-        """
-        try:
-            with kept_by_driver():
-                ray.init(
-                    num_cpus=max(ranks, os.cpu_count() or 1),
-                    num_gpus=torch.cuda.device_count(),
-                    include_dashboard=False,
-                    log_to_driver=True,
-                    logging_level=logging.WARNING,
-                    _temp_dir=str(folder / "r"),
-                )
-        except Exception as error:  # Ray raises this very class where a daemon is late
-            if type(error) is not Exception:
-                raise
-            raise ClusterError(
-                "Ray did not start on this machine",
-                why=str(error),
-                fix="look at its load and free memory, and give the same command again",
-            ) from None
 
     def _fit(self, pools: Sequence[Pool], there: Sequence[Mapping[str, Any]]) -> None:
         """Refuse pools that take more than all nodes have."""
@@ -419,40 +390,6 @@ def _listed(there: Sequence[Mapping[str, Any]]) -> str:
 def _time_of(rank: Any) -> float:
     """A process's seconds since the epoch."""
     return float(ray.get(rank.time.remote(), timeout=_START_S))
-
-
-def _join_cluster(address: str) -> None:
-    """Join a running cluster.
-
-    Raises:
-        ClusterError: nothing answers there, or it is none that this process can be part of.
-    """
-    host, _, port = address.rpartition(":")
-    what = f"the cluster at {address} cannot be joined"
-    fix = "look at the address, and at ray status there; between nodes a firewall lets every TCP port through"
-    try:
-        if port.isdigit():
-            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-        if not _is_node():  # Ray would abort this process
-            why = "Ray is not up on this machine, and a driver is on a node of its cluster"
-            raise ClusterError(what, why=why, fix=f"ray start --address={address} first, or run it on a node")
-        fix = "the same Python and Ray on all nodes; where there is a token, RAY_AUTH_MODE=token and that one"
-        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
-        warn_without_token(address)
-    except (OSError, RuntimeError, ValueError, faults.RayError) as error:
-        told = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
-        why = told[-1] if any("Traceback" in line for line in told) else " ".join(told)
-        raise ClusterError(what, why=why or type(error).__name__, fix=fix) from None
-
-
-def _is_node() -> bool:
-    """Whether Ray is up on this machine; of neighbours that are containers the processes may be seen, too."""
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended, or its address is another machine's
-            if found := re.search(rb"raylet/raylet\0.*\0--node_ip_address=([^\0]+)", file.read_bytes(), re.S):
-                nodes.listening(found[1].decode()).close()
-                return True
-    return False
 
 
 def _heaviest(value: Any) -> str:

@@ -1,0 +1,87 @@
+"""Ray's start: a cluster of our own, or one to join.
+
+RayBackend ─┬─ no address ─> start_cluster(folder, ranks): daemons on this machine, in a folder of ours
+            └─ address ────> join_cluster(address): a driver on a node that is up
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+import torch
+from ray import exceptions as faults
+
+from rillflow.cluster import nodes
+from rillflow.cluster.private import warn_without_token
+from rillflow.cluster.signals import kept_by_driver
+from rillflow.errors import ClusterError
+
+_REACH_S = 10.0
+"""How long to wait for a cluster's head to answer."""
+
+
+def start_cluster(folder: Path, ranks: int) -> None:
+    """Start a cluster of our own.
+
+    Raises:
+        ClusterError: one of Ray's daemons did not start in time.
+    """
+    try:
+        with kept_by_driver():
+            ray.init(
+                num_cpus=max(ranks, os.cpu_count() or 1),
+                num_gpus=torch.cuda.device_count(),
+                include_dashboard=False,
+                log_to_driver=True,
+                logging_level=logging.WARNING,
+                _temp_dir=str(folder / "r"),
+            )
+    except Exception as error:  # Ray raises this very class where a daemon is late
+        if type(error) is not Exception:
+            raise
+        raise ClusterError(
+            "Ray did not start on this machine",
+            why=str(error),
+            fix="look at its load and free memory, and give the same command again",
+        ) from None
+
+
+def join_cluster(address: str) -> None:
+    """Join a running cluster.
+
+    Raises:
+        ClusterError: nothing answers there, or it is none that this process can be part of.
+    """
+    host, _, port = address.rpartition(":")
+    what = f"the cluster at {address} cannot be joined"
+    fix = "look at the address, and at ray status there; between nodes a firewall lets every TCP port through"
+    try:
+        if port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+        if not _is_node():  # Ray would abort this process
+            why = "Ray is not up on this machine, and a driver is on a node of its cluster"
+            raise ClusterError(what, why=why, fix=f"ray start --address={address} first, or run it on a node")
+        fix = "the same Python and Ray on all nodes; where there is a token, RAY_AUTH_MODE=token and that one"
+        with kept_by_driver():
+            ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+        warn_without_token(address)
+    except (OSError, RuntimeError, ValueError, faults.RayError) as error:
+        told = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+        why = told[-1] if any("Traceback" in line for line in told) else " ".join(told)
+        raise ClusterError(what, why=why or type(error).__name__, fix=fix) from None
+
+
+def _is_node() -> bool:
+    """Whether Ray is up on this machine; of neighbours that are containers the processes may be seen, too."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended, or its address is another machine's
+            if found := re.search(rb"raylet/raylet\0.*\0--node_ip_address=([^\0]+)", file.read_bytes(), re.S):
+                nodes.listening(found[1].decode()).close()
+                return True
+    return False
