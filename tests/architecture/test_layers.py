@@ -24,7 +24,7 @@ ADAPTERS = {
     "psutil": (),
     "starlette": ("rillflow/service/app.py", "rillflow/service/door.py"),
     "uvicorn": ("rillflow/service/__main__.py", "rillflow/service/server.py"),
-    "ray": ("rillflow/cluster/ray.py", "rillflow/cluster/messages.py"),
+    "ray": ("rillflow/cluster/ray.py", "rillflow/cluster/ray_start.py", "rillflow/cluster/messages.py"),
     "vllm": ("rillflow/rollout/vllm/core.py",),
     "ot": ("rillflow/merging/transport.py",),
 }
