@@ -169,9 +169,9 @@ def enclose(visible: Visible) -> None:
         _bind(name)
     for name in links:
         Path(_NEW_ROOT + name).symlink_to(Path(name).readlink())
-    for name in (*_FILES, *_DEVICES):
+    for name in _DEVICES:
         _bind(name)
-    for name in visible.copies:
+    for name in (*_FILES, *visible.copies):  # a bind would be one more mount that every cell has to copy
         _copy(name)
     Path(_NEW_ROOT + "/dev/shm").symlink_to("/tmp")  # where semaphores and shared memory are files
     for name in filter(None, [visible.folder]):

@@ -94,6 +94,8 @@ _TYPING = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX: text into a terminal."""
 _X32 = 0x40000000
 
+_LINEAR = 4
+"""Calls that are compared one after the other."""
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
@@ -158,18 +160,33 @@ def lines(machine: str, *, is_memory_counted: bool) -> list[Line]:
     ]
     if machine == "x86_64":
         made += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
-    for name, numbers in {**_DENIED, **({} if is_memory_counted else _UNCOUNTED)}.items():
-        number = errno.ENOSYS if name in _UNCOUNTED else errno.EPERM
-        if numbers[column] >= 0:
-            made += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERROR | number)]
-    made += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]  # flags are in memory
     made += _argument(_CLONE[column], 0, errno.EPERM, denied=[(_ANY_BIT, _NEW_NAMESPACES)])
     made += _argument(_SOCKET[column], 0, errno.EAFNOSUPPORT, allowed=_SOCKETS)
     made += _argument(_SOCKETPAIR[column], 0, errno.EAFNOSUPPORT, allowed=(socket.AF_UNIX,))
     made += _argument(_PRLIMIT[column], 0, errno.EPERM, allowed=(0,))
     made += _argument(_FCNTL[column], 1, errno.EPERM, denied=[(_EQUAL, each) for each in _SIGNAL_OWNERS])
     made += _argument(_IOCTL[column], 1, errno.EPERM, denied=[(_EQUAL, each) for each in _TYPING])
-    return [*made, (_RETURN, 0, 0, _ALLOW)]
+    errors = {numbers[column]: errno.EPERM for numbers in _DENIED.values() if numbers[column] >= 0}
+    errors[_CLONE3[column]] = errno.ENOSYS  # its flags are in memory, where a filter cannot look
+    if not is_memory_counted:
+        errors |= {numbers[column]: errno.ENOSYS for numbers in _UNCOUNTED.values()}
+    return made + _search(sorted(errors.items()))
+
+
+def _search(errors: Sequence[tuple[int, int]]) -> list[Line]:
+    """Deny some calls and allow all others, by halves: the kernel tries every call when it takes a filter.
+
+    Args:
+        errors: numbers of calls in rising order, each with what the call gets.
+    """
+    if len(errors) > _LINEAR:
+        middle = len(errors) // 2
+        below, above = _search(errors[:middle]), _search(errors[middle:])
+        return [(_AT_LEAST, len(below), 0, errors[middle][0]), *below, *above]
+    tests = [
+        line for number, error in errors for line in ((_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | error))
+    ]
+    return [*tests, (_RETURN, 0, 0, _ALLOW)]
 
 
 def _argument(
