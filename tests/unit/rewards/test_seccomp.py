@@ -1,4 +1,4 @@
-"""The filter of system calls, read as the kernel reads it: what it denies, and that it lets all else through."""
+"""The filter of system calls, read as the kernel reads it: what it denies, and what it lets through."""
 
 from __future__ import annotations
 
