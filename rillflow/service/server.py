@@ -18,6 +18,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from rillflow.errors import StreamError
 
 HEAD_WITHIN_S = 10.0
+BACKLOG = 2048
+"""Connections that wait to be accepted; as many as uvicorn's own."""
 
 
 class Impatient(H11Protocol):  # type: ignore[misc]
@@ -48,7 +50,7 @@ HOW: dict[str, Any] = {
 
 
 def bound(port: int) -> socket.socket:
-    """A socket of the loopback device; 0 takes a free port.
+    """A socket that listens on the loopback device; 0 takes a free port.
 
     Raises:
         StreamError: the port is taken.
@@ -57,6 +59,7 @@ def bound(port: int) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(("127.0.0.1", port))
+        made.listen(BACKLOG)  # at once: a client that reads the address may connect before the server runs
     except (OSError, OverflowError) as error:
         made.close()
         raise StreamError(f"port {port} cannot be listened on", why=str(error), fix="--port 0") from None
