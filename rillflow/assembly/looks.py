@@ -47,6 +47,7 @@ from rillflow.assembly.preflight import (
 from rillflow.assembly.recipe import Recipe
 from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
+from rillflow.models.end_tokens import require_ends
 from rillflow.models.locate import base_of
 from rillflow.models.tokenizer import require_rows
 from rillflow.models.tokenizer_probe import probe_tokenizer
@@ -253,6 +254,8 @@ def _look_at_tokens(recipe: Recipe, base: Path, report: Report, say: Callable[[s
         return
     if report.sizes is not None:
         require_rows(model_input.tokenizer, report.sizes.vocabulary)
+        if recipe.has_policy:
+            require_ends(model_input.tokenizer.stop_tokens, report.sizes.vocabulary)
     if recipe.has_policy and not model_input.tokenizer.stop_tokens and not recipe.rollout.stop:
         report.notes.append(_NO_END.format(recipe.rollout.max_tokens))
     encoded = report.encoded = encode_task(recipe, report.task, model_input, say)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +40,18 @@ def listed(tokens: int | Sequence[int] | None) -> list[int]:
     if tokens is None:
         return []
     return [tokens] if isinstance(tokens, int) else list(tokens)
+
+
+def require_ends(ends: Iterable[int], rows: int) -> None:
+    """Refuse end tokens beyond the rows of the embedding.
+
+    Raises:
+        ModelError: it names the first one.
+    """
+    beyond = [token for token in sorted(ends) if not 0 <= token < rows]
+    if beyond:
+        raise ModelError(
+            f"the end token {beyond[0]} is beyond the model's embedding of {rows} rows",
+            why="a token beyond the embedding is never sampled",
+            fix="correct eos_token_id in generation_config.json or config.json",
+        )

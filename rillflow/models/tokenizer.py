@@ -415,7 +415,7 @@ def load_tokenizer(
 
 
 def require_rows(tokenizer: Tokenizer, rows: int) -> None:
-    """Refuse a tokeniser, or end tokens, beyond the rows of the embedding.
+    """Refuse a tokeniser with more tokens than the embedding has rows.
 
     Raises:
         ModelError: it names both numbers.
@@ -425,13 +425,6 @@ def require_rows(tokenizer: Tokenizer, rows: int) -> None:
             f"the tokeniser has {tokenizer.vocabulary_size} tokens and the model's embedding {rows} rows",
             why="a text with a token beyond the embedding could not be read",
             fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
-        )
-    beyond = [token for token in sorted(tokenizer.stop_tokens) if not 0 <= token < rows]
-    if beyond:
-        raise ModelError(
-            f"the end token {beyond[0]} is beyond the model's embedding of {rows} rows",
-            why="a token beyond the embedding is never sampled",
-            fix="correct eos_token_id in generation_config.json or config.json",
         )
 
 

@@ -15,7 +15,7 @@ import asyncio
 import json
 import secrets
 from asyncio import to_thread
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -73,8 +73,9 @@ class NewRows:
 
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
         """See Visitor."""
+        if isinstance(asked, CompletionRequest):
+            self._require_few(len(asked.prompts), asked.n)
         prompts = [chat_of(asked)] if isinstance(asked, ChatRequest) else prompts_of(asked)
-        self._require_few(prompts, asked.n)
         tokens = [
             self._encoder.rows([each])[0].prompt.tolist() if isinstance(each, Example) else each
             for each in prompts
@@ -93,11 +94,11 @@ class NewRows:
     def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
         """See Visitor; nothing is kept."""
 
-    def _require_few(self, prompts: Sequence[Example | list[int]], samples: int) -> None:
+    def _require_few(self, prompts: int, samples: int) -> None:
         """Refuse a request before its prompts take time and memory."""
-        if len(prompts) * samples > MAX_REQUEST_ROWS:
+        if prompts * samples > MAX_REQUEST_ROWS:
             raise DataError(
-                f"{len(prompts)} prompts with n = {samples} are {len(prompts) * samples:,} rows",
+                f"{prompts} prompts with n = {samples} are {prompts * samples:,} rows",
                 why=f"{MAX_REQUEST_ROWS:,} rows are the most of one request",
                 fix="send several requests",
             )
@@ -176,7 +177,8 @@ class Door:
         return Starlette(routes=routes, exception_handlers=handlers)
 
     async def _complete(self, kind: type[SamplingRequest], request: Request, visitor: Visitor) -> Response:
-        asked = checked(kind, json_object(await body_of(request, MAX_REQUEST_BYTES)))
+        body = await body_of(request, MAX_REQUEST_BYTES)
+        asked = await to_thread(lambda: checked(kind, json_object(body)))
         if asked.model not in ("", self._model):
             what = f"there is no model {asked.model[:80]!r}"
             raise Declined(404, what, why="one is served", fix=f"{self._model!r}, or leave it out")
