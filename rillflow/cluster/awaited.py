@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rillflow.cluster.backend import Backend, Place, RankLost
+from rillflow.cluster.backend import Backend, Place, RankDied, RankLost
 from rillflow.cluster.ranks import Stranded
 from rillflow.errors import ClusterError
 
@@ -41,7 +41,7 @@ def answers(awaited: Sequence[Awaited], backend: Backend, deadline_s: float) -> 
 
     Raises:
         TimeoutError: one is not there in time.
-        ClusterError: a rank died; it says which, doing what.
+        RankDied: it says which, doing what.
         Exception: what a rank raised.
     """
     try:
@@ -62,7 +62,8 @@ def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) ->
                 continue
             except RankLost as lost:
                 on = f" on node {backend.nodes[each.place].address}" if each.place in backend.nodes else ""
-                found = ClusterError(f"{each.place}{on} {lost.what}", why=lost.why, fix=lost.fix)
+                what, pool = f"{each.place}{on} {lost.what}", each.place.pool
+                found = RankDied(what, why=lost.why, fix=lost.fix, pool=pool)
                 found.add_note(f"in {each.doing} on {each.place}")
                 return found
             except Exception as cause:  # noqa: BLE001  whatever a rank raised

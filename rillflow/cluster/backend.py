@@ -96,6 +96,15 @@ class RankLost(ClusterError):
     """A rank is gone, or what it had made; ``what`` goes on from its name: "has died"."""
 
 
+class RankDied(ClusterError):
+    """A rank died, or what it had made went with it, while somebody waits for its answer."""
+
+    def __init__(self, what: str, why: str = "", fix: str = "", *, pool: str = "") -> None:
+        super().__init__(what, why, fix)
+        self.pool = pool
+        """The rank's pool."""
+
+
 class Backend(Protocol):
     """Runs calls on the ranks of pools."""
 

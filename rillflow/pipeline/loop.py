@@ -28,13 +28,14 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rillflow.cluster.backend import RankDied
 from rillflow.dataflow.checkpoint import (
     AHEAD,
     COLLECTED,
@@ -45,7 +46,7 @@ from rillflow.dataflow.checkpoint import (
     written,
 )
 from rillflow.dataflow.executor import GroupExecutor, write_rows
-from rillflow.errors import ClusterError, Interrupted, RillflowError, TrainingError
+from rillflow.errors import Interrupted, RillflowError, TrainingError
 from rillflow.observe import layout
 from rillflow.observe.durable import write_error
 from rillflow.observe.json_lines import read_lines
@@ -192,11 +193,12 @@ class Loop:
         except Interrupted:
             raise
         except Exception as first:
-            if opened or self._saves or self._place.step > self._saved_step:
+            cut = opened if self._is_cut(phase, first) else ()
+            if cut or self._saves or self._is_unsaved(phase):
                 what = (str(first) or type(first).__name__).splitlines()[0]
                 self._progress.note(f"{what}; saving what is whole first")
                 try:  # ranks that are at work, or stuck, may take their time
-                    self._rescue(phase, opened if isinstance(first, ClusterError) else ())
+                    self._rescue(phase, cut)
                 except Exception as second:  # noqa: BLE001  what ended the run is the first error
                     self._progress.note(f"no checkpoint could be written after the error: {second}")
             kept, lost = self._saved_step, self._place.step - self._saved_step
@@ -207,21 +209,30 @@ class Loop:
         finally:
             self._discard()
 
-    def _rescue(self, phase: Phase, opened: Iterable[OpenStep]) -> None:
+    def _is_cut(self, phase: Phase, error: Exception) -> bool:
+        """Whether open steps may be whole but for ranks that no trained role has, one of which has died."""
+        pools = {phase.executor.groups[role].places[0].pool for role in phase.trained}
+        is_in_order = phase.ready is None and phase.cut is None
+        return is_in_order and isinstance(error, RankDied) and error.pool not in pools
+
+    def _is_unsaved(self, phase: Phase) -> bool:
+        """Whether the last whole step may still be saved: it is not yet, and nothing later was begun."""
+        return self._place.step > self._saved_step and not phase.freshness
+
+    def _rescue(self, phase: Phase, cut: Collection[OpenStep]) -> None:
         """Save the newest step whose updates are whole, where the trained roles have made no later ones.
 
         Args:
             phase: that an error ended.
-            opened: the steps that may be whole but for ranks that have died, the oldest first.
+            cut: open steps that may be whole but for ranks that have died, the oldest first.
         """
-        wait_s, is_in_order = min(RESCUE_S, self._deadline_s), phase.ready is None and phase.cut is None
+        wait_s = min(RESCUE_S, self._deadline_s)
         phase.executor.mend(phase.trained, wait_s)
         self._settle(phase, wait_s, wait=True)
         self._discard()
-        for step in opened if is_in_order else ():
-            if not self._salvaged(phase, step, wait_s):
-                break
-        is_unsaved = self._place.step > self._saved_step and (is_in_order or not phase.freshness)
+        may_save = bool(cut) or self._is_unsaved(phase)
+        all(self._salvaged(phase, step, wait_s) for step in tuple(cut))  # up to the first that is not whole
+        is_unsaved = may_save and self._place.step > self._saved_step
         if is_unsaved and self._updates(phase, wait_s) == self._place.updates:
             self._keep_written(wait_s)
             save = self._begin_saving(phase, self._place.step, self._place.rows)
@@ -302,7 +313,7 @@ class Loop:
         step = self._place.step
         if not self._interruption.requested or step >= self._total_steps:
             return
-        if step > self._saved_step and not phase.freshness:
+        if self._is_unsaved(phase):
             self._checkpoint(phase, self._deadline_s, wait=True)
         if step == self._saved_step:
             raise _stopped(step, self._run.checkpoints / f"step-{step:06d}" if step else None)
@@ -480,11 +491,9 @@ class Loop:
 
 
 def _stopped(step: int, path: Path | None) -> Interrupted:
-    return Interrupted(
-        f"stopped after step {step}, as asked" if path else "stopped before the first step, as asked",
-        why=f"everything up to it is in {path}" if path else "nothing was under way",
-        fix="give the same command to go on from there",
-    )
+    where = f"after step {step}" if path else "before the first step"
+    why = f"everything up to it is in {path}" if path else "nothing was under way"
+    return Interrupted(f"stopped {where}, as asked", why=why, fix="give the same command to go on from there")
 
 
 def _due(done: int, every: int) -> bool:

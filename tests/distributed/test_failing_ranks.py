@@ -17,7 +17,7 @@ import torch
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
-from rillflow.cluster.backend import Pool
+from rillflow.cluster.backend import Pool, RankDied
 from rillflow.cluster.inline import InlineBackend
 from rillflow.cluster.start import ray_backend
 from rillflow.dataflow.executor import GroupExecutor
@@ -165,7 +165,7 @@ def test_a_death_seen_by_whoever_needs_the_result_is_named(on_ray: RayBackend) -
     for waiting in (here.call("double", lost), executor.filter(lost, "y")):
         with pytest.raises(ClusterError, match="rank 1 of pool 'main' has died") as caught:
             waiting.read(30)
-        assert type(caught.value) is ClusterError
+        assert isinstance(caught.value, RankDied) and caught.value.pool == "main"
         assert caught.value.__notes__ == ["in gone.double on rank 1 of pool 'main'"]
     with pytest.raises(ClusterError, match="a rank has died"):  # its part alone, and nobody who watches it
         executor.apply(len, lost.own(1), place=here.places[0]).read(30)

@@ -66,7 +66,7 @@ def test_an_outage_of_the_reward_loses_no_step_and_the_same_command_goes_on(
     assert tiny.run("late") == 1
     said = capsys.readouterr()
     assert "the judge is down" in said.err
-    failure, saved = said.out.index("the judge is down"), said.out.index("; saving step 4 first")
+    failure, saved = said.out.index("the judge is down"), said.out.index("; saving what is whole first")
     assert failure < saved < said.out.index("step 4 is saved: the same command goes on from there")
     assert tiny.steps_kept("late") == [4]
     assert "what there is so far" in said.out and (folder / "report.html").is_file()
