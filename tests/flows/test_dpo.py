@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_run_computes_every_row_s_reference_once_and_resumes_bit_for_bit(
     assert judged == [(0, 4), (3, 4), (5, 4)]
     assert lines(whole, "evaluations.jsonl")[0]["correct"] == 0, "at first the policy is the reference"
 
-    asked = iter([False, False, True])
+    asked = chain([False] * 5, repeat(True))  # read before and after each step
     monkeypatch.setattr(Interruption, "requested", property(lambda _: next(asked), lambda *_: None), False)
     with pytest.raises(Interrupted, match="after step 3"):
         ran(recipe, "cut")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_a_run_tells_good_answers_from_bad_ones_and_resumes_bit_for_bit(
     assert [line["count"] for line in judged] == [6, 6] and judged[0]["correct"] == 0
     assert judged[0]["good_reward_mean"] == judged[0]["bad_reward_mean"] == 0 != judged[1]["good_reward_mean"]
 
-    asked = iter([False, False, True])
+    asked = chain([False] * 5, repeat(True))  # read before and after each step
     monkeypatch.setattr(Interruption, "requested", property(lambda _: next(asked), lambda *_: None), False)
     with pytest.raises(Interrupted, match="after step 3"):
         ran(tmp_path, "cut")

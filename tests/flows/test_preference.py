@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from itertools import chain, repeat
 from pathlib import Path
 from statistics import mean
 
@@ -106,7 +107,7 @@ def test_a_run_without_a_policy_leaves_what_every_run_leaves(recipe: Path) -> No
 
 def test_an_interrupted_run_resumes_bit_for_bit(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ran(recipe, "whole")
-    asked = iter([False, False, True])
+    asked = chain([False] * 5, repeat(True))  # read before and after each step
     monkeypatch.setattr(Interruption, "requested", property(lambda _: next(asked), lambda *_: None), False)
     with pytest.raises(Interrupted, match="after step 3"):
         ran(recipe, "cut")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_a_resumed_run_goes_on_with_the_same_mean_and_deviation(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = ran(recipe, "whole", SHAPE)
-    asked = iter([False, True])
+    asked = chain([False] * 3, repeat(True))  # read before and after each step
     monkeypatch.setattr(Interruption, "requested", property(lambda _: next(asked), lambda *_: None), False)
     with pytest.raises(Interrupted, match="after step 2"):
         ran(recipe, "cut", SHAPE)
