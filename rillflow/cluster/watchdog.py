@@ -1,7 +1,8 @@
 """Watchdog: ends what a cluster of ours has left, where the driver could not.
 
     driver ── started with it ──> watchdog        a process of its own, in a session of its own
-       └── gone, or its pipe closed ──> every process with the cluster's mark is killed, its folder removed
+       ├── its pipe closed ──> every process with the cluster's mark is killed
+       └── gone ─────────────> so too, and the cluster's folder removed
 
 Ray's daemons follow a killed driver at once; their own helpers do so after a minute. Run as a file, it
 imports the standard library alone.
@@ -66,7 +67,8 @@ def _main(driver: int, folder: str) -> None:
         with suppress(OSError):  # it has ended, or is somebody else's
             if _belongs(entry, folder):
                 os.kill(int(entry.name), signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
+    if os.getppid() != driver:  # a driver that lives is in Ray's shutdown, which wants the folder
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _belongs(process: Path, folder: str) -> bool:

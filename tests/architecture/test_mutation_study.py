@@ -243,7 +243,7 @@ def test_lines_keep_their_tests_when_the_code_around_them_changes() -> None:
 def test_a_test_without_end_is_named_and_killed(small: Runner, tmp_path: Path) -> None:
     test = small.copy / "tests/unit/sums/test_endless.py"
     test.write_text("import time\n\ndef test_endless():\n    time.sleep(1000)\n")
-    outcome = small.run(["tests/unit/sums/test_endless.py"], 20.0, "-x")
+    outcome = small.run(["tests/unit/sums/test_endless.py"], 5.0, "-x")
     test.unlink()
     assert (outcome.ended, outcome.first_red.split("::")[1]) == ("time limit", "test_endless")
     assert interpreter(small.copy).exists()
