@@ -26,6 +26,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
+import measured_at
+
 from rillflow.assembly.recipe import load_recipe
 
 # Trains in a process of its own, which imports everything.
@@ -117,7 +119,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        arguments.write.write_text(text)
+        arguments.write.write_text(measured_at.below_title(text, measured_at.line()))
 
 
 if __name__ == "__main__":
